@@ -3,6 +3,7 @@
     python benchmarks/gpu_ranks.py                            counted on any machine, with GPUs that compute nothing
     python benchmarks/gpu_ranks.py --models resnet50 --ranks 8 --details
     python benchmarks/gpu_ranks.py --device cuda --precision bf16 --updates 50      timed on one GPU, and counted
+    python benchmarks/gpu_ranks.py --device cuda --strict     CUDA itself raises where the host waits in an update
 
 The other ranks are not there: torch's `fake` process group lets this process be rank 0 of 8 or 64, with every kernel,
 copy and wait of the host that the whole job would have there, and no bytes on a wire. So what the host does, which
@@ -49,6 +50,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 NORMS: tuple[BatchNorm, ...] = ("microbatch", "sync", "local")
 WARM_UP = 3
 """Updates before one is counted: in the first the ranks agree on an order of messages, and programs are made."""
+STRICT = 9
+"""Updates in which the host is to wait for nothing."""
 PROBE_SIZE = 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -202,6 +205,8 @@ def measure(
         with counter.count() as seen:
             update()
         counting.close()  # it would take time
+        if options.device == "cuda" and options.strict:
+            _without_waits(update)
         times = _times(update, options.updates) if options.device == "cuda" else {}
     row = Row(
         name,
@@ -217,6 +222,16 @@ def measure(
         **times,
     )
     return row, seen
+
+
+def _without_waits(update: Update) -> None:
+    """Some updates, in which CUDA raises where the host would wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(STRICT):
+            update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _times(update: Update, updates: int) -> dict[str, Any]:
@@ -280,6 +295,8 @@ def main() -> None:
     options = _parser().parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch sees no CUDA device here: --device fake counts without one")
+    if options.device == "fake" and options.strict:
+        sys.exit("--strict asks CUDA itself: add --device cuda; waits are counted without it")
     if options.device == "fake" and options.precision != "fp32":
         sys.exit("autocast needs a GPU: leave --precision away, or add --device cuda")
     if options.microbatch < 1 or options.batch % options.microbatch or options.batch < options.microbatch:
@@ -323,6 +340,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("fake", "cuda"), default="fake", help="fake: one that computes nothing")
     parser.add_argument("--precision", choices=list(DTYPES), default="fp32")
     parser.add_argument("--updates", type=int, default=20, help="timed, with --device cuda (20)")
+    parser.add_argument("--strict", action="store_true", help="with --device cuda: fail where the host waits for it")
     parser.add_argument("--details", action="store_true", help="which operations, and the lines that wait and copy")
     parser.add_argument("--out", type=Path, help="file for JSON")
     return parser

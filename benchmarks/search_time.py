@@ -7,8 +7,8 @@
 Each network is searched in a process of its own. The time is that of `convoy.planner.search.search` on one mesh, with
 all sets of sample axes; capture and what imports take come before it. The costs are those of a GPU of 50 TFLOP/s and
 1 TB/s with links of 20 GB/s, a third of that between nodes (`convoy.planner.cost.analytic`). With `--stages` the
-search over cuts on as many devices comes on top, at all numbers of stages and passes; the captures at the sizes of
-these passes are counted apart.
+search over cuts on as many devices comes on top, at all numbers of stages and passes, with the capture at a second
+size from which the network at the sizes of these passes follows.
 """
 
 import argparse
@@ -22,15 +22,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from convoy.graph.graph import Ref
-from convoy.graph.tree import leaves
 from convoy.models import create
 from convoy.ops import capture
 from convoy.planner.cost.analytic import Analytic
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.search import search
 from convoy.planner.search.stages import InPasses, search_stages
-from convoy.plans.layout import balanced
+from convoy.planner.workload import workload_of
 from convoy.plans.mesh import Mesh
 
 NETWORKS = ("resnet152", "googlenet", "densenet121")
@@ -102,26 +100,24 @@ def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | Non
 
 def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known: float) -> dict[str, object]:
     """Search plans with stages."""
-    capturing = 0.0
+    workload = workload_of(model, torch.empty(1, 3, 224, 224), batch, name="network")
+    in_passes = workload.in_passes
+    assert in_passes is not None
 
     @cache
     def at(passes: int) -> InPasses:
-        nonlocal capturing
-        start, samples = time.perf_counter(), batch // passes
-        graph = capture(model, (torch.empty(samples, 3, 224, 224, device="meta"),), training=True)
-        capturing += time.perf_counter() - start
-        names = [ref.name for ref in leaves(graph.output, Ref)]
-        return InPasses(graph, names, passes, lambda count: balanced(samples, count), Analytic(passes=passes))
+        own = in_passes(passes)
+        return InPasses(own.graph, own.outputs, passes, own.parts, Analytic(passes=passes))
 
     counts = [number for number in range(1, batch + 1) if batch % number == 0]
     link = Rate(2e-5, 2e10 / 3)
     links = Links(otherwise=lambda ranks: link.link(len(ranks), overlap=True, cpu_share=0.0))
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.process_time()
     found = search_stages(at, counts, devices, links, memory_limit=limit, known=known)
-    seconds = time.perf_counter() - start - capturing
+    seconds, worked = time.perf_counter() - start, time.process_time() - worked
     best = found[0] if found else None
     plan = f"{best.plan.mesh} in {best.passes} passes, {best.schedule}: {1e3 * best.seconds:.2f} ms" if best else "none"
-    return {"stages": seconds, "capturing": capturing, "cut": plan}
+    return {"stages": seconds, "stages_worked": worked, "cut": plan}
 
 
 def main() -> None:
@@ -149,7 +145,7 @@ def main() -> None:
             f"{'exact' if row['exact'] else 'not exact'}, predicted {row['predicted'] * 1e3:.2f} ms"
         )
         if options.stages:
-            print(f"{'':12} stages: {row['stages']:.2f} s beside {row['capturing']:.2f} s of capture; {row['cut']}")
+            print(f"{'':12} stages: {row['stages']:.2f} s ({row['stages_worked']:.2f} s of a core), {row['cut']}")
         for note in row["notes"]:
             print(f"{'':12} {note}")
         print(f"{'':12} {row['plan'][:300]}")

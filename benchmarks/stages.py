@@ -116,7 +116,10 @@ def _memory(arguments: argparse.Namespace) -> None:
     limit = alone.bytes[0] // memory.DEVICES
     print(f"- one device with a limit of {limit / 2**20:.0f} MiB: {memory.peaks(case, '', limit)}", flush=True)
     for schedule in ("1f1b", "gpipe"):
-        print(f"- {memory.PLAN}, {schedule}: {memory.peaks(case, schedule)}", flush=True)
+        free = memory.peaks(case, schedule)
+        said = [each + base for each in memory.predicted(schedule)]
+        errors = ", ".join(f"{one / other - 1:+.0%}" for one, other in zip(said, free.bytes, strict=True))
+        print(f"- {memory.PLAN}, {schedule}: {free}; predicted {memory.Peaks(tuple(said))} ({errors})")
         print(f"- {memory.PLAN}, {schedule}, each with that limit: {memory.peaks(case, schedule, limit)}", flush=True)
 
 

@@ -95,7 +95,7 @@ class Distance:
     Attributes:
         worst: by kind, with the tensor's name. Weights are those after the last update, all else of the first two.
         perturbed: that of the weights of the perturbed run.
-        rounding: of gradients that are nothing but rounding, in units of what the perturbation changes them by.
+        rounding: of gradients and weights that are nothing but rounding, in units of what the perturbation makes.
     """
 
     worst: dict[str, tuple[float, str]] = field(default_factory=lambda: dict.fromkeys(KINDS, (0.0, "")))
@@ -106,11 +106,20 @@ class Distance:
         if not error <= self.worst[kind][0]:
             self.worst[kind] = error, name
 
+    def compare(self, kind: str, name: str, got: Tensor, want: Tensor, perturbed: Tensor, floor: float) -> float:
+        """Note a tensor by what the perturbation makes of it, which is returned; 0 where it is nothing but rounding, as
+        of a bias before batch norm, whose gradient is zero."""
+        error, change = relative(got, want, floor), relative(perturbed, want, floor)
+        if change > 1e-10:
+            self.rounding = max(self.rounding, error / change)
+            return 0.0
+        self.note(kind, name, error)
+        return change
+
     @property
     def ok(self) -> bool:
-        """Within 1e-9; weights after some updates within ten times what the perturbation makes."""
-        tight = all(self.worst[kind][0] <= 1e-9 for kind in KINDS if kind != "weights")
-        return tight and self.rounding <= 10 and self.worst["weights"][0] <= max(1e-9, 10 * self.perturbed)
+        """Within 1e-9; what is nothing but rounding within ten times what the perturbation makes of it."""
+        return self.rounding <= 10 and all(error <= 1e-9 for error, _ in self.worst.values())
 
 
 def table(
@@ -197,9 +206,10 @@ def _distance(subject: Subject, plan: str, schedule: str, serial: Trained, pertu
         optimizer.step()
     state = convoy.state_dict(net)
     assert state.keys() == serial.state.keys(), state.keys() ^ serial.state.keys()
+    largest = max(want.abs().max().item() for want in serial.state.values() if want.numel())
     for name, want in serial.state.items():
-        found.note("weights", name, relative(state[name], want))
-        found.perturbed = max(found.perturbed, relative(perturbed.state[name], want))
+        change = found.compare("weights", name, state[name], want, perturbed.state[name], 1e-9 * largest)
+        found.perturbed = max(found.perturbed, change)
     convoy.load_state_dict(net, serial.state)  # outputs of other weights, however near, say nothing about evaluation
     images, _ = subject.batch(99)
     mine = convoy.local_samples(net, len(images))
@@ -224,12 +234,7 @@ def _compare_update(
     assert gradients.keys() == want.keys(), gradients.keys() ^ want.keys()
     largest = max(gradient.abs().max().item() for gradient in want.values())
     for name, gradient in want.items():
-        error = relative(gradients[name], gradient, 1e-9 * largest)
-        change = relative(perturbed.gradients[step][name], gradient, 1e-9 * largest)
-        if change > 1e-10:  # nothing but rounding, as that of a bias before batch norm, which is zero
-            found.rounding = max(found.rounding, error / change)
-        else:
-            found.note("gradients", name, error)
+        found.compare("gradients", name, gradients[name], gradient, perturbed.gradients[step][name], 1e-9 * largest)
     assert images.grad is not None
     found.note("inputs", "", relative(images.grad, serial.inputs[step][mine]))
     state = convoy.state_dict(net)

@@ -1,7 +1,14 @@
-"""Memory of ranks in stages: control groups with a limit, and the most that each rank had."""
+"""Memory of ranks in stages: control groups with a limit, the most that each rank had, and what the plan says."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from convoy.engine.stages import Schedule
+from convoy.planner import score, workload_of
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.link import links_named
+from convoy.planner.cost.times import Times
 from convoy.plans.plan import Plan
 from measuring.memory_limits import memory_groups
 from measuring.ranks import Limits, RankFailed, run_ranks
@@ -9,6 +16,7 @@ from measuring.results import SERIAL
 from measuring.sides import Arrangement
 from measuring.stage_cases import StageCase
 from measuring.stage_sides import StageSide, train
+from measuring.training import batch, build
 
 CASE = StageCase("resnet152", "resnet152", 96, 64, updates=1, batch_norm=True, microbatch=4)
 TINY = replace(CASE, model="squeezenet1_1-cifar", image_size=16, batch_norm=False, microbatch=0)
@@ -45,3 +53,20 @@ def peaks(case: StageCase, schedule: str, limit: int | None = None) -> Peaks:
         except RankFailed as error:
             return Peaks((), str(error).strip().partition("\n")[0])
         return Peaks(tuple(group.peak for group in groups))
+
+
+def predicted(schedule: Schedule) -> Sequence[int]:
+    """Bytes of weights, gradients, momentum and activations of each stage."""
+    return run_ranks(partial(_predicted, schedule), 1)[0]  # type: ignore[no-any-return]
+
+
+def _predicted(schedule: Schedule) -> list[int]:
+    arrangement = Arrangement()
+    images, _ = batch(CASE, arrangement)
+    workload = workload_of(
+        build(CASE, arrangement), images, CASE.batch, passes=PARTS, batch_norm="microbatch", microbatch=CASE.microbatch
+    )
+    found = score(
+        replace(workload, schedule=schedule), PLAN, Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])
+    )
+    return [each.total for each in found.by_stage]

@@ -46,10 +46,11 @@ class StageRun:
         results, one = self.results, self._one_device()
         serial, predicted = self._predict(one)
         sides = [StageSide(SERIAL, "serial", one), *self._own(predicted, one), *self._torch(one), *self._rows(one)]
-        expected = {SERIAL: serial, **{f"Convoy {each.name}": each.seconds for each in predicted}}
-        results.rows = [
-            Row(side.label, side.how, plan=str(side.plan or ""), predicted=expected.get(side.label)) for side in sides
-        ]
+        expected = {f"Convoy {each.name}": each for each in predicted}
+        for side in sides:
+            said = expected[side.label].of(side.parts) if side.label in expected else None
+            seconds = serial if side.label == SERIAL else said
+            results.rows.append(Row(side.label, side.how, plan=str(side.plan or ""), predicted=seconds))
         for number in range(self.rounds):
             for side in sides if number % 2 == 0 else list(reversed(sides)):
                 timings = self._measure(side) if side.label not in results.skipped else None
@@ -76,7 +77,8 @@ class StageRun:
         given, limits = (self.case, plans, one, self.profile), Limits(5 * self.seconds)
         serial, found = run_ranks(predict, num, *given, places=self.places, limits=limits)[0]
         for each in found:
-            self.say(f"predicted: {each.name}, {each.plan}: {each.seconds:.3f} s")
+            others = "".join(f", {parts} parts {seconds:.3f} s" for parts, seconds in each.by_parts.items())
+            self.say(f"predicted: {each.name}, {each.plan}, {each.parts} parts: {each.seconds:.3f} s{others}")
         return serial, found
 
     def _own(self, predicted: Sequence[Predicted], one: Arrangement) -> list[StageSide]:
@@ -92,7 +94,8 @@ class StageRun:
                 ways = dict.fromkeys([one.for_batch(self.case.batch // each.plan.parts), way])
                 best = self._best([StageSide(label, "convoy", tried, each.plan) for tried in ways])
             else:
-                best = self._best([StageSide(label, "convoy", way, each.plan, n, "1f1b") for n in self.case.parts])
+                numbers = sorted({*self.case.parts, *([each.parts] if each.parts > 1 else [])})
+                best = self._best([StageSide(label, "convoy", way, each.plan, n, "1f1b") for n in numbers])
                 best += [replace(side, label=f"{label}, plain loop", schedule="gpipe") for side in best]
             sides += best
             if best and not self.case.dense:  # the trainer is for images with a class each

@@ -4,8 +4,9 @@ All of them keep freed memory with the process, as Convoy does it wherever it ru
 """
 
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.network import network_of
 from convoy.engine.optimizers import divide_update
 from convoy.errors import ConvoyError
-from convoy.planner import Planned, make_plan, score, workload_of
+from convoy.planner import Planned, Scored, Workload, make_plan, score, workload_of
+from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
@@ -89,7 +91,9 @@ def _serial(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
 def _convoy(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     """The loop of docs/your-own-loop.md, with the optimizer's work shared as the trainer does it."""
     assert side.plan is not None
-    model, (images, labels) = build(case, side.arrangement), batch(case, side.arrangement)
+    with convoy.deferred() if side.plan.num_stages > 1 else nullcontext():
+        model = build(case, side.arrangement)
+    images, labels = batch(case, side.arrangement)
     net = convoy.parallelize(
         model,
         side.plan,
@@ -195,11 +199,19 @@ class Predicted:
     Attributes:
         name: `auto`, `auto without stages`, or the text of the plan.
         seconds: of an update; None where it was not asked.
+        parts: through the stages, by which the planner goes.
+        by_parts: seconds with other numbers of parts.
     """
 
     name: str
     plan: Plan
     seconds: float | None = None
+    parts: int = 1
+    by_parts: Mapping[int, float] = field(default_factory=dict)
+
+    def of(self, parts: int) -> float | None:
+        """Seconds of an update with so many parts."""
+        return self.by_parts.get(parts, self.seconds)
 
 
 def predict(
@@ -222,25 +234,35 @@ def predict(
         batch_norm="microbatch" if case.microbatch else "sync",
         microbatch=case.microbatch,
     )
-    planned = make_plan(workload, ranks.num, ranks, store=ProfileStore(folder))
-    found = [Predicted(name, plan, seconds) for name, plan, seconds in _own(planned)]
+    store = ProfileStore(folder)
+    planned = make_plan(workload, ranks.num, ranks, store=store)
+    asked = [(name, one, planned.costs) for name, one in _own(planned)]
     for text in plans:
         try:
-            plan = Plan.parse(text)
-            found.append(Predicted(text, plan, score(workload, plan, planned.costs).seconds))
+            given = [Plan.parse(text)]
+            known = make_plan(workload, ranks.num, ranks, link=planned.costs.links, store=store, plans=given)
+            asked.append((text, known.best, known.costs))
         except ConvoyError:
             continue
-    return planned.serial.seconds, found
+    return planned.serial.seconds, [_predicted(name, one, case, workload, costs) for name, one, costs in asked]
 
 
-def _own(planned: Planned) -> list[tuple[str, Plan, float]]:
+def _predicted(name: str, best: Scored, case: StageCase, workload: Workload, costs: Costs) -> Predicted:
+    """With all numbers of parts that are tried."""
+    staged = best.plan.num_stages > 1
+    others = [number for number in case.parts if staged and number != best.passes]
+    by_parts = {number: score(workload, best.plan, costs, number).seconds for number in others}
+    return Predicted(name, best.plan, best.seconds, best.passes if staged else 1, by_parts)
+
+
+def _own(planned: Planned) -> list[tuple[str, Scored]]:
     """The planner's own plan, and its best without stages where that is another."""
     best = planned.best
-    found = [("auto", best.plan, best.seconds)]
+    found = [("auto", best)]
     if best.plan.mesh.stage_axis is not None:
         without = next((one for one in planned.candidates if one.plan.mesh.stage_axis is None), None)
         if without is not None:
-            found.append(("auto without stages", without.plan, without.seconds))
+            found.append(("auto without stages", without))
     return found
 
 

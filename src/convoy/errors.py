@@ -30,7 +30,15 @@ class MeetingError(MachineError):
 
 
 class TooLargeError(ConvoyError):
-    """A network does not fit into the memory of the devices."""
+    """A network does not fit into the memory of the devices.
+
+    Attributes:
+        needed: bytes on the device that needs most, in what is smallest.
+    """
+
+    def __init__(self, message: str, needed: float = float("inf")) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 class RankFailedError(MachineError):

@@ -201,3 +201,184 @@ def tied() -> None:
 def test_weights_of_two_stages_are_refused_by_name() -> None:
     with pytest.raises(RankFailed, match=r"layers first and last share first.weight, and are in stages 1 and 2"):
         run_ranks(tied, 2)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs, one of which the first stage gives, and an argument that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.AvgPool2d(2)
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.early = nn.Linear(4, 5)
+        self.last = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+        x = self.stem(self.pool(x)).mean((2, 3))
+        return self.last(x.relu() * factor), self.early(x)
+
+
+def two_heads(first: str, args: tuple[Any, ...] = (), **options: Any) -> tuple[nn.Module, nn.Module]:
+    """In two stages, of which the second begins at layer `first`, and on one device."""
+    plan = {"mesh": {"stage": 2}, "layers": {}, "stages": [first]}
+    plain = TwoHeads().double()
+    example = torch.zeros(4, 3, 8, 8, dtype=torch.float64)
+    return convoy.parallelize(copy.deepcopy(plain), plan, (example, *args), **options), plain
+
+
+def worst_gradient(net: nn.Module, plain: nn.Module) -> float:
+    """The largest difference; infinite where one has a gradient that the other lacks."""
+    found, known = convoy.gradients(net), dict(plain.named_parameters())
+    if set(found) != {name for name, p in known.items() if p.grad is not None}:
+        return float("inf")
+    return max(relative(gradient, known[name].grad, 1.0) for name, gradient in found.items())
+
+
+def gradients_come_and_go() -> list[float]:
+    nets = two_heads("stem")
+    x = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    worst = []
+    for layer, frozen, of_input in [
+        ("", False, False),
+        ("", False, True),
+        ("stem", True, False),
+        ("stem", False, True),
+    ]:
+        inputs = [x.clone().requires_grad_(of_input) for _ in nets]
+        for net, own in zip(nets, inputs, strict=True):
+            net.zero_grad()
+            net.get_submodule(layer).requires_grad_(not frozen)
+            sum(each.square().mean() for each in net(own)).backward()
+        worst.append(worst_gradient(*nets))
+        if of_input:
+            worst.append(relative(inputs[0].grad, inputs[1].grad, 1.0))
+    return worst
+
+
+def test_what_has_a_gradient_may_change_from_pass_to_pass() -> None:
+    for found in run_ranks(gradients_come_and_go, 2):
+        assert max(found) < 1e-12, found
+
+
+def heads_are_left_out(schedule: str) -> list[float]:
+    nets = two_heads("last", (3.0,))
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 5, (8,))
+    worst = []
+    for used in [(0, 1), (0,), (1,)]:
+        for net in nets:
+            net.zero_grad()
+
+            def loss(outputs: Any, labels: Tensor, used: tuple[int, ...] = used) -> Tensor:
+                return sum(F.cross_entropy(outputs[number], labels) for number in used)  # type: ignore[return-value]
+
+            if schedule == "loop" or net is nets[1]:
+                loss(net(x, 3.0), y).backward()
+            else:
+                convoy.forward_backward(net, (x, 3.0), y, loss, schedule=schedule)  # type: ignore[arg-type]
+        worst.append(worst_gradient(*nets))
+    return worst
+
+
+@pytest.mark.parametrize("schedule", ["loop", "1f1b"])
+def test_layers_that_the_loss_leaves_out_have_no_gradient(schedule: str) -> None:
+    for found in run_ranks(heads_are_left_out, 2, schedule):
+        assert max(found) < 1e-12, found
+
+
+def changes_its_mind() -> None:
+    net, _ = two_heads("last")
+    passes = iter(range(8))
+
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[0], labels) + (outputs[1].sum() if next(passes) else 0)
+
+    x = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    convoy.forward_backward(net, x, torch.zeros(8, dtype=torch.int64), loss)
+
+
+def test_a_loss_of_other_outputs_for_some_parts_is_refused() -> None:
+    with pytest.raises(RankFailed, match=r"a value of the network itself for one part .* same outputs"):
+        run_ranks(changes_its_mind, 2)
+
+
+class WithPenalty(nn.Module):
+    """Returns a tensor without samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last(self.first(x).relu()), self.last.weight.sum(0)
+
+
+def without_samples() -> float:
+    plain = WithPenalty().double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    net = convoy.parallelize(copy.deepcopy(plain), "stage=2", x[:4])
+    for each in (net, plain):
+        outputs = each(x)
+        (outputs[0].square().mean() + outputs[1].square().sum()).backward()
+    return worst_gradient(net, plain)
+
+
+def test_a_returned_tensor_without_samples_is_whole() -> None:
+    for found in run_ranks(without_samples, 2):
+        assert found < 1e-12
+
+
+def mistaken(kind: str) -> None:
+    if kind == "no parts":
+        two_heads("last", microbatches=0)
+    elif kind == "parts":
+        net = convoy.parallelize(WithPenalty(), "stage=2", torch.zeros(4, 4), microbatches=2)
+        net(torch.zeros(4, 4))
+    else:
+        net, _ = two_heads("last")
+        with torch.no_grad():
+            convoy.forward_backward(net, torch.zeros(4, 3, 8, 8).double(), torch.zeros(4), F.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("no parts", r"microbatches=0 must be at least 1"),
+        ("parts", r"returns a tensor in which there are no samples, so a pass cannot be cut into 2 parts"),
+        ("no_grad", r"call it outside of torch\.no_grad"),
+    ],
+)
+def test_mistakes_are_said(kind: str, sentence: str) -> None:
+    with pytest.raises(RankFailed, match=sentence):
+        run_ranks(mistaken, 2, kind)
+
+
+def most_on_their_way(release: bool) -> int:
+    """The most values that the first stage holds for others at once, in an update of six parts."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3, 8, 8, dtype=torch.float64), torch.randint(0, 10, (6,))
+    net = convoy.parallelize(Branches().double(), "stage=2", x[:2], batch_norm="microbatch", seed=5, microbatches=6)
+    network, most = network_of(net), 0
+    assert isinstance(network, StagedNetwork)
+    links = network.links
+    convoy.forward_backward(net, x, y, loss_of, schedule="1f1b")  # says how values lie
+    send, finish = links.send, links.release
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal most
+        found = send(*args, **options)
+        most = max(most, len(links._sending))
+        return found
+
+    links.send = counting  # type: ignore[method-assign]
+    if not release:
+        links.release = lambda sent: finish(sent) if sent is links._sending else None  # type: ignore[method-assign]
+    convoy.forward_backward(net, x, y, loss_of, schedule="1f1b")
+    return most
+
+
+def test_what_was_sent_is_let_go_when_its_gradients_have_come() -> None:
+    """The first stage has two parts on their way at once, of which it sends the same values."""
+    kept, _ = run_ranks(most_on_their_way, 2, False)
+    held, _ = run_ranks(most_on_their_way, 2, True)
+    assert held == 2 * kept / 6, "the control holds the values of all six parts"

@@ -59,6 +59,7 @@ def examples_of(name: str, folder: Path) -> list[str]:
     names: dict[str, Any] = {
         "DataLoader": DataLoader,
         "F": F,
+        "build_model": plain,
         "convoy": convoy,
         "dataset": TensorDataset(images, labels),
         "images": images,

@@ -388,3 +388,24 @@ def test_dead_calls_are_dropped() -> None:
     graph = capture(Dead(), ((2, 3),))
     assert [call.name for call in graph.calls] == ["add"]
     assert set(graph.values) == {"x", "add"}
+
+
+class Halves(nn.Module):
+    """Its output has a row for each two samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[: (len(x) + 1) // 2] * len(x)
+
+
+@pytest.mark.parametrize("name", ["lenet", "resnet18", "googlenet"])
+def test_a_network_at_another_batch_size_follows_from_two(name: str) -> None:
+    model = create(name)
+    size = (1, 28, 28) if name == "lenet" else (3, 64, 64)
+    at = {n: capture(model, (torch.empty(n, *size, device="meta"),), training=True) for n in (6, 4, 10)}
+    assert at[6].scaled(at[4], 10) == at[10] != at[6]
+
+
+def test_a_network_that_does_not_grow_with_the_batch_has_to_be_looked_at() -> None:
+    first, second, third = (capture(Halves(), (torch.empty(n, 3, 4, 4, device="meta"),)) for n in (5, 4, 10))
+    assert first.scaled(second, 10) is None
+    assert third.shape(third.calls[-1].outputs[0]) == (5, 48)

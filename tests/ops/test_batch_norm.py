@@ -1,17 +1,20 @@
 """Batch norm over a mesh against the plain layer, in float64 on real processes."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import convoy
 from batch_norm_cases import CHANNELS, LAYOUTS, by_microbatch, layer, make, samples, serial
 from convoy.engine import MicrobatchNorm, StepContext
-from convoy.ops import shared_batch_norm
+from convoy.ops import batch_norm, shared_batch_norm
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive
 from one_call import OneCall, run_call, worst
-from ranks import RankFailed
+from ranks import RankFailed, run_ranks
 
 
 @pytest.mark.slow
@@ -53,6 +56,25 @@ def test_local_statistics_are_noticed_and_their_buffers_averaged() -> None:
     x, mean = case.tensors["x"], case.tensors["running_mean"]
     halves = [0.9 * mean + 0.1 * part.mean((0, 2, 3)) for part in x.split([4, 3])]
     assert torch.allclose(got["running_mean"], (halves[0] + halves[1]) / 2, atol=0, rtol=1e-13)
+
+
+def local_pass(as_on_gpus: bool) -> dict[str, Tensor]:
+    """Gradients and buffers of a pass over two ranks, with each one's own statistics."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).double()
+    images, labels = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.arange(8) % 3
+    with mock.patch.object(batch_norm, "at_once", lambda x: as_on_gpus):
+        net = convoy.parallelize(net, "sample=2", images[:4], batch_norm="local")
+        mine = convoy.local_samples(net, 8)
+        F.cross_entropy(net(images[mine]), labels[mine]).backward()
+    return convoy.gradients(net) | convoy.state_dict(net)
+
+
+def test_local_statistics_by_the_kernel_of_gpus() -> None:
+    """It follows the buffers itself, which are averaged over ranks before the backward pass."""
+    for got, want in zip(run_ranks(local_pass, 2, True), run_ranks(local_pass, 2, False), strict=True):
+        assert got.keys() == want.keys()
+        assert all(torch.allclose(got[name], want[name], rtol=1e-12, atol=1e-14) for name in want)
 
 
 def test_a_backward_pass_without_its_sums_is_noticed() -> None:

@@ -46,7 +46,13 @@ def test_links_that_are_not_at_hand_are_said_to_be_assumed(store: Path) -> None:
 
 def test_a_plan_of_ones_own_is_scored(store: Path) -> None:
     found = convoy.plan(create("lenet"), IMAGES, devices=2, score=["filter=2", "sample=2"], link="pcie4", store=store)
-    assert str(found) in ("filter=2", "sample=2")
+    assert str(found) in ("filter=2", "sample=2") and found.microbatches is None
+
+
+def test_a_plan_with_stages_says_how_many_parts_go_through_them(store: Path) -> None:
+    found = convoy.plan(create("lenet"), IMAGES, devices=2, score="stage=2", link="pcie4", store=store)
+    assert found.planned is not None and found.planned.best.staging is not None
+    assert found.microbatches == len(found.planned.best.staging.samples)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from convoy.planner.cost.device import Device
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import VIEWS, LocalOp
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
 from convoy.planner.profiling import local_op_of
@@ -66,6 +67,29 @@ def test_a_given_plan_is_predicted_without_its_input(workload: Workload, tmp_pat
     for kind in ("forward", "backward", "update", "around"):
         assert kinds[kind] == pytest.approx(wanted[kind])
     assert found.memory.total > 0
+
+
+def test_stages_are_predicted_as_stages(workload: Workload, tmp_path: Path) -> None:
+    store, plan = ProfileStore(tmp_path), Plan.parse("stage=2", num_devices=2)
+    placement = workload.place(plan)
+    staging = Staging.of(plan, workload.graph, workload.outputs, (8, 8))
+    assert staging is not None
+    remember(store, DEVICE, 2, "sgd", COSTS)
+    own = {
+        local_op_of(workload, placement, placed, rank): rank
+        for rank in (0, 1)
+        for placed in staging.part(placement, rank).calls
+    }
+    store.put(DEVICE, {one: by_flops(one) for one in own if one.op not in VIEWS})
+    found = recalled(store, DEVICE, "sgd", plan, placement, 2, staging=staging)
+    whole = recalled(store, DEVICE, "sgd", plan, placement, 2)
+    assert found is not None and whole is not None
+    first, second, both = (
+        sum(span.task.seconds for span in one.timeline.spans if span.task.rank == rank and span.task.kind == "forward")
+        for one, rank in ((found, 0), (found, 1), (whole, 0))
+    )
+    assert 0 < first < both and first + second == pytest.approx(both)
+    assert found.bubble > 0
 
 
 def test_what_is_not_known_predicts_nothing(workload: Workload, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ class Call:
 
     name: str
     layer: str
+    outputs: tuple[str, ...] = ()
 
     @property
     def call(self):

@@ -15,6 +15,8 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.planner import score
+from convoy.planner.workload import Workload
+from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.training import Session, auto_plan, load_recipe
 from convoy.training.environment import join_ranks
@@ -32,14 +34,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("auto") / "data")
 
 
-def session(data: Path, cache: Path, plan: str, *settings: str, batch: int = 16, keep: bool = True) -> Session:
+def session(
+    data: Path, cache: Path, plan: str, *settings: str, batch: int = 16, microbatch: int = PASS, keep: bool = True
+) -> Session:
     """The session of a run on the ranks that are there."""
     ranks, device = join_ranks()
     common = [
         f"data.path={data}",
         "model.name=tiny:TinyNet",
         f"batch={batch}",
-        f"microbatch={PASS}",
+        f"microbatch={microbatch}",
         "optimizer.lr=0.1",
     ]
     recipe = load_recipe("default", [*common, f"parallel.plan={plan}", "parallel.devices=2", *settings], [])
@@ -92,15 +96,14 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
         best = score(replace(planned.workload, in_passes=lambda number: workload), STAGES, planned.costs, passes)
         return replace(planned, candidates=(best,))
 
-    small = "microbatch=4"
     with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda *args: None):
-        found = session(data, cache, "auto", small)
+        found = session(data, cache, "auto", microbatch=4)
     network = found.network
     assert isinstance(network, StagedTraining)
     num = len(found.division.passes(found.merge))
-    own, plain = weights(found), weights(session(data, cache, "sample=2", small))
+    own, plain = weights(found), weights(session(data, cache, "sample=2", microbatch=4))
     distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
-    return num, network._schedule, distance
+    return num, network.schedule, distance
 
 
 STAGES = Plan.parse("stage=2")
@@ -236,6 +239,39 @@ def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path
         assert plan == "sample=2" and total == total
         assert f"filter=2 left the race: rank 1 ran out of memory while racing filter=2; {NEEDS_LESS}" in notes
         assert any("in a race" in note and "filter=2" not in note for note in notes)
+
+
+def without_memory_alone(data: Path, cache: Path, lacks: bool) -> tuple[str, list[str], int]:
+    """A race in which rank 1 lacks memory for its own part of `filter=2`; the winner, the notes, and updates raced."""
+    updates: list[str] = []
+    step = TrainingStep.__call__
+
+    def counted(self: TrainingStep, batch: Batch, update: int) -> object:
+        updates.append(str(self.network.engine.plan))
+        return step(self, batch, update)
+
+    def trying_out(workload: Workload, placement: Placement, rank: int) -> None:
+        if lacks and rank == 1 and placement.mesh == Plan.parse("filter=2").mesh:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def planner(*args: object, **options: object) -> Planned:
+        return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
+
+    with (
+        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "CLEAR", 0.0),
+        patch.object(TrainingStep, "__call__", counted),
+        patch.object(auto_plan, "try_out", trying_out),
+    ):
+        found = session(data, cache, "auto")
+    return str(found.plan), found.notes, updates.count("filter=2")
+
+
+def test_a_racer_is_tried_out_alone_before_others_wait_for_it(data: Path, tmp_path: Path) -> None:
+    for plan, notes, updates in run_ranks(without_memory_alone, 2, data, tmp_path, True):
+        assert (plan, updates) == ("sample=2", 0)
+        assert f"filter=2 left the race: rank 1 ran out of memory while racing filter=2; {NEEDS_LESS}" in notes
+    assert all(updates for *_, updates in run_ranks(without_memory_alone, 2, data, tmp_path, False))
 
 
 @pytest.mark.slow

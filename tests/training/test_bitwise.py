@@ -42,6 +42,12 @@ def test_weights_are_those_of_one_device(
         assert (found.digest, found.curve) == (serial.digest, serial.curve)
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_weights_do_not_depend_on_what_is_computed_again(data: Path, tmp_path: Path, serial: Ended, num: int) -> None:
+    for found in run_ranks(train_here, num, data, tmp_path / "run", SETTINGS | {"recompute": "true"}):
+        assert (found.digest, found.curve) == (serial.digest, serial.curve)
+
+
 @pytest.mark.parametrize(("num", "shares"), [(2, None), (4, None), (2, "[3,1]")])
 def test_the_sample_axis_of_a_hybrid_plan_may_have_any_size(
     data: Path, tmp_path: Path, divided: Ended, num: int, shares: str | None
@@ -55,6 +61,9 @@ def test_the_sample_axis_of_a_hybrid_plan_may_have_any_size(
     ("plan", "more"),
     [
         ("stage=2", {}),
+        ("stage=2", {"recompute": "true"}),
+        pytest.param("stage=2", {"recompute": "true", "parallel.schedule": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param("stage=2,sample=2", {"recompute": "true"}, marks=pytest.mark.slow),
         pytest.param("stage=2", {"parallel.schedule": "gpipe"}, marks=pytest.mark.slow),
         pytest.param("stage=3", {}, marks=pytest.mark.slow),
         ("stage=2,sample=2", {"parallel.shares": "[3,1]"}),

@@ -399,6 +399,16 @@ def test_the_scale_of_fp16_is_read_where_ranks_have_other_gradients(apart: bool)
     assert reads.count == apart
 
 
+def test_a_stage_without_the_loss_has_a_scale_of_fp16() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.full_like(weight, 65536.0)  # as the last stage sends it, scaled
+    scaler, optimizer = Scaler(CPU, "fp16", bool), torch.optim.SGD([weight], lr=1.0)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [0.0, 0.0]
+
+
 def test_reproducible_runs_fill_no_memory() -> None:
     set_numerics(recipe_of("reproducible=true"))
     assert not torch.utils.deterministic.fill_uninitialized_memory

@@ -144,7 +144,7 @@ def traced(data: Path, file: Path, plan: str, with_prediction: bool) -> tuple[li
     return watched, scored.seconds if scored is not None else None
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, "stage=2"])
 def test_one_of_the_watched_updates_is_kept_beside_the_predicted_one(data: Path, tmp_path: Path, plan: str) -> None:
     ranks = run_ranks(traced, 2, data, tmp_path / "trace.json", plan, True)
     found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -165,6 +165,27 @@ def test_one_of_the_watched_updates_is_kept_beside_the_predicted_one(data: Path,
     kinds = {name: {e["cat"] for e in found if e["ph"] == "X" and e["pid"] == pid} for pid, name in names.items()}
     for kind in ("forward", "backward", "gradient" if plan == "sample=2" else "transfer"):
         assert kind in kinds["measured rank 0"] & kinds["predicted rank 0"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    between = [e for e in found if e["ph"] == "X" and threads[e["pid"], e["tid"]] == "stages"]
+    assert all(e["args"]["layer"] for e in between if e["name"] != "what was sent")
+    assert {names[e["pid"]] for e in between} == (set(names.values()) if plan == "stage=2" else set())
+
+
+def in_stages(data: Path) -> Comparison:
+    found = session(data, "stage=2")
+    observation = Observation(found, DeviceClock(found.device, ticking(1e-3)))
+    run(found, WATCHED[1] + 1, observation)
+    return observation.conclude(predicted(found), None)
+
+
+def test_stages_have_the_layers_of_all_of_them(data: Path) -> None:
+    comparison, _ = run_ranks(in_stages, 2, data)
+    waits = comparison.parts["stages"]
+    assert waits.measured_s and waits.predicted_s
+    groups = {group.name: group.computes for group in comparison.groups if group.name != GRADIENTS}
+    assert {"conv", "head"} <= set(groups)
+    assert all(both.measured_s and both.predicted_s for both in groups.values())
+    assert comparison.notes[-1].endswith("the layers are those of ranks 0 and 1")
 
 
 def test_what_was_not_predicted_is_kept_by_itself(data: Path, tmp_path: Path) -> None:

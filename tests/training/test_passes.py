@@ -177,3 +177,13 @@ def _divisions(total: int, parts: int) -> list[tuple[int, ...]]:
     if parts == 1:
         return [(total,)]
     return [(first, *rest) for first in range(1, total - parts + 2) for rest in _divisions(total - first, parts - 1)]
+
+
+@pytest.mark.parametrize(("asked", "made"), [(8, 8), (4, 4), (3, 3), (2, 2), (1, 1), (6, 8), (16, 8)])
+def test_passes_through_stages_are_as_many_as_are_asked_for(asked: int, made: int) -> None:
+    """Three passes of eight microbatches have three, three and two; six cannot be made, and more are better."""
+    sizes, cpu = (4,) * 8, torch.device("cpu")
+    recipe = load_recipe("default", ["model.name=depth", "data.path=nowhere", "batch=32", "microbatch=4"])
+    found = probed(TinyDepth(), recipe, (1, 28, 28), sizes, cpu, "nothing")
+    merge, _ = merged(recipe, replace(found, draws=False), sizes, cpu, passes=asked)
+    assert len(Division(sizes, (8,)).passes(merge)) == made

@@ -1,13 +1,18 @@
 """The folder of a run."""
 
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from convoy.checkpoint.files import in_file
 from convoy.errors import ConvoyError
 from convoy.training import lock
-from convoy.training.run_directory import RunDirectory
+from convoy.training.run_directory import RunDirectory, save_weights
 
 
 def test_a_run_a_file_and_a_full_folder_are_not_overwritten(tmp_path: Path) -> None:
@@ -79,3 +84,24 @@ def test_a_damaged_line_of_metrics_is_dropped(tmp_path: Path) -> None:
     run.metrics.write_bytes(b'{"step": 1}\n{"st\xff\xfe\n{"step": 2}\n')
     run.forget_metrics_after(2)
     assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_weights_are_written_one_after_the_other(tmp_path: Path) -> None:
+    kinds = {"small": (torch.int8, (3,)), "wide": (torch.float64, (2, 5)), "usual": (torch.float32, ())}
+    wanted = {name: torch.full(shape, 7, dtype=dtype) for name, (dtype, shape) in kinds.items()}
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    def one_by_one() -> Iterator[torch.Tensor]:
+        for name in in_file(kinds):
+            assert all(before() is None for before in given)
+            whole = wanted[name].clone()
+            given.append(weakref.ref(whole))
+            yield whole
+            del whole
+
+    save_weights(kinds, one_by_one(), tmp_path / "weights.safetensors")
+    found = load_file(tmp_path / "weights.safetensors")
+    assert found.keys() == wanted.keys() and len(given) == 3
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in wanted.items()
+    )

@@ -72,6 +72,9 @@ def test_only_ranks_in_the_same_place_of_their_groups_are_compared(monkeypatch: 
     parts = [0, 0, 1, 1, 2, 2]
     assert groups(monkeypatch, parts, division, [1.0, 3.0, 1.0, 3.0, 1.0, 3.0]) == []
     assert groups(monkeypatch, parts, division, [1.0, 3.0, 2.0, 3.0, 1.0, 3.0]) == [3, 6]
+    stages_first = [0, 1, 2, 0, 1, 2]  # stage=2,sample=3: the second stage has less to do
+    assert groups(monkeypatch, stages_first, division, [3.0, 3.0, 3.0, 1.0, 1.0, 1.0]) == []
+    assert groups(monkeypatch, stages_first, division, [3.0, 3.0, 3.0, 1.0, 2.0, 1.0]) == [3, 6]
     assert groups(monkeypatch, [0, 0, 0], divide((1,) * 6, 1), [1.0, 3.0, 1.0]) == []
 
 

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,17 @@ def test_the_one_who_holds_the_others_up_is_named(others: dict[int, RankState], 
 def test_a_rank_that_others_wait_for_says_so() -> None:
     found = explain(1, {0: seen(collective="wait"), 1: seen(part="data")}, 31.0, 5.0, 2)
     assert "update 7, waiting for data of layer conv1, and the others wait for it" in found
+
+
+def test_stages_are_named() -> None:
+    waiting = replace(seen(part="backward", collective="value of another stage"), stage=1)
+    found = explain(0, {0: waiting, 1: replace(seen(host="b", silent_s=29), stage=2)}, 31.0, 5.0, 2)
+    where = "update 7, backward pass of layer conv1, waiting for other ranks (value of another stage)"
+    assert found.startswith(
+        f"rank 0 (stage 1) on host a has not moved for 31 s (--timeout): {where}, held up by rank 1 ("
+    )
+    assert "held up by rank 1 (stage 2) on host b, not heard of any more\n" in found
+    assert "\n  rank 1 (stage 2) on host b: update 7" in found
 
 
 def stand_still(rank: int) -> list[str]:

@@ -8,8 +8,9 @@ length of 8 bytes, a JSON header of names, types, shapes and places, and the byt
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,10 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
     Raises:
         OSError: it cannot be written.
     """
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-        for piece in _pieces(tensors):
+        for piece in pieces(kinds, (tensors[name] for name in in_file(kinds))):
             digest.update(piece)
             while piece:
                 piece = piece[file.write(piece) :]
@@ -180,19 +182,35 @@ def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The whole file, piece by piece; the widest types come first, so that all tensors are aligned."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Type and shape of tensors by name."""
+
+
+def in_file(kinds: Kinds) -> list[str]:
+    """The order of tensors in a file: the widest types come first, so that all are aligned."""
+    return sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+
+
+def pieces(kinds: Kinds, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """A file of tensors, piece by piece.
+
+    Args:
+        kinds: of all tensors.
+        tensors: on the CPU, in the order of `in_file`; each is let go before the next one is asked for.
+    """
+    ordered = in_file(kinds)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     place = 0
-    for name, tensor in ordered:
-        end = place + tensor.nbytes
-        header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
+    for name in ordered:
+        dtype, shape = kinds[name]
+        end = place + dtype.itemsize * prod(shape)
+        header[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [place, end]}
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
+    for tensor in tensors:
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), _PIECE):
             yield content[start : start + _PIECE]
+        del tensor, content

@@ -139,6 +139,14 @@ channels_last = click.option(
 cores_per_device = click.option(
     "--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]"
 )
+recompute = click.option(
+    "--recompute",
+    metavar="[PATTERN,…]",
+    is_flag=False,
+    flag_value="true",
+    callback=lambda context, option, text: patterns(text),
+    help="Less memory: compute activations again in the backward pass, all or those of layers, as 'layer1.*'.",
+)
 run_argument = click.argument("run", type=OutputPath())
 
 
@@ -156,3 +164,10 @@ def shares(context: click.Context, option: click.Parameter, text: str | None) ->
     except ValueError as error:
         raise click.BadParameter(f"{text!r} is neither numbers, such as 3,3,2, nor auto.") from error
     return f"[{numbers}]"
+
+
+def patterns(text: str | None) -> str | None:
+    """`layer1.*,layer2.*` as YAML; true and false stay what they are."""
+    if text is None or text in ("true", "false"):
+        return text
+    return json.dumps([pattern.strip() for pattern in text.removeprefix("[").removesuffix("]").split(",")])

@@ -58,6 +58,7 @@ Examples:
 @options.batch_norm
 @options.precision
 @options.channels_last
+@options.recompute
 @options.cores_per_device
 @click.option("--out", metavar="FILE", type=options.OutputPath(), help="Write the plan as YAML, for --plan.")
 @click.option("--html", metavar="FILE", type=options.OutputPath(), help="Write the explanation as a page.")

@@ -30,7 +30,10 @@ Examples:
 @click.argument("device", required=False)
 @click.option("--clear", is_flag=True, help="Forget what was measured: all of it, or that of DEVICE.")
 @click.option(
-    "--export", metavar="FILE", type=options.OutputPath(), help="Measure this device, for --catalog of convoy plan --on."
+    "--export",
+    metavar="FILE",
+    type=options.OutputPath(),
+    help="Measure this device, for --catalog of convoy plan --on.",
 )
 @options.as_json
 @options.verbose

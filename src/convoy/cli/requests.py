@@ -40,6 +40,7 @@ KEYS = {
     "precision": "precision",
     "channels_last": "channels_last",
     "compile": "compile",
+    "recompute": "recompute",
     "workers": "data.workers",
     "bad_images": "data.bad_images",
     "weights": "model.weights",

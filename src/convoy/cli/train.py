@@ -44,6 +44,7 @@ Examples:
 @options.precision
 @options.channels_last
 @click.option("--compile/--no-compile", "compile", default=None, help="Compile the network with torch.compile.")
+@options.recompute
 @click.option("--workers", type=int, help="Processes that load data. [default: chosen for the data]")
 @click.option("--bad-images", metavar="WHAT", help="A picture that cannot be read: error or skip.")
 @click.option("--weights", metavar="FILE|RUN", help="Begin with these weights: .safetensors, .pth, or a run.")

@@ -59,7 +59,7 @@ def watching(watch: Watch) -> Iterator[None]:
 def waits(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Make a function that waits for other ranks, and does nothing else, one that says so."""
 
-    name = function.__name__.replace("_", " ")
+    name = function.__name__.strip("_").replace("_", " ")
 
     @functools.wraps(function)
     def watched(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -5,7 +5,6 @@ before the first value of a kind: only the rank that has computed it knows.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,14 @@ from torch.distributed import ProcessGroup
 from convoy.comm.collectives import Pending, broadcast, gather_ints, start_receive, start_send, waits
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
+from convoy.errors import ConvoyError
 from convoy.plans.stages import Crossing
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool]
 _DTYPES += [torch.uint8, torch.int8, torch.int16]
 _MOST_DIMS = 8
+_NOTHING = [-1] * (_MOST_DIMS + 3)
+"""In place of a kind: a gradient that there is not, as the loss does not depend on the value."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class StageLinks:
     """Sends and receives for this rank, to and from ranks of other stages at its place on the other axes.
 
     Both sides give values in the order of the graph's crossings, under the same key: whatever decides, beside the
-    network, how values lie. Sends wait for nobody.
+    network, how values lie. Which of them have a gradient the loss decides, anew in every pass. Sends wait for nobody.
 
     Args:
         groups: of a mesh with stages.
@@ -121,24 +123,50 @@ class StageLinks:
         self.stage, self._number = groups.coordinates[axis], groups.mesh.sizes[axis]
         self.group = groups.of((axis,))
         self._back = groups.back
-        self._kinds: dict[tuple[Any, bool, bool], dict[str, Kind]] = {}
-        self._sending: deque[Pending] = deque()
+        self._sent: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}  # by `back` and key
+        self._received: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}
+        self._sending: list[Pending] = []
 
-    def send(self, key: Any, values: Sequence[tuple[Crossing, Tensor]], back: bool = False) -> None:
-        """Send values to later stages, or gradients back to earlier ones."""
-        known = self._kinds.get((key, True, back))
+    def send(
+        self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], back: bool = False
+    ) -> list[tuple[Crossing, Pending]]:
+        """Send values to later stages, or gradients back to earlier ones, of which some may be None.
+
+        Returns:
+            What is on its way.
+
+        Raises:
+            ConvoyError: a value has a gradient in one part of a batch and none in another.
+        """
+        known = self._sent[back].get(key)
         if known is None:
-            known = self._kinds[key, True, back] = {crossing.value: Kind.of(x) for crossing, x in values}
+            known = {crossing.value: None if x is None else Kind.of(x) for crossing, x in values}
+            self._sent[back][key] = known
             for to in dict.fromkeys(_receiver(crossing, back) for crossing, _ in values):
-                own = (crossing for crossing, _ in values if _receiver(crossing, back) == to)
-                self._send(torch.tensor([known[crossing.value].numbers() for crossing in own]), to, back)
+                own = (known[crossing.value] for crossing, _ in values if _receiver(crossing, back) == to)
+                self._send(torch.tensor([_NOTHING if kind is None else kind.numbers() for kind in own]), to, back)
+        sending = []
         for crossing, x in values:
-            if x.numel():
-                self._send(known[crossing.value].to_send(x.detach()), _receiver(crossing, back), back)
+            kind = known[crossing.value]
+            if (x is None) is not (kind is None):
+                where = f"layer {crossing.layer}" if crossing.layer else "the network itself"
+                raise ConvoyError(
+                    f"the loss depends on a value of {where} for one part of a batch and not for another: let it use "
+                    "the same outputs for all samples, or pass microbatches=1 to convoy.parallelize"
+                )
+            if x is not None and kind is not None and x.numel():
+                sending.append((crossing, self._send(kind.to_send(x.detach()), _receiver(crossing, back), back)))
+        return sending
+
+    def release(self, sent: Sequence[Pending]) -> None:
+        """Let go of what other ranks have received, which gloo does not say of its own accord."""
+        for pending in sent:
+            pending.wait()
+        self._sending = [pending for pending in self._sending if pending not in sent]
 
     def knows(self, key: Any, back: bool = False) -> bool:
         """Whether others have said how the values lie that they send."""
-        return (key, False, back) in self._kinds
+        return key in self._received[back]
 
     def receive(
         self,
@@ -146,8 +174,8 @@ class StageLinks:
         wanted: Sequence[tuple[Crossing, Sequence[int]]],
         device: torch.device,
         back: bool = False,
-    ) -> list[Arriving]:
-        """Begin to receive values of earlier stages, or gradients of later ones.
+    ) -> list[Arriving | None]:
+        """Begin to receive values of earlier stages, or gradients of later ones; None for one that there is not.
 
         Args:
             key: as the senders have it.
@@ -155,17 +183,20 @@ class StageLinks:
             device: where they are needed.
             back: gradients.
         """
-        known = self._kinds.get((key, False, back))
+        known = self._received[back].get(key)
         if known is None:
-            known = self._kinds[key, False, back] = {}
+            known = self._received[back][key] = {}
             for sender in dict.fromkeys(_sender(crossing, back) for crossing, _ in wanted):
                 own = [crossing.value for crossing, _ in wanted if _sender(crossing, back) == sender]
                 rows = torch.empty(len(own), _MOST_DIMS + 3, dtype=torch.int64)
                 start_receive(rows, sender, self._way(back)).wait()
-                known |= zip(own, map(Kind.read, rows.tolist()), strict=True)
-        found = []
+                known |= zip(own, (None if row == _NOTHING else Kind.read(row) for row in rows.tolist()), strict=True)
+        found: list[Arriving | None] = []
         for crossing, shape in wanted:
             kind = known[crossing.value]
+            if kind is None:
+                found.append(None)
+                continue
             numbers = kind.to_receive(shape, device)
             pending = start_receive(numbers, _sender(crossing, back), self._way(back)) if math.prod(shape) else None
             found.append(Arriving(kind, shape, numbers, pending, crossing.layer))
@@ -182,14 +213,15 @@ class StageLinks:
         return kind.received(broadcast(kind.to_receive(shape, device), self.group, last), shape), kind.needs_gradient
 
     def finish(self) -> None:
-        """Wait until all is sent."""
-        while self._sending:
-            self._sending.popleft().wait()
+        """Wait until all is sent, at the end of a backward pass: the next one may have gradients of other values."""
+        self.release(self._sending)
+        self._sent[True].clear()
+        self._received[True].clear()
 
-    def _send(self, x: Tensor, target: int, back: bool) -> None:
-        while self._sending and self._sending[0].done:
-            self._sending.popleft()
+    def _send(self, x: Tensor, target: int, back: bool) -> Pending:
+        self._sending = [pending for pending in self._sending if not pending.done]
         self._sending.append(start_send(x, target, self._way(back)))
+        return self._sending[-1]
 
     def _way(self, back: bool) -> ProcessGroup:
         group = self._back if back else self.group

@@ -7,7 +7,7 @@ from torch import nn
 
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
-from convoy.ops.memory import memory_in_stages, predict_memory
+from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
 from convoy.plans.explain import explain as text_of_placement
 from convoy.plans.explain import explanation, listed, setting_text, text_of, together
 from convoy.plans.plan import Plan
@@ -44,7 +44,9 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     placement = network.example_placement(net.training, samples)
     staged = network.staged(placement)
     memory = predict_memory(placement) if staged is None else memory_in_stages(placement, staged)
-    return text_of_placement(placement, memory, plan, network.captured, staged)
+    said = None if network.undivided else what_is_recomputed(placement, staged)
+    notes = [] if said is None else [said]
+    return text_of_placement(placement, memory, plan, network.captured, staged, notes)
 
 
 def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, samples: Sequence[int] | None) -> str:

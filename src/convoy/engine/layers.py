@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from convoy.engine.gradients.backward import current_backward
 from convoy.errors import ConvoyError
 from convoy.ops.context import BatchNormMode, StepContext
 from convoy.ops.microbatch_norm import at_once, normalize_at_once, normalize_by_itself
@@ -63,6 +64,7 @@ class MicrobatchNorm(_BatchNorm):
         self._buffers = layer._buffers
         self.context = context
         self.kind = type(layer)
+        self._records = True
         self.train(layer.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -72,6 +74,8 @@ class MicrobatchNorm(_BatchNorm):
         """Input and output: [samples, channels, ...]."""
         if not self.training:
             return super().forward(input)
+        # or activation checkpointing runs the layer again, of which compiled code knows nothing
+        self._records = torch.compiler.is_compiling() or current_backward() == -1
         self._check_input_dim(input)
         sizes = self.context.sizes
         if len(sizes) < 2:
@@ -87,7 +91,7 @@ class MicrobatchNorm(_BatchNorm):
 
     def _normalize_at_once(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         running = None
-        if self.running_mean is not None and self.running_var is not None:
+        if self._records and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(len(sizes))
             running = Running("", self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
@@ -95,7 +99,7 @@ class MicrobatchNorm(_BatchNorm):
 
     def _normalize(self, x: Tensor) -> Tensor:
         y, term = normalize_by_itself(x, self.weight, self.bias, self.eps)
-        if self.running_mean is not None and self.running_var is not None:
+        if self._records and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum

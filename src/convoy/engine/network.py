@@ -26,6 +26,7 @@ from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves, replace
 from convoy.ops import OPERATIONS, capture, place
 from convoy.ops.context import StepContext
+from convoy.ops.recompute import Recompute, check_recompute, recomputing
 from convoy.plans import Layout
 from convoy.plans.layout import WHOLE, balanced, consecutive
 from convoy.plans.mesh import Axes
@@ -98,6 +99,8 @@ class Network:
         reducer: adds the gradients during the backward pass.
         channels_last: whether images travel between ranks with the channels innermost in memory.
         compile: whether what lies between the exchanges of a training pass runs through `torch.compile`.
+        recompute: layers whose activations are computed again in the backward pass, beside those that the model asks
+            for.
         captured: how the network's calls were found, for people.
         example: sizes and types of one rank's inputs that it was made with.
         form: the other arguments that it was made with; None where there were none.
@@ -107,6 +110,7 @@ class Network:
             torch.compile then sees the plain network.
         watch: makes what watches a pass of a placement; None where nobody looks.
         guard: notices what ranks should have alike and have not; None where nobody looks.
+        recomputes: whether some activations are computed again.
     """
 
     model: nn.Module
@@ -123,6 +127,7 @@ class Network:
     reducer: GradientReducer | None = None
     channels_last: bool = False
     compile: bool = False
+    recompute: Recompute = False
     captured: str = "as one program"
     example: tuple[Kind, ...] = ()
     form: Form | None = None
@@ -131,6 +136,7 @@ class Network:
     undivided: bool = False
     watch: Callable[[Placement], Watch] | None = None
     guard: Guard | None = None
+    recomputes: bool = False
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
@@ -161,10 +167,13 @@ class Network:
                 self._graphs.append(self._capture(Signature(not training, (total,), kinds(examples), form)))
         self.layers = tuple(dict.fromkeys((call.layer, call.op) for graph in self._graphs for call in graph.calls))
         self.borrowed = {owner: layer for graph in self._graphs for owner, layer in graph.borrowed()}
+        check_recompute(self.recompute, (layer for layer, _ in self.layers))
+        self.recomputes = any(call.recomputed for graph in self._graphs for call in graph.calls)
         if self.plan.mesh.num_devices == 1:
             with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
                 graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples), form))
-                self.undivided = not any(OPERATIONS[call.op].is_random for call in graph.calls)
+                draws = any(OPERATIONS[call.op].is_random for call in graph.calls)
+                self.undivided = not draws and not self.recompute
 
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Decide where every parameter and buffer is kept: where the calls that were found want it.
@@ -413,7 +422,7 @@ class Network:
             forward = None if signature.form is None else signature.form.caller(self.model.forward)
             training = None if signature.exceptions else signature.training
             graph = capture(self.model, inputs, training, shapes=self.shapes, forward=forward)
-        return graph.prefixed(self.prefix) if self.prefix else graph
+        return recomputing(graph.prefixed(self.prefix) if self.prefix else graph, self.recompute)
 
     def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:
         batch = Batch(self.plan.mesh, self.sample_axes, parts)

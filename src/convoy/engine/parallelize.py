@@ -8,7 +8,7 @@ been loaded in silence.
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -31,6 +31,7 @@ from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred, evaluate, fill, fingerprint, materialize
 from convoy.graph.graph import CaptureError
 from convoy.ops.context import StepContext
+from convoy.ops.recompute import Recompute, as_recompute
 from convoy.plans.fit import check_devices, check_patterns
 from convoy.plans.layout import balanced
 from convoy.plans.place import COMPUTE
@@ -118,6 +119,7 @@ def parallelize(
     seed: int | None = None,
     microbatches: int | None = None,
     compile: bool = False,
+    recompute: "bool | Sequence[str]" = False,
     checks: bool = True,
 ) -> Model:
     """Turn a network into this rank's part of it, in place: parameters become the rank's shards, under their names.
@@ -153,15 +155,27 @@ def parallelize(
             together, as by batch norm over the global batch.
         compile: run the code between the communications of training passes through `torch.compile`; the first pass of
             every batch size takes long.
+        recompute: drop activations after the forward pass and compute them again in the backward pass, which takes
+            less memory and more time: True for those of all layers, or patterns of layers' names, such as
+            `["layer1.*", "layer2.*"]` (Chen et al., 2016). Results stay the same. Where the network itself asks for it,
+            by `torch.utils.checkpoint`, it is done so too.
         checks: compare checksums between ranks after the first updates and ever more rarely, at most 0.2 % of the time,
             to find replicated state that differs, and losses that use weights outside of the network.
 
     Raises:
-        ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan matches no layer, or the plan is
-            not for as many devices as there are.
+        ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan or of `recompute` matches no
+            layer, or the plan is not for as many devices as there are.
     """
     network = take_part(
-        model, plan, example, batch_norm=batch_norm, loss=loss, seed=seed, microbatches=microbatches, compile=compile
+        model,
+        plan,
+        example,
+        batch_norm=batch_norm,
+        loss=loss,
+        seed=seed,
+        microbatches=microbatches,
+        compile=compile,
+        recompute=as_recompute(recompute),
     )
     if network.plan.mesh.num_devices > 1:
         network.guard = Guard(network, compares=checks)
@@ -179,6 +193,7 @@ def take_part(
     seed: int | None = None,
     microbatches: int | None = None,
     compile: bool = False,
+    recompute: Recompute = False,
 ) -> Network:
     """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it."""
     join()  # first, so that mistakes are said once for all ranks
@@ -186,6 +201,8 @@ def take_part(
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
     _check_option("batch_norm", batch_norm, get_args(BatchNorm))
     _check_option("loss", loss, get_args(Loss))
+    if microbatches is not None and microbatches < 1:
+        raise ConvoyError(f"microbatches={microbatches} must be at least 1, or None for as many as serve")
     examples, form = _examples(model, example)
     keep_freed_memory(examples[0].device)
     parsed = Plan.parse(plan, num_devices=num_ranks())
@@ -194,7 +211,7 @@ def take_part(
     context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):
         materialize(model, all_but=named_tensors(model).values())
-        network = _network(model, parsed, groups, context, examples, form, loss, microbatches)
+        network = _network(model, parsed, groups, context, examples, form, loss, microbatches, recompute)
         network.compile = compile
         _take_shards(network)
         parameters = dict(model.named_parameters())
@@ -346,6 +363,7 @@ def _network(
     form: Form | None,
     loss: Loss,
     microbatches: int | None,
+    recompute: Recompute,
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
     channels_last = _is_channels_last(model, examples, groups)
@@ -353,16 +371,28 @@ def _network(
     try:
         if staged:
             network: Network = StagedNetwork(
-                model, plan, groups, context, loss=loss, channels_last=channels_last, microbatches=microbatches
+                model,
+                plan,
+                groups,
+                context,
+                loss=loss,
+                channels_last=channels_last,
+                recompute=recompute,
+                microbatches=microbatches,
             )
         else:
-            network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last)
+            network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last, recompute=recompute)
         network.look(examples, model.training, form)
     except CaptureError as error:
         if staged:
             raise ConvoyError(
                 f"the network cannot be cut into stages, as it was not captured as one program ({error}): choose a "
                 "plan without an axis stage"
+            ) from error
+        if recompute:
+            raise ConvoyError(
+                f"recompute needs the network as one graph, but {error}: leave recompute away, or let the network "
+                "itself recompute by torch.utils.checkpoint"
             ) from error
         materialize(model)  # its own code is to run
         network = Layerwise(

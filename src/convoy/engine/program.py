@@ -4,16 +4,21 @@ Calls may overwrite what they are given where nobody needs it any more, which sa
 memory (`overwriting`). The segments that only compute may be compiled by `torch.compile`; what lies between them runs
 as it is (`compiled`). The backward pass of a compiled segment gives all of its gradients at its end, so that long ones
 are cut where many gradients have come together: these are sent while the backward pass goes on in the segment before.
+
+Stretches of calls are run again in the backward pass where the placement says so (`ops/recompute.py`). Torch's
+checkpoint drops what autograd keeps of them and leaves the graph of the backward pass as it is, so that gradients are
+computed, added up and sent in the same order as without.
 """
 
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
@@ -23,20 +28,28 @@ from convoy.ops import OPERATIONS
 from convoy.ops.context import StepContext
 from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site
 from convoy.ops.memory import Readers, overwritten
+from convoy.ops.recompute import stretches
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.stages import StagedGraph
 from convoy.plans.transfer import Step
 
 
-def overwriting(placed: PlacedCall, readers: Readers) -> Kernel | None:
+def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None = None) -> Kernel | None:
     """The version of a call that writes its result over an input that nobody else reads; None where it must not.
 
     Args:
         placed: the call.
         readers: of its network's values.
+        own: what the stretch has made so far that the call will run again with; all else is to stay for that.
     """
-    name = overwritten(placed.call, lambda source: readers.is_spare(source, placed.transfers))
+
+    def is_spare(source: str) -> bool:
+        if placed.placed.inputs[source].partial:  # a rank that adds no bias gives a view, which autograd protects
+            return False
+        return (own is None or source in own) and readers.is_spare(source, placed.transfers)
+
+    name = overwritten(placed.call, is_spare)
     if name is None:
         return None
     if len(placed.call.inputs) == 1:
@@ -69,6 +82,7 @@ class Instruction:
     """Takes what is in some slots, fills others, and empties those that nobody reads any more.
 
     Attributes:
+        run: computes; a stretch that is run again in the backward pass is a `Stretch`.
         alone: it does more than compute: it talks to other ranks, or keeps something.
         name: of the call that it is, empty where it is none or several.
         layer: what it belongs to, for people.
@@ -81,6 +95,78 @@ class Instruction:
     free: tuple[int, ...] = ()
     name: str = ""
     layer: str = ""
+
+
+def execute(instructions: Sequence[Instruction], slots: dict[int, Any] | list[Any], watch: "Watch | None") -> None:
+    """Run instructions one after the other on what is in the slots."""
+    for instruction in instructions:
+        tensors = [slots[slot] for slot in instruction.inputs]
+        if isinstance(instruction.run, Stretch):
+            results = instruction.run(*tensors, watch=watch)
+        else:
+            current.at(instruction.layer)
+            if watch is not None:
+                watch.before(instruction.name)
+            results = instruction.run(*tensors)
+            if watch is not None:
+                watch.after(instruction.name, results)
+        del tensors
+        for slot, result in zip(instruction.outputs, results, strict=True):
+            slots[slot] = result
+        for slot in instruction.free:
+            slots[slot] = None
+
+
+def freeing(instructions: Sequence[Instruction], results: Iterable[int]) -> tuple[Instruction, ...]:
+    """The instructions, each emptying the slots that it reads last; those of the results stay."""
+    wanted = set(results)
+    found: list[Instruction] = []
+    for instruction in reversed(instructions):
+        read = set(instruction.inputs) | set(instruction.outputs)
+        found.append(replace(instruction, free=tuple(sorted(read - wanted))))
+        wanted |= read
+    return tuple(found[::-1])
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Instructions that leave nothing for the backward pass but their inputs, and are run again there.
+
+    Attributes:
+        body: the instructions.
+        inputs, outputs: the slots that they take from before and leave for later.
+        updated: those of the inputs that are buffers which they bring up to date. Torch sees to it that all others are
+            in the backward pass what they were.
+        context: of the step.
+    """
+
+    body: tuple[Instruction, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    updated: frozenset[int]
+    context: StepContext
+
+    def __call__(self, *tensors: Any, watch: "Watch | None" = None) -> Sequence[Any]:
+        given = dict(zip(self.inputs, tensors, strict=True))
+        if not torch.is_grad_enabled():
+            return self._run(given, watch)
+        buffers = {slot: given.pop(slot) for slot in self.updated}
+        names, rerun = tuple(given), self.context.rerun()
+        is_first = True
+
+        def run(*tensors: Any) -> Sequence[Any]:
+            nonlocal is_first
+            entered, watcher = (rerun.first(), watch) if is_first else (rerun.again(), None)
+            is_first = False
+            with entered:
+                return self._run({**buffers, **dict(zip(names, tensors, strict=True))}, watcher)
+
+        found: Sequence[Any] = checkpoint(run, *given.values(), use_reentrant=False, preserve_rng_state=False)
+        return found
+
+    def _run(self, slots: dict[int, Any], watch: "Watch | None") -> Sequence[Any]:
+        execute(self.body, slots, watch)
+        return [slots[slot] for slot in self.outputs]
 
 
 MOST_CUTS = 5
@@ -183,6 +269,7 @@ class Program:
         sources: names of the tensors that it is given, in order: inputs, parameters and buffers, and what earlier
             stages send.
         outputs: names of those that it gives, in order: the network's, or what later stages are sent.
+        staged: where the network is cut, as given.
     """
 
     def __init__(
@@ -200,8 +287,10 @@ class Program:
         self._num_slots = 0
         self._instructions: list[Instruction] = []
         records: list[Instruction] = []
+        self.staged = staged
         self._placement = placement
         self._groups = groups
+        self._context = context
         self._channels_last = channels_last
         self._build_transfer = transfer or self._redistribution
         graph, mesh, coordinates = placement.graph, placement.mesh, groups.coordinates
@@ -230,7 +319,11 @@ class Program:
         }
         readers = Readers(placement.graph, [*placement.outputs, *crossing])
         relus = inside(calls, readers)
-        for placed in calls:
+        part = placement if staged is None else staged.part(placement, stage)
+        again = {number: stretch for stretch in stretches(part) for number in stretch}
+        places: dict[range, range] = {}
+        made: set[str] = set()
+        for number, placed in enumerate(calls):
             for name, steps in placed.transfers.items():
                 target = placed.placed.inputs[name]
                 self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in others)
@@ -239,23 +332,29 @@ class Program:
             site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts, relu)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
-            if placed.call.name in relus:
-                kernel: Kernel = _as_it_is
-            else:
-                kernel = overwriting(placed, readers) or OPERATIONS[site.call.op].build(site)
+            stretch, start = again.get(number), len(self._instructions)
+            if stretch is not None and stretch.start == number:
+                made = set()
+            kernel: Kernel | None = _as_it_is
+            if placed.call.name not in relus:
+                kernel = overwriting(placed, readers, None if stretch is None else made)
+            kernel = kernel or OPERATIONS[site.call.op].build(site)
+            made.update(placed.call.outputs)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)
                 buffers = tuple(inputs[place] for place in kernel.buffers)
                 records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
             elif compile and isinstance(kernel, Exchanging):
-                own, found = self._new_slot(), self._new_slot()
+                own, moments = self._new_slot(), self._new_slot()
                 name, buffers = placed.call.name, tuple(inputs[place] for place in kernel.buffers)
                 self._add(kernel.before, inputs, [own], name=name)
-                self._add(kernel.exchange, [*buffers, own], [found], True, name)
-                self._add(kernel.after, [*inputs, found], outputs, name=name)
+                self._add(kernel.exchange, [*buffers, own], [moments], True, name)
+                self._add(kernel.after, [*inputs, moments], outputs, name=name)
             else:
                 self._add(kernel, inputs, outputs, isinstance(kernel, Alone | Exchanging), placed.call.name)
+            if stretch is not None:
+                places[stretch] = range(places.get(stretch, range(start, start)).start, len(self._instructions))
         layouts = placement.output_layouts if returns else placement.layouts
         for name, steps in placement.outputs.items() if returns else ():
             self._transfer(name, layouts[name], steps, "the output")
@@ -264,9 +363,11 @@ class Program:
             self.outputs = list(dict.fromkeys(each.value for each in staged.sent(stage)))
         self._outputs = [self._slot(name, layouts[name]) for name in self.outputs]
         self._instructions += records
+        if places:
+            self._fold(list(places.values()), compile)
         if compile:
             self._instructions = compiled(self._instructions, self._outputs, self._gradients())
-        self._instructions = self._freeing()
+        self._program = freeing(self._instructions, {*self._outputs, *self._constants})
 
     def __call__(self, tensors: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
         """Run the pass.
@@ -283,17 +384,7 @@ class Program:
             slots[slot] = constant
         for slot, tensor in zip(self._sources, tensors, strict=True):
             slots[slot] = tensor
-        for instruction in self._instructions:
-            current.at(instruction.layer)
-            if watch is not None:
-                watch.before(instruction.name)
-            results = instruction.run(*[slots[slot] for slot in instruction.inputs])
-            if watch is not None:
-                watch.after(instruction.name, results)
-            for slot, result in zip(instruction.outputs, results, strict=True):
-                slots[slot] = result
-            for slot in instruction.free:
-                slots[slot] = None
+        execute(self._program, slots, watch)
         found = [slots[slot] for slot in self._outputs]
         return [tensor for tensor in found if tensor is not None]
 
@@ -342,16 +433,27 @@ class Program:
                 found[slot] = math.prod(value.shape) * value.dtype.itemsize // parts
         return found
 
-    def _freeing(self) -> list[Instruction]:
-        """The instructions, each emptying the slots that it reads last."""
-        wanted = set(self._outputs) | set(self._constants)
-        found: list[Instruction] = []
-        for instruction in reversed(self._instructions):
-            read = set(instruction.inputs) | set(instruction.outputs)
-            free = tuple(sorted(read - wanted))
-            wanted |= read
-            found.append(replace(instruction, free=free))
-        return found[::-1]
+    def _fold(self, places: Sequence[range], compile: bool) -> None:
+        """Make one instruction of each stretch that is run again, which are at these places."""
+        changing = self._changing()
+        for place in reversed(places):
+            body, rest = self._instructions[place.start : place.stop], self._instructions[place.stop :]
+            wanted = {*self._outputs, *(slot for one in rest for slot in one.inputs)}
+            made = {slot for one in body for slot in one.outputs}
+            inputs = tuple(dict.fromkeys(slot for one in body for slot in one.inputs if slot not in made))
+            outputs = tuple(sorted(made & wanted))
+            if compile:
+                body = compiled(body, outputs, self._gradients())
+            updated = frozenset(changing.intersection(inputs))
+            stretch = Stretch(freeing(body, outputs), inputs, outputs, updated, self._context)
+            joined = Instruction(stretch, inputs, outputs, alone=True)
+            self._instructions[place.start : place.stop] = [joined]
+
+    def _changing(self) -> set[int]:
+        """The slots of buffers that calls bring up to date."""
+        graph, layouts = self._placement.graph, self._placement.layouts
+        names = {name for call in graph.calls if call.updates for name in call.inputs}
+        return {self._slot(n, layouts[n]) for n in names if graph.values[n].origin == "buffer"}
 
 
 def _recording(kernel: Recorded) -> Callable[..., Sequence[Any]]:

@@ -9,7 +9,7 @@ Ranks at the same place on the other axes send each other what they have of the 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from convoy.comm.collectives import (
-    all_reduce,
-    broadcast,
-    gather_ints,
-)
+from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints
 from convoy.comm.stage_links import Arriving, StageLinks
 from convoy.engine.agreement import Form, Signature, arguments
 from convoy.engine.coupling import coupling
@@ -58,13 +54,18 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
         stage: from 0.
         stages: how many there are.
     """
-    ahead = parts if schedule == "gpipe" else min(parts, stages - stage)
+    ahead = in_flight(schedule, parts, stage, stages)
     found: list[Action] = [("forward", part) for part in range(ahead)]
     for part in range(parts):
         found.append(("backward", part))
         if part + ahead < parts:
             found.append(("forward", part + ahead))
     return found
+
+
+def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
+    """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`."""
+    return parts if schedule == "gpipe" else min(parts, stages - stage)
 
 
 def bubble(parts: int, stages: int) -> float:
@@ -83,7 +84,8 @@ class Flight:
         placement: of the network at this part's size.
         inputs: the network's.
         key: what decides how values lie.
-        arriving: the gradients of what was sent, if they are expected already.
+        arriving: the gradients of what was sent, if they are expected already; None for what the loss leaves out.
+        sending: what may still be on its way.
     """
 
     received: list[tuple[Crossing, Tensor]]
@@ -92,7 +94,8 @@ class Flight:
     placement: Placement
     inputs: tuple[Tensor, ...]
     key: Any
-    arriving: list[Arriving] | None = None
+    arriving: list[Arriving | None] | None = None
+    sending: list[tuple[Crossing, Pending]] = field(default_factory=list)
 
 
 @dataclass
@@ -103,9 +106,11 @@ class StagedNetwork(Network):
         microbatches: parts of every rank's samples in a pass that nobody announces; None for as many as serve.
         stages: where the network is cut.
         stage: this rank's.
+        watch_wait: is entered with a value's name while this rank waits for it to come from another stage.
     """
 
     microbatches: int | None = None
+    watch_wait: Callable[[str], AbstractContextManager[Any]] = nullcontext
     stages: Stages = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,9 +122,9 @@ class StagedNetwork(Network):
         self.stage = self.links.stage
         self._whole_layouts: dict[str, Layout] = {}  # within a stage
         self._owners_of: dict[str, int] = {}
-        self._staged: dict[int, StagedGraph] = {}  # by the placement's id, which lives in `_programs`
-        self._expected: list[Arriving] | None = None
+        self._expected: list[Arriving | None] | None = None
         self._used: list[bool] | None = None  # which parameters had a gradient in any stage
+        self._reasons: dict[Any, str] = {}  # why passes are not cut into parts, by mode
         self._anchor = torch.zeros((), requires_grad=True)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -182,22 +187,24 @@ class StagedNetwork(Network):
         """
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
-        key, device = self._key(signature), inputs[0].device
-        arriving, self._expected = self._expected or self._begin_receiving(signature, device), None
+        staged, key = program.staged, self._key(signature, inputs)
+        assert staged is not None
+        arriving, self._expected = self._expected or self._begin_receiving(signature, inputs), None
         soon = None if then is None else self._signature(then, inputs, form)
-        if soon is not None and self.links.knows(self._key(soon)):  # else it is asked first how the next values lie
-            self._expected = self._begin_receiving(soon, device)
-        staged = self._staged[id(placement)]
+        if soon is not None and self.links.knows(self._key(soon, inputs)):  # else the sender says first how values lie
+            self._expected = self._begin_receiving(soon, inputs)
         received = [
-            (crossing, each.wait().requires_grad_(each.kind.needs_gradient))
+            (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
             for crossing, each in zip(staged.received(self.stage), arriving, strict=True)
+            if each is not None
         ]
         found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
         sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        self.links.send(key, sent)
+        sending = self.links.send(key, sent)
         if not torch.is_grad_enabled():
-            received, sent = [], []
-        return Flight(received, sent, found if self.is_last else {}, placement, tuple(inputs), key)
+            received, sent, sending = [], [], []
+        outputs = found if self.is_last else {}
+        return Flight(received, sent, outputs, placement, tuple(inputs), key, sending=sending)
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
@@ -227,16 +234,22 @@ class StagedNetwork(Network):
             flight.arriving = self._begin_receiving_gradients(flight)
         if then is not None and then.arriving is None and self.links.knows(then.key, back=True):
             then.arriving = self._begin_receiving_gradients(then)
-        roots += [x for _, x in flight.sent if x.requires_grad]
-        given += [each.wait() for each in flight.arriving]
+        sent = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
+        answering = set()  # stages that had received all of this part before they sent a gradient of it
+        for (crossing, x), arriving in zip(sent, flight.arriving, strict=True):
+            if arriving is not None:
+                roots.append(x)
+                given.append(self._wait(crossing, arriving))
+                answering.add(crossing.target)
+        self.links.release([pending for crossing, pending in flight.sending if crossing.target in answering])
+        flight.sending = []
         if roots:
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
 
     def send_gradients(self, flight: Flight) -> None:
         """Send the stages before this one the gradients of what they sent; the backward pass has run."""
-        received = [(crossing, x) for crossing, x in flight.received if x.requires_grad]
-        gradients = [(crossing, torch.zeros_like(x) if x.grad is None else x.grad) for crossing, x in received]
+        gradients = [(crossing, x.grad) for crossing, x in flight.received if x.requires_grad]
         self.links.send(flight.key, gradients, back=True)
         flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
 
@@ -256,25 +269,32 @@ class StagedNetwork(Network):
             if used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _begin_receiving(self, signature: Signature, device: torch.device) -> list[Arriving]:
-        placement, _ = self._program(signature)
+    def _wait(self, crossing: Crossing, arriving: Arriving) -> Tensor:
+        with self.watch_wait(crossing.value):
+            return arriving.wait()
+
+    def _begin_receiving(self, signature: Signature, inputs: Sequence[Tensor]) -> list[Arriving | None]:
+        placement, program = self._program(signature)
+        assert program.staged is not None
         wanted = [
             (crossing, self._local_shape(placement, placement.layouts[crossing.value], crossing.value))
-            for crossing in self._staged[id(placement)].received(self.stage)
+            for crossing in program.staged.received(self.stage)
         ]
-        return self.links.receive(self._key(signature), wanted, device)
+        return self.links.receive(self._key(signature, inputs), wanted, inputs[0].device)
 
-    def _begin_receiving_gradients(self, flight: Flight) -> list[Arriving]:
+    def _begin_receiving_gradients(self, flight: Flight) -> list[Arriving | None]:
         wanted = [(crossing, x.shape) for crossing, x in flight.sent if x.requires_grad]
         return self.links.receive(flight.key, wanted, flight.inputs[0].device, back=True)
 
     def _local_shape(self, placement: Placement, layout: Layout, name: str) -> tuple[int, ...]:
         return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)
 
-    def _key(self, signature: Signature) -> Any:
+    def _key(self, signature: Signature, inputs: Sequence[Tensor]) -> Any:
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return signature, autocast, torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return signature, autocast
+        return signature, autocast, tuple(x.requires_grad for x in (*inputs, *self.model.parameters()))
 
     def staged(self, placement: Placement) -> StagedGraph:
         graph = placement.graph
@@ -282,8 +302,6 @@ class StagedNetwork(Network):
 
     def _made(self, placement: Placement, compile: bool) -> Program:
         staged = self.staged(placement)
-        self._staged = {id(known): self._staged[id(known)] for known, _ in self._programs.values()}
-        self._staged[id(placement)] = staged
         return Program(
             placement, self.groups, self.context, self.channels_last, compile, staged=staged, stage=self.stage
         )
@@ -297,7 +315,7 @@ class StagedNetwork(Network):
 
     def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
         values, _, samples = self._whole_pass(inputs)
-        return values, self._placement(self._signature(samples, inputs))
+        return values, self._program(self._signature(samples, inputs))[0]
 
     def _whole_pass(
         self, inputs: Sequence[Tensor], form: Form | None = None
@@ -322,26 +340,30 @@ class StagedNetwork(Network):
         schedule: Schedule,
     ) -> Tensor:
         """Forward and backward passes of all parts of a batch; see `convoy.forward_backward`."""
-        inputs, form = arguments(self.model, args, {})
+        if not torch.is_grad_enabled():
+            raise ConvoyError("convoy.forward_backward runs a backward pass: call it outside of torch.no_grad()")
+        inputs, given_form = arguments(self.model, args, {})
+        form = None if given_form.is_plain else given_form
         inputs, samples = self.open_pass(inputs)
-        parts = self._parts(inputs, samples, None if form.is_plain else form)
+        parts = self._parts(inputs, samples, form)
         announced = self._announced(inputs, samples, parts)
         sizes = self._sizes(samples, parts)
         running: dict[int, tuple[Flight, Tensor | None]] = {}
-        total = torch.zeros((), dtype=torch.float64)
+        terms: list[Tensor] = []
         given: list[tuple[Tensor, ...]] = []
         start = 0
         for kind, number in actions(schedule, parts, self.stage, self.stages.number):
             last = number == parts - 1
             if kind == "forward":
                 given.append(next(announced))
-                flight = self.forward_pass(given[-1], sizes[number], then=None if last else sizes[number + 1])
+                flight = self.forward_pass(given[-1], sizes[number], form, None if last else sizes[number + 1])
                 value = None
                 if self.is_last:
                     end = start + sizes[number][self.sample_rank]
                     own = replace_leaves(targets, Tensor, itemgetter(slice(start, end)))
                     value = self._loss_of(flight, own, loss, end - start, samples)
-                    total, start = total + value.detach().double().cpu(), end
+                    terms.append(value.detach().double())
+                    start = end
                 running[number] = flight, value
                 continue
             flight, value = running.pop(number)
@@ -351,12 +373,14 @@ class StagedNetwork(Network):
                 else:
                     value.backward()
                     self.send_gradients(flight)
+                    value = None  # its graph ends in what was received, which can go now
         self.end_pass()
         self.finish_update()
         wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
         if wanted:
             torch.autograd.backward([inputs[place] for place in wanted], self._input_gradients(given, wanted))
-        return broadcast(total, self.links.group, self.stages.number - 1).to(inputs[0].device)
+        total = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device=inputs[0].device)
+        return broadcast(total, self.links.group, self.stages.number - 1)
 
     def _loss_of(
         self, flight: Flight, targets: Any, loss: Callable[[Any, Any], Tensor], size: int, samples: tuple[int, ...]
@@ -395,18 +419,25 @@ class StagedNetwork(Network):
 
     def _parts(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None) -> int:
         """Into how many parts a pass is cut."""
-        if self.samples is not None and (self.model.training or self.context.statistics.in_order):
+        most = min((number for number in samples if number), default=1)
+        if most == 1 or (self.samples is not None and (self.model.training or self.context.statistics.in_order)):
             return 1  # as it was announced
-        placement, _ = self._program(self._signature(samples, inputs, form))
-        coupling = _coupling(placement.graph, self.context.batch_norm)
-        wanted = self.microbatches or (1 if coupling else PARTS_PER_STAGE * self.stages.number)
-        if coupling and self.microbatches not in (None, 1) and self.model.training:
+        together = self._together(self._signature(samples, inputs, form))
+        if not together:
+            return min(self.microbatches or PARTS_PER_STAGE * self.stages.number, most)
+        if self.microbatches not in (None, 1) and self.model.training:
             raise ConvoyError(
-                f"{coupling} computes with all samples of a pass at once, so a pass cannot be cut into "
-                f"{self.microbatches} parts: pass microbatches=1 to convoy.parallelize, or batch_norm='microbatch' for "
-                "statistics of each part by itself"
+                f"{together}, so a pass cannot be cut into {self.microbatches} parts: pass microbatches=1 to "
+                "convoy.parallelize, or batch_norm='microbatch' for statistics of each part by itself"
             )
-        return 1 if coupling else max(1, min([wanted, *(number for number in samples if number)]))
+        return 1
+
+    def _together(self, signature: Signature) -> str:
+        """Why a pass of several samples cannot be cut into parts, in words; empty where it can."""
+        key = signature.training, signature.form, signature.exceptions
+        if key not in self._reasons:
+            self._reasons[key] = _reason(self._capture(signature), self.context.batch_norm)
+        return self._reasons[key]
 
     def _deliver(self, inputs: Sequence[Tensor], flights: list[Flight]) -> dict[str, Tensor]:
         """The network's outputs, on every rank of a model group, with the backward pass of all parts behind them."""
@@ -440,7 +471,7 @@ class StagedNetwork(Network):
         for number, flight in enumerate(flights):
             own: dict[str, Tensor | None] = {}
             for name, gradient in gradients.items():
-                if gradient is not None and self._is_cut(name, flights):
+                if gradient is not None and len(flights) > 1:
                     size = len(flight.outputs[name]) if self.is_last else 0
                     own[name] = gradient[start[name] : start[name] + size]
                     start[name] += size
@@ -462,14 +493,11 @@ class StagedNetwork(Network):
 
     def finish_update(self) -> None:
         """After the last backward pass: all is sent, and every parameter has a gradient."""
-        self.links.finish()
+        with self.watch_wait("what was sent"):
+            self.links.finish()
         self.complete_gradients()
         if self.guard is not None:
             self.guard.mark_gradients()
-
-    def _is_cut(self, name: str, flights: Sequence[Flight]) -> bool:
-        """Whether each part of the batch has its own part of an output."""
-        return len(flights) > 1
 
     def _outputs(self, names: Sequence[str], flights: Sequence[Flight]) -> tuple[list[Tensor], list[bool]]:
         """What the last stage gives, on all ranks, and what of it has a gradient."""
@@ -510,11 +538,18 @@ def _part(x: Tensor, own: range) -> Tensor:
     return x.detach()[own.start : own.stop].requires_grad_(x.requires_grad)
 
 
-def _coupling(graph: Graph, batch_norm: str) -> str:
-    """What computes with all samples of a pass at once, in words; empty for nothing."""
-    if batch_norm == "sync":
-        for call in graph.calls:
-            if call.op == "batch_norm" and call.updates:
-                return f"batch norm over the global batch (layer {call.layer})"
-    found = coupling(graph) if graph.shape(graph.inputs[0])[0] > 1 else None
-    return "" if found is None else f"layer {found.layer}" if found.layer else "the network itself"
+def _reason(graph: Graph, batch_norm: str) -> str:
+    """Why a pass cannot be cut into parts, in words; empty where it can. The graph has several samples."""
+    found = coupling(graph)
+    normed = [call for call in graph.calls if call.op == "batch_norm" and call.updates] if batch_norm == "sync" else []
+    if normed or found is not None:
+        layer = f"layer {found.layer}" if found is not None and found.layer else "the network itself"
+        who = f"batch norm over the global batch (layer {normed[0].layer})" if normed else layer
+        return f"{who} computes with all samples of a pass at once"
+    of_samples = set(graph.inputs)
+    for call in graph.calls:
+        if of_samples.intersection(call.inputs):
+            of_samples.update(call.outputs)
+    if any(ref.name not in of_samples for ref in leaves(graph.output, Ref)):
+        return "the network returns a tensor in which there are no samples"
+    return ""

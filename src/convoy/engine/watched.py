@@ -19,9 +19,10 @@ from convoy.plans.place import Placement
 from convoy.plans.timeline import Kind as TaskKind
 from convoy.plans.timeline import Span, Stream, Task, Timeline
 
-Kind = Literal["input", "forward", "backward", "copy", "transfer", "gradient", "update", "rest"]
-"""What began: as in `convoy.plans.timeline`, with `input`, and `rest` for all that has no name of its own."""
-_STREAMS: dict[Kind, Stream] = {"transfer": "transfers", "gradient": "gradients"}
+Kind = Literal["input", "forward", "backward", "copy", "transfer", "stage", "gradient", "update", "rest"]
+"""What began: as in `convoy.plans.timeline`, with `input`, `stage` for what other stages are waited for, and `rest` for
+all that has no name of its own."""
+_STREAMS: dict[Kind, Stream] = {"transfer": "transfers", "stage": "stages", "gradient": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,16 @@ class WatchedUpdate:
         return _WatchedPass(self, len(self.placements) - 1)
 
     @contextmanager
+    def wait(self, value: str) -> Iterator[None]:
+        """While entered, this rank waits for a value, or its gradient, from another stage."""
+        before = self._now
+        self.mark("stage", value)
+        try:
+            yield
+        finally:
+            self.mark(*before)
+
+    @contextmanager
     def parameters(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """While entered, what is done when a gradient is there counts as `copy`, and what an optimizer does after its
         own step as `gradient`: it gathers weights."""
@@ -108,7 +119,8 @@ class WatchedUpdate:
             rank: this one.
             alone: a device that waits for nobody.
         """
-        layers = {placed.call.name: placed.call.layer for one in self.placements for placed in one.calls}
+        calls = [placed.call for one in self.placements for placed in one.calls]
+        layers = {name: call.layer for call in calls for name in (*call.outputs, call.name)}
 
         def what(segment: Segment) -> tuple[Kind, str]:
             kind = segment.kind
@@ -124,7 +136,7 @@ class WatchedUpdate:
             seconds = sum(one.seconds for one in those)
             layer = layers.get(call, "")
             name = (layer if kind == "transfer" else call) or ("optimizer" if kind == "update" else kind)
-            task = cast(TaskKind, "around" if kind in ("input", "rest") else kind)
+            task = cast(TaskKind, "around" if kind in ("input", "rest") else "transfer" if kind == "stage" else kind)
             stream = _STREAMS.get(kind, "compute")
             spans.append(Span(Task(rank, stream, task, layer, name, seconds), now, now, now + seconds))
             now += seconds

@@ -10,7 +10,7 @@ import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,33 +29,39 @@ Record = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], An
 
 
 @contextmanager
-def custom_functions(record: Record, recomputed: Callable[[], None]) -> Iterator[None]:
+def custom_functions(record: Record, recomputing: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Within it, `F.apply(...)` of a custom function calls `record(function, args, kwargs, run)`.
 
     Activation checkpointing, which is such a function too, runs what it is given as if it were called directly.
-    `recomputed()` is called where it begins, and where autograd is asked in another way not to keep what it needs.
+    `recomputing()` is entered meanwhile, and where autograd is asked in another way not to keep what it needs.
     """
-    enter = saved_tensors_hooks.__enter__
+    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+    entered: list[AbstractContextManager[None]] = []
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
-            recomputed()
-            return args[0](*args[2:])
+            with recomputing():
+                return args[0](*args[2:])
         if cls.__module__ == CheckpointFunction.__module__:  # torch 2.11 keeps the inputs by one, of no result
             return original.__get__(None, cls)(*args, **kwargs)
         return record(Apply(cls), args, kwargs, original.__get__(None, cls))
 
-    def noting(self: saved_tensors_hooks) -> None:
-        recomputed()
+    def begin(self: saved_tensors_hooks) -> None:
         enter(self)
+        entered.append(recomputing())
+        entered[-1].__enter__()
+
+    def end(self: saved_tensors_hooks, *error: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+        leave(self, *error)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    saved_tensors_hooks.__enter__ = noting  # type: ignore[method-assign]
+    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = begin, end  # type: ignore[method-assign]
     try:
         yield
     finally:
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave  # type: ignore[method-assign]
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
@@ -203,7 +209,7 @@ def _run(
     try:
         with warnings.catch_warnings(), fakes.quiet():
             warnings.simplefilter("ignore")  # those of this pass are of no interest to anybody
-            custom = custom_functions(recorder.custom, recorder.recompute)
+            custom = custom_functions(recorder.custom, recorder.recomputing)
             with _without_autocast(), fakes, layers.follow(), custom, recorder:
                 output = forward(*given)
         output = recorder.reference(output)
@@ -237,8 +243,7 @@ def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) 
             needed.update(filter(None, [call.attributes.get("num_batches_tracked")]))
     values = {name: value for name, value in recorder.values.items() if name in needed or name in inputs}
     constants = {name: tensor for name, tensor in recorder.constants.named.items() if name in values}
-    recomputed = tuple(dict.fromkeys(recorder.recomputed))
-    return Graph(tuple(reversed(calls)), values, tuple(inputs), output, constants, training, recomputed)
+    return Graph(tuple(reversed(calls)), values, tuple(inputs), output, constants, training)
 
 
 def _fake_input(value: Any, device: torch.device) -> Any:

@@ -87,8 +87,8 @@ def deferred() -> Iterator[None]:
     of its own part, one tensor at a time.
 
     For networks that no device could hold as a whole. The weights are those of the network built at once, bit by bit;
-    torch's random numbers are left in the state in which that leaves them. All that torch makes is deferred: what numpy
-    makes is there at once. Weights may be loaded within the context, or after it.
+    torch's random numbers are left in the state in which that leaves them. All that torch makes is deferred; what numpy
+    makes, or a file holds, is in memory at once. Changes after the context count as well.
 
     >>> with convoy.deferred():
     ...     model = build_model()
@@ -136,7 +136,7 @@ def materialize(model: nn.Module, all_but: Iterable[Tensor] = ()) -> nn.Module:
 
     >>> with convoy.deferred():
     ...     model = build_model()
-    >>> convoy.materialize(model)  # as `build_model()` alone would have made it
+    >>> model = convoy.materialize(model)  # as `build_model()` alone would have made it
 
     Args:
         model: any network.

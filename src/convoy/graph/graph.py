@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
 import torch
@@ -93,6 +94,7 @@ class Call:
         structure: the result with a `Ref` for every tensor.
         attributes: the arguments that matter to the operation, under names of its own.
         updates: whether it changes buffers, so that it runs also where nobody takes its result.
+        recomputed: whether what it gives is dropped after the forward pass and computed again in the backward pass.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Call:
     structure: Any
     attributes: dict[str, Any] = field(default_factory=dict)
     updates: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,6 @@ class Graph:
         output: what the network returns, with a `Ref` for every tensor.
         constants: tensors that are neither parameters nor buffers, by name.
         training: the mode in which it was captured.
-        recomputed: layers that ask autograd to keep something else than usual, as activation checkpointing does: the
-            graph does not say what.
     """
 
     calls: tuple[Call, ...]
@@ -139,7 +140,6 @@ class Graph:
     output: Any
     constants: dict[str, torch.Tensor]
     training: bool
-    recomputed: tuple[str, ...] = ()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a value."""
@@ -165,13 +165,72 @@ class Graph:
                 if self.values[name].origin == "parameter" and owner != call.layer:
                     yield owner, call.layer
 
+    def scaled(self, other: "Graph", samples: int) -> "Graph | None":
+        """The network at another number of samples, from what it is at two; capturing it takes far longer.
+
+        Args:
+            other: the same network at another number of samples than here, at least 2 in both.
+            samples: in the first dim of the inputs.
+
+        Returns:
+            The graph; None where the two differ in more than multiples of their numbers of samples.
+        """
+        sizes = self.shape(self.inputs[0])[0], other.shape(other.inputs[0])[0]
+        mine, others = (
+            (graph.calls, graph.values, graph.output, [x.shape for x in graph.constants.values()])
+            for graph in (self, other)
+        )
+        try:
+            calls, values, output, shapes = _scaled(mine, others, sizes, samples)
+        except UnlikeError:
+            return None
+        if shapes != mine[-1]:
+            return None
+        return replace(self, calls=calls, values=values, output=output)
+
     def prefixed(self, prefix: str) -> "Graph":
         """The same graph as that of a part of a larger network, whose layers' names begin with `prefix`."""
         calls = (
             replace(call, name=f"{prefix}#{number}" if number else prefix, layer=_join(prefix, call.layer))
             for number, call in enumerate(self.calls)
         )
-        return replace(self, calls=tuple(calls), recomputed=tuple(_join(prefix, name) for name in self.recomputed))
+        return replace(self, calls=tuple(calls))
+
+
+class UnlikeError(Exception):
+    """Two graphs differ in more than their numbers of samples."""
+
+
+def _scaled(one: Any, other: Any, sizes: tuple[int, int], samples: int) -> Any:
+    """What something that is `one` and `other` at two numbers of samples is at a third.
+
+    Raises:
+        UnlikeError: it does not grow with the samples.
+    """
+
+    def scaled(one: Any, other: Any) -> Any:
+        if one is other:
+            return one
+        if type(one) is not type(other):
+            raise UnlikeError
+        if isinstance(one, Call | Value | slice):
+            fields = (field.name for field in dataclass_fields(one)) if is_dataclass(one) else ("start", "stop", "step")
+            found = [scaled(getattr(one, name), getattr(other, name)) for name in fields]
+            return type(one)(*found)
+        if isinstance(one, tuple | list) and len(one) == len(other):
+            parts = map(scaled, one, other)
+            return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+        if isinstance(one, dict) and list(one) == list(other):
+            return {key: scaled(value, other[key]) for key, value in one.items()}
+        if isinstance(one, Tensor):
+            raise UnlikeError
+        if one == other:
+            return one
+        if type(one) is int and one % sizes[0] == 0 and one // sizes[0] * sizes[1] == other:
+            return one // sizes[0] * samples
+        raise UnlikeError
+
+    return scaled(one, other)
 
 
 def _join(prefix: str, name: str) -> str:

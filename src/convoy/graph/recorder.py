@@ -1,6 +1,7 @@
 """The torch functions that a network calls, written down; what changes a tensor in place becomes a new tensor."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +48,6 @@ class Recorder(TorchFunctionMode):
         values: every tensor that a call takes or gives, and the network's inputs.
         constants: the numbers of those that are neither parameters nor buffers.
         updates: buffers that count batches and wait for their batch norm.
-        recomputed: layers in which autograd was asked not to keep what it needs.
     """
 
     def __init__(self, fakes: Fakes, layers: LayerStack, recognize: Recognize, num_samples: int | None) -> None:
@@ -56,7 +56,6 @@ class Recorder(TorchFunctionMode):
         self.values: dict[str, Value] = {}
         self.constants = Constants(fakes)
         self.updates: list[str] = []
-        self.recomputed: list[str] = []
         self._fakes = fakes
         self._layers = layers
         self._recognize = recognize
@@ -67,6 +66,7 @@ class Recorder(TorchFunctionMode):
         self._data: set[str] = set()
         self._blanks = Blanks(self.constants)
         self._inside = False
+        self._recomputing = 0
 
     def give(self, name: str, tensor: Tensor, origin: Origin) -> None:
         """Announce an input, parameter or buffer."""
@@ -112,9 +112,14 @@ class Recorder(TorchFunctionMode):
         finally:
             self._inside = False
 
-    def recompute(self) -> None:
-        """Note that activation checkpointing or the like begins here."""
-        self.recomputed.append(self._layers.name)
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """While entered, the network asks for activation checkpointing or the like."""
+        self._recomputing += 1
+        try:
+            yield
+        finally:
+            self._recomputing -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -214,7 +219,7 @@ class Recorder(TorchFunctionMode):
             self.values[counter] = self._given[counter]
         structure = self.reference(result)
         names = tuple(value.name for value in outputs)
-        facts = (inputs, names, structure, found.attributes, found.updates)
+        facts = (inputs, names, structure, found.attributes, found.updates, self._recomputing > 0)
         self.calls.append(Call(call_name, self._layers.name, found.op, function, args, kwargs, *facts))
         if not torch.is_grad_enabled() and torch_call.name != "detach":
             self._stop_gradient(made)

@@ -140,7 +140,8 @@ class _Layer:
             weight = self._count(t.count, 1)
             if t.x.shape[1] == 0:
                 return _nothing(t)
-            return self._ended(F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, weight, self.eps))
+            mean, var = self._to_follow(t)
+            return self._ended(F.batch_norm(t.x, mean, var, t.weight, t.bias, True, weight, self.eps))
         following = self._following(Buffers(t.mean, t.var, t.count))
         return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing, self.relu)
 
@@ -161,13 +162,17 @@ class _Layer:
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
         if self.own is None and self.momentum is not None and at_once(t.x) and not torch.compiler.is_compiling():
-            y = F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, True, self.momentum, self.eps)
+            # the ranks' average is written into them before the backward pass, which autograd would take for a mistake
+            mean, var = (b if b is None else b.data for b in self._to_follow(t))
+            y = F.batch_norm(t.x, mean, var, t.weight, t.bias, True, self.momentum, self.eps)
             return self._ended(y), []
         y, term = self._normalize(t, t.x)
         return self._ended(y), [term]
 
     def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Follow this rank's statistics; `RunningStatistics.fold` averages them."""
+        if not self.site.context.recording:
+            return
         weight = self._count(buffers.count, 1)
         running = self._running(buffers)
         if running is None:
@@ -194,6 +199,8 @@ class _Layer:
     def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Leave what was seen to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
         context = self.site.context
+        if not context.recording:
+            return
         self._count(buffers.count, len(context.sizes))
         running = self._running(buffers)
         if running is None or running.mean.numel() == 0:
@@ -204,8 +211,16 @@ class _Layer:
         """With the ReLU that follows, if one does."""
         return y.relu_() if self.relu else y
 
+    def _to_follow(self, t: Tensors) -> tuple[Tensor | None, Tensor | None]:
+        """The buffers that torch's own batch norm brings up to date: others of the same kind where it runs again."""
+        if self.site.context.recording or t.mean is None or t.var is None:
+            return t.mean, t.var
+        return t.mean.clone(), t.var.clone()
+
     def _following(self, buffers: Buffers) -> Following | None:
-        """The buffers, of which one more term is counted."""
+        """The buffers, of which one more term is counted; None where nobody keeps them."""
+        if not self.site.context.recording:
+            return None
         if buffers.count is not None:
             buffers.count.add_(1)
         if buffers.mean is None or buffers.var is None:
@@ -230,7 +245,7 @@ class _Layer:
 
     def _count(self, count: Tensor | None, terms: int) -> float:
         """Count terms of the running statistics; the weight of the next one, where it is not left to `fold`."""
-        if count is not None:
+        if count is not None and self.site.context.recording:
             count.add_(terms)
         if self.momentum is not None:
             return self.momentum

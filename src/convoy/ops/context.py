@@ -1,12 +1,19 @@
-"""What layers must know of the step in which they run: which samples they see, in which microbatches."""
+"""What layers must know of the step in which they run: which samples they see, in which microbatches.
+
+Where a part of a forward pass is computed again in the backward pass, it is to give the same numbers and to do nothing
+else: it sees the context of its own pass, notes no statistics, and asks no other rank a second time.
+"""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from convoy.errors import ConvoyError
 from convoy.ops.constants import Constants
@@ -32,6 +39,7 @@ class StepContext:
         sizes: samples in each microbatch of the pass that runs now, in order.
         starts: position of each microbatch's first sample in the global batch.
         keys: int32 [samples, 2], the random key of every sample of that pass.
+        recording: whether layers note what they see: not where they compute again.
         kept: what layers keep together, by names of their own.
         statistics: what batch norm layers saw of the microbatches since the running statistics were last brought up
             to date.
@@ -45,6 +53,7 @@ class StepContext:
     starts: tuple[int, ...] = ()
     keys: Tensor = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.int32))
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
+    recording: bool = True
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     _samples: Sequence[int] = field(default=(), repr=False)
     _device: torch.device = field(default=torch.device("cpu"), repr=False)
@@ -72,6 +81,10 @@ class StepContext:
         if self.draws:
             self.keys = sample_keys(self.seed, step, samples).to(device, non_blocking=True)
 
+    def rerun(self) -> "Rerun":
+        """For a part of the pass that runs now which may be computed again, when other passes have been announced."""
+        return Rerun(self, {name: getattr(self, name) for name in _OF_A_PASS})
+
     def need_keys(self) -> None:
         """Note that a layer needs the keys, also of a pass that has been announced already."""
         if not self.draws and self._samples:
@@ -91,3 +104,66 @@ class StepContext:
         if places is None:
             places = self.kept["places", samples] = Constants(samples)
         return self.keys.index_select(0, places.like(self.keys, torch.int64))
+
+
+_OF_A_PASS = ("step", "sizes", "starts", "keys", "_samples", "_device")
+
+
+@dataclass
+class Rerun:
+    """A part of a forward pass that may be computed again.
+
+    Attributes:
+        context: of the step.
+        announced: what it said of the pass.
+        exchanged: what came of the exchanges of statistics inside the part, in order.
+    """
+
+    context: StepContext
+    announced: dict[str, Any]
+    exchanged: list[Tensor] = field(default_factory=list)
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """While entered, the part runs for the first time."""
+        with _exchanging(self._noted):
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """While entered, it runs again."""
+        context, announced = self.context, {**self.announced, "recording": False}
+        now = {name: getattr(context, name) for name in announced}
+        found = iter(self.exchanged)
+        vars(context).update(announced)
+        try:
+            with _exchanging(lambda collective, x, group: next(found)):
+                yield
+        finally:
+            vars(context).update(now)
+
+    def _noted(self, collective: "Collective", x: Tensor, group: ProcessGroup) -> Tensor:
+        self.exchanged.append(collective(x, group))
+        return self.exchanged[-1]
+
+
+Collective = Callable[[Tensor, ProcessGroup], Tensor]
+_exchange: ContextVar[Callable[[Collective, Tensor, ProcessGroup], Tensor] | None] = ContextVar(
+    "exchange", default=None
+)
+
+
+@contextmanager
+def _exchanging(exchange: Callable[[Collective, Tensor, ProcessGroup], Tensor]) -> Iterator[None]:
+    before = _exchange.set(exchange)
+    try:
+        yield
+    finally:
+        _exchange.reset(before)
+
+
+def exchanged(collective: Collective, x: Tensor, group: ProcessGroup) -> Tensor:
+    """`collective(x, group)` in a kernel's forward pass, for statistics: where it is computed again, what came of it
+    the first time."""
+    exchange = _exchange.get()
+    return collective(x, group) if exchange is None else exchange(collective, x, group)

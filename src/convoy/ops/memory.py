@@ -5,18 +5,20 @@ inputs a call may overwrite as nobody else reads them. What a kernel holds while
 framework itself come on top.
 """
 
+import functools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.ops.convolution import paddings_of
+from convoy.ops.kept import Kept, KeptTensors
+from convoy.ops.recompute import inputs_of, kept_in, stretches, taken_by, with_recomputed
 from convoy.ops.registry import OPERATIONS
-from convoy.plans.layout import Layout
 from convoy.plans.place import Memory, PlacedCall, Placement
 from convoy.plans.stages import StagedGraph
-from convoy.plans.traffic import needs_gradient
+from convoy.units import size
 
 _ADDITIONS = ("add", "__add__", "__iadd__", "__radd__")
 
@@ -34,7 +36,7 @@ class Readers:
         self._outputs = tuple(outputs)
         self._producers = {name: call for call in graph.calls for name in call.outputs}
 
-    @cached_property
+    @functools.cached_property
     def _numbers(self) -> dict[str, int]:
         found = {name: len(calls) for name, calls in self._graph.consumers().items()}
         for name in self._outputs:
@@ -63,94 +65,116 @@ def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A tensor that stays until the backward pass.
-
-    Attributes:
-        value: the name of the tensor, or of one that has its shape where it is `inside` a kernel, such as a mask.
-        layout: how it lies over the mesh.
-        itemsize: bytes for each element.
-        padded: the convolution that keeps it with padding, on ranks where it pads the two ends unlike.
-    """
-
-    value: str
-    layout: Layout
-    itemsize: int
-    inside: bool = False
-    padded: str = ""
-
-
-def predict_memory(placement: Placement, held: Iterable[str] = ()) -> list[Memory]:
+def predict_memory(placement: Placement, in_flight: int = 1) -> list[Memory]:
     """Memory of every rank in one forward and backward pass over the whole batch that was captured.
+
+    Of activations that are computed again, as much is counted as is there at once: at the end of the forward pass, or
+    while the backward pass computes one of the stretches again.
 
     Args:
         placement: the network on its mesh, or what some ranks run of it.
-        held: values that stay whether the backward pass needs them or not.
+        in_flight: passes whose activations are kept at once.
     """
-    kept = kept_for_backward(placement, held)
-    return [_of_rank(placement, kept, rank) for rank in range(placement.mesh.num_devices)]
+    moments = _moments(placement)
+    return [_of_rank(placement, moments, rank, in_flight) for rank in range(placement.mesh.num_devices)]
 
 
-def memory_in_stages(placement: Placement, staged: StagedGraph) -> list[Memory]:
-    """Memory of every rank where each runs its stage: all that crosses a cut stays as well, on both sides of it."""
-    of_stages = []
-    for stage in range(staged.number):
-        crossing = {each.value for each in (*staged.received(stage), *staged.sent(stage))}
-        of_stages.append(predict_memory(staged.part(placement, stage), crossing))
+def memory_in_stages(placement: Placement, staged: StagedGraph, in_flight: Sequence[int] = ()) -> list[Memory]:
+    """Memory of every rank where each runs its stage: all that crosses a cut stays as well, on both sides of it.
+
+    Args:
+        placement: the network on its mesh.
+        staged: its stages.
+        in_flight: for each stage, the passes whose activations it keeps at once; empty for one.
+    """
+    passes = in_flight or (1,) * staged.number
+    of_stages = [predict_memory(staged.part(placement, stage), passes[stage]) for stage in range(staged.number)]
     mesh = placement.mesh
     return [of_stages[mesh.stage_of(rank)][rank] for rank in range(mesh.num_devices)]
 
 
-def kept_for_backward(placement: Placement, held: Iterable[str] = ()) -> set[Kept]:
-    """The tensors that stay until the backward pass, parameters and buffers not among them, and what is `held`."""
-    graph = placement.graph
-    differentiable = needs_gradient(graph)
-    names: dict[tuple[str, Layout], str] = {}
-    found: set[Kept] = set()
-    for placed in placement.calls:
-        if not differentiable.intersection(placed.call.outputs):
-            continue
-        for kept in kept_by(placed, placement):
-            value = graph.values[kept.value]  # of a parameter the copy is kept in which autocast computes
-            is_cast = value.origin == "parameter" and kept.itemsize < value.dtype.itemsize
-            if value.origin in ("call", "input") or is_cast:
-                found.add(replace(kept, value=names.get((kept.value, kept.layout), kept.value)))
-        if OPERATIONS[placed.call.op].is_view:
-            source, output = placed.call.inputs[0], placed.call.outputs[0]
-            root = names.get((source, _where(placed.placed.inputs[source])), source)
-            names[output, _where(placed.placed.outputs[output])] = root
-    for name in held:
-        layout = _where(placement.layouts[name])
-        found.add(Kept(names.get((name, layout), name), layout, graph.values[name].dtype.itemsize))
-    return found
+@dataclass(frozen=True)
+class _Moment:
+    """A part of the network, or one that is computed again as far as one of its calls.
+
+    Attributes:
+        held: what it adds to what stays until the backward pass.
+        inside: what is there beside all that has stayed so far.
+    """
+
+    held: set[Kept]
+    inside: set[Kept]
 
 
-def kept_by(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
-    """What autograd keeps of one call that has a gradient, parameters and buffers among it."""
-    call, values, operation = placed.call, placement.graph.values, OPERATIONS[placed.call.op]
-    for name, itemsize in operation.keeps(call, values):
-        layout = placed.placed.inputs.get(name) or placed.placed.outputs.get(name, Layout())
-        padded = call.name if _pads(placed, name) else ""
-        yield Kept(name, _where(layout), itemsize or values[name].dtype.itemsize, padded=padded)
-    for name in call.outputs if operation.keeps_inside else ():
-        itemsize = operation.keeps_inside * values[name].dtype.itemsize
-        yield Kept(name, _where(placed.placed.outputs[name]), itemsize, inside=True)
+def _moments(placement: Placement) -> list[_Moment]:
+    tensors = KeptTensors(placement)
+    found, end = [_Moment(tensors.held, set())], 0
+    for stretch in stretches(placement, tensors):
+        found.append(_Moment(kept_in(tensors, range(end, stretch.start)), set()))
+        found.append(_Moment(inputs_of(placement, tensors, stretch), set()))
+        found += [_Moment(set(), inside) for inside in _while_computed(placement, tensors, stretch)]
+        end = stretch.stop
+    return [*found, _Moment(kept_in(tensors, range(end, len(placement.calls))), set())]
 
 
-def _pads(placed: PlacedCall, name: str) -> bool:
-    call = placed.call
-    if call.op != "conv" or call.attributes["transposed"] or name != call.attributes["input"]:
-        return False
-    return any(dim > 1 for dim, _ in placed.placed.outputs[call.outputs[0]].splits)
+def _while_computed(placement: Placement, tensors: KeptTensors, stretch: range) -> Iterator[set[Kept]]:
+    """Of a stretch, what is there while each of its calls runs: what is kept so far, and what later calls read."""
+    readers = Readers(placement.graph, placement.outputs)
+    last: dict[Kept, int] = {}
+    for number in stretch:
+        last |= dict.fromkeys(taken_by(placement, placement.calls[number], tensors), number)
+    keeping = [number for number in stretch if tensors.calls[number]]
+    kept: set[Kept] = set()
+    alive: set[Kept] = set()
+    for number in range(stretch.start, keeping[-1] + 1 if keeping else stretch.start):
+        placed = placement.calls[number]
+        kept |= tensors.calls[number]
+        alive = {tensor for tensor in alive if last.get(tensor, -1) >= number}
+        over = overwritten(placed.call, partial(_is_spare, readers, placed))
+        if over is not None:
+            alive.discard(tensors.tensor(over, placed.placed.inputs[over]))
+        alive |= {tensors.tensor(name, layout) for name, layout in placed.placed.outputs.items()}
+        yield kept | alive
 
 
-def _where(layout: Layout) -> Layout:
-    """The layout without what it says of the gradient."""
-    return replace(layout, copied=frozenset())
+def _is_spare(readers: Readers, placed: PlacedCall, name: str) -> bool:
+    return readers.is_spare(name, placed.transfers)
 
 
-def _of_rank(placement: Placement, kept: set[Kept], rank: int) -> Memory:
+def what_is_recomputed(
+    placement: Placement, staged: StagedGraph | None = None, in_flight: Sequence[int] = ()
+) -> str | None:
+    """A sentence on what is computed again, and what that saves on the rank that needs most; None where nothing is.
+
+    Args:
+        placement: the network on its mesh.
+        staged: its stages, if it has any.
+        in_flight: as in `memory_in_stages`.
+    """
+    asked = {placed.call.layer for placed in placement.calls if placed.call.recomputed}
+    if not asked:
+        return None
+    parts = [placement] if staged is None else [staged.part(placement, stage) for stage in range(staged.number)]
+    found = [[part.calls[number].call.layer for number in stretch] for part in parts for stretch in stretches(part)]
+    if not found:
+        return "the backward pass computes no layer again: that would free nothing, as what they give is needed at once"
+    layers = {layer for stretch in found for layer in stretch if layer}
+    every = {placed.call.layer for placed in placement.calls if placed.call.layer}
+    now, before = (_most(one, staged, in_flight) for one in (placement, with_recomputed(placement, False)))
+    number = "one stretch" if len(found) == 1 else f"{len(found)} stretches"
+    return (
+        f"the backward pass computes {len(layers)} of {len(every)} layers again, in {number}: activations take "
+        f"{size(now)} at most, not {size(before)} (predicted)"
+    )
+
+
+def _most(placement: Placement, staged: StagedGraph | None, in_flight: Sequence[int]) -> int:
+    """Bytes of activations on the rank that has most."""
+    found = predict_memory(placement) if staged is None else memory_in_stages(placement, staged, in_flight)
+    return max(memory.activations for memory in found)
+
+
+def _of_rank(placement: Placement, moments: list[_Moment], rank: int, in_flight: int) -> Memory:
     mesh, graph = placement.mesh, placement.graph
     place = mesh.coordinates(rank)
     of_origin = {"parameter": 0, "buffer": 0}
@@ -159,8 +183,10 @@ def _of_rank(placement: Placement, kept: set[Kept], rank: int) -> Memory:
             layout = placement.layouts[value.name]
             of_origin[value.origin] += math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
     calls = {placed.call.name: placed for placed in placement.calls}
-    sizes = {}
-    for tensor in kept:
+
+    @functools.cache
+    def sized(tensor: Kept) -> tuple[object, int]:
+        """What it is, the same for what is there once on this rank, whatever the layouts of others; and its bytes."""
         whole = graph.shape(tensor.value)
         parts = tuple(tensor.layout.parts(dim, mesh, place, size) for dim, size in enumerate(whole))
         shape, padding = [len(part) for part in parts], [0] * len(parts)
@@ -169,10 +195,16 @@ def _of_rank(placement: Placement, kept: set[Kept], rank: int) -> Memory:
             output = call.placed.outputs[call.call.outputs[0]]
             paddings = paddings_of(graph, call.call, output, mesh, place)
             padding[2:] = [before + after for _, before, after in paddings]
-        # what is the same on this rank is there once, whatever the layouts of other ranks
         of_call = tensor.padded if any(padding) else ""
         size = math.prod(map(sum, zip(shape, padding, strict=True))) * tensor.itemsize
-        sizes[tensor.value, parts, tensor.itemsize, tensor.inside, of_call] = size
-    activations = sum(sizes.values())
+        return (tensor.value, parts, tensor.itemsize, tensor.inside, of_call), size
+
+    held: dict[object, int] = {}
+    most = 0
+    for moment in moments:
+        held |= dict(map(sized, moment.held))
+        inside = dict(map(sized, moment.inside))
+        most = max(most, sum(held.values()) + sum(size for key, size in inside.items() if key not in held))
     gradients = of_origin["parameter"] if graph.training else 0
-    return Memory(of_origin["parameter"], gradients, of_origin["buffer"], activations)
+    others = (in_flight - 1) * sum(held.values())
+    return Memory(of_origin["parameter"], gradients, of_origin["buffer"], most + others)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.context import exchanged
 from convoy.ops.kernel import Alone, Kernel, Site, by_role
 from convoy.ops.layer_norm import num_vectors, place, shared_dims
 from convoy.ops.layouts import axes_along
@@ -49,7 +50,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, total: int, eps: float) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
-        squares = all_gather(wide.square().sum(-1, keepdim=True), group).sum(0)
+        squares = exchanged(all_gather, wide.square().sum(-1, keepdim=True), group).sum(0)
         inverse = (squares / total + eps).rsqrt()
         y = (wide * inverse).to(x.dtype)
         ctx.save_for_backward(y, inverse)

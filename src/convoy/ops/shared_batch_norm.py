@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.ops.constants import Constants
+from convoy.ops.context import exchanged
 from convoy.ops.microbatch_norm import (
     arranged,
     arranged_as,
@@ -114,7 +115,7 @@ class _OnGpu(torch.autograd.Function):
         relu: bool,
     ) -> Tensor:
         x = arranged(x)
-        gathered = all_gather(torch.ops.convoy.channel_moments(x), holders.group)
+        gathered = exchanged(all_gather, torch.ops.convoy.channel_moments(x), holders.group)
         followed: tuple[Any, ...] = (None, None, None, None)
         if running is not None:
             followed = running.mean, running.var, running.count, running.momentum
@@ -163,7 +164,7 @@ def normalize_by(
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, running: Following | None, holders: Holders) -> Tensor:
-        gathered = all_gather(own.contiguous(), holders.group)
+        gathered = exchanged(all_gather, own.contiguous(), holders.group)
         shares = holders.shares.like(gathered)[:, None, None]
         mean, var = (gathered * shares).sum(0).unbind(0)
         var = var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)
@@ -321,7 +322,7 @@ class _OnCpu(torch.autograd.Function):
         own = unused = torch.zeros(2, x.shape[1], dtype=(x if weight is None else weight).dtype, device=x.device)
         if x.numel():
             own = torch.stack(torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0))  # they only say the type
-        gathered = all_gather(own, holders.group)
+        gathered = exchanged(all_gather, own, holders.group)
         shares = holders.shares.like(gathered)[:, None, None]
         mean, var = (gathered * shares).sum(0).unbind(0)
         var = var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)

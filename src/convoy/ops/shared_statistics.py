@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.ops.constants import Constants
+from convoy.ops.context import exchanged
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, sharing: Sharing, eps: float) -> Tensor:
         """`x` [samples, channels, elements], this rank's part."""
         wide = x if x.dtype == torch.float64 else x.float()
-        gathered = all_gather(_statistics(wide, sharing), sharing.group)
+        gathered = exchanged(all_gather, _statistics(wide, sharing), sharing.group)
         means, squares = gathered.unbind(1)
         shares = sharing.rank_shares.like(wide)[:, None]
         mean = (means * shares).sum(0)

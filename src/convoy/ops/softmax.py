@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.ops.context import exchanged
 from convoy.ops.kernel import Alone, Kernel, Site, as_called
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation, keeps_output
@@ -57,9 +58,9 @@ class _Softmax(torch.autograd.Function):
         shape = list(wide.shape)
         shape[dim] = 1
         highest = wide.amax(dim, keepdim=True) if wide.shape[dim] else wide.new_full(shape, -torch.inf)
-        highest = all_gather(highest, group).amax(0)
+        highest = exchanged(all_gather, highest, group).amax(0)
         wide = wide - highest
-        total = all_reduce(wide.exp().sum(dim, keepdim=True), group)
+        total = exchanged(all_reduce, wide.exp().sum(dim, keepdim=True), group)
         y = (wide - total.log() if logarithm else wide.exp() / total).to(x.dtype)
         ctx.save_for_backward(y)
         ctx.dim, ctx.logarithm, ctx.group = dim, logarithm, group

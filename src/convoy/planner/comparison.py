@@ -1,7 +1,7 @@
 """Predicted beside measured: two timelines of an update side by side, by its parts and by groups of its layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -145,7 +145,15 @@ _OLDER = {"optimiser": "optimizer"}
 
 def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
     """The parts of an update."""
-    return {part: Both(before.parts[part] if before else None, after.parts[part] if after else None) for part in PARTS}
+    one, other = (each.parts if each else {} for each in (before, after))
+    known = [part for part in PARTS if part in one or part in other or part != "stages"]
+    return {part: Both(one.get(part), other.get(part)) for part in known}
+
+
+def of_all_stages(found: Sequence[Summary]) -> Summary | None:
+    """The first of some ranks', with the layers that others run; None of nobody."""
+    layers = {name: spent for one in reversed(found) for name, spent in one.layers.items()}
+    return replace(found[0], layers=layers) if found else None
 
 
 def groups_beside(placement: Placement, before: Summary | None, after: Summary | None) -> tuple[Group, ...]:
@@ -187,6 +195,7 @@ WORDS = {
     "rest": "loss and all else",
     "packing": "packing for messages",
     "waiting": "exposed communication",
+    "stages": "waiting for other stages",
     "optimizer": "optimizer",
 }
 """The parts of an update for people."""

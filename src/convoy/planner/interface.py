@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from convoy.comm.groups import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
+from convoy.ops.recompute import as_recompute
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm
 from convoy.planner.cost.store import ProfileStore
@@ -49,6 +50,12 @@ class FoundPlan(Plan):
         """Predicted, over one device."""
         return self._planned().speedup
 
+    @property
+    def microbatches(self) -> int | None:
+        """Parts of the batch that go through the stages, for `convoy.parallelize`; None where there are no stages."""
+        best = self._planned().best
+        return best.passes if best.staging is not None else None
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
@@ -80,6 +87,7 @@ def plan(
     microbatches: int | None = None,
     passes: int = 1,
     precision: torch.dtype | None = None,
+    recompute: bool | Sequence[str] = False,
     optimizer: MakeOptimizer = momentum,
     store: bool | Path = True,
 ) -> FoundPlan:
@@ -91,6 +99,8 @@ def plan(
     >>> plan = convoy.plan(model, example=images, devices=2, global_batch=64)  # doctest: +SKIP
     >>> print(plan.explain())  # doctest: +SKIP
     >>> net = convoy.parallelize(model, plan, example=images)  # doctest: +SKIP
+
+    With stages, `microbatches=plan.microbatches` cuts the batch into as many parts as are predicted to be fastest.
 
     Given plans are predicted without a search, and the fastest is returned:
 
@@ -111,6 +121,7 @@ def plan(
         microbatches: number of microbatches of the batch, which are not split; None if it has none.
         passes: forward and backward passes of an update, if gradients are accumulated.
         precision: type of `torch.autocast`, if it is used.
+        recompute: layers whose activations are computed again, as in `convoy.parallelize`.
         optimizer: function that makes the optimizer for some parameters; by default SGD with momentum.
         store: whether measured times are kept for later plans, or the folder for them.
 
@@ -142,6 +153,7 @@ def plan(
         microbatch=-(-batch // microbatches) if microbatches else 0,
         precision=precision,
         optimizer=optimizer,
+        recompute=as_recompute(recompute),
     )
     given = [score] if isinstance(score, str | Path | Plan) else list(score)
     planned = make_plan(

@@ -9,7 +9,7 @@ from functools import cache, partial
 
 from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import device_memory
@@ -27,10 +27,10 @@ from convoy.planner.search.meshes import SearchResult
 from convoy.planner.search.prices import AXIS_STRATEGIES, redistributions
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.search import TOLERANCE, search
-from convoy.planner.search.stages import InPasses, search_stages
+from convoy.planner.search.stages import InPasses, in_best_passes, search_stages
 from convoy.planner.workload import Workload
-from convoy.plans.mesh import Mesh
-from convoy.plans.place import sample_axes
+from convoy.plans.mesh import STAGE, Mesh
+from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
 
 _PATIENCE_S, _PATIENCE_UPDATES = 60.0, 40
@@ -84,7 +84,7 @@ class Planned:
 
 
 Proposal = tuple[Plan, int | None]
-"""A plan, and the number of passes through its stages; None for as many as go well through them."""
+"""A plan, and the number of passes through its stages; None where it has none."""
 
 
 def score(
@@ -96,21 +96,31 @@ def score(
         workload: what is to be trained.
         plan: any plan for it.
         costs: of the devices.
-        passes: through its stages; None for as many as go well through them.
-        memory_limit: bytes that a rank has; stages take the faster of the schedules that fit.
+        passes: through its stages; None for as many as are fastest.
+        memory_limit: bytes that a rank has; stages take the fastest passes and the faster of the schedules that fit.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says, or the network not cut.
     """
-    workload = workload.through(plan.num_stages, passes, plan.parts)
-    placement = workload.place(plan)
-    staging = Staging.of(plan, workload.graph, workload.outputs, workload.samples_of_passes)
-    if staging is None:
-        return scored(plan, placement, costs, workload.passes)
-    schedules = SCHEDULES if workload.schedule is None else (workload.schedule,)
-    found = [scored(plan, placement, costs, workload.passes, staging.scheduled(one)) for one in schedules]
-    fitting = [one for one in found if memory_limit is None or one.memory.total <= memory_limit]
-    return min(fitting or found, key=lambda one: one.seconds if fitting else one.memory.total)
+
+    def price(one: Scored) -> tuple[bool, float]:
+        fits = memory_limit is None or one.memory.total <= memory_limit
+        return not fits, one.seconds if fits else one.memory.total
+
+    def in_passes(number: int | None) -> Scored:
+        own = workload.through(plan.num_stages, number, plan.parts)
+        placement = own.place(plan)
+        staging = Staging.of(plan, own.graph, own.outputs, own.samples_of_passes)
+        if staging is None:
+            return scored(plan, placement, costs, own.passes)
+        schedules = SCHEDULES if own.schedule is None else (own.schedule,)
+        return min((scored(plan, placement, costs, own.passes, staging.scheduled(one)) for one in schedules), key=price)
+
+    if passes is not None or plan.num_stages == 1 or workload.in_passes is None or not workload.counts:
+        return in_passes(passes)
+    found = in_best_passes(workload.counts_for(plan.parts), plan.num_stages, in_passes, price)
+    assert found is not None
+    return found
 
 
 @reusing()
@@ -206,20 +216,24 @@ def make_plan(
         costs = replace(costs, input=input or costs.input, slowdowns=slowdowns)
         if not plans:
             progress("searching", 0, 1)
-        given: list[Proposal] = [(plan, None) for plan in plans]
-        candidates = given or ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
+        if plans:
+            candidates = ranks.first(partial(_in_passes, workload, plans, costs, memory_limit))
+        else:
+            candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
         found = [score(workload, plan, costs, passes, memory_limit) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
             found, left_out = without_too_large(found, Additive(costs, workload.graph, workload.passes), memory_limit)
         found = ordered(found)
         best = ranks.broadcast((found[0].plan, found[0].passes))
-        job = plan_job(workload, *best)
-        settled = ranks.broadcast(best in proposed or measured.lacking(job) <= _SETTLED)
-        if plans or devices == 1 or uneven or settled or not is_in_time():
+        # plans that are given have been profiled, but for other numbers of passes
+        wanted = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
+        lacking = ranks.broadcast([one for one in wanted if one not in proposed and _lacks(measured, workload, one)])
+        lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
+        if devices == 1 or not lacking or not is_in_time():
             break
-        proposed.append(best)
-        measured.profile([job])
+        proposed += lacking
+        measured.profile([plan_job(workload, *one) for one in lacking])
     found.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
     measured.give_back_memory()
     progress("profiling", 1, 1)
@@ -229,6 +243,18 @@ def make_plan(
     if store is not None and ranks.rank == 0 and workload.optimizer_name and ranks.num == devices > 1:
         remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)
     return Planned(workload, devices, tuple(found), serial, next(iter(results), None), costs, tuple(found_notes))
+
+
+def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bool:
+    return measured.lacking(plan_job(workload, *proposal)) > _SETTLED
+
+
+def _in_passes(workload: Workload, plans: Sequence[Plan], costs: Costs, memory_limit: float | None) -> list[Proposal]:
+    """Plans that are given, those with stages in as many passes as are predicted to be fastest."""
+    return [
+        (plan, score(workload, plan, costs, None, memory_limit).passes if plan.num_stages > 1 else None)
+        for plan in plans
+    ]
 
 
 def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> str:
@@ -250,13 +276,18 @@ def without_too_large(scored: Sequence[Scored], costs: Additive, limit: float) -
         TooLargeError: none fits.
     """
     too_large = [one for one in scored if one.memory.total > limit]
-    errors = [
-        nothing_fits(one.placement, costs, one.memory.total, limit, f"the plan {one.plan} does not fit: it")
-        for one in sorted(too_large, key=lambda one: one.memory.total)
-    ]
+    errors = []
+    for one in sorted(too_large, key=lambda one: one.memory.total):
+        needs = partial(_needs, costs.costs, one.staging)
+        what = f"the plan {one.plan} does not fit: it"
+        errors.append(nothing_fits(one.placement, costs, one.memory.total, limit, what, needs))
     if len(too_large) == len(scored):
         raise errors[0]
     return [one for one in scored if one not in too_large], [str(error) for error in errors]
+
+
+def _needs(costs: Costs, staging: Staging | None, placement: Placement) -> float:
+    return most(rank_memory(placement, costs, staging)).total
 
 
 def ordered(scored: Sequence[Scored]) -> list[Scored]:
@@ -317,7 +348,7 @@ def propose(
         refused = error
     cut = _search_stages(workload, devices, costs, fixes, memory_limit, found.best.seconds if plans else math.inf)
     if refused is not None and not cut:
-        raise refused
+        raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
     if plain not in plans and not fixes:
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
@@ -325,6 +356,20 @@ def propose(
             if memory_limit is None or most(rank_memory(placement, costs)).total <= memory_limit:
                 plans.append(plain)
     return [*((plan, None) for plan in plans), *cut]
+
+
+def _smallest(workload: Workload, devices: int, costs: Costs, limit: float, refused: ConvoyError) -> ConvoyError:
+    """Why nothing fits: what plans without stages say, or one with as many stages as devices, which need less."""
+    if not isinstance(refused, TooLargeError) or not workload.counts or devices == 1:
+        return refused
+    try:
+        one = score(workload, Plan(Mesh((STAGE,), (devices,))), costs, memory_limit=limit)
+    except ConvoyError:  # fewer layers than devices
+        return refused
+    passes = f"{one.passes} pass{'es' * (one.passes > 1)}"
+    what = f"no plan fits: {one.plan} in {passes}, of equal work, still"
+    other = nothing_fits(one.placement, Additive(costs, workload.graph, one.passes), one.memory.total, limit, what)
+    return other if one.memory.total < refused.needed else refused
 
 
 def _search_stages(

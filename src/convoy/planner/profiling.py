@@ -99,20 +99,11 @@ def profile(
     waited: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
     around, own_s, slowest_s = Times(), 0.0, 0.0
     if not alone or ranks.rank == 0:
-        profiler = partial(
-            Profiler,
-            placement,
-            place,
-            workload.device,
-            channels_last=workload.channels_last,
-            batch_norm=workload.batch_norm,
-            microbatches=workload.sizes,
-            contents=workload.contents,
-        )
+        if together:
+            try_out(workload, placement, place)
         with _precision(workload):
-            if together and raises_out_of_memory(workload.device):  # before others wait for this rank in groups
-                profiler().try_out()
-            profiled = profiler(groups=Groups(mesh) if together else None).run(agree, slowest, enough)
+            groups = Groups(mesh) if together else None
+            profiled = _profiler(workload, placement, place, groups).run(agree, slowest, enough)
         times, own_s, slowest_s = profiled.calls, profiled.seconds, profiled.slowest
         for placed in placement.calls:
             one = local_op_of(workload, placement, placed, place)
@@ -143,6 +134,30 @@ def profile(
         if rows:
             arounds.append(other * factor)
     return Profiled({one: mean(found) for one, found in measured.items()}, mean(arounds), by_rank)
+
+
+def try_out(workload: Workload, placement: Placement, rank: int) -> None:
+    """Run a rank's part of a pass alone, where it is told that memory lacks, before others wait for it in groups.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit.
+    """
+    if raises_out_of_memory(workload.device):
+        with _precision(workload):
+            _profiler(workload, placement, rank).try_out()
+
+
+def _profiler(workload: Workload, placement: Placement, rank: int, groups: Groups | None = None) -> Profiler:
+    return Profiler(
+        placement,
+        rank,
+        workload.device,
+        groups=groups,
+        channels_last=workload.channels_last,
+        batch_norm=workload.batch_norm,
+        microbatches=workload.sizes,
+        contents=workload.contents,
+    )
 
 
 def _of_each_rank(said: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[LocalOp]) -> tuple[float, ...]:

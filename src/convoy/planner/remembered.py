@@ -20,6 +20,7 @@ from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm, local_op
 from convoy.planner.cost.local_op import VIEWS, LocalOp
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.program import internal_messages
 from convoy.planner.cost.step import Scored, scored
 from convoy.planner.cost.store import ProfileStore
@@ -68,6 +69,7 @@ def recalled(
     passes: int,
     batch_norm: BatchNorm = "sync",
     microbatch: int = 0,
+    staging: Staging | None = None,
 ) -> Scored | None:
     """A prediction from what is kept; None where not all of it is known.
 
@@ -77,6 +79,7 @@ def recalled(
         placement: a pass under that plan.
         passes: passes of an update.
         batch_norm, microbatch: as the run has them.
+        staging: the stages and their passes; None where all ranks run all of the network.
     """
     try:
         costs = _costs(store.noted(device, _name(placement.mesh.num_devices, optimizer)))
@@ -85,12 +88,13 @@ def recalled(
     costs = replace(costs, batch_norm=batch_norm, microbatch=microbatch)
     known = store.times(device)
     for rank in range(placement.mesh.num_devices):
-        for placed in placement.calls:
+        own = placement if staging is None else staging.part(placement, staging.stage_of(rank))
+        for placed in own.calls:
             one = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
             if one not in known and not one.is_empty and one.op not in VIEWS:
                 return None
     costs = replace(costs, times=Calibrated(known))
-    return scored(plan, placement, costs, passes)
+    return scored(plan, placement, costs, passes, staging)
 
 
 def _name(devices: int, optimizer: str) -> str:

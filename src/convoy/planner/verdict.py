@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from convoy.errors import ConvoyError
+from convoy.ops.memory import what_is_recomputed
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Collective, Curve, Link, Links
 from convoy.planner.cost.step import Scored, predict
@@ -200,6 +201,10 @@ class Explained:
     def notes(self) -> tuple[str, ...]:
         """Sentences on what was assumed, left out, or is to be doubted."""
         found = [*self.planned.notes, *(self.planned.search.notes if self.planned.search is not None else ())]
+        staging = self.scored.staging
+        passes = [] if staging is None else [staging.in_flight(stage) for stage in range(staging.number)]
+        again = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
+        found += [] if again is None else [again]
         if self.efficiency > _TOO_GOOD:
             found.append(
                 f"{self.speedup:.1f} × on {self.planned.devices} devices is more than can be: the machine was busy "

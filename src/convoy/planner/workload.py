@@ -19,6 +19,7 @@ from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import capture, place
 from convoy.ops.precision import under_autocast
+from convoy.ops.recompute import Recompute, check_recompute, recomputing
 from convoy.planner.cost.local import BatchNorm
 from convoy.plans.layout import balanced, consecutive
 from convoy.plans.place import Batch, Placement, sample_axes
@@ -110,10 +111,13 @@ class Workload:
         """
         if stages == 1 or not self.counts or self.in_passes is None:
             return self
-        wanted = passes or PARTS_PER_STAGE * stages
-        counts = [number for number in self.counts if self.counts[-1] // number >= parts] or self.counts[:1]
+        wanted, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
         count = next((number for number in counts if number >= wanted), counts[-1])
         return self if count == self.passes else self.in_passes(count)
+
+    def counts_for(self, parts: int) -> tuple[int, ...]:
+        """The numbers of passes in which each of so many ranks has samples."""
+        return tuple(number for number in self.counts if self.counts[-1] // number >= parts) or self.counts[:1]
 
     @property
     def sample(self) -> tuple[int, ...]:
@@ -176,6 +180,7 @@ def workload_of(
     precision: torch.dtype | None = None,
     optimizer: MakeOptimizer = momentum,
     optimizer_name: str = "",
+    recompute: Recompute = False,
 ) -> Workload:
     """Look at a network without changing it.
 
@@ -187,6 +192,8 @@ def workload_of(
         passes: number of passes that the update is divided into.
         channels_last: memory format; None takes that of the example and the weights.
         batch_norm, microbatch, precision, optimizer, optimizer_name: as in `Workload`.
+        recompute: layers whose activations are computed again in the backward pass, beside those that the network
+            itself asks for.
 
     Raises:
         ConvoyError: the network cannot be seen as one graph, or the batch is too small.
@@ -198,69 +205,62 @@ def workload_of(
         raise ConvoyError(f"an update of {passes} passes cannot be: it must have at least 1")
     if global_batch < 1:
         raise ConvoyError(f"a batch of {global_batch} samples cannot be trained: it must be at least 1")
-    samples = math.ceil(global_batch / passes)
-    inputs = tuple(torch.empty(samples, *x.shape[1:], dtype=x.dtype, device="meta") for x in examples)
-    try:
-        graph = capture(model, inputs, training=True)
-    except CaptureError as error:
-        raise ConvoyError(
-            f"the planner needs the network as one graph, but {error}: write a plan yourself, e.g. sample=2"
-        ) from error
+    captured: dict[int, Graph] = {}
+
+    def graph_at(samples: int) -> Graph:
+        found = _scaled(captured, samples)
+        if found is None:
+            images = tuple(torch.empty(samples, *x.shape[1:], dtype=x.dtype, device="meta") for x in examples)
+            try:
+                found = captured[samples] = capture(model, images, training=True)
+            except CaptureError as error:
+                raise ConvoyError(
+                    f"the planner needs the network as one graph, but {error}: write a plan yourself, e.g. sample=2"
+                ) from error
+        return under_autocast(recomputing(found, recompute), precision, examples[0].device.type)
+
+    first = graph_at(math.ceil(global_batch / passes))
+    check_recompute(recompute, (call.layer for call in first.calls))
     if channels_last is None:
         images = [x for x in (*examples, *model.parameters()) if x.dim() == 4]
         channels_last = any(
             x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() for x in images
         )
-
-    def resized(size: int) -> Workload:
-        return workload_of(
-            model,
-            examples,
-            size * passes,
-            name=name,
-            passes=passes,
-            channels_last=channels_last,
-            batch_norm=batch_norm,
-            microbatch=microbatch,
-            precision=precision,
-            optimizer=optimizer,
-            optimizer_name=optimizer_name,
-        )
+    contents = _contents(model, dict(zip(first.inputs, examples, strict=True)))
 
     @cache
-    def in_passes(number: int) -> Workload:
-        return workload_of(
-            model,
-            examples,
-            global_batch,
-            name=name,
+    def made(batch: int, number: int) -> Workload:
+        own = graph_at(math.ceil(batch / number))
+        return Workload(
+            name=name or type(model).__name__,
+            graph=own,
+            outputs=tuple(dict.fromkeys(ref.name for ref in leaves(own.output, Ref))),
             passes=number,
-            channels_last=channels_last,
+            device=examples[0].device,
+            channels_last=bool(channels_last),
             batch_norm=batch_norm,
             microbatch=microbatch,
             precision=precision,
             optimizer=optimizer,
             optimizer_name=optimizer_name,
+            contents=contents,
+            resized=lambda samples: made(samples * number, number),
+            total=batch,
+            counts=_counts(own, batch, microbatch, number, batch_norm),
+            in_passes=lambda passes: made(batch, passes),
         )
 
-    return Workload(
-        name=name or type(model).__name__,
-        graph=under_autocast(graph, precision, examples[0].device.type),
-        outputs=tuple(dict.fromkeys(ref.name for ref in leaves(graph.output, Ref))),
-        passes=passes,
-        device=examples[0].device,
-        channels_last=channels_last,
-        batch_norm=batch_norm,
-        microbatch=microbatch,
-        precision=precision,
-        optimizer=optimizer,
-        optimizer_name=optimizer_name,
-        contents=_contents(model, dict(zip(graph.inputs, examples, strict=True))),
-        resized=resized,
-        total=global_batch,
-        counts=_counts(graph, global_batch, microbatch, passes, batch_norm),
-        in_passes=in_passes,
-    )
+    return made(global_batch, passes)
+
+
+def _scaled(captured: Mapping[int, Graph], samples: int) -> Graph | None:
+    """The network at a number of samples from what it was captured at; None where that does not say it."""
+    if samples in captured:
+        return captured[samples]
+    known = [size for size in captured if size > 1]  # some networks do something else with a single sample
+    if samples == 1 or len(known) < 2:
+        return None
+    return captured[known[0]].scaled(captured[known[1]], samples)
 
 
 def _counts(graph: Graph, batch: int, microbatch: int, passes: int, batch_norm: BatchNorm) -> tuple[int, ...]:

@@ -279,6 +279,7 @@ def explain(
     plan: Plan | None = None,
     capture: str = "",
     staged: StagedGraph | None = None,
+    notes: Iterable[str] = (),
 ) -> str:
     """A table of the layers of a plan, and what it costs in all.
 
@@ -288,13 +289,10 @@ def explain(
         plan: for its name, and to say which layers no pattern matches.
         capture: how the network was captured, in a few words.
         staged: the network's stages, if it has any.
+        notes: lines about layers.
     """
     ranks = placement.mesh.num_devices
     setting = setting_text(placement.graph.training, [len(part) for part in placement.batch.parts], ranks, capture)
-    notes = []
-    if placement.graph.recomputed and ranks > 1:
-        layers = listed(placement.graph.recomputed)
-        notes.append(f"activation checkpointing has no effect on several devices: {layers}")
     name = f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
     return text_of(explanation(placement, memory, plan, staged), setting, name, notes)
 

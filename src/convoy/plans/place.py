@@ -144,6 +144,7 @@ class Placement:
     Attributes:
         layouts: where every value is kept; a parameter's `copied` axes are those over which its gradient is added.
         outputs: for each of the network's outputs, the steps to the samples of its rank.
+        held: of a stage, the values that it receives and sends, which it keeps until its backward pass.
     """
 
     graph: Graph
@@ -153,6 +154,12 @@ class Placement:
     layouts: dict[str, Layout]
     outputs: dict[str, tuple[Step, ...]]
     output_layouts: dict[str, Layout]
+    held: tuple[str, ...] = ()
+
+    @property
+    def is_part(self) -> bool:
+        """Whether these are the calls of one stage of the network."""
+        return len(self.calls) < len(self.graph.calls)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Graph
+from convoy.graph.graph import Graph, Ref
+from convoy.graph.tree import leaves
 from convoy.plans.place import Placement
 from convoy.terminal import did_you_mean
 
@@ -136,7 +137,7 @@ class Stages:
         """The stage that keeps each parameter and buffer that the network uses.
 
         Raises:
-            ConvoyError: two stages use the same one.
+            ConvoyError: two stages use the same one, where the last uses those that the network returns.
         """
         found: dict[str, tuple[int, str]] = {}
         for call, stage in zip(graph.calls, self.of_calls(graph), strict=True):
@@ -149,6 +150,16 @@ class Stages:
                         f"layers {layer} and {call.layer} share {name}, and are in stages {first + 1} and {stage + 1}: "
                         "let one stage have both, by the list stages of a YAML plan, or divide otherwise"
                     )
+        last = self.number - 1
+        for ref in leaves(graph.output, Ref):
+            if graph.values[ref.name].origin not in ("parameter", "buffer"):
+                continue
+            stage, _ = found.setdefault(ref.name, (last, ""))
+            if stage != last:
+                raise ConvoyError(
+                    f"the network returns {ref.name}, which stage {stage + 1} has and the last one lacks: return a "
+                    "value that is computed with it, or divide otherwise"
+                )
         return {name: stage for name, (stage, _) in found.items()}
 
 
@@ -197,9 +208,10 @@ class StagedGraph:
         calls = tuple(placement.calls[number] for number in self.calls(stage))
         outputs = placement.outputs if stage == self.number - 1 else {}
         used = {name for one in calls for name in (*one.call.inputs, *one.call.outputs)}
-        used.update(outputs, (one.value for one in (*self.received(stage), *self.sent(stage))))
+        held = tuple(dict.fromkeys(one.value for one in (*self.received(stage), *self.sent(stage))))
+        used.update(outputs, held)
         layouts = {name: layout for name, layout in placement.layouts.items() if name in used}
-        return replace(placement, calls=calls, layouts=layouts, outputs=outputs)
+        return replace(placement, calls=calls, layouts=layouts, outputs=outputs, held=held)
 
     def received(self, stage: int) -> tuple[Crossing, ...]:
         """What a stage is sent."""

@@ -13,7 +13,7 @@ from typing import Literal
 
 Stream = Literal["compute", "transfers", "gradients", "stages"]
 """`transfers` carries what layers wait for, `gradients` what is added while others compute, `stages` what a rank sends
-to other stages."""
+to other stages, as it is predicted, and waits for from them, as it is measured."""
 
 Kind = Literal["around", "forward", "backward", "copy", "transfer", "gradient", "update"]
 """What a task is for. `around`: input and loss, outside of the network. `copy`: packing and adding on the rank itself,
@@ -66,8 +66,9 @@ class Span:
     end: float
 
 
-PARTS = ("input", "forward", "backward", "rest", "packing", "waiting", "optimizer")
-"""Of an update: `rest` is the loss and all that has no other name, `waiting` what is sent and waited for."""
+PARTS = ("input", "forward", "backward", "rest", "packing", "waiting", "stages", "optimizer")
+"""Of an update: `rest` is the loss and all that has no other name, `waiting` what is sent and waited for. Where there
+are stages, `stages` is waiting for the others."""
 _ROUNDING = 1e-12
 _PART_OF: dict[Kind, str] = {"forward": "forward", "backward": "backward", "copy": "packing", "update": "optimizer"}
 
@@ -93,7 +94,7 @@ class Summary:
     """Where the time of one rank goes in an update.
 
     Attributes:
-        parts: seconds by name, as `PARTS` has them; they add up to the update.
+        parts: seconds by name, as `PARTS` has them, `stages` only where there are any; they add up to the update.
         layers: by name.
         gradients: seconds in which only gradients, weights and statistics were exchanged.
     """
@@ -107,8 +108,9 @@ class Summary:
         """The median of every number; of nothing, no time."""
         names = dict.fromkeys(name for one in of for name in one.layers)
         layers = {name: [one.layers.get(name, LayerSeconds()) for one in of] for name in names}
+        parts = [part for part in PARTS if not of or part in of[0].parts]
         return Summary(
-            {part: median([one.parts[part] for one in of] or [0.0]) for part in PARTS},
+            {part: median([one.parts[part] for one in of] or [0.0]) for part in parts},
             {
                 name: LayerSeconds(median(one.computes for one in each), median(one.waits for one in each))
                 for name, each in layers.items()
@@ -210,7 +212,8 @@ class Timeline:
     def summary(self, rank: int | None = None) -> Summary:
         """Where a rank's time goes, by part of the update and by layer."""
         rank = self.busiest if rank is None else rank
-        parts = dict.fromkeys(PARTS, 0.0)
+        in_stages = any(span.task.stream == "stages" for span in self.spans)
+        parts = {part: 0.0 for part in PARTS if in_stages or part != "stages"}
         layers: dict[str, LayerSeconds] = defaultdict(LayerSeconds)
         for span in self.spans:
             task, seconds = span.task, span.end - span.ready  # with what it waits for the host, as events measure it
@@ -226,8 +229,11 @@ class Timeline:
             else:
                 layers[span.task.layer] += LayerSeconds(waits=seconds)
         kinds = self.by_kind(rank)
-        waiting = kinds["exposed"] + kinds["idle"]
-        parts["waiting"] = waiting if waiting > _ROUNDING * self.total else 0.0
+        parts["waiting"] = kinds["exposed"]
+        parts["stages" if in_stages else "waiting"] += kinds["idle"]
+        for part in ("waiting", "stages"):
+            if parts.get(part, 1.0) <= _ROUNDING * self.total:
+                parts[part] = 0.0
         return Summary(parts, dict(layers), gradients)
 
     def contention(self, rank: int | None = None) -> float:

@@ -12,6 +12,7 @@ _COLORS = {
     "rest": "around",
     "packing": "packing",
     "waiting": "transfer",
+    "stages": "idle",
     "optimizer": "update",
 }
 

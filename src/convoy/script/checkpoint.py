@@ -18,6 +18,7 @@ from convoy.checkpoint.files import RECORD, STATE, Checkpoint
 from convoy.checkpoint.store import Draft, read_checkpoint, snapshot, stamp
 from convoy.comm.ranks import broadcast_object, broadcast_tensors, gather_objects
 from convoy.engine.agreement import agree
+from convoy.engine.allocation import without_holes
 from convoy.engine.gradients.sharded import ShardedOptimizer
 from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
@@ -131,9 +132,10 @@ def load(
         for name, each in objects.items():
             each.load(before[name], about[name])
         raise
-    for name, each in things.items():
-        if name not in objects:
-            each.load(saved[name], about[name])
+    with without_holes(network.device):
+        for name, each in things.items():
+            if name not in objects:
+                each.load(saved[name], about[name])
     return {name: each for name, each in saved.items() if name not in things and name not in _OWN}
 
 

@@ -24,6 +24,7 @@ from convoy.planner import Planned, Scored, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.pipeline import Staging
+from convoy.planner.profiling import try_out
 from convoy.planner.verdict import explained
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
@@ -220,7 +221,7 @@ class Choice(Prepared):
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 try:
                     staging = next((one.staging for one in planned.candidates if one.plan == plan), None)
-                    raced = partial(self._raced, plan, planned.shares(plan), staging, ahead)
+                    raced = partial(self._raced, plan, planned, staging, ahead)
                     took[plan] = self.ranks.trying(f"racing {plan}", raced)
                 except ConvoyError as error:
                     failures[plan] = error
@@ -229,8 +230,10 @@ class Choice(Prepared):
             raise failures[plans[0]]
         return took, failures
 
-    def _raced(self, plan: Plan, shares: Shares, staging: Staging | None, ahead: HostCost, ranks: Ranks) -> float:
-        step = self.make_step(copy.deepcopy(self.model), plan, ranks, shares, staging)
+    def _raced(self, plan: Plan, planned: Planned, staging: Staging | None, ahead: HostCost, ranks: Ranks) -> float:
+        if staging is None:
+            try_out(planned.workload, planned.workload.place(plan), ranks.rank)
+        step = self.make_step(copy.deepcopy(self.model), plan, ranks, planned.shares(plan), staging)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
         seconds = replace(self, ranks=ranks)._time(step)

@@ -312,7 +312,8 @@ def merged(
         return 1, "one by one: the network couples the samples of a batch"
     if alone and found.normed_again:
         return 1, "one by one: a batch norm layer runs several times, and notes one microbatch after the other"
-    if passes > 1 and merge > (most := max(1, num // passes)):
+    exact = -(-num // passes)  # with a smaller pass at the end, if that makes as many as are asked for
+    if passes > 1 and merge > (most := exact if -(-num // exact) == passes else max(1, num // passes)):
         return most, f"so that {-(-num // most)} passes go through the stages one after the other"
     return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"
 

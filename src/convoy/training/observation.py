@@ -16,21 +16,24 @@ from typing import Any
 
 from convoy.engine.clock import DeviceClock
 from convoy.engine.layerwise import Layerwise
+from convoy.engine.stages import StagedNetwork
 from convoy.engine.watched import WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.ops.precision import under_autocast
 from convoy.planner import Scored
-from convoy.planner.comparison import Both, Comparison, groups_beside, parts_beside
+from convoy.planner.comparison import Both, Comparison, groups_beside, of_all_stages, parts_beside
 from convoy.planner.cost.device import Device
 from convoy.planner.cost.local_op import LocalOp
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
 from convoy.planner.cost.trace import trace
+from convoy.planner.layers import busiest_ranks
 from convoy.planner.profiling import mean
 from convoy.planner.remembered import measured_ops, recalled
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
-from convoy.training.parallel import ParallelNetwork
+from convoy.training.parallel import ParallelNetwork, StagedTraining
 from convoy.training.precision import lowered
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
@@ -118,6 +121,8 @@ class Observation:
         step.mark, step.timed = update.mark, apart and engine is not None
         if engine is not None:
             engine.watch = update.of_pass
+        if isinstance(engine, StagedNetwork):
+            engine.watch_wait = update.wait
         try:
             with update.parameters(parameters):
                 yield
@@ -126,6 +131,8 @@ class Observation:
             step.mark, step.timed = unmarked, False
             if engine is not None:
                 engine.watch = None
+            if isinstance(engine, StagedNetwork):
+                engine.watch_wait = contextlib.nullcontext
 
     def _typed(self, placement: Placement) -> Placement:
         precision = lowered(self._session.recipe)
@@ -194,12 +201,17 @@ def _why_unseen(session: Session) -> str | None:
 
 def _known(session: Session, store: ProfileStore, placement: Placement) -> Scored | None:
     """What the store predicts of the plan, before it learns more."""
-    passes = len(session.division.passes(session.merge))
-    recipe = session.recipe
+    passes = session.division.passes(session.merge)
+    recipe, network = session.recipe, session.network
+    staging = None
+    if isinstance(network, StagedTraining):
+        samples = tuple(len(piece.positions) for piece in passes)
+        staging = Staging(session.plan.mesh, network.engine.staged(placement), samples, network.schedule)
     by_microbatch = recipe.batch_norm == "microbatch"
     microbatch = session.division.sizes[0] if by_microbatch else 0
     here = measuring(recipe, session.device, session.ranks.on_host)
-    return recalled(store, here, recipe.optimizer.name, session.plan, placement, passes, recipe.batch_norm, microbatch)
+    costs = recipe.batch_norm, microbatch
+    return recalled(store, here, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
 
 
 def _keep(path: Path, scored: Scored | None, step: Sequence[Timeline]) -> None:
@@ -223,11 +235,21 @@ def _compared(
     learned = _learn(everyone, measuring(recipe, session.device, session.ranks.on_host), store)
     wholes = [one.whole for one in everyone]
     computing = [one.parts["forward"] + one.parts["backward"] if one is not None else 0.0 for one in wholes]
-    rank = scored.timeline.busiest if scored is not None else computing.index(max(computing))
+    mesh = session.plan.mesh
+    if scored is not None:
+        of_stages, rank = busiest_ranks(scored), scored.timeline.busiest
+    else:
+        stages = ([r for r in range(mesh.num_devices) if mesh.stage_of(r) == s] for s in range(session.plan.num_stages))
+        of_stages = tuple(max(own, key=computing.__getitem__) for own in stages)
+        rank = max(of_stages, key=computing.__getitem__)
     own = everyone[rank]
-    before = scored.timeline.summary() if scored is not None else None
+    before = [scored.timeline.summary(one) for one in (rank, *of_stages)] if scored is not None else []
+    after = [one for one in (wholes[one] for one in (rank, *of_stages)) if one is not None]
     if own.whole is None:
         notes = [f"the run was too short to be watched: that takes {WATCHED[0]} updates"]
+    elif len(of_stages) > 1:
+        shown = f"{', '.join(map(str, of_stages[:-1]))} and {of_stages[-1]}"
+        notes = [*notes, f"rank {rank} runs stage {mesh.stage_of(rank) + 1}; the layers are those of ranks {shown}"]
     return Comparison(
         model=recipe.model.name,
         plan=str(session.plan),
@@ -241,8 +263,8 @@ def _compared(
             scored.seconds if scored is not None else None,
             max(median(one.updates) for one in everyone) if own.updates else None,
         ),
-        parts=parts_beside(before, own.whole),
-        groups=groups_beside(placement, before, own.whole) if placement is not None else (),
+        parts=parts_beside(of_all_stages(before), of_all_stages(after)),
+        groups=groups_beside(placement, of_all_stages(before), of_all_stages(after)) if placement is not None else (),
         notes=tuple(notes),
         one_device_s=session.one_device_s,
     )

@@ -4,7 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
-from convoy.engine.stages import Action, Flight, Schedule, StagedNetwork, actions
+from convoy.engine.stages import Action, Flight, Schedule, StagedNetwork, actions, in_flight
+from convoy.ops.memory import what_is_recomputed
+from convoy.ops.precision import under_autocast
+from convoy.ops.recompute import Recompute
 from convoy.plans.mesh import Axes
 from convoy.plans.plan import Plan
 from convoy.training.division import Division, Pass
@@ -158,6 +161,7 @@ class ParallelNetwork(TrainedNetwork):
         seed: int,
         method: Method,
         compile: bool = False,
+        recompute: Recompute = False,
     ) -> None:
         """Make the model this rank's part of it, in place. All ranks call it.
 
@@ -169,12 +173,22 @@ class ParallelNetwork(TrainedNetwork):
             seed: the run's.
             method: how gradients become an update.
             compile: whether what lies between the exchanges is compiled.
+            recompute: layers whose activations are computed again in the backward pass.
 
         Raises:
             ConvoyError: a layer cannot be divided as the plan says.
         """
         self.model = model
-        self.engine = take_part(model, plan, example, batch_norm=batch_norm, loss="part", seed=seed, compile=compile)
+        self.engine = take_part(
+            model,
+            plan,
+            example,
+            batch_norm=batch_norm,
+            loss="part",
+            seed=seed,
+            compile=compile,
+            recompute=recompute,
+        )
         self.engine.context.statistics.in_order = method.tree
         self._forward = model
         self.sample_axes = self.engine.sample_axes
@@ -215,6 +229,26 @@ class ParallelNetwork(TrainedNetwork):
 
     def _announce(self, update: int, piece: Pass) -> None:
         self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
+
+    def what_is_recomputed(self, passes: Sequence[Pass], precision: torch.dtype | None) -> str | None:
+        """A sentence on the activations that are computed again, for the largest pass, and what that saves.
+
+        Args:
+            passes: those of an update.
+            precision: the type in which autocast computes; None where it is off.
+        """
+        if not self.engine.recomputes:
+            return None
+        most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
+        placement = self.engine.example_placement(True, most)
+        graph = under_autocast(placement.graph, precision, self._device.type)
+        return what_is_recomputed(
+            replace(placement, graph=graph), self.engine.staged(placement), self._in_flight(len(passes))
+        )
+
+    def _in_flight(self, passes: int) -> Sequence[int]:
+        """For each stage, the passes whose activations it keeps at once."""
+        return ()
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
         self.engine.samples = parts
@@ -306,7 +340,7 @@ class ParallelNetwork(TrainedNetwork):
 class StagedTraining(ParallelNetwork):
     """A model of which this rank runs one stage.
 
-    Args:
+    Attributes:
         schedule: the order of the passes; see `convoy.engine.stages`.
     """
 
@@ -314,14 +348,18 @@ class StagedTraining(ParallelNetwork):
 
     def __init__(self, *args: Any, schedule: Schedule = "1f1b", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._schedule = schedule
+        self.schedule = schedule
         self._sizes: deque[tuple[int, ...]] = deque()  # of the passes to come
         self._running: deque[Flight] = deque()
+
+    def _in_flight(self, passes: int) -> Sequence[int]:
+        number = self.engine.stages.number
+        return [in_flight(self.schedule, passes, stage, number) for stage in range(number)]
 
     def order(self, passes: Sequence[Pass]) -> list[Action]:
         self._running.clear()
         self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
-        return actions(self._schedule, len(passes), self.engine.stage, self.engine.stages.number)
+        return actions(self.schedule, len(passes), self.engine.stage, self.engine.stages.number)
 
     def forward(self, images: Tensor) -> Any:
         sizes = self._sizes.popleft()

@@ -65,6 +65,8 @@ class Scaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device.type, enabled=precision == "fp16")
         self._anywhere = anywhere
+        if self.is_enabled():
+            self.scale(torch.zeros((), device=device))  # a stage without the loss never does, and torch asks for it
 
     def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         """Torch's own name: gives for every device a number that is not 0 if gradients on it overflowed."""

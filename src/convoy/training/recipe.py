@@ -113,6 +113,11 @@ class Recipe(Section):
     )
     channels_last: bool | None = Field(None, description="memory format; null: on GPUs in bf16 and fp16")
     compile: bool = Field(False, description="torch.compile")
+    recompute: bool | tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        False,
+        description="drop activations and compute them again in the backward pass: of all layers, or of those whose "
+        "names these patterns match; less memory, the same results",
+    )
     reproducible: bool = Field(False, description="bit-identical weights on one device or many")
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
     parallel: ParallelConfig = ParallelConfig()

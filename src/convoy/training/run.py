@@ -150,7 +150,8 @@ def train(
         if recipe.extends is not None and not resuming:
             loop.extend()
         ranks.first(lambda: _begin(stack, run, session, (command, jobs), resuming, reporter))
-        watchdog.begin()
+        mesh = session.plan.mesh
+        watchdog.begin(mesh.stage_of(ranks.rank) + 1 if mesh.stage_axis is not None else 0)
         if resuming:
             _go_on(run, session, loop, reporter)
         elif recipe.extends is not None:
@@ -286,9 +287,12 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
 def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
     """Write what the run was for. All ranks call it."""
     current.to("weights")
-    weights = session.state.whole_weights(keep=session.ranks.rank == 0)
-    if session.ranks.rank == 0:
+    kinds, wholes = session.state.whole_weights()
+    if session.ranks.rank > 0:
+        for _ in wholes:  # to send it
+            pass
+    else:
         assert loop.evaluation is not None
         data = session.data
         write_json(run.evaluation, loop.evaluation.save(run.path, data.classes, data.test.name))
-        save_weights(weights, run.weights)
+        save_weights(kinds, wholes, run.weights)

@@ -2,7 +2,7 @@
 
 import errno
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ from convoy.training import lock
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from convoy.checkpoint.files import Kinds
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -36,12 +38,16 @@ def disk_explained(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def save_weights(weights: Mapping[str, "Tensor"], path: Path) -> None:
-    """Write a model's parameters and buffers, whole and under its own names."""
-    from safetensors.torch import save_file
+def save_weights(kinds: "Kinds", wholes: Iterable["Tensor"], path: Path) -> None:
+    """Write a model's parameters and buffers, whole and under its own names, as `RunState.whole_weights` gives
+    them."""
+    from convoy.checkpoint.files import pieces
 
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata={"format": "pt"}))
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            file.writelines(pieces(kinds, wholes))
+
+    write_atomically(path, write)
 
 
 _HALF_WRITTEN = (".environment.json.", ".config.yaml.", ".convoy-")

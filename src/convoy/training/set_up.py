@@ -30,7 +30,7 @@ from convoy.training.division import Division, divide, text
 from convoy.training.optimizers import create_optimizer
 from convoy.training.parallel import Method, ParallelNetwork, StagedTraining, TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
-from convoy.training.precision import Scaler, check_precision, set_numerics
+from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.records import Derived
 from convoy.training.session import Prepared, Session
@@ -174,7 +174,7 @@ def _assemble(
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
     network: TrainedNetwork
-    if plan.mesh.num_devices > 1 or ready.probe.draws:  # on one: numbers that no layer controls are as on several
+    if plan.mesh.num_devices > 1 or ready.probe.draws or recipe.recompute:  # on one: as on several
         example = torch.empty(sizes[0], *ready.image_shape, device=device)
         model.train()
         schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
@@ -187,6 +187,7 @@ def _assemble(
             seed=recipe.seed,
             method=method_of(recipe),
             compile=recipe.compile,
+            recompute=recipe.recompute,
         )
     else:
         context = prepare(materialize(model), recipe.seed, recipe.batch_norm)
@@ -204,11 +205,14 @@ def _assemble(
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
     if plan.num_stages > 1:
-        notes += _few_passes(len(division.passes(merge)), plan.num_stages)
+        notes += _few_passes(len(division.passes(merge)), plan.num_stages, recipe.batch_norm)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    if isinstance(network, ParallelNetwork):
+        said = network.what_is_recomputed(division.passes(merge, late=not recipe.reproducible), lowered(recipe))
+        notes += [said] if said is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers = num_workers(data, recipe.data)
     derived = derive(recipe, len(data.train), samples=samples, workers=workers, sizes=sizes) + ready.derived
@@ -233,16 +237,16 @@ def _through_stages(ready: Prepared, plan: Plan, staging: Staging) -> Prepared:
     return replace(ready, quantities=replace(ready.quantities, sizes=sizes))
 
 
-def _few_passes(passes: int, stages: int) -> list[str]:
+def _few_passes(passes: int, stages: int, batch_norm: str) -> list[str]:
     """What to say where stages wait for each other for much of the time."""
     share = bubble(passes, stages)
     if share < 0.25:
         return []
     number = f"{passes} pass{'es' * (passes > 1)} of a batch go{'es' * (passes == 1)}"
-    return [
-        f"{number} through {stages} stages, so that each waits {share:.0%} of the time: more microbatches "
-        f"(--microbatches {PARTS_PER_STAGE * stages}) keep the stages busy"
-    ]
+    more = f"more microbatches (--microbatches {PARTS_PER_STAGE * stages}) keep the stages busy"
+    if batch_norm != "microbatch":
+        more = f"batch_norm={batch_norm} takes all microbatches at once, and batch_norm=microbatch one after the other"
+    return [f"{number} through {stages} stages, so that each waits {share:.0%} of the time: {more}"]
 
 
 def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError
+from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, in_file
 from convoy.graph.deferred import evaluate
 from convoy.script.state import Entries, NamedOptimizer, Parts
 from convoy.training.parallel import TrainedNetwork
@@ -96,12 +96,22 @@ class RunState:
         with self.averaged.in_place(self.model) if self.averaged is not None else contextlib.nullcontext():
             yield self.model
 
-    def whole_weights(self, keep: bool = True) -> dict[str, Tensor]:
-        """Whole parameters and buffers of the delivered network. All ranks call it; those that do not `keep` them get
-        none."""
-        with self.delivered() as model:
-            wholes = ((name, self.network.whole(name, tensor)) for name, tensor in Parts(model).tensors().items())
-            return {name: whole.cpu() for name, whole in wholes if keep}
+    def whole_weights(self) -> tuple[Kinds, Iterator[Tensor]]:
+        """Parameters and buffers of the delivered network. All ranks call it, and go through the tensors.
+
+        Returns:
+            Types and shapes by name; and the tensors, whole and on the CPU, as they follow each other in a file.
+        """
+        parts = Parts(self.model)
+        kinds = {name: (tensor.dtype, parts.shape(name, tensor)) for name, tensor in parts.tensors().items()}
+
+        def wholes() -> Iterator[Tensor]:
+            with self.delivered() as model:
+                own = Parts(model).tensors()
+                for name in in_file(kinds):
+                    yield self.network.whole(name, own[name]).cpu()
+
+        return kinds, wholes()
 
     def contents(self, loop: Mapping[str, Any]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The state, with the loop's own values beside it. All ranks call it, and go through the tensors.

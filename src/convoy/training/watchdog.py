@@ -44,6 +44,7 @@ class RankState:
         count: how often it has written.
         silent_s: seconds since it wrote.
         groups: what it has given its GPU to exchange, by the names of groups.
+        stage: of the network that it runs, from 1; 0 where there are none.
     """
 
     host: str
@@ -55,6 +56,11 @@ class RankState:
     count: int
     silent_s: float = 0.0
     groups: dict[str, GroupState] = field(default_factory=dict)
+    stage: int = 0
+
+    def name(self, rank: int) -> str:
+        """The rank, with its stage and host."""
+        return f"rank {rank}{f' (stage {self.stage})' if self.stage else ''} on host {self.host}"
 
     def place(self) -> str:
         """Its position, in words."""
@@ -110,7 +116,7 @@ def explain(
         where = f", {_named(behind, ranks)} behind the others" if len(behind) < len(ranks) else ""
         held = f"while all wait for each other{where}"
     lines = [
-        f"rank {rank} on host {own.host} has not moved for {in_words(timeout_s)}{option}: {own.place()}, {held}",
+        f"{own.name(rank)} has not moved for {in_words(timeout_s)}{option}: {own.place()}, {held}",
         "last positions:",
     ]
     for other in range(num_ranks):
@@ -119,7 +125,7 @@ def explain(
             continue
         seen = ranks[other]
         since = f"not heard of for {in_words(seen.silent_s)}" if other in silent else f"for {in_words(seen.still_s)}"
-        lines.append(f"  rank {other} on host {seen.host}: {seen.place()} ({since})")
+        lines.append(f"  {seen.name(other)}: {seen.place()} ({since})")
     return "\n".join(lines)
 
 
@@ -191,6 +197,7 @@ class Watchdog:
     ) -> None:
         self.timeout_s = timeout_s
         self._patient = patient
+        self._stage = 0
         self._rank, self._num = ranks.rank, ranks.num
         self.end, self._position, self._given = end, position, given
         self._interval_s = min(5.0, max(0.2, timeout_s / 10))
@@ -220,8 +227,13 @@ class Watchdog:
         if self._store is not None:
             self._thread.join(self._interval_s)
 
-    def begin(self) -> None:
-        """The run is set up: from now on the user's time counts."""
+    def begin(self, stage: int = 0) -> None:
+        """The run is set up: from now on the user's time counts.
+
+        Args:
+            stage: of the network that this rank runs, from 1; 0 where there are none.
+        """
+        self._stage = stage
         self._position.moved = time.monotonic()
         self._patient = False
 
@@ -265,7 +277,8 @@ class Watchdog:
         with contextlib.suppress(Exception):  # of the device; the main thread meets it too
             self._groups = self._given.state()
         groups = self._groups
-        seen = RankState(self._host, at.update, at.part, at.layer, at.collective, still_s, self._count, groups=groups)
+        where = at.update, at.part, at.layer, at.collective
+        seen = RankState(self._host, *where, still_s, self._count, groups=groups, stage=self._stage)
         # a host that moves is only ahead of its GPU
         waits = not at.collective and still_s > 2 * self._interval_s and _first(seen)
         return replace(seen, collective=f"{_first(seen)} on the GPU") if waits else seen
@@ -290,5 +303,5 @@ class Watchdog:
 
 
 def _named(ranks: Sequence[int], known: Mapping[int, RankState]) -> str:
-    parts = [f"rank {rank}" + (f" on host {known[rank].host}" if rank in known else "") for rank in sorted(ranks)]
+    parts = [known[rank].name(rank) if rank in known else f"rank {rank}" for rank in sorted(ranks)]
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

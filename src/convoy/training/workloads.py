@@ -82,29 +82,33 @@ def workload_in_passes(
     An update goes through stages in any of `counts` passes.
     """
 
+    together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
+    first = workload_of(
+        model,
+        torch.empty(1, *image_shape, device=device),
+        recipe.batch,
+        name=recipe.model.name,
+        passes=together,
+        channels_last=bool(recipe.channels_last),
+        batch_norm=recipe.batch_norm,
+        microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
+        precision=lowered(recipe),
+        optimizer=partial(_optimizer, recipe=recipe),
+        optimizer_name=recipe.optimizer.name,
+        recompute=recipe.recompute,
+    )
+    assert first.in_passes is not None
+    divided = first.in_passes
+
     @cache
     def through_stages(passes: int) -> Workload:
         found = in_passes(passes)
         return replace(found, microbatch=min(found.microbatch, found.samples) if len(sizes) >= passes else 0)
 
     def in_passes(passes: int) -> Workload:
-        found = workload_of(
-            model,
-            torch.empty(1, *image_shape, device=device),
-            recipe.batch,
-            name=recipe.model.name,
-            passes=passes,
-            channels_last=bool(recipe.channels_last),
-            batch_norm=recipe.batch_norm,
-            microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
-            precision=lowered(recipe),
-            optimizer=partial(_optimizer, recipe=recipe),
-            optimizer_name=recipe.optimizer.name,
-        )
         schedule = recipe.parallel.schedule
-        return replace(found, counts=tuple(counts), in_passes=through_stages, schedule=schedule)
+        return replace(divided(passes), counts=tuple(counts), in_passes=through_stages, schedule=schedule)
 
-    together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
     even = in_passes(together)
     even = even if alone == together else replace(even, alone=in_passes(alone))
 

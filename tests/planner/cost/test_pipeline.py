@@ -2,6 +2,7 @@
 
 import pytest
 
+from convoy.ops.recompute import with_recomputed
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
@@ -37,10 +38,10 @@ def layers_only(local_op):
 AT_ONCE = links()
 
 
-def predicted(plan, passes, schedule, links=AT_ONCE, layers=4, samples=None, **costs):
+def predicted(plan, passes, schedule, links=AT_ONCE, layers=4, samples=None, recompute=False, **costs):
     """An update of as many layers; each takes a second forward and two backward."""
     plan = Plan.parse(plan)
-    placement = placed(net(layers), plan)
+    placement = with_recomputed(placed(net(layers), plan), recompute)
     output = placement.graph.calls[-1].outputs
     staging = Staging.of(plan, placement.graph, output, samples or (SAMPLES,) * passes)
     staging = staging and staging.scheduled(schedule)
@@ -128,6 +129,17 @@ def test_activations_of_the_passes_in_flight_are_kept():
         held = [3 * ONE, 2 * ONE]
         assert [one.activations for one in found.by_stage] == [n * size for n, size in zip(flights, held, strict=True)]
     assert predicted("stage=2", 1, "gpipe").by_stage == predicted("stage=2", 1, "1f1b").by_stage
+
+
+@pytest.mark.parametrize(("schedule", "flights"), [("gpipe", (6, 6)), ("1f1b", (2, 1))])
+def test_what_is_computed_again_is_there_once_and_takes_time(schedule, flights):
+    """Of each of the other passes a stage keeps what it received and what it sends. Every layer runs forward again, up
+    to the output of the last."""
+    found = predicted("stage=2", 6, schedule, recompute=True)
+    first, last = flights
+    held = [(first - 1) * 2 * ONE + 3 * ONE, (last - 1) * ONE + 3 * ONE]
+    assert [one.activations for one in found.by_stage] == held
+    assert found.seconds == pytest.approx((6 + 1) * 2 * (1.0 + 3.0))
 
 
 def test_a_plan_without_stages_has_no_bubble():

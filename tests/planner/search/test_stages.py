@@ -10,6 +10,7 @@ from torch import nn
 
 from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
+from convoy.ops.recompute import recomputing
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search import additive_seconds
@@ -21,8 +22,8 @@ from planner.search.nets import Branches, Nested, Residual, Twice, captured
 from planner.search.synthetic import Roofline
 
 
-def update(model, passes, costs, samples=16):
-    graph = captured(model, samples // passes)
+def update(model, passes, costs, samples=16, recompute=False):
+    graph = recomputing(captured(model, samples // passes), recompute)
     outputs = tuple(ref.name for ref in leaves(graph.output, Ref))
     return InPasses(
         graph, outputs, passes, lambda count: balanced(samples // passes, count), replace(costs, passes=passes)
@@ -71,13 +72,20 @@ NETS = [Residual(), Branches(3), Nested(), Twice()]
 @pytest.mark.parametrize("model", NETS, ids=lambda model: type(model).__name__)
 @pytest.mark.parametrize("plan", ["serial", "sample=2"])
 def test_a_chain_is_the_sum_of_its_parts(model, plan):
-    """Of any two cuts the parts cost as much as the whole, and that as much as the search has it, in two passes."""
+    """Of any two cuts the parts cost as much as the whole, and that as much as the search has it, in two passes; the
+    gradients of the second are added to those of the first."""
     costs = Roofline(flops=1e9, rate=3e8, latency=1e-5)
     found = update(model, 2, costs)
     placement = found.place(Plan.parse(plan))
     chain = Chain(found, placement)
     whole = 2 * chain.seconds[0, -1] + chain.once[0, -1]
-    assert whole == pytest.approx(additive_seconds(placement, found.costs), rel=1e-9)
+    layouts, weights = (
+        placement.layouts,
+        [value for value in found.graph.parameters() if value.name in placement.layouts],
+    )
+    adding = sum(found.costs.adding(value, layouts[value.name], placement.mesh) for value in weights)
+    assert adding > 0
+    assert whole == pytest.approx(additive_seconds(placement, found.costs) + adding, rel=1e-9)
     for cuts in itertools.combinations(range(len(chain.cuts)), 3):
         parts = chain.seconds[cuts[0], cuts[1]] + chain.seconds[cuts[1], cuts[2]]
         assert parts == pytest.approx(chain.seconds[cuts[0], cuts[2]])
@@ -104,8 +112,8 @@ def test_what_crosses_is_what_the_engine_sends(model, stages):
             assert returns[pair] == pytest.approx(sum(size[one.value] for one in staged.received(stage)))
 
 
-def at(model, costs, samples=16):
-    return lambda passes: update(model, passes, costs, samples)
+def at(model, costs, samples=16, recompute=False):
+    return lambda passes: update(model, passes, costs, samples, recompute)
 
 
 SLOW = Links(otherwise=lambda ranks: Rate(1e-5, 1e6).link(len(ranks), overlap=True, cpu_share=0.0))
@@ -160,13 +168,16 @@ def test_memory_decides_about_cuts_and_schedules():
     model = convolutions(12)
     one = 3 * 8 * 8 * 4  # an activation of a sample
 
-    def found(limit):
-        return search_stages(at(model, costs), (16,), 4, fast, memory_limit=limit)
+    def found(limit, recompute=False):
+        return search_stages(at(model, costs, recompute=recompute), (16,), 4, fast, memory_limit=limit)
 
     whole = found(None)[0]
     assert found(16 * 4 * one + 10_000)[0].seconds == pytest.approx(whole.seconds)
     small = found(4 * 4 * one + 4_000)[0]  # GPipe would keep all 16 passes
     assert small.schedule == "1f1b"
+    least = 4 * 2 * one + 4_000  # of every pass what the first stage receives and sends
+    assert found(least, recompute=True)[0].seconds == pytest.approx(whole.seconds)
+    assert found(least)[0].seconds > 1.5 * whole.seconds, "the first stages can be of one layer each"
     assert found(one) == []
 
 

@@ -102,6 +102,11 @@ class Additive:
             seconds *= link.cpu_share + (1 - link.cpu_share) * self.shown
         return seconds + copies + self.costs.per_parameter
 
+    def adding(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds that adding a parameter's gradient in one more pass to that of earlier ones takes."""
+        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        return self._times(copied(size, 2)).forward if size else 0.0
+
     def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds of the optimizer for what a rank updates of a parameter."""
         return self.costs.update.per_tensor + self.costs.update.per_byte * self._updated(parameter, layout, mesh)
@@ -139,7 +144,10 @@ class Additive:
             own = local_op_at(placed.call, placed.placed, graph, mesh, place, placed.transfers)
         times = self._times(own)
         # A call takes as long as the slower of device and host: that adds up where one of them is it throughout.
-        seconds = max(times.total, times.host) if graph.training else max(times.forward, times.host_forward)
+        forward = max(times.forward, times.host_forward)
+        seconds = max(times.total, times.host) if graph.training else forward
+        if graph.training and placed.call.recomputed:
+            seconds += forward
         within = internal_messages(placed, graph, mesh, own, costs.batch_norm)
         if within.axes:
             link = self._link(mesh, within.axes)

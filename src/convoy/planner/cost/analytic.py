@@ -72,6 +72,10 @@ class Analytic:
         sent = all_reduce_elements(math.prod(_local(layout, parameter.shape, mesh)), mesh.size(axes))
         return self.latency + sent * parameter.dtype.itemsize / self.rate
 
+    def adding(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Two gradients are read and one is written."""
+        return 12 * math.prod(_local(layout, parameter.shape, mesh)) / self.bandwidth
+
     def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Weights, gradients and momentum are read and written."""
         return 20 * math.prod(_local(layout, parameter.shape, mesh)) / self.bandwidth

@@ -1,7 +1,7 @@
 """Memory of a rank in training: what the plan says, the optimizer's state, and the messages with gradients."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost.costs import Costs
@@ -49,13 +49,11 @@ def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = No
 
 
 def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) -> list[RankMemory]:
-    crossing = (*staging.staged.received(stage), *staging.staged.sent(stage))
-    found = _of_part(staging.part(placement, stage), costs, {one.value for one in crossing})
-    return [replace(one, activations=staging.in_flight(stage) * one.activations) for one in found]
+    return _of_part(staging.part(placement, stage), costs, staging.in_flight(stage))
 
 
-def _of_part(placement: Placement, costs: Costs, held: Iterable[str] = ()) -> list[RankMemory]:
-    found = predict_memory(placement, held)
+def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[RankMemory]:
+    found = predict_memory(placement, in_flight)
     if not placement.graph.training:
         return [RankMemory(m.parameters, 0, m.buffers, m.activations, 0, 0) for m in found]
     sent = gradient_exchange(placement, costs)
@@ -80,6 +78,5 @@ def most(memory: Sequence[RankMemory]) -> RankMemory:
 def gradient_exchange(placement: Placement, costs: Costs) -> Exchange:
     """The exchange of a step whose gradients become ready last parameter first; of a stage, with those that it has."""
     names = [value.name for value in placement.graph.parameters()]
-    is_part = len(placement.calls) < len(placement.graph.calls)
-    order = [name for name in names if name in placement.layouts or not is_part][::-1]
+    order = [name for name in names if name in placement.layouts or not placement.is_part][::-1]
     return exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)

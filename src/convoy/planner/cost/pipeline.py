@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from convoy.engine.stages import Action, Schedule, actions
+from convoy.engine.stages import Action, Schedule, actions, in_flight
 from convoy.graph.graph import Graph
 from convoy.ops import work
 from convoy.plans.mesh import Mesh
@@ -18,11 +18,6 @@ from convoy.plans.plan import Plan
 from convoy.plans.stages import StagedGraph, Stages
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-
-
-def in_flight(schedule: Schedule, stage: int, stages: int, passes: int) -> int:
-    """Passes whose activations a stage keeps at once, at most."""
-    return passes if schedule == "gpipe" else min(stages - stage, passes)
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class Staging:
 
     def in_flight(self, stage: int) -> int:
         """Passes whose activations a stage keeps at once, at most."""
-        return in_flight(self.schedule, stage, self.number, len(self.samples))
+        return in_flight(self.schedule, len(self.samples), stage, self.number)
 
     def part(self, placement: Placement, stage: int) -> Placement:
         """What the ranks of a stage run of a placement."""

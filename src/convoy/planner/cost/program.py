@@ -12,6 +12,7 @@ from typing import Any
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.placing import sharing_axes
+from convoy.ops.recompute import stretches
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
 from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name, graph_facts
@@ -143,6 +144,7 @@ class Item:
         differentiable: whether it takes part in the backward pass.
         takes: values that it takes and whose gradients it gives.
         parameters: those whose gradients are complete when its backward pass is done.
+        again: the items that are computed again before its backward pass begins, without what they exchange.
     """
 
     layer: str
@@ -154,6 +156,7 @@ class Item:
     differentiable: bool
     takes: tuple[str, ...]
     parameters: tuple[str, ...] = ()
+    again: tuple["Item", ...] = ()
 
 
 def program(placement: Placement, batch_norm: BatchNorm = "sync", microbatch: int = 0) -> list[Item]:
@@ -181,11 +184,18 @@ class _Program:
         for each in transfer_traffic(self.placement):
             sent.setdefault(each.call, []).append(each)
         found: list[Item] = []
+        calls: list[Item] = []
         for placed in self.placement.calls:
             found += [self._transfer(each, placed.call.layer) for each in sent.get(placed.call.name, ())]
-            found.append(self._call(placed))
+            calls.append(self._call(placed))
+            found.append(calls[-1])
         found += [self._transfer(each, "") for each in sent.get("", ())]
         self._complete(found)
+        for stretch in stretches(self.placement) if self.graph.training else ():
+            items = calls[stretch.start : stretch.stop]
+            last = next((item for item in reversed(items) if item.differentiable), None)
+            if last is not None:
+                last.again = tuple(items)
         return found
 
     def _call(self, placed: PlacedCall) -> Item:

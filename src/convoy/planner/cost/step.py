@@ -174,13 +174,9 @@ class _Stage:
         names += [
             value.name
             for value in placement.graph.parameters()
-            if value.name not in known and (value.name in placement.layouts or not self._is_part)
+            if value.name not in known and (value.name in placement.layouts or not placement.is_part)
         ]
         self.exchange = exchange(placement, names, costs.update, costs.message_sizes, costs.on_cpu)
-
-    @property
-    def _is_part(self) -> bool:
-        return len(self.placement.calls) < len(self.placement.graph.calls)
 
     @property
     def axes(self) -> set[Axes]:
@@ -392,6 +388,10 @@ class _Builder:
         for item in reversed(self.stage.items):
             for message in item.backward:
                 self._transfer(item, message)
+            for again in item.again:
+                for rank in self.ranks:
+                    times = self._of_item(again, rank)
+                    self._compute(rank, "backward", again.layer, again.name, times.forward, times.host_forward)
             for rank in self.ranks if item.differentiable else ():
                 kind: Kind = "copy" if item.is_transfer else "backward"
                 times = self._of_item(item, rank)

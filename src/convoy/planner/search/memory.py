@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 
 from convoy.errors import TooLargeError
-from convoy.ops.memory import kept_by
+from convoy.ops.kept import kept_by
+from convoy.ops.recompute import with_recomputed
 from convoy.planner.search.prices import Costs, Strategy
 from convoy.planner.search.solve import Solution, Solver
 from convoy.plans.place import Placement
@@ -81,7 +82,12 @@ def _key(solution: Solution) -> tuple[Strategy, ...]:
 
 
 def nothing_fits(
-    placement: Placement, costs: Costs, needed: float, limit: float, what: str = "no plan fits: the smallest"
+    placement: Placement,
+    costs: Costs,
+    needed: float,
+    limit: float,
+    what: str = "no plan fits: the smallest",
+    memory: Callable[[Placement], float] | None = None,
 ) -> TooLargeError:
     """The sentence for where even the smallest plan is too large.
 
@@ -91,6 +97,7 @@ def nothing_fits(
         needed: bytes on its rank that needs most.
         limit: bytes that a rank has.
         what: needs as much.
+        memory: bytes that a placement needs on its rank that needs most; without it, as the costs count them.
     """
     layers: dict[str, float] = {}
     mesh, graph = placement.mesh, placement.graph
@@ -106,8 +113,12 @@ def nothing_fits(
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
     name = f"layer {largest}" if largest else "what the network itself computes"
+    again = (memory or costs.memory)(with_recomputed(placement, True))
+    recompute = f"; with --recompute it needs {size(int(again))}" if again <= limit else ""
+    more = "more devices" if mesh.stage_axis is None else "more stages on more devices"
     return TooLargeError(
         f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
-        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use more devices, smaller "
-        "microbatches, smaller images, or a larger --memory-limit if the devices have more"
+        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use {more}, smaller "
+        f"microbatches, smaller images, or a larger --memory-limit if the devices have more{recompute}",
+        needed,
     )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref, Value
 from convoy.ops import OPERATIONS
-from convoy.ops.memory import kept_by
+from convoy.ops.kept import kept_by
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import COMPUTE, Batch, PlacedCall, Placement, Situation
@@ -109,6 +109,7 @@ def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> Struc
     )
     return (
         call.op,
+        call.recomputed,
         getattr(call.function, "__name__", repr(call.function)),
         len(call.inputs),
         tensors,
@@ -165,6 +166,9 @@ class Costs(Protocol):
 
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the step."""
+
+    def adding(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+        """Seconds that adding a parameter's gradient in one more pass to that of earlier ones takes."""
 
     def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds of the optimizer for the part of a parameter that a rank holds."""

@@ -18,17 +18,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.engine.stages import PARTS_PER_STAGE, Schedule
+from convoy.engine.stages import PARTS_PER_STAGE, Schedule, in_flight
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
 from convoy.ops import place
-from convoy.ops.memory import kept_for_backward
+from convoy.ops.kept import KeptTensors
 from convoy.planner.cost.link import Link, Links
-from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, in_flight, pipeline_seconds
+from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, pipeline_seconds
 from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs
 from convoy.planner.search.search import search
@@ -149,6 +150,7 @@ class Chain:
                 value = graph.values[name]
                 if value.origin == "parameter" and name not in seen:
                     layout = placement.layouts[name]
+                    passes[unit] += (update.passes - 1) * costs.adding(value, layout, mesh)
                     once[unit] += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
                     held[unit] += costs.parameter_memory(value, layout, mesh)
                     seen.add(name)
@@ -199,7 +201,9 @@ class Chain:
     @cached_property
     def kept(self) -> Numbers:
         found, values = self._empty(), self.update.graph.values
-        kept = kept_for_backward(self.placement)
+        # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
+        calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
+        kept = {one for placed, own in calls if not placed.call.recomputed for one in own}
         plain = {one.value for one in kept if not one.inside and one.itemsize == values[one.value].dtype.itemsize}
         for name, size, touches in self._touched:
             for before, own in itertools.pairwise((-1, *touches)):
@@ -295,6 +299,43 @@ def best_cuts(bounds: Bounds) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda cuts: found[cuts])
 
 
+_Found = TypeVar("_Found")
+
+
+def in_best_passes(
+    counts: Sequence[int], stages: int, found_in: Callable[[int], _Found | None], price: Callable[[_Found], Any]
+) -> _Found | None:
+    """The best of what is found in some numbers of passes.
+
+    More and more of them are tried, or fewer and fewer, as long as that is better: more leave stages waiting for less
+    of the time, and fewer are larger, which is faster to compute.
+
+    Args:
+        counts: the numbers that there may be, ascending.
+        stages: through which the passes go.
+        found_in: what there is in a number of passes; None if there can be nothing.
+        price: is to be least.
+    """
+    known: dict[int, _Found | None] = {}
+
+    def at(wanted: int) -> _Found | None:
+        passes = next(number for number in counts if number >= wanted)
+        if passes not in known:
+            known[passes] = found_in(passes)
+        return known[passes]
+
+    start = min(PARTS_PER_STAGE * stages, counts[-1])
+    best = at(start)
+    for times in (2.0, 0.5):
+        wanted = int(times * start)
+        while 1 <= wanted <= counts[-1]:
+            other = at(wanted)
+            if best is not None and (other is None or price(other) >= price(best)):
+                break
+            best, wanted = other, int(times * wanted)
+    return best
+
+
 def search_stages(
     at: Callable[[int], InPasses],
     counts: Sequence[int],
@@ -339,6 +380,7 @@ class _StageSearch:
     fixes: Sequence[str | Fix]
     memory_limit: float | None
     known: float
+    _fits: bool = False  # what was looked at, fast or slow
 
     def run(self, top: int) -> list[Staged]:
         found: list[Staged] = []
@@ -348,36 +390,23 @@ class _StageSearch:
             if best is not None:
                 worse = 0 if best.seconds <= min((one.seconds for one in found), default=np.inf) else worse + 1
                 found.append(best)
-            elif found:
+            elif self._fits:
                 worse += 1
             if worse == _WORSE:  # a finer division has ever more bubble and messages
                 break
         return sorted(found, key=lambda one: one.seconds)[:top]
 
     def _with(self, stages: int) -> Staged | None:
-        """The best plan with so many stages; in more and more passes, or fewer and fewer, as long as that is faster."""
+        """The best plan with so many stages."""
         inner = self.num_devices // stages
         mesh = Mesh(("gpu",), (inner,)) if inner > 1 else Mesh((), ())
         plans: dict[float | None, Plan | None] = {}
-        tried: dict[int, Staged | None] = {}
 
-        def best(wanted: int) -> Staged | None:
-            passes = next((n for n in self.counts if n >= wanted), self.counts[-1])
-            if passes not in tried:
-                found = self._in_passes(passes, mesh, stages, plans)
-                tried[passes] = min(found, key=lambda one: one.seconds, default=None)
-            return tried[passes]
+        def found_in(passes: int) -> Staged | None:
+            found = self._in_passes(passes, mesh, stages, plans)
+            return min(found, key=lambda one: one.seconds, default=None)
 
-        found = best(PARTS_PER_STAGE * stages)
-        for more in (True, False):
-            wanted = PARTS_PER_STAGE * stages
-            while 1 <= wanted <= self.counts[-1]:
-                wanted = 2 * wanted if more else wanted // 2
-                other = best(wanted) if wanted else None
-                if other is None or (found is not None and other.seconds >= found.seconds):
-                    break
-                found = other
-        return found
+        return in_best_passes(self.counts, stages, found_in, lambda one: one.seconds)
 
     def _in_passes(
         self, passes: int, mesh: Mesh, stages: int, plans: dict[float | None, Plan | None]
@@ -388,6 +417,7 @@ class _StageSearch:
             plans: strategies by the memory that the whole network may take with them; None for the fastest.
         """
         if self._ideal(stages, passes) > _WORTH * self.known:
+            self._fits = True
             return
         update = self.at(passes)
         if stages >= len(cuts_of(update.graph)):
@@ -405,6 +435,7 @@ class _StageSearch:
                 continue
             found = self._cut(chain, plan, stages)
             if found is not None:
+                self._fits = True
                 yield from found
                 return
 
@@ -450,9 +481,7 @@ class _StageSearch:
         pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
-        times: list[
-            tuple[Numbers, Numbers, Numbers, Numbers]
-        ] = []  # of each stage: computes, sends, returns, at its end
+        times: list[tuple[Numbers, ...]] = []  # of each stage: computes, sends, returns, at its end
         for stage in range(stages):
             after, before = (pairs[at] if 0 <= at < stages - 1 else None for at in (stage, stage - 1))
             sends = ways[after][0] if after is not None else nothing
@@ -466,7 +495,7 @@ class _StageSearch:
             for stage, (computes, sends, returns, once) in enumerate(times):
                 own = computes + sends + returns
                 if self.memory_limit is not None:
-                    held = chain.held + in_flight(schedules[0], stage, stages, passes) * chain.kept
+                    held = chain.held + in_flight(schedules[0], passes, stage, stages) * chain.kept
                     own = np.where(held <= self.memory_limit, own, np.inf)
                 through.append(own)
                 rest.append((passes - 1) * np.maximum(computes, sends + returns) + once)
@@ -497,6 +526,6 @@ def _share(link: Link) -> float:
     return link.cpu_share if link.overlap else 1.0
 
 
-def _times(own: tuple[Numbers, Numbers, Numbers, Numbers], pair: tuple[int, int]) -> StageTimes:
+def _times(own: tuple[Numbers, ...], pair: tuple[int, int]) -> StageTimes:
     computes, sends, returns, once = (float(numbers[pair]) for numbers in own)
     return StageTimes((1 - _BACK) * computes, _BACK * computes, sends, returns, once)

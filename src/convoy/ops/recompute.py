@@ -1,0 +1,237 @@
+"""Activations that are dropped after the forward pass and computed again in the backward pass.
+
+Chen et al., "Training deep nets with sublinear memory cost" (2016). The calls that are recomputed are cut into
+stretches. Of a stretch only its inputs stay, and the backward pass begins by running it again. A redistribution always
+ends a stretch, so that what came from other ranks is among the inputs and is not sent again.
+
+Where to cut is decided by the bytes of one pass: of all cuts, those are taken whose peak is least, that is the largest
+sum, over the stretches, of all inputs up to there and of what is inside the one that runs again. For equal layers these
+are the √n stretches of the paper.
+"""
+
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Graph
+from convoy.ops.kept import Kept, KeptTensors
+from convoy.plans.fit import nearest
+from convoy.plans.layout import Layout
+from convoy.plans.place import PlacedCall, Placement
+
+Recompute = bool | tuple[str, ...]
+"""Which layers are recomputed beside those for which the network asks itself: none, all, or patterns of their names."""
+
+_ROUNDS = 16
+
+
+def as_recompute(said: bool | Sequence[str]) -> Recompute:
+    """The same, from what a user has written.
+
+    Raises:
+        ConvoyError: it is neither true nor false nor a list of texts.
+    """
+    if isinstance(said, bool):
+        return said
+    if isinstance(said, str) or not isinstance(said, Sequence) or not all(isinstance(one, str) for one in said):
+        raise ConvoyError(
+            f"recompute={said!r} is unknown: it must be True, False, or a list of patterns, such as ['layer1.*']"
+        )
+    return tuple(said)
+
+
+def check_recompute(recompute: Recompute, layers: Iterable[str]) -> None:
+    """Refuse patterns that match none of a network's layers.
+
+    Raises:
+        ConvoyError: the sentence names the pattern and the nearest that would match.
+    """
+    names = list(dict.fromkeys(layers))
+    for pattern in () if isinstance(recompute, bool) else recompute:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            hint = nearest(pattern, names) or "* matches all of them"
+            raise ConvoyError(f"recompute: the pattern {pattern} matches no layer of this network: {hint}")
+
+
+def recomputing(graph: Graph, recompute: Recompute) -> Graph:
+    """The graph with the calls of these layers marked, beside those that are."""
+    if recompute is False:
+        return graph
+    patterns = ("*",) if recompute is True else recompute
+    matches = {
+        layer: any(fnmatch.fnmatchcase(layer, pattern) for pattern in patterns)
+        for layer in {call.layer for call in graph.calls}
+    }
+    calls = (replace(call, recomputed=call.recomputed or matches[call.layer]) for call in graph.calls)
+    return replace(graph, calls=tuple(calls))
+
+
+def with_recomputed(placement: Placement, recomputed: bool) -> Placement:
+    """The same placement with all of its calls recomputed, or none."""
+    calls = tuple(replace(placed, call=replace(placed.call, recomputed=recomputed)) for placed in placement.calls)
+    graph_calls = (replace(call, recomputed=recomputed) for call in placement.graph.calls)
+    return replace(placement, graph=replace(placement.graph, calls=tuple(graph_calls)), calls=calls)
+
+
+def stretches(placement: Placement, tensors: KeptTensors | None = None) -> tuple[range, ...]:
+    """The calls of each stretch that is computed again, by their numbers; the same on every rank.
+
+    There are none where that would free nothing. The backward pass of a whole network follows its forward pass, so that
+    it needs the activations at its end at once: these are not dropped. That of a stage follows when others have run.
+
+    Args:
+        placement: the network on its mesh, or a stage of it.
+        tensors: what it keeps, where that is known.
+    """
+    if not any(placed.call.recomputed for placed in placement.calls):
+        return ()
+    return _Stretches(placement, tensors or KeptTensors(placement)).found
+
+
+def kept_in(tensors: KeptTensors, calls: range) -> set[Kept]:
+    """What calls keep, all together."""
+    return set().union(*(tensors.calls[number] for number in calls))
+
+
+def inputs_of(placement: Placement, tensors: KeptTensors, stretch: range) -> set[Kept]:
+    """What a stretch takes from before it, but for parameters and buffers."""
+    taken = (tensor for number in stretch for tensor in taken_by(placement, placement.calls[number], tensors))
+    return {tensor for tensor in taken if tensors.producers.get(tensor, -1) not in stretch}
+
+
+def taken_by(placement: Placement, placed: PlacedCall, tensors: KeptTensors) -> Iterator[Kept]:
+    """What a call takes, but for parameters, buffers and constants."""
+    for name in placed.call.inputs:
+        if placement.graph.values[name].origin in ("call", "input"):
+            yield tensors.tensor(name, placed.placed.inputs[name])
+
+
+class _Stretches:
+    """Cuts the calls that are recomputed. Bytes are those of the first rank.
+
+    A tensor is there from the call that gives it (`producer`), as far as a call needs it in the backward pass
+    (`first`, the first that keeps it), and has to stay where a cut lies before the `last` one that needs it.
+    """
+
+    def __init__(self, placement: Placement, tensors: KeptTensors) -> None:
+        self._placement, self._tensors = placement, tensors
+        self._runs = list(_runs(placement))
+        self._count = len(placement.calls)
+        self._begins = {number: run.start for run in self._runs for number in run}
+        self._measure()
+        low, high = 0.0, self._total
+        cuts = self._cut(high)
+        for _ in range(_ROUNDS):
+            peak = (low + high) / 2
+            better = self._cut(peak)
+            if better is None:
+                low = peak
+            else:
+                high, cuts = peak, better
+        assert cuts is not None
+        self.cuts = cuts
+        self.found = tuple(stretch for stretch in cuts if self._frees(stretch))
+
+    def _measure(self) -> None:
+        """Add up the bytes of tensors by where they are made and needed."""
+        size, tensors = self._count, self._tensors
+        keepers: dict[Kept, list[int]] = {}
+        readers: dict[Kept, list[int]] = {}
+        for number, kept in enumerate(tensors.calls):
+            for tensor in kept:
+                keepers.setdefault(tensor, []).append(number)
+            for tensor in taken_by(self._placement, self._placement.calls[number], tensors):
+                if number in self._begins:
+                    readers.setdefault(tensor, []).append(number)
+        inside, crossing, self._stays = np.zeros((size, size)), np.zeros((size, size)), np.zeros(size)
+        self._last: dict[Kept, int] = {}
+        self._total = 0.0
+        for tensor in (one for one in {**keepers, **readers} if one not in tensors.held):
+            num_bytes = self._bytes(tensor)
+            keep, read = keepers.get(tensor, []), readers.get(tensor, [])
+            self._total += num_bytes
+            self._last[tensor] = last = max([*keep, *read])
+            producer = tensors.producers.get(tensor, -1)
+            if tensor.inside or tensor.padded or self._placement.graph.values[tensor.value].origin == "parameter":
+                producer = keep[0]
+            if producer in self._begins:
+                crossing[producer, producer] += num_bytes
+                crossing[producer, last] -= num_bytes
+                if keep:
+                    inside[producer, keep[0]] += num_bytes
+            else:
+                self._stays[producer if producer >= 0 else min([*keep, *read])] += num_bytes
+        # from call i to call j: what is made and kept there, and of what is made there what stays for calls after j
+        self._inside = np.cumsum(np.cumsum(inside[::-1], 0)[::-1], 1)
+        self._crossing = np.cumsum(np.cumsum(crossing, 1)[::-1], 0)[::-1]
+        self._staying = np.concatenate([[0.0], np.cumsum(self._stays)])
+
+    def _cut(self, peak: float) -> list[range] | None:
+        """The stretches of which least stays, where that and the inside of each are never more than a peak."""
+        held = np.full(self._count + 1, np.inf)
+        held[0] = 0.0
+        begins = np.zeros(self._count, dtype=np.int64)
+        for number in range(self._count):
+            start = self._begins.get(number)
+            if start is None:
+                held[number + 1] = held[number] + self._stays[number]
+                if held[number + 1] > peak:
+                    return None
+                continue
+            places = slice(start, number + 1)
+            before = held[places] + self._staying[number + 1] - self._staying[places]
+            after = before + self._crossing[places, number]
+            after = np.where(before + self._inside[places, number] <= peak, after, np.inf)
+            best = int(np.argmin(after))
+            begins[number], held[number + 1] = start + best, after[best]
+            if not np.isfinite(held[number + 1]) and number + 1 not in self._begins:
+                return None
+        return list(self._segments(begins))[::-1]
+
+    def _segments(self, begins: NDArray[np.int64]) -> Iterator[range]:
+        end = self._count
+        while end:
+            if end - 1 not in self._begins:
+                end -= 1
+                continue
+            yield range(int(begins[end - 1]), end)
+            end = int(begins[end - 1])
+
+    def _frees(self, stretch: range) -> bool:
+        """Whether something in a stretch need not stay, and is not needed at once."""
+        if stretch.stop == self._count and not self._placement.is_part:
+            return False
+        inside = kept_in(self._tensors, stretch) - inputs_of(self._placement, self._tensors, stretch)
+        inside -= self._tensors.held
+        return any(self._last[tensor] < stretch.stop for tensor in inside)
+
+    def _bytes(self, tensor: Kept) -> int:
+        mesh = self._placement.mesh
+        shape = self._placement.graph.shape(tensor.value)
+        return math.prod(tensor.layout.local_shape(shape, mesh, (0,) * len(mesh.sizes))) * tensor.itemsize
+
+
+def _runs(placement: Placement) -> Iterator[range]:
+    """The longest sequences of recomputed calls between which nothing is redistributed."""
+    seen: set[tuple[str, Layout]] = set()
+    edges = []
+    for number, placed in enumerate(placement.calls):
+        wanted = {(name, steps[-1].target) for name, steps in placed.transfers.items() if steps}
+        follows = number > 0 and _is_recomputed(placement.calls[number - 1]) == _is_recomputed(placed)
+        if not follows or wanted - seen:
+            edges.append(number)
+        seen |= wanted
+    for start, stop in pairwise([*edges, len(placement.calls)]):
+        if _is_recomputed(placement.calls[start]):
+            yield range(start, stop)
+
+
+def _is_recomputed(placed: PlacedCall) -> bool:
+    """Not what changes buffers in a way of its own, which would change them again."""
+    return placed.call.recomputed and (placed.call.op == "batch_norm" or not placed.call.updates)

@@ -1,0 +1,108 @@
+"""Where the calls that are computed again are cut, and what is said of the memory."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Ref
+from convoy.graph.tree import leaves
+from convoy.ops import capture, place
+from convoy.ops import recompute as recomputation
+from convoy.ops.kept import KeptTensors
+from convoy.ops.memory import predict_memory
+from convoy.ops.recompute import as_recompute, check_recompute, recomputing, stretches, with_recomputed
+from convoy.planner.cost.analytic import Analytic
+from convoy.planner.search.memory import nothing_fits
+from convoy.plans.place import Batch, Placement
+from convoy.plans.plan import Plan
+from convoy.units import size
+
+
+def placed(model: nn.Module, shape: tuple[int, ...], recompute=True) -> Placement:
+    graph = recomputing(capture(model, [shape], training=True), recompute)
+    plan = Plan.parse("serial")
+    outputs = [ref.name for ref in leaves(graph.output, Ref)]
+    return place(graph, plan, Batch(plan.mesh, (), (range(shape[0]),)), outputs)
+
+
+def chain(length: int, width: int = 4) -> nn.Sequential:
+    blocks = (layer for _ in range(length) for layer in (nn.Conv2d(width, width, 3, padding=1), nn.Sigmoid()))
+    return nn.Sequential(*blocks)
+
+
+def test_equal_layers_are_cut_at_roots():
+    placement = placed(chain(16), (2, 4, 8, 8))
+    found = stretches(placement)
+    assert 3 <= len(found) <= 5, "as many as the root of sixteen, or one fewer, as the last is not computed again"
+    assert all(a.stop <= b.start for a, b in pairwise(found))
+    assert found[-1].stop < len(placement.calls), "what the backward pass needs at once"
+    (with_it,), (without,) = (predict_memory(one) for one in (placement, with_recomputed(placement, False)))
+    assert with_it.activations < without.activations / 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_cuts_have_a_smaller_peak(seed: int):
+    """Against all cuts of a short network of layers of many sizes."""
+    widths = [int(w) for w in np.random.default_rng(seed).integers(1, 40, 6)]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Conv2d(a, b, 1), nn.Sigmoid())]
+    placement = placed(nn.Sequential(*layers), (2, widths[0], 4, 4))
+    tensors, count = KeptTensors(placement), len(placement.calls)
+
+    def peak(cuts: tuple[int, ...]) -> int:
+        held, most = set(), 0
+        for start, stop in pairwise((0, *cuts, count)):
+            part = range(start, stop)
+            held |= recomputation.inputs_of(placement, tensors, part)
+            both = held | recomputation.kept_in(tensors, part)
+            most = max(most, sum(map(size_of, both)))
+        return most
+
+    def size_of(kept) -> int:
+        return int(np.prod(placement.graph.shape(kept.value))) * kept.itemsize
+
+    every = (cuts for number in range(count) for cuts in combinations(range(1, count), number))
+    found = recomputation._Stretches(placement, tensors)
+    assert peak(tuple(part.start for part in found.cuts if part.start)) == min(map(peak, every))
+
+
+def test_a_sum_over_a_block_is_cut_around_it_where_it_can_be():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x):
+            return x + self.second(torch.tanh(self.first(x)))
+
+    placement = placed(nn.Sequential(*(Block() for _ in range(9))), (2, 4, 8, 8))
+    for stretch in stretches(placement):
+        assert placement.calls[stretch.start].call.layer.endswith("first")
+
+
+def test_only_some_layers():
+    placement = placed(chain(8), (2, 4, 8, 8), ("2", "3", "4", "5"))
+    assert [(stretch.start, stretch.stop) for stretch in stretches(placement)] == [(2, 6)]
+    assert not stretches(placed(chain(8), (2, 4, 8, 8), False))
+    assert not stretches(placed(chain(8), (2, 4, 8, 8), ("15",))), "the last layer's are needed at once"
+
+
+def test_the_wrong_is_refused():
+    check_recompute(("layer1.*",), ["layer1.0", "layer2.0"])
+    with pytest.raises(ConvoyError, match=r"the pattern layr1.\* matches no layer .* did you mean layer1.\*\?"):
+        check_recompute(("layr1.*",), ["layer1.0", "layer2.0"])
+    for said in ("layer1", [1], 3):
+        with pytest.raises(ConvoyError, match="it must be True, False, or a list of patterns"):
+            as_recompute(said)
+
+
+def test_where_nothing_fits_it_is_proposed():
+    placement, costs = placed(chain(16), (2, 4, 8, 8), False), Analytic()
+    needed, again = costs.memory(placement), costs.memory(with_recomputed(placement, True))
+    assert again < needed
+    text = str(nothing_fits(placement, costs, needed, needed - 1))
+    assert text.endswith(f"if the devices have more; with --recompute it needs {size(int(again))}")
+    assert "--recompute" not in str(nothing_fits(placement, costs, needed, again - 1))
