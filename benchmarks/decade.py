@@ -102,8 +102,8 @@ def picture(pairs: list[Pair]) -> None:
         ("all others", "", ax.OCHRE),
     ]
     with ax.house_style():
-        figure = ax.new_figure(340)
-        axes = ax.add_axes(figure, "Part of linear: predicted over published", "published speed-up / devices", above=74)
+        figure = ax.new_figure(360)
+        axes = ax.add_axes(figure, "Part of linear: predicted over published", "published speed-up / devices", above=88)
         left = list(pairs)
         for label, start, color in groups:
             own = [pair for pair in left if pair.row["source"].startswith(start)]
@@ -113,7 +113,7 @@ def picture(pairs: list[Pair]) -> None:
         axes.plot([0.05, 1.2], [0.05, 1.2], color=ax.MUTED, linewidth=0.8)
         axes.set_xlim(0.05, 1.2)
         axes.set_ylim(0.05, 1.2)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, **ax.LEGEND)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, markerscale=3, **ax.LEGEND)
         figure.savefig(STUDY / "predicted.svg", format="svg", metadata={"Date": None})
 
 

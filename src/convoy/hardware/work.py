@@ -133,11 +133,6 @@ class Work:
             image=image,
         )
 
-    @property
-    def normalized(self) -> bool:
-        """Whether there is batch norm or another norm over more than channels of a pixel."""
-        return bool((self.kind == KINDS.index("norm")).sum() > 5)
-
 
 def work_of_graph(graph: Graph) -> Work:
     """The work of a captured network."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from markupsafe import Markup
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from convoy.planner.elsewhere import Prediction
 from convoy.report import axes as ax
@@ -87,6 +88,10 @@ def _picture(predictions: Sequence[Prediction]) -> str:
                 axes.plot([bend], [dict(one.curve)[bend]], color=color, marker="D", markersize=7, fillstyle="none")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.4g}"))
+            axis.set_minor_locator(NullLocator())
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, len(predictions)), **ax.LEGEND)
     described = "Each line is a machine, the band is where nine in ten published values lie around such predictions."
     return pages.inline_svg(figure, "curve", "Images a second over devices", described)
