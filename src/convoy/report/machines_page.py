@@ -90,7 +90,7 @@ def _picture(predictions: Sequence[Prediction]) -> str:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.4g}"))
+            axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6g}"))
             axis.set_minor_locator(NullLocator())
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, len(predictions)), **ax.LEGEND)
     described = "Each line is a machine, the band is where nine in ten published values lie around such predictions."
