@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +132,7 @@ def _announced(net: torch.nn.Module, microbatch: int, images: Tensor) -> Tensor:
 
 def _by_trainer(side: StageSide, case: StageCase, warm_up: int) -> Timing:
     """`convoy train` with the recipe's microbatches; it merges them as it finds fastest."""
+    assert side.plan is not None
     num = int(os.environ.get("WORLD_SIZE", "1"))
     settings = {
         "model.name": case.model,
@@ -139,12 +141,16 @@ def _by_trainer(side: StageSide, case: StageCase, warm_up: int) -> Timing:
         "channels_last": side.arrangement.channels_last,
         "precision": "fp32",
         "parallel.devices": num,
-        "parallel.plan": str(side.plan),
         "parallel.schedule": side.schedule or "1f1b",
     }
-    recipe = load_recipe("default", [f"{key}={str(value).lower()}" for key, value in settings.items()])
-    made = Made(shape=(3, case.image_size, case.image_size), classes=case.num_classes)
-    times = measure_rank(MeasurementTask(CONVOY, recipe, made, "cpu", case.updates, warm_up), lambda *_: None)
+    with TemporaryDirectory() as folder:
+        plan = Path(folder) / "plan.yaml"
+        plan.write_text(side.plan.to_yaml(), encoding="utf-8")
+        texts = [f"{key}={str(value).lower()}" for key, value in settings.items()]
+        recipe = load_recipe("default", [*texts, f"parallel.plan={plan}"])
+        made = Made(shape=(3, case.image_size, case.image_size), classes=case.num_classes)
+        task = MeasurementTask(CONVOY, recipe, made, "cpu", case.updates, warm_up)
+        times = measure_rank(task, lambda *_: None)
     return Timing(list(times.seconds), [times.loss * num], 1.0)  # ranks give their parts of the loss
 
 

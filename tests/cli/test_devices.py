@@ -144,7 +144,7 @@ def test_torchrun_is_joined(serial: Path, data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--devices", "0"], "parallel.devices is 0"),
+        (["--devices", "0"], "--devices is 0"),
         (["--devices", "3", "--batch", "6"], "a batch of 6 is 2 microbatches, and 3 devices need 3"),
         (["--devices", "2", "--plan", "sample=3"], "the plan sample=3 is for 3 devices, but 2 run"),
         (["--devices", "2", "--shares", "1,2,3"], "--shares names 3 parts"),

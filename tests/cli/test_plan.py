@@ -58,7 +58,7 @@ def test_stages_have_a_bubble_and_a_table(tmp_path: Path, capsys: pytest.Capture
     line = ["plan", "lenet", "--batch", "32", "--microbatches", "8", "--link", "10gbit", "--score", "stage=2"]
     text = said(capsys, *line, "--html", str(tmp_path / "plan.html"))
     assert text.startswith("lenet on 2 devices, 32 samples an update")
-    for words in ("plan stage=2", "with --schedule ", "bubble ", "waiting for other stages", "begins at"):
+    for words in ("plan stage=2", ", schedule ", "bubble ", "waiting for other stages", "begins at"):
         assert words in text
     assert "schedule" in (tmp_path / "plan.html").read_text()
     found = json.loads(said(capsys, *line, "--json"))

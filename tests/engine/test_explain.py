@@ -96,8 +96,10 @@ stage  begins at  ranks  takes the output of  forward  backward  parameters  act
 
 2 other calls follow the layout given, without sending anything
 activations are GPipe's, of all parts of a pass; 1F1B keeps at most those of 2 parts in stage 1, down to 1 in stage 2
+a rank's samples go through the stages in 2 parts: stages of equal work wait 33 % of the time
 a rank sends 2.3 kB in the forward pass, 2.3 kB in the backward pass
-a rank holds 11.6 kB of 12.5 kB of parameters, 11.6 kB of gradients, 2.3 kB of activations kept for the backward pass
+a rank of stage 2 holds most in all: 11.6 kB of 12.5 kB of parameters, \
+11.6 kB of gradients, 2.3 kB of activations kept for the backward pass
 """
 
 

@@ -159,8 +159,7 @@ def test_wrong_parts_are_noticed() -> None:
 
 def parts_with_sync() -> None:
     model = SMALL_NETS["dense"]()
-    net = convoy.parallelize(model, "stage=2", example=torch.zeros(4, 3, 8, 8), microbatches=2)
-    net(torch.zeros(4, 3, 8, 8))
+    convoy.parallelize(model, "stage=2", example=torch.zeros(4, 3, 8, 8), microbatches=2)
 
 
 def test_batch_norm_over_the_batch_refuses_parts() -> None:
@@ -332,8 +331,7 @@ def mistaken(kind: str) -> None:
     if kind == "no parts":
         two_heads("last", microbatches=0)
     elif kind == "parts":
-        net = convoy.parallelize(WithPenalty(), "stage=2", torch.zeros(4, 4), microbatches=2)
-        net(torch.zeros(4, 4))
+        convoy.parallelize(WithPenalty(), "stage=2", torch.zeros(4, 4), microbatches=2)
     else:
         net, _ = two_heads("last")
         with torch.no_grad():

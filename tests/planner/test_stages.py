@@ -119,14 +119,15 @@ def test_where_nothing_fits_the_sentence_is_of_the_smallest() -> None:
         propose(replace(workload, counts=()), 4, costs(), (), 1e5, results)
 
 
-def test_given_stages_are_measured_in_the_passes_that_are_chosen() -> None:
-    """In one process: eight passes first, then what these have shown to be better."""
+def test_given_stages_are_measured_in_the_passes_in_which_they_run() -> None:
+    """In one process, eight of them, by 1F1B."""
     said: list[str] = []
     planned = make_plan(
         network(16), 2, Ranks(), link="1gbit", plans=[STAGES], progress=lambda what, *_: said.append(what)
     )
     best = planned.best
-    assert best.staging is not None and best.passes == len(best.staging.samples)
+    assert best.staging is not None and best.passes == len(best.staging.samples) == 8
+    assert best.staging.schedule == "1f1b"
     profiled = {what.partition(",")[0] for what in said if "profiling stage=2" in what}
     assert profiled == {"profiling stage=2"}
-    assert best.seconds == pytest.approx(score(planned.workload, STAGES, planned.costs).seconds)
+    assert best.seconds == pytest.approx(score(planned.workload, STAGES, planned.costs, 8, schedule="1f1b").seconds)

@@ -143,7 +143,7 @@ def test_axes_by_name():
         (["features.0", "clasifier.0"], "the network has no layer clasifier.0: did you mean classifier."),
         (["feature", "classifier"], "the network has no layer feature: did you mean features."),
         (["features.5"], "the network has no layer features.5: did you mean features."),
-        (["head"], "the network has no layer head: its layers are features, classifier"),
+        (["head"], "the network has no layer head: a stage can begin at features.0"),
     ],
 )
 def test_stages_that_begin_at_no_layer(stages: list[str], words: str) -> None:

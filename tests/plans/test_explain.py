@@ -44,7 +44,8 @@ stage  begins at     ranks  takes the output of  forward  backward  parameters  
 4 other calls follow the layout given, without sending anything
 activations are GPipe's, of all parts of a pass; 1F1B keeps at most those of 2 parts in stage 1, down to 1 in stage 2
 a rank sends 12.3 kB in the forward pass, 12.3 kB in the backward pass, 62.4 kB for gradients of parameters
-a rank holds 62.4 kB of 66.8 kB of parameters, 62.4 kB of gradients, 12.6 kB of activations kept for the backward pass
+a rank of stage 2 holds most in all: 62.4 kB of 66.8 kB of parameters, \
+62.4 kB of gradients, 12.6 kB of activations kept for the backward pass
 """
 
 

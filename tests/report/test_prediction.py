@@ -51,6 +51,24 @@ def with_prediction(folder: Path, found: Comparison | dict[str, Any]) -> Path:
     return run
 
 
+def test_stages_have_a_table_with_what_was_measured(tmp_path: Path) -> None:
+    stages = [Group(f"stage {number}", Both(None, 0.012), Both(None, number * 1e-3), (number,)) for number in (1, 2)]
+    run = with_prediction(tmp_path, comparison(stages=tuple(stages)))
+    facts = {"forward": 8192, "backward": 4096, "parameters": 12_345, "gradients": 12_345, "activations": 10**6}
+    one = {"layer": "conv1", "ranks": [0], "takes": [], **facts}
+    other = {"layer": "fc<b>", "ranks": [1, 2], "takes": ["pool"], **facts}
+    found = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    (run / "summary.json").write_text(json.dumps({**found, "stages": [one, other]}), encoding="utf-8")
+    html = write_report(run).read_text(encoding="utf-8")
+    words = ["Takes the output of", "conv1", "fc&lt;b&gt;", "1, 2", "pool", "8.19 kB", "4.1 kB", "12.3 kB", "1 MB"]
+    assert all(word in html for word in [*words, "Computes", "12.0 ms", "1.00 ms", "2.00 ms"])
+    (run / "prediction.json").unlink()
+    shown = write_report(run).read_text(encoding="utf-8")
+    assert "fc&lt;b&gt;" in shown and "Computes" not in shown
+    (run / "summary.json").write_text(json.dumps(found), encoding="utf-8")
+    assert "Takes the output of" not in write_report(run).read_text(encoding="utf-8")
+
+
 def test_all_of_it_is_on_the_page(tmp_path: Path) -> None:
     html = write_report(with_prediction(tmp_path, comparison())).read_text(encoding="utf-8")
     for words in (

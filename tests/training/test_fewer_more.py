@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from convoy.training import loop
+from convoy.plans.plan import Plan
+from convoy.training import RunDirectory, loop
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, as_before, train_here
@@ -83,6 +84,11 @@ def test_stages_come_and_go(data: Path, tmp_path: Path) -> None:
     ended = found[0]
     assert ended is not None
     assert (ended.digest, ended.curve) == (serial.digest, serial.curve)
+    plan, summary = RunDirectory(tmp_path / "run").plan, RunDirectory(tmp_path / "run").summary()
+    (begins,) = Plan.parse(plan).stages[1:]
+    assert [one["layer"] for one in summary["stages"]] == [summary["stages"][0]["layer"], begins]
+    assert any(f", stage 2 from {begins}; " in note and "1f1b, stages wait about" in note for note in summary["notes"])
+    assert any((one["name"], one["value"]) == ("schedule", "1f1b") for one in summary["derived"])
 
 
 @pytest.mark.parametrize("optimizer", ["lars", "lamb", "adamw"])

@@ -186,6 +186,12 @@ def test_stages_have_the_layers_of_all_of_them(data: Path) -> None:
     assert {"conv", "head"} <= set(groups)
     assert all(both.measured_s and both.predicted_s for both in groups.values())
     assert comparison.notes[-1].endswith("the layers are those of ranks 0 and 1")
+    assert [group.stages for group in comparison.groups] == sorted(group.stages for group in comparison.groups)
+    assert comparison.groups[0].title == "conv (stage 1)" and comparison.groups[-1].stages == (2,)
+    assert GRADIENTS not in {group.name for group in comparison.groups}  # each stage has its weights for itself
+    for one in comparison.stages:
+        assert one.computes.measured_s and one.waits.measured_s and one.computes.predicted_s
+    assert len(comparison.stages) == 2
 
 
 def test_what_was_not_predicted_is_kept_by_itself(data: Path, tmp_path: Path) -> None:

@@ -7,14 +7,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from convoy.engine import prepare
+from convoy.engine import microbatch_sizes, prepare
 from convoy.engine.gradients import GradientReducer
+from convoy.engine.stages import PARTS_PER_STAGE
+from convoy.models import create
 from convoy.ops.statistics import RunningStatistics
+from convoy.planner.planner import passes_of
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
-from convoy.training.build import merged, probed
-from convoy.training.division import Division, soonest
+from convoy.training.build import divisible_sizes, merged, probed
+from convoy.training.derived import num_microbatches
+from convoy.training.division import Division, divide, soonest
 from convoy.training.parallel import Method, ParallelNetwork, TrainedNetwork
+from convoy.training.set_up import parts_of
+from convoy.training.workloads import workload_of_recipe
 from ranks import run_ranks
 from tiny import TinyDepth
 
@@ -187,3 +193,20 @@ def test_passes_through_stages_are_as_many_as_are_asked_for(asked: int, made: in
     found = probed(TinyDepth(), recipe, (1, 28, 28), sizes, cpu, "nothing")
     merge, _ = merged(recipe, replace(found, draws=False), sizes, cpu, passes=asked)
     assert len(Division(sizes, (8,)).passes(merge)) == made
+
+
+@pytest.mark.parametrize("plan", ["stage=2", "stage=4", "stage=2,sample=2"])
+@pytest.mark.parametrize(
+    "settings", [("batch=64",), ("batch=100",), ("batch=6",), *(("batch=64", f"microbatches={n}") for n in (2, 12, 20))]
+)
+def test_a_given_plan_is_predicted_in_the_passes_in_which_it_runs(plan: str, settings: tuple[str, ...]) -> None:
+    recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", *settings])
+    cpu, given, shape = torch.device("cpu"), Plan.parse(plan), (1, 28, 28)
+    model, devices = create("lenet"), given.mesh.num_devices
+    found = probed(model, recipe, shape, microbatch_sizes(recipe.batch, num_microbatches(recipe)), cpu, "nothing")
+    parts, useful = parts_of(recipe, given, devices)
+    sizes, _ = divisible_sizes(recipe, model, parts, found, useful)
+    merge, _ = merged(recipe, found, sizes, cpu, devices // parts, passes=PARTS_PER_STAGE * given.num_stages * parts)
+    runs = len(divide(sizes, parts, None).passes(merge))
+    workload = workload_of_recipe(recipe, model, shape, devices, cpu)
+    assert passes_of(workload, given) == runs

@@ -230,7 +230,19 @@ class TrainRequest:
         elif self.model is None and recipe is None:
             raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         self.notes = []
-        return load_recipe(recipe or "default", overrides, self.notes)
+        try:
+            return load_recipe(recipe or "default", overrides, self.notes)
+        except ConvoyError as error:
+            raise ConvoyError(self._as_typed(str(error))) from error
+
+    def _as_typed(self, sentence: str) -> str:
+        """A sentence about a key, with the option that has set it in place of a key of another name."""
+        options = {argument.partition("=")[0] for argument in self.arguments}
+        for name, key in KEYS.items():
+            option = f"--{name.replace('_', '-')}"
+            if key == f"parallel.{name}" and option in options and sentence.startswith(f"{key} is "):
+                return option + sentence.removeprefix(key)
+        return sentence
 
 
 def new_length(old: RunDirectory, more: str) -> Duration:

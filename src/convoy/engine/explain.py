@@ -7,10 +7,12 @@ from torch import nn
 
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
+from convoy.engine.stages import StagedNetwork, bubble
 from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
 from convoy.plans.explain import explain as text_of_placement
 from convoy.plans.explain import explanation, listed, setting_text, text_of, together
 from convoy.plans.plan import Plan
+from convoy.units import plural, rough_percent
 
 
 def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
@@ -46,6 +48,10 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     memory = predict_memory(placement) if staged is None else memory_in_stages(placement, staged)
     said = None if network.undivided else what_is_recomputed(placement, staged)
     notes = [] if said is None else [said]
+    if staged is not None and isinstance(network, StagedNetwork):
+        parts = network.example_parts(samples)
+        waits = f"stages of equal work wait {rough_percent(bubble(parts, staged.number))} of the time"
+        notes.append(f"a rank's samples go through the stages in {plural(parts, 'part')}: {waits}")
     return text_of_placement(placement, memory, plan, network.captured, staged, notes)
 
 

@@ -106,7 +106,7 @@ class StagedNetwork(Network):
         microbatches: parts of every rank's samples in a pass that nobody announces; None for as many as serve.
         stages: where the network is cut.
         stage: this rank's.
-        watch_wait: is entered with a value's name while this rank waits for it to come from another stage.
+        watch_wait: is entered with a value's name while this rank waits for it to come from another stage, or sends.
     """
 
     microbatches: int | None = None
@@ -131,6 +131,9 @@ class StagedNetwork(Network):
         """Decide which stage keeps every parameter and buffer, and how it lies over the stage's ranks."""
         graphs = self._graphs
         super().place_parameters(axes)
+        if self.model.training:  # layers may be put into evaluation later, and are then asked again
+            for graph in graphs:
+                self._check_parts(_reason(graph, self.context.batch_norm) if graph.training else "")
         number = self.plan.mesh.sizes[self._axis]
         first = max(graphs, key=lambda graph: len(graph.calls))  # heads that only training has count
         self.stages = Stages.of(first, number, getattr(self.plan, "stages", ()), work(first))
@@ -200,7 +203,7 @@ class StagedNetwork(Network):
         ]
         found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
         sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        sending = self.links.send(key, sent)
+        sending = self._send(key, sent)
         if not torch.is_grad_enabled():
             received, sent, sending = [], [], []
         outputs = found if self.is_last else {}
@@ -250,7 +253,7 @@ class StagedNetwork(Network):
     def send_gradients(self, flight: Flight) -> None:
         """Send the stages before this one the gradients of what they sent; the backward pass has run."""
         gradients = [(crossing, x.grad) for crossing, x in flight.received if x.requires_grad]
-        self.links.send(flight.key, gradients, back=True)
+        self._send(flight.key, gradients, back=True)
         flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
 
     @property
@@ -268,6 +271,12 @@ class StagedNetwork(Network):
         for (name, parameter), used in zip(parameters, self._used, strict=True):
             if used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _send(
+        self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], back: bool = False
+    ) -> list[tuple[Crossing, Pending]]:
+        with self.watch_wait(values[0][0].value) if values else nullcontext():
+            return self.links.send(key, values, back=back)
 
     def _wait(self, crossing: Crossing, arriving: Arriving) -> Tensor:
         with self.watch_wait(crossing.value):
@@ -417,6 +426,12 @@ class StagedNetwork(Network):
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Parts are announced one by one."""
 
+    def example_parts(self, samples: Sequence[int] | None = None) -> int:
+        """Into how many parts a pass is cut with as many samples as the example has, or as are said of every rank."""
+        own = self.example_samples(samples)
+        inputs = [torch.empty(own[0], *shape[1:], dtype=dtype, device="meta") for shape, dtype in self.example]
+        return self._parts(inputs, own, self.form)
+
     def _parts(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None) -> int:
         """Into how many parts a pass is cut."""
         most = min((number for number in samples if number), default=1)
@@ -425,12 +440,17 @@ class StagedNetwork(Network):
         together = self._together(self._signature(samples, inputs, form))
         if not together:
             return min(self.microbatches or PARTS_PER_STAGE * self.stages.number, most)
-        if self.microbatches not in (None, 1) and self.model.training:
+        if self.model.training:
+            self._check_parts(together)
+        return 1
+
+    def _check_parts(self, together: str) -> None:
+        """Refuse parts that are asked for where a pass cannot be cut, for a reason that may be empty."""
+        if together and self.microbatches not in (None, 1):
             raise ConvoyError(
                 f"{together}, so a pass cannot be cut into {self.microbatches} parts: pass microbatches=1 to "
                 "convoy.parallelize, or batch_norm='microbatch' for statistics of each part by itself"
             )
-        return 1
 
     def _together(self, signature: Signature) -> str:
         """Why a pass of several samples cannot be cut into parts, in words; empty where it can."""

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from convoy.files import finite
 from convoy.plans.place import Placement
 from convoy.plans.timeline import PARTS, LayerSeconds, Summary
+from convoy.plans.traffic import gradient_traffic
 from convoy.units import seconds, table
 
 MOST = 20
@@ -88,11 +89,19 @@ class Group:
         name: the module's name; `GRADIENTS` for what is exchanged when all layers are done.
         computes: forward, backward and packing.
         waits: exchanging what layers need of others.
+        stages: that run them, numbered from 1; empty where the network is in one piece.
     """
 
     name: str
     computes: Both
     waits: Both
+    stages: tuple[int, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The name, and where there are stages, which."""
+        numbers = ", ".join(map(str, self.stages))
+        return f"{self.name} (stage{'s'[: len(self.stages) > 1]} {numbers})" if numbers else self.name
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,8 @@ class Comparison:
         update: the whole; measured, the median of `timed` updates, without evaluations and checkpoints.
         parts: by name, as `convoy.plans.timeline.PARTS` has them; measured, the medians of `watched` updates.
         groups: groups of layers in the order of the network; empty where its layers were not watched.
+        stages: what the rank of each that computes longest computes, and waits for other stages; empty where there are
+            none, or they were not watched.
         learned: operations whose times the profile store has taken over.
         notes: sentences on what there is not.
         one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
@@ -121,6 +132,7 @@ class Comparison:
     update: Both = Both()
     parts: Mapping[str, Both] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
+    stages: tuple[Group, ...] = ()
     notes: tuple[str, ...] = ()
     one_device_s: Seconds = None
     version: Literal[1] = 1
@@ -156,20 +168,48 @@ def of_all_stages(found: Sequence[Summary]) -> Summary | None:
     return replace(found[0], layers=layers) if found else None
 
 
-def groups_beside(placement: Placement, before: Summary | None, after: Summary | None) -> tuple[Group, ...]:
+def groups_beside(
+    placement: Placement, before: Summary | None, after: Summary | None, stages: Sequence[int] = ()
+) -> tuple[Group, ...]:
     """The layers in groups, and what gradients of all of them take; without what nobody knows.
 
     Args:
         placement: the network under its plan, for the order of its layers.
         before: what was predicted.
         after: what was measured.
+        stages: of the calls, from 0; empty where the network is in one piece.
     """
     if after is None or not after.layers:
         return ()
-    return tuple(_groups(layer_groups(placement), before, after))
+    run_by: dict[str, int] = {}
+    for placed, stage in zip(placement.calls if stages else (), stages, strict=True):
+        run_by.setdefault(placed.call.layer, stage)
+    exchanges = not run_by or any(map(any, gradient_traffic(placement).values()))
+    return tuple(_groups(layer_groups(placement), run_by, before, after, exchanges))
 
 
-def _groups(of_layer: Mapping[str, str], before: Summary | None, after: Summary) -> Iterator[Group]:
+def stages_beside(before: Sequence[Summary], after: Sequence[Summary]) -> tuple[Group, ...]:
+    """What a rank of each stage computes, and waits for the others; none where nobody has seen them."""
+    known: Sequence[Summary | None] = before or [None] * len(after)
+    return tuple(
+        Group(f"stage {number}", _both(one, other, _COMPUTING), _both(one, other, ("stages",)), (number,))
+        for number, (one, other) in enumerate(zip(known, after, strict=True), 1)
+    )
+
+
+_COMPUTING = ("forward", "backward", "packing")
+
+
+def _both(before: Summary | None, after: Summary, parts: Sequence[str]) -> Both:
+    one, other = (
+        None if each is None else sum(each.parts.get(part, 0.0) for part in parts) for each in (before, after)
+    )
+    return Both(one, other)
+
+
+def _groups(
+    of_layer: Mapping[str, str], run_by: Mapping[str, int], before: Summary | None, after: Summary, exchanges: bool
+) -> Iterator[Group]:
     members: dict[str, list[str]] = {}
     for layer, group in of_layer.items():
         members.setdefault(group, []).append(layer)
@@ -179,9 +219,11 @@ def _groups(of_layer: Mapping[str, str], before: Summary | None, after: Summary)
             name or "the network itself",
             Both(own.computes if own is not None else None, measured.computes),
             Both(own.waits if own is not None else None, measured.waits),
+            tuple(sorted({run_by[layer] + 1 for layer in layers if layer in run_by})),
         )
     waits = Both(before.gradients if before is not None else None, after.gradients)
-    yield Group(GRADIENTS, Both(None if before is None else 0.0, 0.0), waits)
+    if exchanges:
+        yield Group(GRADIENTS, Both(None if before is None else 0.0, 0.0), waits)
 
 
 def _total(one: Summary, layers: Sequence[str]) -> LayerSeconds:
@@ -252,7 +294,9 @@ def _lines(found: Comparison) -> Iterator[str]:
             yield ""
             waits = ("waits: predicted", "measured") if has_both else ("waits",)
             computes = ("computes: predicted", "measured") if has_both else ("computes",)
-            groups = [(one.name, *_cells(one.computes, has_both), *_cells(one.waits, has_both)) for one in found.groups]
+            groups = [
+                (one.title, *_cells(one.computes, has_both), *_cells(one.waits, has_both)) for one in found.groups
+            ]
             yield from table(("layer", *computes, *waits), groups, (*computes, *waits))
     yield from found.notes
 

@@ -9,6 +9,7 @@ from functools import cache, partial
 
 from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
+from convoy.engine.stages import Schedule
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs, HostCost
@@ -88,7 +89,12 @@ Proposal = tuple[Plan, int | None]
 
 
 def score(
-    workload: Workload, plan: Plan, costs: Costs, passes: int | None = None, memory_limit: float | None = None
+    workload: Workload,
+    plan: Plan,
+    costs: Costs,
+    passes: int | None = None,
+    memory_limit: float | None = None,
+    schedule: Schedule | None = None,
 ) -> Scored:
     """The prediction for a plan.
 
@@ -98,6 +104,7 @@ def score(
         costs: of the devices.
         passes: through its stages; None for as many as are fastest.
         memory_limit: bytes that a rank has; stages take the fastest passes and the faster of the schedules that fit.
+        schedule: of the passes, where the workload says none; None for the faster one.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says, or the network not cut.
@@ -113,7 +120,8 @@ def score(
         staging = Staging.of(plan, own.graph, own.outputs, own.samples_of_passes)
         if staging is None:
             return scored(plan, placement, costs, own.passes)
-        schedules = SCHEDULES if own.schedule is None else (own.schedule,)
+        given = own.schedule or schedule
+        schedules = SCHEDULES if given is None else (given,)
         return min((scored(plan, placement, costs, own.passes, staging.scheduled(one)) for one in schedules), key=price)
 
     if passes is not None or plan.num_stages == 1 or workload.in_passes is None or not workload.counts:
@@ -217,16 +225,16 @@ def make_plan(
         if not plans:
             progress("searching", 0, 1)
         if plans:
-            candidates = ranks.first(partial(_in_passes, workload, plans, costs, memory_limit))
+            candidates = ranks.first(partial(_given, workload, plans))
         else:
             candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
-        found = [score(workload, plan, costs, passes, memory_limit) for plan, passes in candidates]
+        schedule: Schedule | None = "1f1b" if plans else None  # plans that are given are predicted as they would run
+        found = [score(workload, plan, costs, passes, memory_limit, schedule) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
             found, left_out = without_too_large(found, Additive(costs, workload.graph, workload.passes), memory_limit)
         found = ordered(found)
         best = ranks.broadcast((found[0].plan, found[0].passes))
-        # plans that are given have been profiled, but for other numbers of passes
         wanted = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
         lacking = ranks.broadcast([one for one in wanted if one not in proposed and _lacks(measured, workload, one)])
         lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
@@ -249,12 +257,14 @@ def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bo
     return measured.lacking(plan_job(workload, *proposal)) > _SETTLED
 
 
-def _in_passes(workload: Workload, plans: Sequence[Plan], costs: Costs, memory_limit: float | None) -> list[Proposal]:
-    """Plans that are given, those with stages in as many passes as are predicted to be fastest."""
-    return [
-        (plan, score(workload, plan, costs, None, memory_limit).passes if plan.num_stages > 1 else None)
-        for plan in plans
-    ]
+def _given(workload: Workload, plans: Sequence[Plan]) -> list[Proposal]:
+    """Plans that are given, in as many passes as they would run in."""
+    return [(plan, passes_of(workload, plan)) for plan in plans]
+
+
+def passes_of(workload: Workload, plan: Plan) -> int | None:
+    """In how many passes the trainer runs a plan with stages that is given; None for a plan without."""
+    return workload.through(plan.num_stages, None, plan.parts).passes if plan.num_stages > 1 else None
 
 
 def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> str:

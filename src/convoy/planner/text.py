@@ -6,11 +6,12 @@ from typing import Any
 
 from convoy.planner.cost.step import Scored
 from convoy.planner.layers import Layer, Stage
+from convoy.planner.planner import Planned, passes_of
 from convoy.planner.verdict import Explained
 from convoy.plans.explain import listed, some_ranks
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE
-from convoy.units import extra, per_second, rough_percent, seconds, shape, shorten, size, table
+from convoy.units import extra, per_second, plural, rough_percent, seconds, shape, shorten, size, table
 
 _LONGEST = 90
 """Characters of a plan in the table of candidates."""
@@ -44,7 +45,7 @@ def _lines(found: Explained, first: Sequence[str]) -> Iterator[str]:
     if shares is not None:
         yield f"with --shares {','.join(map(str, shares))}"
     if scored.staging is not None:
-        yield f"with --schedule {scored.staging.schedule}"
+        yield _passes(planned, scored)
     yield found.verdict.sentence
     if found.verdict.advice:
         yield found.verdict.advice
@@ -69,6 +70,18 @@ def _lines(found: Explained, first: Sequence[str]) -> Iterator[str]:
     if last:
         yield ""
         yield from last
+
+
+def _passes(planned: Planned, scored: Scored) -> str:
+    """How the batch goes through the stages, and whether `convoy train` does so where the plan is given."""
+    staging, plan = scored.staging, scored.plan
+    assert staging is not None
+    here = f"{plural(scored.passes, 'pass', 'passes')}, schedule {staging.schedule}"
+    usual = passes_of(planned.workload, plan) or 1
+    given = f"{plural(usual, 'pass', 'passes')}, schedule {planned.workload.schedule or '1f1b'}"
+    if here == given:
+        return f"in {here}"
+    return f"in {here}, as convoy train runs it with --plan auto; given as a plan, it runs in {given}"
 
 
 def _figures(found: Explained) -> Iterator[str]:
@@ -102,9 +115,9 @@ def _parts(found: Explained) -> Iterator[str]:
         for part in found.parts
     ]
     if found.planned.devices == 1:
-        yield from table(("time", "seconds", "share"), [row[:3] for row in rows], ("seconds", "share"))
+        yield from table(("time", "seconds", "of the update"), [row[:3] for row in rows], ("seconds", "of the update"))
         return
-    headers = ("time", "seconds", "share", "even share of one device's")
+    headers = ("time", "seconds", "of the update", "even share of one device's")
     yield from table(headers, rows, headers[1:])
 
 

@@ -380,8 +380,8 @@ def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: fl
             workload = planned.workload
             engine = f", {ENGINE} {share(ENGINE)} of an update" if ENGINE in parts else ""
             return (
-                f"Too small a batch per device: with {workload.samples} samples in a pass of {planned.devices} "
-                f"devices, computing takes {_ratio(parts.values())} times its even share (most in {name}){engine}."
+                f"Too small a batch per device: a pass of {workload.samples} samples is little for {planned.devices} "
+                f"devices, and computing takes {_ratio(parts.values())} times its even share (most in {name}){engine}."
             )
         case "division":
             return (

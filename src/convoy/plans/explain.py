@@ -353,11 +353,14 @@ def _totals(found: Explanation) -> Iterable[str]:
     ]
     sent = ", ".join(f"{size(number)} {words}" for number, words in parts if number)
     yield f"a rank sends {sent or 'nothing'}"
+    who = "a rank holds"
+    if found.stages:
+        who = f"a rank of stage {found.held.index(memory) + 1} holds most in all:"
     share = f" of {size(found.whole)}" if found.whole != memory.parameters else ""
     held = [f"{size(memory.parameters)}{share} of parameters"]
     held += [f"{size(memory.gradients)} of gradients"] if memory.gradients else []
     held += [f"{size(memory.activations)} of activations kept for the backward pass"] if memory.activations else []
-    yield f"a rank holds {', '.join(held)}"
+    yield f"{who} {', '.join(held)}"
 
 
 def _cells(row: Row) -> list[str]:

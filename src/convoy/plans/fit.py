@@ -50,7 +50,10 @@ def check_patterns(
     known = [name for name in dict.fromkeys([*names, *modules]) if name]
     for name in plan.stages:
         if name and not any(layer == name or layer.startswith(f"{name}.") for layer in known):
-            hint = did_you_mean(name, known, otherwise=f"its layers are {_some(names)}")
+            leaves = [layer for layer in names if layer and layer not in containers]
+            from convoy.plans.stages import where_to_begin  # which needs torch
+
+            hint = did_you_mean(name, known, otherwise=where_to_begin(name, leaves))
             raise ConvoyError(f"stages: the network has no layer {name}{hint}")
 
 

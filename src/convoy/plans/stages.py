@@ -3,6 +3,7 @@
 A stage is a run of consecutive calls of the graph, so that no value ever goes back to an earlier one.
 """
 
+import difflib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from convoy.terminal import did_you_mean
 def cut_points(graph: Graph) -> tuple[int, ...]:
     """The calls before which a network may be cut: those that are the first of their layers, but for the very first.
 
-    A layer that is called again later, such as one activation for a whole network, begins where it is called first.
+    A layer that is called again later, such as one activation for a whole network, begins where it is called first; so
+    does one with others in it, which stands for the first of them.
 
     >>> from torch import nn
     >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)), [(4, 3, 8, 8)])
@@ -31,7 +33,7 @@ def cut_points(graph: Graph) -> tuple[int, ...]:
     for number, call in enumerate(graph.calls):
         if call.layer and call.layer not in seen:
             found.append(number)
-        seen.add(call.layer)
+        seen.update(accumulate(call.layer.split("."), "{}.{}".format))
     return tuple(point for point in found if point > 0)
 
 
@@ -222,6 +224,14 @@ class StagedGraph:
         return tuple(crossing for crossing in self.crossings if crossing.source == stage)
 
 
+def where_to_begin(name: str, layers: Sequence[str]) -> str:
+    """Where a stage can begin, for a sentence about a name that is none of the layers: those nearest to it."""
+    near = difflib.get_close_matches(name, layers, 6, cutoff=0.0)
+    return f"a stage can begin at {', '.join(layer for layer in layers if layer in near)}" + (
+        ", …" if len(near) < len(layers) else ""
+    )
+
+
 def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
     """The calls at which layers, or what they contain, begin."""
     layers = list(dict.fromkeys(call.layer for call in graph.calls if call.layer))
@@ -233,7 +243,8 @@ def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[i
             continue
         own = [layer for layer in firsts if layer == name or layer.startswith(f"{name}.")]
         if not own:
-            raise ConvoyError(f"stages: the network calls no layer {name}{did_you_mean(name, layers)}")
+            hint = did_you_mean(name, layers, otherwise=where_to_begin(name, firsts))
+            raise ConvoyError(f"stages: the network calls no layer {name}{hint}")
         point = min(numbers[layer] for layer in own)
         if place == 0:
             if point > 0:

@@ -12,12 +12,11 @@ from convoy.planner.verdict import Explained, parts_of
 from convoy.plans.explain import listed, some_ranks
 from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES
-from convoy.plans.timeline import ENGINE
 from convoy.report import pages
 from convoy.report.network_drawing import NetworkDrawing, shown_height
 from convoy.report.pages import data_uri
 from convoy.report.tiles import Tile
-from convoy.report.timeline_drawing import PARTS, draw_timeline, kinds_in, num_left_out
+from convoy.report.timeline_drawing import KINDS, PARTS, draw_timeline, kinds_in, num_left_out
 from convoy.units import extra, per_second, rough_percent, seconds, shape, size
 
 _VERDICTS = {
@@ -156,7 +155,7 @@ _BAR_WORDS = {
     "packing": "packing",
     "transfer": "waiting for messages",
     "update": "optimizer",
-    "engine": ENGINE,
+    "engine": KINDS["engine"],
     "idle": "idle, or waiting for other stages",
 }
 

@@ -79,7 +79,7 @@ def compared(found: Comparison | None) -> Compared | None:
         whole=_row("All parts", "", whole, _tracks(parts, max(whole.longest, 1e-12))),
         parts=tuple(_row(WORDS[name], _COLORS[name], both) for name, both in parts.items()),
         groups=tuple(
-            _row(one.name, "", total, _tracks({"forward": one.computes, "waiting": one.waits}, longest))
+            _row(one.title, "", total, _tracks({"forward": one.computes, "waiting": one.waits}, longest))
             for one, total in groups
         ),
         sum=f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, found.update.measured_s)}",

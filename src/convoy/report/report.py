@@ -11,6 +11,8 @@ from markupsafe import Markup
 import convoy
 from convoy import units
 from convoy.errors import ConvoyError
+from convoy.planner.comparison import shown
+from convoy.plans.explain import listed, some_ranks
 from convoy.report import pages
 from convoy.report.confusion import LARGEST_MATRIX, Confusion
 from convoy.report.pages import Download, read_picture
@@ -82,6 +84,7 @@ def _content(run: Run) -> dict[str, Any]:
         "tests": _tests(run),
         "places": units.percent_places(num_test_images(run)),
         "compared": compared(run.prediction),
+        "stages": _stages(run),
         "evaluation": evaluation,
         "matrix": table.matrix(),
         "pairs": table.pairs(12 if many else 8),
@@ -139,6 +142,28 @@ def _tests(run: Run) -> list[dict[str, Any]]:
         train_loss = run.metrics.train[before].loss if before >= 0 else None
         rows.append({"line": line, "train_loss": train_loss, "best": line.top1 is not None and line.top1 == best})
     return rows
+
+
+def _stages(run: Run) -> list[dict[str, Any]]:
+    """The rows of the table of stages; what each computes and waits for is measured, and missing in short runs."""
+    stages = run.summary.stages if run.summary is not None else []
+    seen = run.prediction.stages if run.prediction is not None else ()
+    times = seen if len(seen) == len(stages) else [None] * len(stages)
+    return [
+        {
+            "number": number,
+            "layer": stage.layer or "the network itself",
+            "ranks": some_ranks(stage.ranks),
+            "takes": listed(stage.takes) if stage.takes else "",
+            "forward": units.size(stage.forward),
+            "backward": units.size(stage.backward),
+            "computes": shown(time.computes.measured_s) if time is not None else "",
+            "waits": shown(time.waits.measured_s) if time is not None else "",
+            "parameters": units.size(stage.parameters),
+            "activations": units.size(stage.activations),
+        }
+        for number, (stage, time) in enumerate(zip(stages, times, strict=True), 1)
+    ]
 
 
 def _mistakes(run: Path, evaluation: EvaluationFile) -> list[dict[str, Any]]:

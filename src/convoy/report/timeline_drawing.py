@@ -18,7 +18,7 @@ KINDS = {
     "backward": "backward",
     "packing": "packing for messages",
     "update": "optimizer",
-    "engine": ENGINE,
+    "engine": f"{ENGINE}, once in an update",
     "transfer": "messages between layers",
     "gradient": "gradients",
 }

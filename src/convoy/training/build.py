@@ -252,7 +252,7 @@ def divisible_sizes(
         model: its network, on any device.
         parts: of the batch that each need a microbatch.
         found: what the network showed, if it was tried.
-        useful: microbatches that there had better be, so that all stages have something to do; by default `parts`.
+        useful: microbatches that there had better be, so that stages wait less for each other; by default `parts`.
 
     Returns:
         The sizes, perhaps of fewer microbatches than parts, and a sentence where they are smaller than usual.
@@ -263,7 +263,7 @@ def divisible_sizes(
     if len(sizes) >= useful or parts > recipe.batch or said or _depends_on_microbatches(recipe, model, found):
         return sizes, None
     finer, most = microbatch_sizes(recipe.batch, useful), " at most" * (recipe.batch % useful > 0)
-    why = "each device has one" if useful == parts else "all stages have something to do"
+    why = "each device has one" if useful == parts else "stages wait less for each other"
     return finer, (
         f"the batch of {recipe.batch} is {useful} microbatches of {finer[0]} samples{most}, not {len(sizes)} of "
         f"{sizes[0]}, so that {why}: the result does not depend on it"

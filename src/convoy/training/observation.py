@@ -21,7 +21,7 @@ from convoy.engine.watched import WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.ops.precision import under_autocast
 from convoy.planner import Scored
-from convoy.planner.comparison import Both, Comparison, groups_beside, of_all_stages, parts_beside
+from convoy.planner.comparison import Both, Comparison, groups_beside, of_all_stages, parts_beside, stages_beside
 from convoy.planner.cost.device import Device
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.pipeline import Staging
@@ -264,10 +264,19 @@ def _compared(
             max(median(one.updates) for one in everyone) if own.updates else None,
         ),
         parts=parts_beside(of_all_stages(before), of_all_stages(after)),
-        groups=groups_beside(placement, of_all_stages(before), of_all_stages(after)) if placement is not None else (),
+        groups=groups_beside(placement, of_all_stages(before), of_all_stages(after), _stages(session, placement))
+        if placement is not None
+        else (),
+        stages=stages_beside(before[1:], after[1:]) if len(of_stages) > 1 and len(after) > len(of_stages) else (),
         notes=tuple(notes),
         one_device_s=session.one_device_s,
     )
+
+
+def _stages(session: Session, placement: Placement) -> tuple[int, ...]:
+    """Of the calls; none where the network is in one piece."""
+    network = session.network
+    return network.engine.staged(placement).stages if isinstance(network, StagedTraining) else ()
 
 
 def _learn(everyone: Sequence[_Seen], here: Device, store: ProfileStore | None) -> int:

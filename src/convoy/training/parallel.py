@@ -20,12 +20,15 @@ from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
 from convoy.engine.stages import Action, Flight, Schedule, StagedNetwork, actions, in_flight
-from convoy.ops.memory import what_is_recomputed
+from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
+from convoy.plans.explain import rows_of_stages
 from convoy.plans.mesh import Axes
+from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.training.division import Division, Pass
+from convoy.training.records import StageRecord
 
 
 class TrainedNetwork:
@@ -239,12 +242,14 @@ class ParallelNetwork(TrainedNetwork):
         """
         if not self.engine.recomputes:
             return None
+        placement = self._largest(passes, precision)
+        return what_is_recomputed(placement, self.engine.staged(placement), self._in_flight(len(passes)))
+
+    def _largest(self, passes: Sequence[Pass], precision: torch.dtype | None) -> Placement:
+        """The network at the samples of the largest pass."""
         most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
         placement = self.engine.example_placement(True, most)
-        graph = under_autocast(placement.graph, precision, self._device.type)
-        return what_is_recomputed(
-            replace(placement, graph=graph), self.engine.staged(placement), self._in_flight(len(passes))
-        )
+        return replace(placement, graph=under_autocast(placement.graph, precision, self._device.type))
 
     def _in_flight(self, passes: int) -> Sequence[int]:
         """For each stage, the passes whose activations it keeps at once."""
@@ -351,6 +356,29 @@ class StagedTraining(ParallelNetwork):
         self.schedule = schedule
         self._sizes: deque[tuple[int, ...]] = deque()  # of the passes to come
         self._running: deque[Flight] = deque()
+
+    def describe(self, passes: Sequence[Pass], precision: torch.dtype | None) -> list[StageRecord]:
+        """The stages, for the largest pass; arguments as for `what_is_recomputed`."""
+        placement = self._largest(passes, precision)
+        staged = self.engine.staged(placement)
+        memory = memory_in_stages(placement, staged, self._in_flight(len(passes)))
+        found = []
+        for row in rows_of_stages(placement, staged):
+            held = max((memory[rank] for rank in row.ranks), key=lambda each: each.total)
+            sent = row.received
+            found.append(
+                StageRecord(
+                    layer=row.layer,
+                    ranks=list(row.ranks),
+                    takes=list(row.takes),
+                    forward=sent.forward,
+                    backward=sent.backward,
+                    parameters=held.parameters,
+                    gradients=held.gradients,
+                    activations=held.activations,
+                )
+            )
+        return found
 
     def _in_flight(self, passes: int) -> Sequence[int]:
         number = self.engine.stages.number

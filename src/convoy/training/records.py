@@ -61,6 +61,29 @@ class Derived:
     source: str | None = ""
 
 
+class StageRecord(Record):
+    """A stage of a network, with what a rank of it is sent in a pass and holds, in bytes.
+
+    Attributes:
+        layer: at which it begins.
+        ranks: that run it.
+        takes: the layers of earlier stages whose output it is sent.
+        forward, backward: what a rank is sent in a pass, and sends back.
+        parameters: of the rank that has most, as the two that follow.
+        gradients: of these.
+        activations: kept at once for backward passes, in the schedule that ran.
+    """
+
+    layer: str
+    ranks: list[int]
+    takes: list[str]
+    forward: int
+    backward: int
+    parameters: int
+    gradients: int
+    activations: int
+
+
 class RunSummary(Record):
     """`summary.json`: what came out of the run so far."""
 
@@ -90,6 +113,7 @@ class RunSummary(Record):
     left_out: int = 0
     bad_images: list[SkippedImage] = []
     derived: list[Derived] = []
+    stages: list[StageRecord] = []
     notes: list[str] = []
 
 

@@ -159,7 +159,7 @@ def train(
         if loop.finished:
             ranks.barrier()
             return Outcome(out, loop.done, loop.done, run.summary().get("top1"), None)
-        ranks.first(lambda: write_text(run.plan, session.plan.to_yaml()))
+        ranks.first(lambda: write_text(run.plan, session.plan_with_cuts.to_yaml()))
         summary: Callable[..., None] = partial(write_summary, run, session) if first else lambda *of: None
         summary(loop.progress, "running", loop.done, None)
         hang, begun = watchdog.end, loop.done

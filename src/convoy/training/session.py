@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from convoy.training.derived import Quantities
 from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.finite import FiniteGuard
-from convoy.training.parallel import TrainedNetwork
+from convoy.training.parallel import StagedTraining, TrainedNetwork
 from convoy.training.recipe import Recipe
-from convoy.training.records import Derived
+from convoy.training.records import Derived, StageRecord
 from convoy.training.state import RunState
 from convoy.training.step import InputPipeline, TrainingStep
 
@@ -66,6 +66,7 @@ class Session(Prepared):
         notes: sentences about what was decided, for the log and the report.
         scored: what was predicted of the plan; None where nothing was.
         one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
+        stages: of the network; none where it is in one piece.
     """
 
     plan: Plan
@@ -78,6 +79,17 @@ class Session(Prepared):
     notes: list[str]
     scored: Scored | None = None
     one_device_s: float | None = None
+    stages: list[StageRecord] = field(default_factory=list)
+
+    @property
+    def plan_with_cuts(self) -> Plan:
+        """The plan that runs, with the layers at which stages begin, whether somebody has said these or not."""
+        network = self.network
+        return (
+            replace(self.plan, stages=network.engine.stages.begins)
+            if isinstance(network, StagedTraining)
+            else self.plan
+        )
 
     def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.

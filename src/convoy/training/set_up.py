@@ -32,10 +32,11 @@ from convoy.training.parallel import Method, ParallelNetwork, StagedTraining, Tr
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
 from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
-from convoy.training.records import Derived
+from convoy.training.records import Derived, StageRecord
 from convoy.training.session import Prepared, Session
 from convoy.training.state import AveragedWeights, RunState
 from convoy.training.step import InputPipeline, TrainingStep
+from convoy.units import plural, rough_percent
 
 
 def set_up(
@@ -204,19 +205,31 @@ def _assemble(
     )
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
-    if plan.num_stages > 1:
-        notes += _few_passes(len(division.passes(merge)), plan.num_stages, recipe.batch_norm)
+    pieces = division.passes(merge, late=not recipe.reproducible)
+    stages: list[StageRecord] = []
+    if isinstance(network, StagedTraining):
+        stages = network.describe(pieces, lowered(recipe))
+        notes.append(_cuts(stages, len(pieces), network.schedule))
+        notes += _few_passes(len(pieces), plan.num_stages, recipe.batch_norm)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     if isinstance(network, ParallelNetwork):
-        said = network.what_is_recomputed(division.passes(merge, late=not recipe.reproducible), lowered(recipe))
+        said = network.what_is_recomputed(pieces, lowered(recipe))
         notes += [said] if said is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers = num_workers(data, recipe.data)
     derived = derive(recipe, len(data.train), samples=samples, workers=workers, sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
+    if isinstance(network, StagedTraining):
+        through = f"through {plan.num_stages} stages"
+        derived.append(Derived("passes in an update", len(pieces), through, "docs/plans.md"))
+        given = recipe.parallel.schedule is not None
+        chosen = "as said" if given else "predicted to be faster" if staging is not None else "the default"
+        derived.append(Derived("schedule", network.schedule, chosen, "changes no result: docs/plans.md"))
+    elif recipe.parallel.schedule is not None:
+        notes.append("--schedule has no effect: the plan has no stages")
     return Session(
         **{**vars(ready), "derived": [*derived, *describe(recipe.parallel, plan, ranks.num, division)]},
         plan=plan,
@@ -227,6 +240,7 @@ def _assemble(
         state=RunState(network, optimizer, scaler, averaged),
         merge=merge,
         notes=[*recipe.notes(), *data.notes, *notes],
+        stages=stages,
     )
 
 
@@ -235,6 +249,13 @@ def _through_stages(ready: Prepared, plan: Plan, staging: Staging) -> Prepared:
     useful = plan.parts * len(staging.samples)
     sizes, _ = divisible_sizes(ready.recipe, ready.model, plan.parts, ready.probe, useful)
     return replace(ready, quantities=replace(ready.quantities, sizes=sizes))
+
+
+def _cuts(stages: list[StageRecord], passes: int, schedule: str) -> str:
+    """Where the stages begin, and how the batch goes through them."""
+    begins = ", ".join(f"stage {number} from {stage.layer}" for number, stage in enumerate(stages, 1))
+    waits = f"stages wait about {rough_percent(bubble(passes, len(stages)))} of the time"
+    return f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, {waits}"
 
 
 def _few_passes(passes: int, stages: int, batch_norm: str) -> list[str]:

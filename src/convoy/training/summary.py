@@ -88,6 +88,7 @@ def write_summary(
         left_out=progress.left_out,
         bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
         derived=session.derived,
+        stages=session.stages,
         notes=session.notes,
     )
     write_json(run.summary_file, summary.model_dump())

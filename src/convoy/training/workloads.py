@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from convoy.engine import Probe, microbatch_sizes
+from convoy.engine.stages import PARTS_PER_STAGE
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, this_device
 from convoy.training.build import divisible_sizes, merged, probed
@@ -64,7 +65,11 @@ def counts_of_passes(
         return ()
     finest, _ = divisible_sizes(recipe, model, devices, found, useful=recipe.batch)
     together = merge * max(sizes) // max(finest) * devices
-    return tuple(sorted({-(-len(finest) // number) for number in range(1, min(len(finest), together) + 1)}))
+    counts = {-(-len(finest) // number) for number in range(1, min(len(finest), together) + 1)}
+    if len(finest) == recipe.batch:  # of any size, so that the trainer makes as many as are usual for a plan
+        usual = {PARTS_PER_STAGE * stages for stages in range(2, devices + 1) if devices % stages == 0}
+        counts |= {number for number in usual if max(len(sizes), min(counts)) <= number <= len(finest)}
+    return tuple(sorted(counts))
 
 
 def workload_in_passes(
