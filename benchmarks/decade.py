@@ -19,10 +19,10 @@ import torch
 from measuring.published_networks import work
 
 from convoy import models
-from convoy.hardware.catalogue import device_named, machine
+from convoy.hardware.catalog import device_named, machine
 from convoy.hardware.exchange import Scheme, Site, step
 from convoy.hardware.speed import Software
-from convoy.planner.elsewhere import PRECISIONS, predict
+from convoy.planner.machines import PRECISIONS, predict
 from convoy.planner.workload import workload_of
 from convoy.report import axes as ax
 
@@ -129,7 +129,7 @@ def history() -> None:
         return count * images / done.seconds
 
     print("\n| figure | published | predicted |\n| --- | --- | --- |")
-    caffe2, p100 = Software("caffe2", 6), Site(8, "nvlink1", "ethernet-50g")
+    caffe2, p100 = Software("caffe2", 6), Site(8, "nvlink1", "50gbit")
     few, many = (rate("resnet50", "p100-sxm2", count, 32, p100, caffe2, "fp32") for count in (8, 256))
     hours = [90 * IMAGENET / one / 3600 for one in (few, many)]
     print(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from convoy.hardware.catalogue import Device, device_named
+from convoy.hardware.catalog import Device, device_named
 from convoy.hardware.exchange import Site, ring, several
 from convoy.hardware.speed import Software, Times, arithmetic, times, units_of
 from convoy.hardware.work import Array, Item, Work

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from convoy.hardware.catalogue import Device, device_named
+from convoy.hardware.catalog import Device, device_named
 from convoy.hardware.exchange import Scheme, Site
 from convoy.hardware.speed import Software, memory_of
 from measuring.published_networks import work
@@ -302,7 +302,7 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
     elif "PCIe 2.0" in text:
         link = "pcie2"
     elif "g2.8xlarge" in text:
-        link, per_host, network = "pcie3-host", 4, "ethernet-10g"
+        link, per_host, network = "pcie3-host", 4, "10gbit"
     elif "Gold_6230" in row["source"]:  # Lambda's two machines with Xeon Gold 6230
         link = "pcie3-host" if not device.peer else "pcie3"
         if "trt2" in row["source"]:
@@ -319,19 +319,19 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
     elif text.startswith(("PCIe", "GPU pair")) and not device.peer:
         link = "pcie4-host" if device.generation in ("ampere", "ada") else "pcie3-host"
     if "K80" in gpu:
-        link, network = "pcie3", "ethernet-10g"
+        link, network = "pcie3", "10gbit"
         per_host = 16 if "16xlarge" in text else 8
-        network = "ethernet-20g" if "20GbE" in text else network
+        network = "20gbit" if "20GbE" in text else network
     if "4 servers x4" in text or "x4, 25Gb" in text:
-        per_host, network = 4, "ethernet-25g"
+        per_host, network = 4, "25gbit"
     if "40GbE" in text:
-        per_host, network = 4, "ethernet-40g"
+        per_host, network = 4, "40gbit"
     if "50GbE" in text or "Goyal" in row["source"]:
-        network = "ethernet-50g"
+        network = "50gbit"
     if "25GbE" in text:
-        network = "ethernet-25g"
-    if "TCP" in row["scheme"] and network == "ethernet-25g":
-        network = "tcp-25g"
+        network = "25gbit"
+    if "TCP" in row["scheme"] and network == "25gbit":
+        network = "12gbit"  # of which TCP reaches half
     if "4 GPUs/node" in text:
         per_host = 4
     if "Cray" in text:

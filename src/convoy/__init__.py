@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from convoy.engine.parallelize import parallelize as parallelize
     from convoy.graph.deferred import deferred as deferred
     from convoy.graph.deferred import materialize as materialize
-    from convoy.planner.elsewhere import plan_on as plan_on
+    from convoy.planner.machines import plan_on as plan_on
     from convoy.planner.interface import plan as plan
     from convoy.plans import Mesh as Mesh
     from convoy.plans import Plan as Plan
@@ -52,7 +52,7 @@ _NAMES = {
     "engine.explain": "explain",
     "engine.parallelize": "accumulate clip_grad_norm_ forward_backward gradients local_samples parallelize",
     "graph.deferred": "deferred materialize",
-    "planner.elsewhere": "plan_on",
+    "planner.machines": "plan_on",
     "planner.interface": "plan",
     "plans": "Mesh Plan",
     "script.checkpoint": "load save",

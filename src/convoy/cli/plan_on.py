@@ -1,6 +1,8 @@
 """How `convoy plan --on` answers: predictions for machines that are not at hand."""
 
 import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import click
@@ -10,11 +12,15 @@ from convoy import models
 from convoy.cli.options import command_of, written
 from convoy.cli.requests import PlanRequest
 from convoy.errors import ConvoyError
-from convoy.hardware.catalogue import Machine
-from convoy.planner.elsewhere import PRECISIONS, Prediction, lines, predict
+from convoy.hardware.catalog import Machine
+from convoy.hardware.speed import OURS
+from convoy.planner.machines import PRECISIONS, Prediction, predict
 from convoy.planner.workload import Workload, workload_of
+from convoy.plans.place import COMPUTE
+from convoy.plans.plan import Plan
 from convoy.report.machines_page import machines_page
 from convoy.training.recipe import Recipe
+from convoy.units import plural, table
 
 IMAGENET = 1_281_167
 """Images of an epoch where nobody says."""
@@ -35,23 +41,35 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     """
 
     @cache
-    def workload(precision: str) -> Workload:
-        return _workload(request, recipe, precision)
+    def workload(precision: str, microbatch: int) -> Workload:
+        return _workload(request, recipe, precision, microbatch)
 
     found = []
-    for number, machine in enumerate(request.machines):
-        precision = _precision(recipe, machine)
-        found.append(
-            predict(
-                workload(precision),
-                machine,
-                precision,
-                fixes=request.fix,
-                plans=request.plans if number == 0 else (),
-                memory_limit=request.memory,
-                images_per_second=request.images_per_second,
+    for machine in request.machines:
+        precision, count = _precision(recipe, machine), len(machine.devices)
+        if recipe.batch < count:
+            raise ConvoyError(
+                f"a batch of {recipe.batch} is too small for the {count} devices of {machine.text}: raise --batch, or "
+                "ask for fewer"
             )
+        usual = recipe.microbatch or -(-recipe.batch // (recipe.microbatches or 1))
+        microbatch = min(usual, recipe.batch // count)
+        lowered = PRECISIONS[precision] is not None
+        last = lowered if recipe.channels_last is None else recipe.channels_last
+        one = predict(
+            workload(precision, microbatch if recipe.batch_norm == "microbatch" else 0),
+            machine,
+            precision,
+            fixes=request.fix,
+            plans=request.plans,
+            memory_limit=request.memory,
+            images_per_second=request.images_per_second,
+            software=replace(OURS, channels_last=last),
         )
+        if recipe.batch_norm == "microbatch" and microbatch < min(usual, recipe.batch):
+            notes = (*one.notes, f"microbatches of {microbatch} samples, so that each device has one: {_asked(recipe, microbatch)}")
+            one = replace(one, notes=notes)
+        found.append(one)
     images, what = _training(request, recipe)
     name = recipe.model.name
     if request.out is not None:
@@ -64,7 +82,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
         return 0
     batch = ", ".join(dict.fromkeys(f"batch {one.batch}, {one.precision}" for one in found))
     click.echo(f"{name}, {batch}: predicted, not measured\n")
-    click.echo("\n".join(lines(found, images, request.prices, what)))
+    click.echo("\n".join(_lines(found, images, request.prices, what)))
     for path, of in ((request.out, "plan"), (request.html, "page")):
         if path is not None:
             click.echo(f"{of}: {path}")
@@ -79,7 +97,11 @@ def _precision(recipe: Recipe, machine: Machine) -> str:
     return "bf16" if new else "fp32"
 
 
-def _workload(request: PlanRequest, recipe: Recipe, precision: str) -> Workload:
+def _asked(recipe: Recipe, microbatch: int) -> str:
+    return f"--microbatches {-(-recipe.batch // microbatch)} asks for them in training"
+
+
+def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
     """The network at the batch of an update; its weights are not made where it allows that."""
     name, settings = recipe.model.name, dict(recipe.model.options)
     usual = models.describe(name).input_shape
@@ -99,6 +121,8 @@ def _workload(request: PlanRequest, recipe: Recipe, precision: str) -> Workload:
         torch.empty(1, channels, pixels, pixels),
         recipe.batch,
         name=name,
+        batch_norm=recipe.batch_norm,
+        microbatch=microbatch,
         precision=PRECISIONS[precision],
     )
 
@@ -115,6 +139,59 @@ def _training(request: PlanRequest, recipe: Recipe) -> tuple[float, str]:
 def _document(one: Prediction, number: int, request: PlanRequest, images: float) -> dict[str, object]:
     found = one.document() | {"days": round(one.days(images), 4)}
     if request.prices:
-        hours = 24 * one.days(images) * len(one.machine.devices)
-        found["price"] = round(hours * request.prices[number], 2)
+        found["price"] = round(_price(one, images, request.prices[number]), 2)
     return found
+
+
+def _lines(predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str) -> Iterator[str]:
+    """A table of the machines, and what is to be said of each.
+
+    Args:
+        predictions: of one network on several machines.
+        images: of the whole training.
+        prices: of an hour of one device of each machine; empty where nobody says.
+        what: the training, in words.
+    """
+    headings = ["machine", "images/s", "90 % range", "speed-up", "efficiency", "days", *(["price"] if prices else [])]
+    rows = []
+    for number, one in enumerate(predictions):
+        least, most = one.best / one.within, one.best * one.within
+        row = [_name(one), f"{one.best:,.0f}", f"{least:,.0f} to {most:,.0f}", f"{one.speedup:.2f}"]
+        row += [f"{one.efficiency:.0%}", f"{one.days(images):.3g}"]
+        rows.append([*row, f"{_price(one, images, prices[number]):,.2f}"] if prices else row)
+    yield from table(headings, rows, headings[1:])
+    yield f"days {'and price ' if prices else ''}of {what}"
+    for one in predictions:
+        yield ""
+        yield f"{_name(one)}: held back by {one.held_back_by}"
+        if len(one.machine.devices) > 1:
+            yield from _plan_lines(one)
+        for change in one.changes[:4]:
+            yield f"  {change.text}: {change.gain:.2f} × as fast"
+        for note in one.notes:
+            yield f"  note: {note}"
+
+
+def _plan_lines(one: Prediction) -> Iterator[str]:
+    """The fastest plan, and what it does with layers that have weights where it is not data parallelism."""
+    plan, planned = one.plan, one.planned
+    if plan == Plan.by_samples(len(one.machine.devices)) or planned is None:
+        yield "  fastest plan: data parallelism"
+        return
+    passes = f" in {planned.best.passes} passes" if planned.best.passes > 1 else ""
+    yield f"  fastest plan: {plan}{passes}, {one.gain:.2f} × data parallelism ({one.images_per_s:,.0f} images/s)"
+    groups: dict[str, list[str]] = {}
+    for call in planned.workload.graph.calls:
+        if call.op in COMPUTE:
+            strategies = dict.fromkeys(plan.strategy(call.layer, call.op))
+            groups.setdefault(" and ".join(strategies), []).append(call.layer)
+    for strategy, names in groups.items():
+        yield f"    {plural(len(names), 'layer')} ({names[0]}{' …' * (len(names) > 1)}): {strategy}"
+
+
+def _name(one: Prediction) -> str:
+    return one.machine.text + (f" over {one.machine.between}" if one.machine.between else "")
+
+
+def _price(one: Prediction, images: float, hour: float) -> float:
+    return 24 * one.days(images) * len(one.machine.devices) * hour

@@ -14,7 +14,7 @@ import click
 
 from convoy.cli.options import check_writable, command_of
 from convoy.errors import ConvoyError
-from convoy.hardware.catalogue import Machine, machine, read_devices
+from convoy.hardware.catalog import Machine, machine, read_devices
 from convoy.hardware.links import link_named
 from convoy.planner.cost.link import links_named
 from convoy.plans.fixes import parse_fix
@@ -267,6 +267,12 @@ def new_length(old: RunDirectory, more: str) -> Duration:
     return Duration(recipe.epochs.updates(per_epoch) + by.updates(per_epoch), "ba")
 
 
+_NOT_PREDICTED = (
+    ("--shares", "parallel.shares", "devices of a catalog share the batch by the speed that is predicted"),
+    ("--recompute", "recompute", "what is computed twice is not predicted"),
+)
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """A command line of `convoy plan`: keys of the recipe are in `overrides`, other options under their names."""
@@ -421,6 +427,9 @@ class PlanRequest:
         for option, value in (others | {"--cores-per-device": self.cores_per_device}).items():
             if value is not None:
                 raise ConvoyError(f"{option} is for devices at hand, but --on names others: drop one of the two")
+        for option, key, why in _NOT_PREDICTED:
+            if any(override.startswith(f"{key}=") for override in self.overrides):
+                raise ConvoyError(f"{option} is not for --on: {why}; leave it out")
         if self.compare and self.score:
             raise ConvoyError("--score is for one machine, but --compare names more: drop one of the two")
         if self.images is not None and self.images < 1:

@@ -7,11 +7,12 @@ counted by the bytes that pass each link (Thakur, Rabenseifner and Gropp, 2005; 
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from convoy.hardware.catalogue import Device, Machine
-from convoy.hardware.links import Link, link_named
+from convoy.hardware.catalog import Device, Machine
+from convoy.hardware.links import Hop, link_named
 from convoy.hardware.speed import Coefficients, Factor, Software, Times, coefficients_of, times
 from convoy.hardware.work import KINDS, Work
 
@@ -97,6 +98,7 @@ class Step:
             "launch": self.times.launch + self.times.fixed,
             "input": max(0.0, self.feed - self.alone) + 0.5 * self.feed * (self.feed > self.alone),
             "network" if self.between > self.inside else "link": self.exposed,
+            "synchronization": self.slower,
         }
         return max(spent, key=lambda name: spent[name])
 
@@ -215,7 +217,7 @@ def _exchange(
     messages = max(1.0, size / 32e6) if scheme.fused else float(work.tensors)
     rate = inside_link(site, local, factor).rate
     inside, between = ring(size, count, site, factor, messages)
-    network = network_link(site, factor) if hosts > 1 else Link(0.0, math.inf)
+    network = network_link(site, factor) if hosts > 1 else Hop(0.0, math.inf)
     match scheme.kind:
         case "one-weird-trick" | "hybrid" | "model":
             return _divided(work, images, local, scheme, rate), 0.0
@@ -253,7 +255,7 @@ def ring(
     return inside, between
 
 
-def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> Link:
+def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> Hop:
     """The link between devices of a host where so many of them send at once.
 
     Args:
@@ -262,7 +264,7 @@ def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> 
         factor: fitted factors.
         faster: how many times as fast as NCCL's ring something else uses the links; the host's memory limits it too.
     """
-    link = link_named(site.link)
+    link = link_named(re.sub("-(host|shared|bridge)$", "", site.link))
     rate = link.rate * factor(f"link {site.link}") * faster
     if not site.link.endswith("-x1") and site.link.endswith(("-host", "-shared")):  # every byte is written and read
         rate = min(rate, 0.5e9 * site.memory * factor("host memory") / (2 * local))
@@ -270,13 +272,13 @@ def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> 
         rate /= max(1.0, min(local, 4) / 2)
     if site.link.endswith("-bridge"):  # pairs have a link of their own
         rate = max(rate, 4e10) if local == 2 else rate / max(1.0, local / 5)
-    return Link(link.latency, rate)
+    return Hop(link.latency, rate)
 
 
-def network_link(site: Site, factor: Factor) -> Link:
+def network_link(site: Site, factor: Factor) -> Hop:
     """The link between hosts."""
     link = link_named(site.network)
-    return Link(link.latency, link.rate * factor("network"))
+    return Hop(link.latency, link.rate * factor("network"))
 
 
 def fitted(name: str) -> float:
@@ -284,11 +286,14 @@ def fitted(name: str) -> float:
     return math.exp(coefficients_of("several devices").get(name, 0.0))
 
 
+def is_through_host(machine: Machine) -> bool:
+    """Whether what its devices send each other passes through their host's memory."""
+    return machine.link.startswith("pcie") and not all(device.peer for device in machine.devices)
+
+
 def site_of(machine: Machine) -> Site:
     """Where the devices of a machine stand."""
-    peers = all(device.peer for device in machine.devices)
-    through_host = not peers and machine.link.startswith("pcie")
-    return Site(machine.per_host, machine.link + ("-host" if through_host else ""), machine.between)
+    return Site(machine.per_host, machine.link + ("-host" if is_through_host(machine) else ""), machine.between)
 
 
 def _divided(work: Work, images: float, count: int, scheme: Scheme, rate: float) -> float:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from convoy.hardware.catalogue import Device
+from convoy.hardware.catalog import Device
 from convoy.hardware.work import KINDS, Array, Work
 
 Coefficients = Mapping[str, float]

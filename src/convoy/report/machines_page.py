@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from convoy.planner.elsewhere import Prediction
+from convoy.planner.machines import Prediction
 from convoy.report import axes as ax
 from convoy.report import pages
 

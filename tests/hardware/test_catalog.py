@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.hardware.catalogue import device_named, devices, machine, read_devices
+from convoy.hardware.catalog import device_named, devices, machine, read_devices
 from convoy.hardware.links import link_named
 
 
@@ -47,7 +47,7 @@ def test_what_is_no_machine(text: str, words: str) -> None:
 
 
 def test_links_by_rate_and_in_numbers() -> None:
-    assert link_named("25gbit").rate == pytest.approx(2.5e9)
+    assert link_named("25gbit").rate == pytest.approx(0.9 * 25e9 / 8)
     assert link_named("infiniband-edr-4").rate == pytest.approx(4 * link_named("infiniband-edr").rate)
     with pytest.raises(ConvoyError, match="is no link"):
         link_named("string")

@@ -5,8 +5,8 @@ import torch
 
 from convoy import models
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.hardware.catalogue import machine
-from convoy.planner.elsewhere import PRECISIONS, Prediction, predict
+from convoy.hardware.catalog import machine
+from convoy.planner.machines import PRECISIONS, Prediction, predict
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.plan import Plan
 

@@ -19,24 +19,31 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.hardware.catalogue import Device, Machine, machine, read_devices
-from convoy.hardware.exchange import Scheme, Step, site_of, step
+from convoy.hardware.catalog import Device, Machine, machine, read_devices
+from convoy.hardware.exchange import Scheme, Step, is_through_host, site_of, step
 from convoy.hardware.speed import OURS, Software, coefficients_of
 from convoy.hardware.work import Work, work_of_graph
 from convoy.planner.cost.additive import Additive
-from convoy.planner.cost.catalogued import costs_of
+from convoy.planner.cost.cataloged import costs_of
 from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.local import BatchNorm
 from convoy.planner.planner import Planned, ordered, propose, score, without_too_large
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from convoy.units import plural, size
+from convoy.units import size
 
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What a network may be trained in, and the type of autocast."""
 
 SEARCHED = 64
 """Devices up to which plans beside data parallelism are searched for."""
+
+STAGED = 8
+"""Devices up to which the network is cut into stages to be faster; on more only where nothing else fits."""
+
+WORTH = 1.03
+"""How many times as fast as data parallelism another plan has to be: less is within the error of a prediction."""
 
 AMONG = ("sample", "replicate", "filter", "channel")
 """What layers may have on an axis: rows and columns of pictures are not divided, which GPUs gain nothing from."""
@@ -60,12 +67,13 @@ class Prediction:
     Attributes:
         machine: the devices.
         precision, batch: of the training; images of an update.
-        images_per_s: of data parallelism; None where it does not fit into the memory.
+        images_per_s: of data parallelism, whether it fits into the memory or not.
         within: the factor that nine in ten published values were within, over or under.
         alone: images a second of one device with its part of the batch, the mean of unequal ones.
         step: of data parallelism.
         planned: the plans that were found; None where none was searched for.
-        gain: how many times as fast as data parallelism the fastest of them is, at least 1.
+        gain: how many times as fast as data parallelism the fastest of them is: at least 1, unless data parallelism
+            does not fit into the memory or plans were given.
         curve: devices, and images a second on so many.
         changes: what would make data parallelism faster, the most helpful first.
         notes: what was assumed.
@@ -132,9 +140,11 @@ class Prediction:
 
     @property
     def held_back_by(self) -> str:
-        """The resource that data parallelism waits for most."""
+        """The resource that data parallelism waits for most: a link by its name."""
         found = self.step.holds_back
-        return self.machine.link.partition("-")[0] if found == "link" else found
+        if found != "link":
+            return found
+        return "host memory" if is_through_host(self.machine) else self.machine.link.partition("-")[0]
 
 
 def plan_on(
@@ -146,6 +156,8 @@ def plan_on(
     between: str | None = None,
     precision: str = "fp32",
     fix: Sequence[str] | str = (),
+    batch_norm: BatchNorm = "sync",
+    microbatches: int | None = None,
     memory_limit: float | None = None,
     images_per_second: float | None = None,
     catalog: Path | None = None,
@@ -164,6 +176,7 @@ def plan_on(
         between: network between hosts, by name or rate; 10 Gbit/s where nobody says.
         precision: `fp32` (TF32 on devices that have it), `bf16` or `fp16`.
         fix: strategies that layers must have.
+        batch_norm, microbatches: as in `convoy.plan`; plans with stages are searched for where they allow them.
         memory_limit: bytes of each device; by default what the catalog says.
         images_per_second: that the input of one device gives.
         catalog: a YAML file with devices beside those that are known.
@@ -175,7 +188,14 @@ def plan_on(
     if precision not in PRECISIONS:
         raise ConvoyError(f"{precision!r} is no precision: choose one of {', '.join(PRECISIONS)}")
     found = machine(on, between, read_devices(Path(catalog)) if catalog is not None else None)
-    workload = workload_of(model, example, global_batch, precision=PRECISIONS[precision])
+    workload = workload_of(
+        model,
+        example,
+        global_batch,
+        batch_norm=batch_norm,
+        microbatch=-(-global_batch // microbatches) if microbatches else 0,
+        precision=PRECISIONS[precision],
+    )
     fixes = [fix] if isinstance(fix, str) else list(fix)
     return predict(
         workload,
@@ -233,7 +253,10 @@ def predict(
     if searching and 1 <= count <= SEARCHED:
         # the timeline lets as much of the messages show as published tables do
         share = min(0.6, max(0.05, done.exposed / done.exchange)) if done.exchange else 0.1
-        costs = costs_of(machine, units(machine.devices[0], precision), software, share)
+        own = {device: _one(work, device, batch / count, precision, software) for device in set(machine.devices)}
+        slowdowns = [own[device] / own[machine.devices[0]] for device in machine.devices]
+        costs = costs_of(machine, units(machine.devices[0], precision), software, share, slowdowns)
+        costs = replace(costs, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
         planned, gain = _planned(workload, machine, costs, fixes, plans, room)
     elif count > SEARCHED:
         notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
@@ -315,20 +338,20 @@ def _planned(
     """The plans that are predicted to be fastest, and how much faster than data parallelism the first is."""
     count = len(machine.devices)
     serial = score(workload, Plan(Mesh((), ())), replace(costs, slowdowns=()))
-    if count == 1:
+    if plans:
+        found = [score(workload, plan, costs, memory_limit=room, schedule="1f1b") for plan in plans]
+    elif count == 1:
         found = [serial]
-    elif plans:
-        found = [score(workload, plan, costs) for plan in plans]
     else:
         on = _meshes(machine)
-        # one pass goes through stages one after the other, which saves memory alone
-        fast = workload if len(workload.counts) > 1 else replace(workload, counts=())
+        # on more devices cuts take long to search; one pass goes through stages one after the other, which saves memory
+        cut = count <= STAGED and len(workload.counts) > 1
+        fast = workload if cut else replace(workload, counts=())
         proposed = propose(fast, count, costs, fixes, None, [], on, AMONG)
         found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
         if all(one.memory.total > room for one in found):
             proposed = propose(workload, count, costs, fixes, room, [], on, AMONG)
             found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
-    plain = next((one for one in found if one.plan == Plan.by_samples(count)), None)
     try:
         fitting, notes = without_too_large(found, Additive(costs, workload.graph, workload.passes), room)
     except TooLargeError as error:
@@ -339,12 +362,14 @@ def _planned(
             f"than the {size(int(room))} that its {device.memory_gb:g} GB leave: lower --batch, or ask for more devices"
         ) from error
     best = ordered(fitting)
+    plain = next((one for one in found if one.plan == Plan.by_samples(count)), None)
+    if plain in best and not plans and plain.seconds < WORTH * best[0].seconds:
+        best.remove(plain)
+        best.insert(0, plain)
     left_out = tuple(notes) if plain is not None and plain not in fitting else ()
+    plain = plain or score(workload, Plan.by_samples(count), costs)
     planned = Planned(workload, count, tuple(best), serial, None, costs, left_out)
-    gain = max(1.0, plain.seconds / best[0].seconds) if plain is not None and plain in fitting else 1.0
-    if plain is not None and plain not in fitting:
-        gain = plain.seconds / best[0].seconds
-    return planned, gain
+    return planned, plain.seconds / best[0].seconds
 
 
 def _meshes(machine: Machine) -> list[Mesh]:
@@ -394,9 +419,6 @@ def _changes(
     add("twice the batch", _step(work, machine, double, precision, software).seconds, sum(double))
     compiled = replace(software, compiled=True)
     add("a compiler that fuses", _step(work, machine, shares, precision, compiled).seconds, sum(shares))
-    if precision in ("bf16", "fp16") and not software.channels_last:
-        last = replace(software, channels_last=True)
-        add("channels last", _step(work, machine, shares, precision, last).seconds, sum(shares))
     without = done.seconds - done.exposed / 2
     add("links twice as fast", without, sum(shares))
     if done.feed > done.alone:
@@ -418,51 +440,3 @@ def width(machine: Machine, software: Software) -> float:
     several = "one device" if len(machine.devices) == 1 else "several devices"
     ranges = _ranges()
     return ranges.get(f"{'known' if known else 'unknown'} device, known framework, {several}", ranges.get("any", 0.5))
-
-
-def lines(predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str) -> list[str]:
-    """For people: a table of the machines, and what is to be said of each.
-
-    Args:
-        predictions: of one network on several machines.
-        images: of the whole training.
-        prices: of an hour of one device of each machine; empty where nobody says.
-        what: the training, in words.
-    """
-    width_of = max(len(_name(one)) for one in predictions)
-    heading = f"{'machine':{width_of}}  images/s (90 % range)        speed-up  efficiency      days"
-    found = [heading + ("     price" if prices else "")]
-    for number, one in enumerate(predictions):
-        rates = f"{one.best:,.0f} ({one.best / one.within:,.0f} to {one.best * one.within:,.0f})"
-        row = f"{_name(one):{width_of}}  {rates:28} {one.speedup:8.2f}  {one.efficiency:9.0%}  {one.days(images):8.3g}"
-        if prices:
-            row += f"  {24 * one.days(images) * len(one.machine.devices) * prices[number]:8,.0f}"
-        found.append(row)
-    found.append(f"days of {what}")
-    for one in predictions:
-        found += ["", f"{_name(one)}: held back by {one.held_back_by}"]
-        if len(one.machine.devices) > 1 and one.plan == Plan.by_samples(len(one.machine.devices)):
-            found.append("  fastest plan: data parallelism")
-        elif len(one.machine.devices) > 1:
-            found.append(
-                f"  fastest plan: {one.plan}, {one.gain:.2f} × data parallelism ({one.images_per_s:,.0f} images/s)"
-            )
-            found += [f"    {name}: {strategy}" for name, strategy in _divided(one)]
-        found += [f"  {change.text}: {change.gain:.2f} × as fast" for change in one.changes[:4]]
-        found += [f"  note: {note}" for note in one.notes]
-    return found
-
-
-def _name(one: Prediction) -> str:
-    return one.machine.text + (f" over {one.machine.between}" if one.machine.between else "")
-
-
-def _divided(one: Prediction) -> list[tuple[str, str]]:
-    """Layers with weights that the fastest plan divides otherwise than by samples, those of one strategy together."""
-    plan = one.plan
-    groups: dict[str, list[str]] = {}
-    assert one.planned is not None
-    for call in one.planned.workload.graph.calls:
-        if call.op in ("conv", "linear"):
-            groups.setdefault(" and ".join(dict.fromkeys(plan.strategy(call.layer, call.op))), []).append(call.layer)
-    return [(f"{plural(len(names), 'layer')} ({names[0]} …)", strategy) for strategy, names in groups.items()]

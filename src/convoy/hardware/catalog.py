@@ -2,6 +2,7 @@
 
 import csv
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 
 from convoy.errors import ConvoyError
+from convoy.hardware.links import link_named, links
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Device:
     """A device, as its data sheet says.
 
     Attributes:
-        name: in the catalogue.
+        name: in the catalog.
         generation: of its architecture, with which the part of the peak that layers reach changes.
         processors: multiprocessors.
         fp32, tf32, fp16: peak arithmetic in TFLOP/s; `tf32` and `fp16` are 0 where it has no faster units for them.
@@ -80,7 +82,8 @@ class Machine:
 
 
 def _device(row: Mapping[str, Any]) -> Device:
-    numbers = {name: float(row.get(name) or 0) for name in ("fp32", "tf32", "fp16", "launch_us")}
+    numbers = {name: float(row.get(name) or 0) for name in ("fp32", "tf32", "fp16")}
+    numbers["launch_us"] = float(row.get("launch_us") or 5)
     numbers |= {name: float(row[name]) for name in ("memory_gb", "gbytes_per_s")}
     return Device(
         name=str(row["name"]),
@@ -95,7 +98,7 @@ def _device(row: Mapping[str, Any]) -> Device:
 
 @cache
 def devices() -> dict[str, Device]:
-    """All devices of the catalogue, by name and by their other names."""
+    """All devices of the catalog, by name and by their other names."""
     text = resources.files("convoy.hardware").joinpath("devices.csv").read_text(encoding="utf-8")
     found: dict[str, Device] = {}
     for row in csv.DictReader(text.splitlines()):
@@ -105,15 +108,8 @@ def devices() -> dict[str, Device]:
     return found
 
 
-@cache
-def link_names() -> tuple[str, ...]:
-    """Names of the links in the catalogue."""
-    text = resources.files("convoy.hardware").joinpath("links.csv").read_text(encoding="utf-8")
-    return tuple(row["name"] for row in csv.DictReader(text.splitlines()))
-
-
 def device_named(name: str, added: Mapping[str, Device] | None = None) -> Device:
-    """A device of the catalogue, or of those that were added.
+    """A device of the catalog, or of those that were added.
 
     Raises:
         ConvoyError: there is none of this name.
@@ -126,11 +122,12 @@ def device_named(name: str, added: Mapping[str, Device] | None = None) -> Device
     raise ConvoyError(f"{name!r} is no device that is known: the nearest are {', '.join(near)}")
 
 
-_FIELDS = ("generation", "processors", "fp32", "memory_gb", "gbytes_per_s")
+_POSITIVE = ("processors", "fp32", "memory_gb", "gbytes_per_s")
+_FIELDS = ("generation", *_POSITIVE)
 
 
 def read_devices(path: Path) -> dict[str, Device]:
-    """Devices of a YAML file: a mapping of names to the columns of the catalogue.
+    """Devices of a YAML file: a mapping of names to the columns of the catalog.
 
     Raises:
         ConvoyError: the file cannot be read, or a device lacks a number.
@@ -147,9 +144,14 @@ def read_devices(path: Path) -> dict[str, Device]:
         if lacking:
             raise ConvoyError(f"{path}: {name} lacks {', '.join(lacking)}")
         try:
-            found[str(name).lower()] = _device({"name": str(name).lower(), "source": str(path), **row})
-        except (TypeError, ValueError) as error:
+            device = _device({"name": str(name).lower(), "source": str(path), **row})
+            link_named(device.host)
+        except (TypeError, ValueError, ConvoyError) as error:
             raise ConvoyError(f"{path}: {name}: {error}") from error
+        for field in _POSITIVE:
+            if not 0 < getattr(device, field) < math.inf:
+                raise ConvoyError(f"{path}: {name}: {field} is {getattr(device, field)}, but has to be more than 0")
+        found[device.name] = device
     return found
 
 
@@ -164,7 +166,7 @@ def machine(text: str, between: str | None = None, added: Mapping[str, Device] |
         text: `8xv100-sxm2` is one host; `4x(8xa100-sxm4)` four, linked by `between`; `2xtitan-x+1xgtx-1080` unequal
             devices of one host. `:pcie3` at the end names another link than the device's usual one.
         between: network between hosts; 10 Gbit/s where nobody says.
-        added: devices beside those of the catalogue.
+        added: devices beside those of the catalog.
 
     Raises:
         ConvoyError: no such device or link, or no such machine.
@@ -178,10 +180,10 @@ def machine(text: str, between: str | None = None, added: Mapping[str, Device] |
     chosen = tuple(_counted(inner, text, added))
     if hosts < 1 or len(chosen) * hosts > 65536:
         raise ConvoyError(f"{text!r} is no machine: it would have {len(chosen) * hosts} devices")
-    if link and link not in link_names():
-        near = difflib.get_close_matches(link, link_names(), 3, 0.4) or link_names()[:3]
+    if link and link not in links():
+        near = difflib.get_close_matches(link, links(), 3, 0.4) or list(links())[:3]
         raise ConvoyError(f"{link!r} is no link that is known: the nearest are {', '.join(near)}")
-    usual = link or min((device.host for device in chosen), key=_order)
+    usual = link or min((device.host for device in chosen), key=lambda name: link_named(name).rate)
     return Machine(text.strip(), chosen * hosts, len(chosen), usual, (between or "10gbit") if hosts > 1 else "")
 
 
@@ -194,7 +196,3 @@ def _counted(text: str, whole: str, added: Mapping[str, Device] | None) -> Itera
         if not 1 <= count <= 65536:
             raise ConvoyError(f"{whole!r} is no machine: there cannot be {count} devices of a kind")
         yield from (device_named(found[2], added),) * count
-
-
-def _order(link: str) -> int:
-    return link_names().index(link) if link in link_names() else 0

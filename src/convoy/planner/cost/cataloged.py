@@ -1,8 +1,9 @@
 """Costs of devices and links that are not at hand: those of `convoy.hardware`, for the search and the timeline."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from convoy.hardware.catalogue import Device, Machine
+from convoy.hardware.catalog import Device, Machine
 from convoy.hardware.exchange import Site, fitted, inside_link, network_link, site_of
 from convoy.hardware.speed import OURS, Software, times
 from convoy.hardware.work import KIND_OF, Item, Work
@@ -16,7 +17,7 @@ _SIZES = (0, *(1 << power for power in range(10, 31, 2)))
 
 
 @dataclass(frozen=True)
-class CataloguedTimes:
+class CatalogedTimes:
     """Seconds of operations on a device of the catalog: a `LayerTimes`."""
 
     device: Device
@@ -61,7 +62,7 @@ def _item(one: LocalOp) -> Item:
 
 
 @dataclass(frozen=True)
-class CataloguedLinks:
+class CatalogedLinks:
     """Links of a machine, for any of its ranks.
 
     Attributes:
@@ -94,24 +95,24 @@ class CataloguedLinks:
         )
 
 
-def costs_of(machine: Machine, precision: str, software: Software = OURS, share: float = 0.1) -> Costs:
+def costs_of(
+    machine: Machine, precision: str, software: Software, share: float, slowdowns: Sequence[float] = ()
+) -> Costs:
     """What a step costs on a machine of the catalog.
 
     Args:
-        machine: the devices; unequal ones are slower or faster by their peaks.
+        machine: the devices; times are those of the first.
         precision: `fp32`, `tf32` or `fp16`.
         software: what runs the network.
         share: the part of the time of messages that they take from the computation beside them.
+        slowdowns: how many times as long as the first each device computes.
     """
     device = machine.devices[0]
-    one = CataloguedTimes(device, precision, software)
-    speeds = [each.fp32 for each in machine.devices]
-    slowdowns = tuple(speeds[0] / speed for speed in speeds) if len(set(speeds)) > 1 else ()
     rate = 0.75e9 * device.gbytes_per_s
     return Costs(
-        one,
-        Links(otherwise=CataloguedLinks(site_of(machine), share)),
+        CatalogedTimes(device, precision, software),
+        Links(otherwise=CatalogedLinks(site_of(machine), share)),
         Update(per_byte=5 / rate, per_tensor=device.launch_us * 1e-6),
         on_cpu=False,
-        slowdowns=slowdowns,
+        slowdowns=tuple(slowdowns) if len(set(slowdowns)) > 1 else (),
     )
