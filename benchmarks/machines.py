@@ -64,7 +64,7 @@ def main() -> None:
             rate = f"{found.best:,.0f} ({found.best / found.within:,.0f} to {found.best * found.within:,.0f})"
             row = [network, f"{on}, {precision}", rate, f"{found.speedup:.2f}", plan, f"{seconds:.1f}"]
             print("| " + " | ".join(row) + " |", flush=True)
-            assert found.gain >= 1 or found.planned and found.planned.notes, "slower than data parallelism that fits"
+            assert found.gain >= 1 or (found.planned and found.planned.notes), "slower than data parallelism that fits"
     print(f"\nlongest: {longest:.1f} s")
 
 

@@ -81,8 +81,10 @@ def main() -> None:
     seen = _seen(rows, name)
     for number, source in enumerate(sources):
         alone = dict(zip(first.names, map(float, first.without(number, at, slopes)), strict=True))
-        own = several_devices(collectives, many, [single(row, alone) for row in many], sources, alone, name)
-        left = dict(zip(own.names, map(float, own.without(number, at_many, slopes_many)), strict=True))
+        left = dict(zip(second.names, map(float, at_many), strict=True))
+        if number in second.groups:
+            own = several_devices(collectives, many, [single(row, alone) for row in many], sources, alone, name)
+            left = dict(zip(own.names, map(float, own.without(number, at_many, slopes_many)), strict=True))
         for row in (*rows, *blind):
             if name(row) == source:
                 predicted[id(row)] = predict(row, {"one device": alone, "several devices": left}, seen)

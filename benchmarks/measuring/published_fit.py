@@ -282,7 +282,17 @@ def several_devices(
     ]
     copies = Counter(_copy(row) for row, _ in used)
     names = ["beside", "sync", "norms", "network", "adding", "to host", "to gpu", "replicated", "servers", "keras"]
-    names += ["again", "uneven", "slower", "slower halves", "hosts", "host memory", "feed by cpu", "feed by gpu"]
+    names += [
+        "again",
+        "uneven",
+        "slower",
+        "slower halves",
+        "hosts",
+        "host memory",
+        "feed by cpu",
+        "feed by gpu",
+        "tree",
+    ]
     names += sorted({f"link {site.link}" for site in (*(row.site for row, _ in used), *(c.site for c in collectives))})
     names += sorted({f"slower {row.software.framework}" for row, _ in used})
     names += sorted({f"feed {row.software.framework}" for row, _ in used if row.scheme.feed != "synthetic"})

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from convoy.engine.parallelize import parallelize as parallelize
     from convoy.graph.deferred import deferred as deferred
     from convoy.graph.deferred import materialize as materialize
-    from convoy.planner.machines import plan_on as plan_on
     from convoy.planner.interface import plan as plan
+    from convoy.planner.machines import plan_on as plan_on
     from convoy.plans import Mesh as Mesh
     from convoy.plans import Plan as Plan
     from convoy.script.checkpoint import load as load

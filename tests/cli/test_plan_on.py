@@ -34,6 +34,14 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["speedup"] <= 4.05 and found["faster_than_data_parallel"] >= 1
 
 
+def test_microbatches_are_as_small_as_devices_need(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["plan", "resnet18", "--image-size", "32", "--on", "4xv100-sxm2", "--batch", "64"]
+    assert "over 16 samples, so that each device has a microbatch: training does so with --microbatches 4" in said(
+        capsys, *few
+    )
+    assert "note" not in said(capsys, *few, "--microbatches", "4")
+
+
 def test_hosts_and_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine: {generation: ada, processors: 60, fp32: 20, memory_gb: 16, gbytes_per_s: 500}\n")
@@ -55,6 +63,10 @@ def test_hosts_and_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_
         (["--on", "512xt4"], "too small for 512 devices"),
         (["--between", "10gbit"], "name one with --on"),
         (["--on", "2xt4", "--catalog", "/nowhere.yaml"], "no devices can be read"),
+        (["--on", "2xt4", "--shares", "1,2"], "--shares is not for --on"),
+        (["--on", "2xt4", "--recompute"], "--recompute is not for --on"),
+        (["--on", "2xt4", "--compare", "200xt4"], "too small for the 200 devices of 200xt4"),
+        (["--on", "k20", "--batch", "4000000"], "more than the"),
     ],
 )
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:

@@ -1,5 +1,6 @@
 """Devices, links and machines by the names that people write."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -62,5 +63,11 @@ def test_own_devices(tmp_path: Path) -> None:
     path.write_text("my-gpu: {fp32: 20}\n")
     with pytest.raises(ConvoyError, match="my-gpu lacks generation"):
         read_devices(path)
+    for wrong, words in (("fp32: 0", "fp32 is 0"), ("fp32: fast", "could not convert"), ("host: string", "is no link")):
+        numbers = "generation: ampere, processors: 60, fp32: 20, memory_gb: 16, gbytes_per_s: 500, host: pcie3"
+        before = wrong.partition(":")[0]
+        path.write_text("my-gpu: {" + re.sub(f"{before}: [a-z0-9]+", wrong, numbers) + "}\n")
+        with pytest.raises(ConvoyError, match=f"my-gpu: .*{words}"):
+            read_devices(path)
     with pytest.raises(ConvoyError, match="no devices can be read"):
         read_devices(tmp_path / "none.yaml")

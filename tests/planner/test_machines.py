@@ -1,5 +1,7 @@
 """Plans for machines that are not at hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,9 +62,30 @@ def test_half_precision_is_faster_where_there_are_units_for_it() -> None:
     assert half.images_per_s > 1.3 * predict(workload("resnet18", 512), machine("v100-sxm2"), "fp32").images_per_s
 
 
-def test_given_plans_are_only_predicted() -> None:
-    found = predict(workload("alexnet", 64), machine("2xk40"), "fp32", plans=[Plan.parse("filter=2")])
-    assert str(found.plan) == "filter=2"
+def test_given_plans_are_only_predicted_and_beside_data_parallelism() -> None:
+    def gain(text: str) -> float:
+        found = predict(workload("resnet18", 64), machine("2xk40"), "fp32", plans=[Plan.parse(text)])
+        assert found.plan == Plan.parse(text)
+        return found.gain
+
+    assert gain("sample=2") == 1
+    assert gain("filter=2") < 0.95  # activations travel in place of a few gradients
+
+
+def test_a_network_that_no_device_has_room_for_is_cut_into_stages() -> None:
+    """Without batch norm over all samples an update can go through stages in several passes."""
+    with torch.device("meta"):
+        model = models.create("vgg11")
+    cut = workload_of(model, torch.empty(1, 3, 224, 224), 64, batch_norm="microbatch", microbatch=8)
+    machine_of_two = machine("2xk20")
+    assert predict(cut, machine_of_two, "fp32", memory_limit=1.5e9).plan.num_stages == 2
+    with pytest.raises(TooLargeError):  # the control: where only the whole batch at once can be computed
+        predict(replace(cut, counts=()), machine_of_two, "fp32", memory_limit=1.5e9)
+
+
+def test_gpus_without_peers_wait_for_the_memory_of_their_host() -> None:
+    assert alexnet("8xrtx-3090").held_back_by == "host memory"
+    assert alexnet("8xp100-pcie:pcie3-x1").held_back_by == "pcie3"
 
 
 def test_what_does_not_fit_is_refused_by_how_much() -> None:

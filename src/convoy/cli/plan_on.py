@@ -1,7 +1,7 @@
 """How `convoy plan --on` answers: predictions for machines that are not at hand."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -44,32 +44,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     def workload(precision: str, microbatch: int) -> Workload:
         return _workload(request, recipe, precision, microbatch)
 
-    found = []
-    for machine in request.machines:
-        precision, count = _precision(recipe, machine), len(machine.devices)
-        if recipe.batch < count:
-            raise ConvoyError(
-                f"a batch of {recipe.batch} is too small for the {count} devices of {machine.text}: raise --batch, or "
-                "ask for fewer"
-            )
-        usual = recipe.microbatch or -(-recipe.batch // (recipe.microbatches or 1))
-        microbatch = min(usual, recipe.batch // count)
-        lowered = PRECISIONS[precision] is not None
-        last = lowered if recipe.channels_last is None else recipe.channels_last
-        one = predict(
-            workload(precision, microbatch if recipe.batch_norm == "microbatch" else 0),
-            machine,
-            precision,
-            fixes=request.fix,
-            plans=request.plans,
-            memory_limit=request.memory,
-            images_per_second=request.images_per_second,
-            software=replace(OURS, channels_last=last),
-        )
-        if recipe.batch_norm == "microbatch" and microbatch < min(usual, recipe.batch):
-            notes = (*one.notes, f"microbatches of {microbatch} samples, so that each device has one: {_asked(recipe, microbatch)}")
-            one = replace(one, notes=notes)
-        found.append(one)
+    found = [_predicted(request, recipe, machine, workload) for machine in request.machines]
     images, what = _training(request, recipe)
     name = recipe.model.name
     if request.out is not None:
@@ -80,8 +55,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     if request.as_json:
         click.echo(json.dumps([_document(one, number, request, images) for number, one in enumerate(found)], indent=2))
         return 0
-    batch = ", ".join(dict.fromkeys(f"batch {one.batch}, {one.precision}" for one in found))
-    click.echo(f"{name}, {batch}: predicted, not measured\n")
+    click.echo(f"{name}, batch {recipe.batch}: predicted, not measured\n")
     click.echo("\n".join(_lines(found, images, request.prices, what)))
     for path, of in ((request.out, "plan"), (request.html, "page")):
         if path is not None:
@@ -97,8 +71,35 @@ def _precision(recipe: Recipe, machine: Machine) -> str:
     return "bf16" if new else "fp32"
 
 
-def _asked(recipe: Recipe, microbatch: int) -> str:
-    return f"--microbatches {-(-recipe.batch // microbatch)} asks for them in training"
+def _predicted(
+    request: PlanRequest, recipe: Recipe, machine: Machine, workload: Callable[[str, int], Workload]
+) -> Prediction:
+    """For one machine; microbatches are so small that each device has one."""
+    precision, count = _precision(recipe, machine), len(machine.devices)
+    if recipe.batch < count:
+        raise ConvoyError(
+            f"a batch of {recipe.batch} is too small for the {count} devices of {machine.text}: raise --batch, or ask "
+            "for fewer"
+        )
+    usual = min(recipe.batch, recipe.microbatch or -(-recipe.batch // (recipe.microbatches or 1)))
+    size = min(usual, recipe.batch // count) if recipe.batch_norm == "microbatch" else 0
+    lowered = PRECISIONS[precision] is not None  # where channels lie innermost unless somebody says otherwise
+    own = workload(precision, size)
+    found = predict(
+        own,
+        machine,
+        precision,
+        fixes=request.fix,
+        plans=request.plans,
+        memory_limit=request.memory,
+        images_per_second=request.images_per_second,
+        software=replace(OURS, channels_last=lowered if recipe.channels_last is None else recipe.channels_last),
+    )
+    if size == usual or recipe.batch_norm != "microbatch" or all(call.op != "batch_norm" for call in own.graph.calls):
+        return found
+    note = f"batch norm takes its statistics over {size} samples, so that each device has a microbatch: training does "
+    note += f"so with --microbatches {-(-recipe.batch // size)}"
+    return replace(found, notes=(*found.notes, note))
 
 
 def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
@@ -139,7 +140,7 @@ def _training(request: PlanRequest, recipe: Recipe) -> tuple[float, str]:
 def _document(one: Prediction, number: int, request: PlanRequest, images: float) -> dict[str, object]:
     found = one.document() | {"days": round(one.days(images), 4)}
     if request.prices:
-        found["price"] = round(_price(one, images, request.prices[number]), 2)
+        found["price"] = round(one.price(images, request.prices[number]), 2)
     return found
 
 
@@ -152,18 +153,33 @@ def _lines(predictions: Sequence[Prediction], images: float, prices: Sequence[fl
         prices: of an hour of one device of each machine; empty where nobody says.
         what: the training, in words.
     """
-    headings = ["machine", "images/s", "90 % range", "speed-up", "efficiency", "days", *(["price"] if prices else [])]
+    headings = [
+        "machine",
+        "precision",
+        "images/s",
+        "90 % range",
+        "speed-up",
+        "efficiency",
+        "days",
+        *(["price"] if prices else []),
+    ]
     rows = []
     for number, one in enumerate(predictions):
         least, most = one.best / one.within, one.best * one.within
-        row = [_name(one), f"{one.best:,.0f}", f"{least:,.0f} to {most:,.0f}", f"{one.speedup:.2f}"]
+        row = [
+            one.machine.label,
+            one.precision,
+            f"{one.best:,.0f}",
+            f"{least:,.0f} to {most:,.0f}",
+            f"{one.speedup:.2f}",
+        ]
         row += [f"{one.efficiency:.0%}", f"{one.days(images):.3g}"]
-        rows.append([*row, f"{_price(one, images, prices[number]):,.2f}"] if prices else row)
-    yield from table(headings, rows, headings[1:])
+        rows.append([*row, f"{one.price(images, prices[number]):,.2f}"] if prices else row)
+    yield from table(headings, rows, headings[2:])
     yield f"days {'and price ' if prices else ''}of {what}"
     for one in predictions:
         yield ""
-        yield f"{_name(one)}: held back by {one.held_back_by}"
+        yield f"{one.machine.label}: held back by {one.held_back_by}"
         if len(one.machine.devices) > 1:
             yield from _plan_lines(one)
         for change in one.changes[:4]:
@@ -187,11 +203,3 @@ def _plan_lines(one: Prediction) -> Iterator[str]:
             groups.setdefault(" and ".join(strategies), []).append(call.layer)
     for strategy, names in groups.items():
         yield f"    {plural(len(names), 'layer')} ({names[0]}{' …' * (len(names) > 1)}): {strategy}"
-
-
-def _name(one: Prediction) -> str:
-    return one.machine.text + (f" over {one.machine.between}" if one.machine.between else "")
-
-
-def _price(one: Prediction, images: float, hour: float) -> float:
-    return 24 * one.days(images) * len(one.machine.devices) * hour

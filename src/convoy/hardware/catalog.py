@@ -76,6 +76,11 @@ class Machine:
         return len(self.devices) // self.per_host
 
     @property
+    def label(self) -> str:
+        """With the network, for people."""
+        return self.text + (f" over {self.between}" if self.between else "")
+
+    @property
     def slowest(self) -> Device:
         """The device with the least arithmetic."""
         return min(self.devices, key=lambda device: device.fp32)

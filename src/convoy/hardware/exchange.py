@@ -171,7 +171,8 @@ def several(
     if count > 1:
         share = 0.01 * factor("slower") * factor(f"slower {software.framework}")
         share *= factor("slower halves") if precision == "fp16" else 1.0
-        doublings = math.log2(local) + 0.3 * factor("hosts") * math.log2(hosts)
+        # of many hosts the slowest is as late as the largest of so many random delays: their logarithm's root
+        doublings = math.log2(local) + 0.3 * factor("hosts") * math.log2(hosts) ** 0.5
         slower = (alone * share + 1e-3 * factor("sync")) * doublings
         normalized = float((one.forward + one.backward)[work.kind == KINDS.index("norm")].sum())
         if scheme.kind == "replicated" and _is_slow_at_norms(precision, software, device):
@@ -231,7 +232,7 @@ def _exchange(
             inside = 2 * (local - 1) * size / rate * factor("to gpu")
         case "tree":
             inside = 2 * math.ceil(math.log2(local)) * size / rate
-            between = 2 * math.ceil(math.log2(hosts)) * size / network.rate
+            between = 2 * math.ceil(math.log2(hosts)) * size / network.rate * factor("tree")
         case "replicated":
             inside = ring(size, local, site, factor, messages, 1 / factor("replicated"))[0]
         case "servers" | "servers-gpu":

@@ -116,6 +116,10 @@ class Prediction:
         """Until so many images have been trained on."""
         return images / self.best / 86400
 
+    def price(self, images: float, hour: float) -> float:
+        """Of so many images, where an hour of one device costs so much."""
+        return 24 * self.days(images) * len(self.machine.devices) * hour
+
     def document(self) -> dict[str, Any]:
         """As JSON has it."""
         return {

@@ -27,17 +27,17 @@ def machines_page(
     """
     rows = []
     for number, one in enumerate(predictions):
-        count = len(one.machine.devices)
         rows.append(
             {
-                "machine": one.machine.text + (f" over {one.machine.between}" if one.machine.between else ""),
-                "devices": count,
+                "machine": one.machine.label,
+                "precision": one.precision,
+                "devices": len(one.machine.devices),
                 "images": f"{one.best:,.0f}",
                 "range": f"{one.best / one.within:,.0f} to {one.best * one.within:,.0f}",
                 "speedup": f"{one.speedup:.2f}",
                 "efficiency": f"{one.efficiency:.0%}",
                 "days": f"{one.days(images):.3g}",
-                "price": f"{24 * one.days(images) * count * prices[number]:,.0f}" if prices else "",
+                "price": f"{one.price(images, prices[number]):,.2f}" if prices else "",
                 "held": one.held_back_by,
                 "plan": str(one.plan),
                 "gain": f"{one.gain:.2f}" if one.gain > 1.005 else "",
@@ -54,7 +54,7 @@ def machines_page(
         name="plan",
         title=network,
         subject=first.machine.text,
-        facts=[f"batch {first.batch}", first.precision, what],
+        facts=[f"batch {first.batch}", what],
         status="predicted, not measured",
         status_kind="warn",
         rows=rows,
