@@ -138,7 +138,7 @@ def history() -> None:
     abci = Site(4, "nvlink2", "infiniband-edr-2")
     fast = rate("resnet50", "v100-sxm2", 2048, 40, abci, Software("dali-mxnet", 8, False, True), "fp16")
     print(f"| Yamazaki et al., 2019: ResNet-50, 90 epochs, 2,048 V100 | 74.7 s | {90 * IMAGENET / fast:.0f} s |")
-    pod, tpu = Site(1024, "ici3"), Software("dali-tensorflow", 8, True, True)
+    pod, tpu = Site(4, "ici3", "ici3"), Software("dali-tensorflow", 8, True, True)
     some, all_of = (rate("resnet50", "tpu-v3", count, 32, pod, tpu, "fp16") for count in (1, 1024))
     print(f"| Ying et al., 2018: ResNet-50, efficiency on 1,024 TPU v3 | near linear | {all_of / some / 1024:.0%} |")
     k80, torch7 = Site(8, "pcie3"), Software("pytorch", 5)
