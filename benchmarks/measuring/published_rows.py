@@ -280,7 +280,7 @@ def _software(row: dict[str, str], device: Device) -> tuple[Software, str]:
     if "_v2" in source:
         cudnn = 9
     text = f"{scheme} {source}"
-    half = re.search(r"fp16|mixed|AMP", scheme, re.I) and "fp16 exchange" not in scheme
+    half = re.search(r"fp16|mixed|\bAMP\b", scheme, re.I) and "fp16 exchange" not in scheme
     precision = "fp16" if half or "fp16" in source else "fp32"
     if precision == "fp32" and new and "TF2_3" not in text:
         precision = "tf32"

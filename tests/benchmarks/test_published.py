@@ -48,6 +48,8 @@ ROWS = [
         "PP n=4 partitions, m=32 micro-batches",
     ),
     ("somebody", "ResNet-50", "ImageNet", "GPU unstated", "unstated", 2, 64, "DP Horovod"),
+    ("Lambda deeplearning", "ResNet-50", "ImageNet", "RTX 3090", "", 1, 64, "DP DDP fp32 (TF32 on Ampere+)"),
+    ("Lambda deeplearning", "ResNet-50", "ImageNet", "RTX 3090", "", 1, 64, "DP DDP fp16 AMP"),
 ]
 
 
@@ -63,12 +65,13 @@ def rows(tmp_path: Path) -> list[Row]:
 
 
 def test_devices_software_and_schemes(rows: list[Row]) -> None:
-    lambda_, theano, gpipe, unknown = rows
+    lambda_, theano, gpipe, unknown, *ampere = rows
     assert (lambda_.device.name, lambda_.scheme.kind, lambda_.software.compiled) == ("rtx-2080-ti", "replicated", True)
     assert (lambda_.count, lambda_.images, lambda_.rate, lambda_.speedup) == (8, 56, 100, None)
     assert (theano.device.name, theano.precision, theano.scheme.itemsize) == ("k80", "fp32", 2)
     assert not theano.scheme.overlap and theano.network == "alexnet-2012"
     assert (gpipe.scheme.kind, gpipe.scheme.parts, gpipe.scheme.relative) == ("pipeline", 32, True)
+    assert [one.precision for one in ampere] == ["tf32", "fp16"]
     assert "does not say which device" in unknown.refused
     assert family(LAMBDA) == family(LAMBDA.replace("XLA_", ""))
 

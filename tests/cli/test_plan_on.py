@@ -59,7 +59,7 @@ def test_hosts_and_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_
         (["--on", "2xt4", "--between", "10gbit"], "is one host"),
         (["--on", "2x(2xt4)", "--between", "string"], "is no link"),
         (["--on", "2xt4", "--images", "0"], "at least 1"),
-        (["--on", "2xt4", "--score", "sample=3"], "sample=3"),
+        (["--on", "2xt4", "--score", "sample=3"], "--score sample=3 is for 3 devices, but 2xt4 has 2"),
         (["--on", "512xt4"], "too small for 512 devices"),
         (["--between", "10gbit"], "name one with --on"),
         (["--on", "2xt4", "--catalog", "/nowhere.yaml"], "no devices can be read"),

@@ -14,7 +14,7 @@ from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.cost.times import Roofline
-from convoy.planner.planner import _search_stages, propose, without_too_large
+from convoy.planner.planner import _fitting, _search_stages, propose
 from convoy.planner.search.stages import in_best_passes
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
     workload = network()
     found = score(workload, STAGES, costs(), memory_limit=1000.0)
     with pytest.raises(TooLargeError) as refused:
-        without_too_large([found], Additive(costs(), workload.graph), 1000.0)
+        _fitting([found], Additive(costs(), workload.graph), 1000.0)
     sentence = str(refused.value)
     assert sentence.startswith("the plan stage=2 does not fit: it needs ")
     assert "use more stages on more devices, smaller microbatches, smaller images" in sentence

@@ -189,13 +189,15 @@ def _lines(predictions: Sequence[Prediction], images: float, prices: Sequence[fl
 
 
 def _plan_lines(one: Prediction) -> Iterator[str]:
-    """The fastest plan, and what it does with layers that have weights where it is not data parallelism."""
+    """The fastest plan, and how it divides layers with weights where it is neither data parallelism nor stages."""
     plan, planned = one.plan, one.planned
     if plan == Plan.by_samples(len(one.machine.devices)) or planned is None:
         yield "  fastest plan: data parallelism"
         return
     passes = f" in {planned.best.passes} passes" if planned.best.passes > 1 else ""
     yield f"  fastest plan: {plan}{passes}, {one.gain:.2f} × data parallelism ({one.images_per_s:,.0f} images/s)"
+    if plan.num_stages > 1:
+        return
     groups: dict[str, list[str]] = {}
     for call in planned.workload.graph.calls:
         if call.op in COMPUTE:

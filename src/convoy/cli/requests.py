@@ -393,7 +393,7 @@ class PlanRequest:
         number = self.num_devices
         for plan in self.plans:
             if (size := plan.mesh.num_devices) != number:
-                first = f"--score {self.plans[0]} for {number}"
+                first = f"--score {self.plans[0]} for {number}" if self.on is None else f"{self.on} has {number}"
                 raise ConvoyError(
                     f"--score {plan} is for {size} device{'s' if size > 1 else ''}, but "
                     f"{f'--devices is {number}' if self.devices is not None else first}: change one of them"

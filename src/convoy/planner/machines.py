@@ -5,6 +5,7 @@ Other plans are searched for, and predicted by their timelines, with costs from 
 many times as fast as data parallelism, so that what both predictions have in common cancels.
 """
 
+import contextlib
 import json
 import math
 import statistics
@@ -23,11 +24,10 @@ from convoy.hardware.catalog import Device, Machine, machine, read_devices
 from convoy.hardware.exchange import Scheme, Step, is_through_host, site_of, step
 from convoy.hardware.speed import OURS, Software, coefficients_of
 from convoy.hardware.work import Work, work_of_graph
-from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.cataloged import costs_of
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.local import BatchNorm
-from convoy.planner.planner import Planned, ordered, propose, score, without_too_large
+from convoy.planner.planner import Planned, ordered, propose, score
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -136,6 +136,7 @@ class Prediction:
             "efficiency": round(self.efficiency, 3),
             "held_back_by": self.held_back_by,
             "plan": str(self.plan),
+            "passes": self.planned.best.passes if self.planned is not None else 1,
             "faster_than_data_parallel": round(self.gain, 3),
             "curve": [[count, round(rate, 1)] for count, rate in self.curve],
             "changes": [{"what": one.text, "gain": round(one.gain, 3)} for one in self.changes],
@@ -354,25 +355,27 @@ def _planned(
         proposed = propose(fast, count, costs, fixes, None, [], on, AMONG)
         found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
         if all(one.memory.total > room for one in found):
-            proposed = propose(workload, count, costs, fixes, room, [], on, AMONG)
-            found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
-    try:
-        fitting, notes = without_too_large(found, Additive(costs, workload.graph, workload.passes), room)
-    except TooLargeError as error:
+            with contextlib.suppress(TooLargeError):
+                proposed = propose(workload, count, costs, fixes, room, [], on, AMONG)
+                found += [score(workload, plan, costs, passes, room) for plan, passes in proposed]
+    fitting = [one for one in found if one.memory.total <= room]
+    if not fitting:
         device = min(machine.devices, key=lambda device: device.memory_gb)
         least = min(one.memory.total for one in found)
         raise TooLargeError(
             f"a batch of {workload.batch} needs {size(least)} on each {device.name}, {size(int(least - room))} more "
-            f"than the {size(int(room))} that its {device.memory_gb:g} GB leave: lower --batch, or ask for more devices"
-        ) from error
+            f"than the {size(int(room))} that there are: lower --batch, or ask for more devices",
+            least,
+        )
     best = ordered(fitting)
     plain = next((one for one in found if one.plan == Plan.by_samples(count)), None)
     if plain in best and not plans and plain.seconds < WORTH * best[0].seconds:
         best.remove(plain)
         best.insert(0, plain)
-    left_out = tuple(notes) if plain is not None and plain not in fitting else ()
     plain = plain or score(workload, Plan.by_samples(count), costs)
-    planned = Planned(workload, count, tuple(best), serial, None, costs, left_out)
+    needs = plain.memory.total
+    notes = (f"data parallelism does not fit: it needs {size(needs)} on each device, of {size(int(room))}",)
+    planned = Planned(workload, count, tuple(best), serial, None, costs, notes if needs > room else ())
     return planned, plain.seconds / best[0].seconds
 
 

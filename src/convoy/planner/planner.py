@@ -232,7 +232,7 @@ def make_plan(
         found = [score(workload, plan, costs, passes, memory_limit, schedule) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
-            found, left_out = without_too_large(found, Additive(costs, workload.graph, workload.passes), memory_limit)
+            found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
         found = ordered(found)
         best = ranks.broadcast((found[0].plan, found[0].passes))
         wanted = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
@@ -279,7 +279,7 @@ def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> st
     return f"{said}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
 
 
-def without_too_large(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:
+def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:
     """Those that fit into memory, and a note on each of the others.
 
     Raises:
