@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from convoy.engine.stages import Schedule, in_flight
+from convoy.plans.schedule import Schedule, in_flight
 
 MIB = 2**20
 ROUNDS = 7

@@ -24,7 +24,7 @@ from measuring.ranks import Limits, RankFailed, run_ranks
 from measuring.stage_cases import UNET
 
 PLANS = ("stage=2", "stage=3", "stage=2,sample=2", "stage=2,filter=2")
-SCHEDULES = ("loop", "1f1b", "gpipe")
+SCHEDULES = ("loop", "1f1b", "gpipe", "zero-bubble")
 """`loop` is a plain one: `loss(net(x), y).backward()`; the others are those of `convoy.forward_backward`."""
 SEED = 11
 KINDS = ("loss", "outputs", "gradients", "inputs", "buffers", "weights")

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from convoy.engine.stages import Schedule
 from convoy.planner import score, workload_of
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import links_named
 from convoy.planner.cost.times import Times
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import Schedule
 from measuring.memory_limits import memory_groups
 from measuring.ranks import Limits, RankFailed, run_ranks
 from measuring.results import SERIAL
@@ -67,6 +67,6 @@ def _predicted(schedule: Schedule) -> list[int]:
         build(CASE, arrangement), images, CASE.batch, passes=PARTS, batch_norm="microbatch", microbatch=CASE.microbatch
     )
     found = score(
-        replace(workload, schedule=schedule), PLAN, Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])
+        replace(workload, schedules=(schedule,)), PLAN, Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])
     )
     return [each.total for each in found.by_stage]

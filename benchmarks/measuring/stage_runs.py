@@ -48,7 +48,7 @@ class StageRun:
         sides = [StageSide(SERIAL, "serial", one), *self._own(predicted, one), *self._torch(one), *self._rows(one)]
         expected = {f"Convoy {each.name}": each for each in predicted}
         for side in sides:
-            said = expected[side.label].of(side.parts) if side.label in expected else None
+            said = expected[side.label].of(side) if side.label in expected else None
             seconds = serial if side.label == SERIAL else said
             results.rows.append(Row(side.label, side.how, plan=str(side.plan or ""), predicted=seconds))
         for number in range(self.rounds):
@@ -77,7 +77,7 @@ class StageRun:
         given, limits = (self.case, plans, one, self.profile), Limits(5 * self.seconds)
         serial, found = run_ranks(predict, num, *given, places=self.places, limits=limits)[0]
         for each in found:
-            others = "".join(f", {parts} parts {seconds:.3f} s" for parts, seconds in each.by_parts.items())
+            others = "".join(f", {how} {seconds:.3f} s" for how, seconds in each.others.items())
             self.say(f"predicted: {each.name}, {each.plan}, {each.parts} parts: {each.seconds:.3f} s{others}")
         return serial, found
 
@@ -95,7 +95,8 @@ class StageRun:
                 best = self._best([StageSide(label, "convoy", tried, each.plan) for tried in ways])
             else:
                 numbers = sorted({*self.case.parts, *([each.parts] if each.parts > 1 else [])})
-                best = self._best([StageSide(label, "convoy", way, each.plan, n, "1f1b") for n in numbers])
+                tried = itertools.product(numbers, ("1f1b", "zero-bubble"))
+                best = self._best([StageSide(label, "convoy", way, each.plan, *one) for one in tried])
                 best += [replace(side, label=f"{label}, plain loop", schedule="gpipe") for side in best]
             sides += best
             if best and not self.case.dense:  # the trainer is for images with a class each

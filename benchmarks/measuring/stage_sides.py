@@ -6,7 +6,7 @@ All of them keep freed memory with the process, as Convoy does it wherever it ru
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,13 +30,14 @@ from convoy.planner import Planned, Scored, Workload, make_plan, score, workload
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import SCHEDULES
 from convoy.training import load_recipe
 from measuring.shard_tensor import scattered
 from measuring.sides import Arrangement, Trained
 from measuring.stage_cases import StageCase
 from measuring.training import Timing, batch, build, timed, updater
 
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+TORCH_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 """Those of `torch.distributed.pipelining`."""
 CPU = torch.device("cpu")
 
@@ -50,7 +51,7 @@ class StageSide:
         kind: a key of `SIDES`, or `trainer`.
         plan: of Convoy.
         parts: into how many parts the batch is cut that go through the stages one after the other.
-        schedule: a key of `SCHEDULES`, where there are stages.
+        schedule: of the parts, where there are stages.
         cuts: of torch's pipelining.
     """
 
@@ -105,11 +106,11 @@ def _convoy(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     own = convoy.local_samples(net, case.batch)
     images, labels = images[own].clone(), labels[own].clone()
     optimizer = divide_update(net, _optimizer(net.parameters()))
-    if side.schedule == "1f1b":
+    if side.schedule in ("1f1b", "zero-bubble"):
 
         def update() -> Tensor:
             optimizer.zero_grad()
-            loss = convoy.forward_backward(net, images, labels, F.cross_entropy)
+            loss = convoy.forward_backward(net, images, labels, F.cross_entropy, schedule=side.schedule)  # type: ignore[arg-type]
             optimizer.step()
             return loss
 
@@ -163,7 +164,7 @@ def _torch(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     part = images[: case.batch // side.parts]
     begins = dict.fromkeys(side.cuts, pipelining.SplitPoint.BEGINNING)
     stage = pipelining.pipeline(build(case, side.arrangement), (part,), split_spec=begins).build_stage(rank, CPU)
-    schedule = getattr(pipelining, SCHEDULES[side.schedule])(stage, side.parts, loss_fn=F.cross_entropy)
+    schedule = getattr(pipelining, TORCH_SCHEDULES[side.schedule])(stage, side.parts, loss_fn=F.cross_entropy)
     optimizer = _optimizer(stage.submod.parameters())
 
     def update() -> Tensor:
@@ -206,18 +207,18 @@ class Predicted:
         name: `auto`, `auto without stages`, or the text of the plan.
         seconds: of an update; None where it was not asked.
         parts: through the stages, by which the planner goes.
-        by_parts: seconds with other numbers of parts.
+        others: seconds with other numbers of parts and schedules, by their names.
     """
 
     name: str
     plan: Plan
     seconds: float | None = None
     parts: int = 1
-    by_parts: Mapping[int, float] = field(default_factory=dict)
+    others: Mapping[str, float] = field(default_factory=dict)
 
-    def of(self, parts: int) -> float | None:
-        """Seconds of an update with so many parts."""
-        return self.by_parts.get(parts, self.seconds)
+    def of(self, side: StageSide) -> float | None:
+        """Seconds of an update in as many parts and in the schedule of a side."""
+        return self.others.get(f"{side.parts} parts {side.schedule}", self.seconds)
 
 
 def predict(
@@ -254,11 +255,15 @@ def predict(
 
 
 def _predicted(name: str, best: Scored, case: StageCase, workload: Workload, costs: Costs) -> Predicted:
-    """With all numbers of parts that are tried."""
+    """With all numbers of parts and schedules that are tried."""
     staged = best.plan.num_stages > 1
-    others = [number for number in case.parts if staged and number != best.passes]
-    by_parts = {number: score(workload, best.plan, costs, number).seconds for number in others}
-    return Predicted(name, best.plan, best.seconds, best.passes if staged else 1, by_parts)
+    numbers = {*case.parts, best.passes} if staged else ()
+    others = {
+        f"{number} parts {schedule}": score(replace(workload, schedules=(schedule,)), best.plan, costs, number).seconds
+        for number in sorted(numbers)
+        for schedule in SCHEDULES
+    }
+    return Predicted(name, best.plan, best.seconds, best.passes if staged else 1, others)
 
 
 def _own(planned: Planned) -> list[tuple[str, Scored]]:

@@ -44,7 +44,10 @@ OPTIONS = {
     "more microbatches than samples": (f"{LENET} --batch 8 --microbatches 9", "microbatches"),
     "unknown batch norm": (f"{LENET} --batch-norm global", "microbatch"),
     "unknown precision": (f"{LENET} --precision fp8", "bf16"),
-    "unknown schedule": (f"{LENET} --schedule pipedream", "--schedule is pipedream, but must be 1f1b or gpipe"),
+    "unknown schedule": (
+        f"{LENET} --schedule pipedream",
+        "must be 1f1b, gpipe or zero-bubble",
+    ),
     "unknown device": (f"{LENET} --device tpu", "cpu"),
     "a GPU that is not here": (f"{LENET} --device cuda:99", "cpu"),
     "momentum with adamw": (

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.engine.network import network_of
-from convoy.engine.stages import StagedNetwork, actions, bubble
+from convoy.engine.stages import StagedNetwork
+from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import actions, bubble
 from ranks import RankFailed, run_ranks
 from small_nets import SMALL_NETS
 
@@ -62,7 +64,22 @@ def test_a_schedule_runs_forward_before_backward_and_both_in_order() -> None:
             running += 1 if kind == "forward" else -1
             most = max(most, running)
         assert most == 3 - stage
-    assert bubble(8, 2) == pytest.approx(1 / 9)
+    assert bubble("1f1b", 8, 2) == pytest.approx(1 / 9)
+
+
+def test_zero_bubble_computes_each_weight_gradient_once_and_after_its_backward_pass() -> None:
+    for stages, parts in ((2, 1), (2, 4), (4, 3), (4, 9)):
+        for stage in range(stages):
+            back, weights = -1, -1
+            for kind, part in actions("zero-bubble", parts, stage, stages):
+                if kind == "backward":
+                    assert part == back + 1
+                    back = part
+                elif kind == "weights":
+                    assert weights < part <= back
+                    weights = part
+            assert back == weights == parts - 1
+    assert bubble("zero-bubble", 8, 2) == pytest.approx(1 / 25)
 
 
 class Branches(nn.Module):
@@ -88,7 +105,7 @@ def loss_of(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs[0], labels) + 0.3 * F.cross_entropy(outputs[1], labels)
 
 
-def scheduled(plan: Any, schedule: str, microbatches: int, sabotage: bool = False) -> list[float]:
+def scheduled(plan: Any, schedule: str, microbatches: int, sabotage: str = "") -> list[float]:
     """The worst differences of three updates from a plain loop over the same parts: losses, inputs, weights."""
     torch.manual_seed(0)
     model = Branches().double()
@@ -98,7 +115,10 @@ def scheduled(plan: Any, schedule: str, microbatches: int, sabotage: bool = Fals
     net = convoy.parallelize(model, plan, example=x[:2], batch_norm="microbatch", seed=5, microbatches=microbatches)
     network = network_of(net)
     assert isinstance(network, StagedNetwork)
-    if sabotage:  # the second part of the batch is given twice
+    if sabotage == "weights":  # those of the last part are left out
+        before_last = PostponedGradients.compute
+        PostponedGradients.compute = lambda self, last: before_last(self, min(last, microbatches - 2))  # type: ignore[method-assign]
+    if sabotage == "parts":  # the second part of the batch is given twice
         before = network._announced
 
         def twice(*args: Any) -> Iterator[tuple[Tensor, ...]]:
@@ -140,20 +160,22 @@ def scheduled(plan: Any, schedule: str, microbatches: int, sabotage: bool = Fals
     return found
 
 
-@pytest.mark.parametrize("schedule", ["loop", "gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["loop", "gpipe", "1f1b", "zero-bubble"])
 def test_schedules_give_what_a_loop_over_the_parts_does(schedule: str) -> None:
     for found in run_ranks(scheduled, 2, "stage=2", schedule, 4):
         assert max(found) < 1e-12, found
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("plan", ["stage=3", {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}])
-def test_skip_connections_pass_over_stages(plan: Any) -> None:
-    for found in run_ranks(scheduled, 3, plan, "1f1b", 4):
+def test_skip_connections_pass_over_stages(plan: Any, schedule: str) -> None:
+    for found in run_ranks(scheduled, 3, plan, schedule, 4):
         assert max(found) < 1e-12, found
 
 
-def test_wrong_parts_are_noticed() -> None:
-    for found in run_ranks(scheduled, 2, "stage=2", "1f1b", 4, True):
+@pytest.mark.parametrize(("schedule", "sabotage"), [("1f1b", "parts"), ("zero-bubble", "weights")])
+def test_wrong_parts_are_noticed(schedule: str, sabotage: str) -> None:
+    for found in run_ranks(scheduled, 2, "stage=2", schedule, 4, sabotage):
         assert max(found) > 1e-3, found
 
 
@@ -278,7 +300,7 @@ def heads_are_left_out(schedule: str) -> list[float]:
     return worst
 
 
-@pytest.mark.parametrize("schedule", ["loop", "1f1b"])
+@pytest.mark.parametrize("schedule", ["loop", "1f1b", "zero-bubble"])
 def test_layers_that_the_loss_leaves_out_have_no_gradient(schedule: str) -> None:
     for found in run_ranks(heads_are_left_out, 2, schedule):
         assert max(found) < 1e-12, found

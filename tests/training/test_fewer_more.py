@@ -4,11 +4,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, loop
 from ranks import run_ranks
@@ -98,3 +100,23 @@ def test_optimizers_see_whole_tensors_of_other_stages(data: Path, tmp_path: Path
     (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
     found = run_ranks(train_here, 4, data, tmp_path / "run", settings | {"parallel.plan": "stage=2,sample=2"})[0]
     assert (found.digest, found.curve) == (serial.digest, serial.curve)
+
+
+def _without_weights_of_the_last_pass(*given: Any) -> Ended:
+    with as_before() as patch:
+        compute = PostponedGradients.compute
+        patch.setattr(PostponedGradients, "compute", lambda self, last: compute(self, min(last, 2)))
+        return train_here(*given)
+
+
+@pytest.mark.parametrize("plan", [pytest.param("stage=2", marks=pytest.mark.slow), "stage=2,sample=2"])
+def test_zero_bubble_trains_as_one_device_does(data: Path, tmp_path: Path, plan: str) -> None:
+    settings = {"epochs": "6ba", "clip_norm": "1"}
+    (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    settings |= {"parallel.plan": plan, "parallel.schedule": "zero-bubble"}
+    ranks = Plan.parse(plan).mesh.num_devices
+    for found in run_ranks(train_here, ranks, data, tmp_path / "run", settings):
+        assert found.curve == pytest.approx(serial.curve, rel=1e-5)
+    assert any("zero-bubble, stages wait about" in note for note in RunDirectory(tmp_path / "run").summary()["notes"])
+    (wrong, *_) = run_ranks(_without_weights_of_the_last_pass, ranks, data, tmp_path / "wrong", settings)
+    assert wrong.curve != pytest.approx(serial.curve, rel=1e-3)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from convoy.engine import microbatch_sizes, prepare
 from convoy.engine.gradients import GradientReducer
-from convoy.engine.stages import PARTS_PER_STAGE
 from convoy.models import create
 from convoy.ops.statistics import RunningStatistics
 from convoy.planner.planner import passes_of
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.training import load_recipe
 from convoy.training.build import divisible_sizes, merged, probed
 from convoy.training.derived import num_microbatches

@@ -85,7 +85,7 @@ def forecast(
             except ConvoyError as error:
                 found.notes.append(f"{text}: {error}")
         planned = make_plan(
-            replace(workload, by_speed=None, schedule=task.recipe.parallel.schedule or "1f1b"),
+            replace(workload, by_speed=None, schedules=(task.recipe.parallel.schedule or "1f1b",)),
             ranks.num,
             Ranks.here() if ranks.num > 1 else Ranks(),
             store=ProfileStore() if keep else None,

@@ -7,11 +7,12 @@ from torch import nn
 
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
-from convoy.engine.stages import StagedNetwork, bubble
+from convoy.engine.stages import StagedNetwork
 from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
 from convoy.plans.explain import explain as text_of_placement
 from convoy.plans.explain import explanation, listed, setting_text, text_of, together
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import bubble
 from convoy.units import plural, rough_percent
 
 
@@ -50,7 +51,7 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     notes = [] if said is None else [said]
     if staged is not None and isinstance(network, StagedNetwork):
         parts = network.example_parts(samples)
-        waits = f"stages of equal work wait {rough_percent(bubble(parts, staged.number))} of the time"
+        waits = f"stages of equal work wait {rough_percent(bubble('gpipe', parts, staged.number))} of the time"
         notes.append(f"a rank's samples go through the stages in {plural(parts, 'part')}: {waits}")
     return text_of_placement(placement, memory, plan, network.captured, staged, notes)
 

@@ -26,7 +26,7 @@ from convoy.engine.guard import Guard
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.engine.shards import part_name, same_part
-from convoy.engine.stages import Schedule, StagedNetwork
+from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred, evaluate, fill, fingerprint, materialize
 from convoy.graph.graph import CaptureError
@@ -36,6 +36,7 @@ from convoy.plans.fit import check_devices, check_patterns
 from convoy.plans.layout import balanced
 from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import Schedule
 
 _MARK = "convoy: "
 
@@ -264,7 +265,8 @@ def forward_backward(
         targets: of these samples: a tensor, or tuples, lists and dicts of tensors, with the samples along dim 0.
         loss: takes what the network gives for some samples, and their targets; gives the mean over them, or with
             `parallelize(..., loss="part")` a sum. With stages it is called in the last one, for each part of the batch.
-        schedule: `1f1b`, or `gpipe`: all parts forward, then all backward.
+        schedule: `1f1b`; `gpipe`, all parts forward, then all backward; or `zero-bubble`, which computes weight
+            gradients of several parts at once while a stage would wait, and keeps more for that (Qi et al., 2024).
 
     Returns:
         The loss of this rank's samples, a scalar without a gradient, the same on all ranks that compute them.

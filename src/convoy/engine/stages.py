@@ -1,9 +1,7 @@
 """A network of which every rank runs one stage: parts of the batch go through the stages one after the other.
 
-All parts go forward, then all go backward (GPipe: Huang et al., 2019), or a stage begins with the backward pass of the
-first part as soon as it can (1F1B: Narayanan et al., PipeDream, 2019, and Megatron-LM, 2021), which gives the same
-numbers and keeps fewer activations: gradients are added in the order of the parts either way. Weights are those of the
-update in all stages, so that the result is that of one device.
+Weights are those of the update in all stages and gradients are added in the order of the parts, so that the result is
+that of one device, in whatever order a stage does its work (`plans/schedule.py`).
 
 Ranks at the same place on the other axes send each other what they have of the values at a cut.
 """
@@ -13,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,46 +29,12 @@ from convoy.graph.graph import Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves
 from convoy.ops import work
+from convoy.ops.postponed import PostponedGradients
 from convoy.plans.layout import Layout, Split, balanced
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
+from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, actions
 from convoy.plans.stages import Crossing, StagedGraph, Stages
-
-Schedule = Literal["gpipe", "1f1b"]
-Action = tuple[Literal["forward", "backward"], int]
-PARTS_PER_STAGE = 4
-"""Parts of the batch for each stage, unless something else is said: a fifth of the time is waited at most."""
-
-
-def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Action]:
-    """What a stage does in one update: forward and backward passes of the parts of the batch, each in order.
-
-    >>> actions("1f1b", parts=3, stage=0, stages=2)
-    [('forward', 0), ('forward', 1), ('backward', 0), ('forward', 2), ('backward', 1), ('backward', 2)]
-
-    Args:
-        schedule: `gpipe` or `1f1b`.
-        parts: of the batch.
-        stage: from 0.
-        stages: how many there are.
-    """
-    ahead = in_flight(schedule, parts, stage, stages)
-    found: list[Action] = [("forward", part) for part in range(ahead)]
-    for part in range(parts):
-        found.append(("backward", part))
-        if part + ahead < parts:
-            found.append(("forward", part + ahead))
-    return found
-
-
-def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
-    """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`."""
-    return parts if schedule == "gpipe" else min(parts, stages - stage)
-
-
-def bubble(parts: int, stages: int) -> float:
-    """The share of the time that stages of equal work wait: (S − 1) / (M + S − 1) with M parts and S stages."""
-    return (stages - 1) / (parts + stages - 1)
 
 
 @dataclass
@@ -191,6 +155,8 @@ class StagedNetwork(Network):
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
         staged, key = program.staged, self._key(signature, inputs)
+        if self.context.postponed is not None:
+            self.context.postponed.begin_part()
         assert staged is not None
         arriving, self._expected = self._expected or self._begin_receiving(signature, inputs), None
         soon = None if then is None else self._signature(then, inputs, form)
@@ -249,6 +215,28 @@ class StagedNetwork(Network):
         if roots:
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
+
+    def begin_update(self, schedule: Schedule) -> None:
+        """Compute the next parts' weight gradients as a schedule says.
+
+        Raises:
+            ConvoyError: the network is compiled, and the schedule postpones them.
+        """
+        if schedule == "zero-bubble" and self.compile:
+            raise ConvoyError(
+                "the schedule zero-bubble takes the backward passes of layers apart, which --compile joins: choose "
+                "the schedule 1f1b, or do not compile"
+            )
+        self.context.postponed = PostponedGradients() if schedule == "zero-bubble" else None
+
+    def compute_weight_gradients(self, part: int, last: bool) -> None:
+        """Compute the weight gradients that are missing, of all parts up to one; with those of the `last` one, all are
+        added over the ranks."""
+        assert self.context.postponed is not None
+        with nullcontext() if last or self.reducer is None else self.reducer.paused():
+            found = self.context.postponed.compute(part)
+        if last and not found and self.reducer is not None:
+            self.reducer.reduce()
 
     def send_gradients(self, flight: Flight) -> None:
         """Send the stages before this one the gradients of what they sent; the backward pass has run."""
@@ -331,6 +319,7 @@ class StagedNetwork(Network):
     ) -> tuple[dict[str, Tensor], Any, tuple[int, ...]]:
         """The network's outputs by name, what it returns with references to them, and every sample rank's samples."""
         inputs, samples = self.open_pass(inputs)
+        self.context.postponed = None
         parts = self._parts(inputs, samples, form)
         sizes = self._sizes(samples, parts)
         flights = [
@@ -361,8 +350,10 @@ class StagedNetwork(Network):
         terms: list[Tensor] = []
         given: list[tuple[Tensor, ...]] = []
         start = 0
+        self.begin_update(schedule)
         for kind, number in actions(schedule, parts, self.stage, self.stages.number):
             last = number == parts - 1
+            pausing = nullcontext() if self.reducer is None else self.reducer.paused()
             if kind == "forward":
                 given.append(next(announced))
                 flight = self.forward_pass(given[-1], sizes[number], form, None if last else sizes[number + 1])
@@ -375,8 +366,11 @@ class StagedNetwork(Network):
                     start = end
                 running[number] = flight, value
                 continue
+            if kind == "weights":
+                self.compute_weight_gradients(number, last)
+                continue
             flight, value = running.pop(number)
-            with nullcontext() if last or self.reducer is None else self.reducer.paused():
+            with nullcontext() if last and self.context.postponed is None else pausing:
                 if value is None:
                     self.backward_pass(flight, then=running[number + 1][0] if number + 1 in running else None)
                 else:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from convoy.ops.constants import Constants
 from convoy.ops.random_bits import sample_keys
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.layout import Indices
+
+if TYPE_CHECKING:
+    from convoy.ops.postponed import PostponedGradients
 
 BatchNormMode = Literal["microbatch", "sync", "local"]
 
@@ -41,6 +44,7 @@ class StepContext:
         keys: int32 [samples, 2], the random key of every sample of that pass.
         recording: whether layers note what they see: not where they compute again.
         kept: what layers keep together, by names of their own.
+        postponed: the weight gradients of the passes that run now are left to it; None to compute them with the others.
         statistics: what batch norm layers saw of the microbatches since the running statistics were last brought up
             to date.
     """
@@ -55,6 +59,7 @@ class StepContext:
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
     recording: bool = True
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    postponed: "PostponedGradients | None" = None
     _samples: Sequence[int] = field(default=(), repr=False)
     _device: torch.device = field(default=torch.device("cpu"), repr=False)
 

@@ -9,6 +9,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from convoy.graph.torch_call import Recognized, TorchCall, each
 from convoy.ops.kernel import Kernel, Site, with_bias
 from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.operation import Operation, Shape, keeps_operands
+from convoy.ops.postponed import Weighted, postponing
 from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Indices, Layout, Split, indices
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -208,9 +210,26 @@ def _local(site: Site) -> Callable[..., Tensor]:
     paddings = paddings_of(site.graph, site.call, site.layouts[site.call.outputs[0]], *place)
     options["padding"] = tuple(both for both, _, _ in paddings)
     flat = _flat([(before, after) for _, before, after in paddings])
-    if not any(flat):
-        return lambda x, weight, bias: function(x, weight, bias, **options)
-    return lambda x, weight, bias: function(F.pad(x, flat), weight, bias, **options)
+    compute = postponing(site.context, site.call.name, _weighted(function, options))
+    return (lambda x, weight, bias: compute(F.pad(x, flat), weight, bias)) if any(flat) else compute
+
+
+def _weighted(function: Callable[..., Tensor], options: dict[str, Any], transposed: bool = False) -> Weighted:
+    """A convolution, and its gradients as autograd computes them."""
+    kinds = ("stride", "padding", "dilation")
+    extra = options.get("output_padding", (0,) * len(options["stride"]))
+    how = *(options[kind] for kind in kinds), transposed, extra, options["groups"]
+
+    def input_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        found: Tensor = torch.ops.aten.convolution_backward(gradient, x, weight, None, *how, (True, False, False))[0]
+        return found
+
+    def weight_gradients(gradient: Tensor, x: Tensor, weight: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
+        sizes = [gradient.shape[1]] if biased else None
+        found = torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *how, (False, True, biased))
+        return found[1], found[2] if biased else None
+
+    return Weighted(partial(function, **options), input_gradient, weight_gradients)
 
 
 def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
@@ -219,7 +238,7 @@ def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, 
     if not any(dim >= 2 for dim, _ in site.layouts[output].splits) and all(a == b for a, b in attributes["padding"]):
         options["padding"] = tuple(before for before, _ in attributes["padding"])
         options["output_padding"] = attributes["output_padding"]
-        return lambda x, weight, bias: function(x, weight, bias, **options)
+        return postponing(site.context, site.call.name, _weighted(function, options, transposed=True))
     flat = _flat([(need.before, need.after) for need in needs])
     empty = any(not need.rows for need in needs)
     shape = site.local_shape(output)

@@ -4,6 +4,7 @@ from math import prod
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
@@ -11,6 +12,7 @@ from convoy.ops import opaque
 from convoy.ops.kernel import Kernel, Site, with_bias
 from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.operation import Operation, keeps_inputs, keeps_operands
+from convoy.ops.postponed import Weighted, postponing
 from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Coordinates, Mesh
@@ -69,7 +71,17 @@ def _kept(situation: Situation, source: str, last: int) -> dict[int, Split]:
 
 def _build(site: Site) -> Kernel:
     """Column-parallel parts give their own features, row-parallel ones a partial sum."""
-    return with_bias(site, F.linear, len(site.graph.shape(site.call.outputs[0])) - 1)
+    compute = postponing(site.context, site.call.name, Weighted(F.linear, _input_gradient, _weight_gradients))
+    return with_bias(site, compute, len(site.graph.shape(site.call.outputs[0])) - 1)
+
+
+def _input_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return gradient @ weight
+
+
+def _weight_gradients(gradient: Tensor, x: Tensor, weight: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
+    rows = gradient.flatten(0, -2)
+    return rows.t() @ x.flatten(0, -2), rows.sum(0) if biased else None
 
 
 def _place_matmul(situation: Situation) -> Placed:

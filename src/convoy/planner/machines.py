@@ -344,7 +344,8 @@ def _planned(
     count = len(machine.devices)
     serial = score(workload, Plan(Mesh((), ())), replace(costs, slowdowns=()))
     if plans:
-        found = [score(workload, plan, costs, memory_limit=room, schedule="1f1b") for plan in plans]
+        as_run = replace(workload, schedules=(workload.default_schedule,))
+        found = [score(as_run, plan, costs, memory_limit=room) for plan in plans]
     elif count == 1:
         found = [serial]
     else:

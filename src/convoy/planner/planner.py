@@ -9,14 +9,13 @@ from functools import cache, partial
 
 from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
-from convoy.engine.stages import Schedule
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.link import Links, Rate, links_named
 from convoy.planner.cost.memory import most, rank_memory
-from convoy.planner.cost.pipeline import SCHEDULES, Staging
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.step import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.link_probe import measured_links
@@ -94,7 +93,6 @@ def score(
     costs: Costs,
     passes: int | None = None,
     memory_limit: float | None = None,
-    schedule: Schedule | None = None,
 ) -> Scored:
     """The prediction for a plan.
 
@@ -104,7 +102,6 @@ def score(
         costs: of the devices.
         passes: through its stages; None for as many as are fastest.
         memory_limit: bytes that a rank has; stages take the fastest passes and the faster of the schedules that fit.
-        schedule: of the passes, where the workload says none; None for the faster one.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says, or the network not cut.
@@ -120,9 +117,8 @@ def score(
         staging = Staging.of(plan, own.graph, own.outputs, own.samples_of_passes)
         if staging is None:
             return scored(plan, placement, costs, own.passes)
-        given = own.schedule or schedule
-        schedules = SCHEDULES if given is None else (given,)
-        return min((scored(plan, placement, costs, own.passes, staging.scheduled(one)) for one in schedules), key=price)
+        ordered = map(staging.scheduled, workload.schedules)
+        return min((scored(plan, placement, costs, own.passes, one) for one in ordered), key=price)
 
     if passes is not None or plan.num_stages == 1 or workload.in_passes is None or not workload.counts:
         return in_passes(passes)
@@ -228,8 +224,8 @@ def make_plan(
             candidates = ranks.first(partial(_given, workload, plans))
         else:
             candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
-        schedule: Schedule | None = "1f1b" if plans else None  # plans that are given are predicted as they would run
-        found = [score(workload, plan, costs, passes, memory_limit, schedule) for plan, passes in candidates]
+        as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
+        found = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
             found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
@@ -408,5 +404,6 @@ def _search_stages(
         fixes=fixes,
         memory_limit=memory_limit,
         known=known,
+        schedules=workload.schedules,
     )
     return [(one.plan, one.passes) for one in found]

@@ -78,7 +78,7 @@ def _passes(planned: Planned, scored: Scored) -> str:
     assert staging is not None
     here = f"{plural(scored.passes, 'pass', 'passes')}, schedule {staging.schedule}"
     usual = passes_of(planned.workload, plan) or 1
-    given = f"{plural(usual, 'pass', 'passes')}, schedule {planned.workload.schedule or '1f1b'}"
+    given = f"{plural(usual, 'pass', 'passes')}, schedule {planned.workload.default_schedule}"
     if here == given:
         return f"in {here}"
     return f"in {here}, as convoy train runs it with --plan auto; given as a plan, it runs in {given}"

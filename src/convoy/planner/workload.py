@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from convoy.engine.coupling import coupling
-from convoy.engine.stages import PARTS_PER_STAGE, Schedule
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred
 from convoy.graph.graph import CaptureError, Graph, Ref
@@ -24,6 +23,7 @@ from convoy.planner.cost.local import BatchNorm
 from convoy.plans.layout import balanced, consecutive
 from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -61,7 +61,7 @@ class Workload:
         counts: numbers of passes that an update may have where they go through stages one after the other, ascending;
             empty where stages are out of the question.
         in_passes: the same in one of these numbers of passes.
-        schedule: the order of passes through stages, where it is given.
+        schedules: the orders of passes through stages that there may be.
     """
 
     name: str
@@ -84,7 +84,12 @@ class Workload:
     total: int = 0
     counts: tuple[int, ...] = ()
     in_passes: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
-    schedule: Schedule | None = None
+    schedules: tuple[Schedule, ...] = SCHEDULES
+
+    @property
+    def default_schedule(self) -> Schedule:
+        """That of a plan which is given, not found."""
+        return self.schedules[0] if len(self.schedules) == 1 else "1f1b"
 
     @property
     def samples(self) -> int:

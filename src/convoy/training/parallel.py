@@ -19,7 +19,7 @@ from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
-from convoy.engine.stages import Action, Flight, Schedule, StagedNetwork, actions, in_flight
+from convoy.engine.stages import Flight, StagedNetwork
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
@@ -27,6 +27,7 @@ from convoy.plans.explain import rows_of_stages
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import Action, Schedule, actions, in_flight
 from convoy.training.division import Division, Pass
 from convoy.training.records import StageRecord
 
@@ -101,6 +102,9 @@ class TrainedNetwork:
         loss.backward()
         if self._own_tree is not None:
             self._own_tree.add()
+
+    def compute_weight_gradients(self, piece: int, last: bool) -> None:
+        """Compute what backward passes up to that of a pass have left for later; `last` as for `backward`."""
 
     def finish_update(self) -> None:
         """After the last pass: `.grad` and buffers become those of the global batch."""
@@ -284,6 +288,7 @@ class ParallelNetwork(TrainedNetwork):
 
     def backward(self, loss: Tensor | None, last: bool) -> None:
         reducer = self.engine.reducer
+        last = last and self.engine.context.postponed is None
         with contextlib.nullcontext() if last or reducer is None else reducer.paused():
             self._run_backward(loss)
         self._left_over = reducer is not None and not last  # the last pass takes with it what those before have left
@@ -346,7 +351,7 @@ class StagedTraining(ParallelNetwork):
     """A model of which this rank runs one stage.
 
     Attributes:
-        schedule: the order of the passes; see `convoy.engine.stages`.
+        schedule: the order of the passes; see `convoy.plans.schedule`.
     """
 
     engine: StagedNetwork
@@ -385,6 +390,7 @@ class StagedTraining(ParallelNetwork):
         return [in_flight(self.schedule, passes, stage, number) for stage in range(number)]
 
     def order(self, passes: Sequence[Pass]) -> list[Action]:
+        self.engine.begin_update(self.schedule)
         self._running.clear()
         self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
         return actions(self.schedule, len(passes), self.engine.stage, self.engine.stages.number)
@@ -402,6 +408,10 @@ class StagedTraining(ParallelNetwork):
         else:
             loss.backward()
             self.engine.send_gradients(flight)
+
+    def compute_weight_gradients(self, piece: int, last: bool) -> None:
+        self.engine.compute_weight_gradients(piece, last)
+        self._left_over = not last
 
     def finish_update(self) -> None:
         super().finish_update()

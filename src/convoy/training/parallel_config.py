@@ -24,10 +24,11 @@ class ParallelConfig(Section):
     plan: str | None = Field(
         None, min_length=1, description="e.g. sample=4, auto, or a YAML file; not said: sample=DEVICES"
     )
-    schedule: Literal["1f1b", "gpipe"] | None = Field(
+    schedule: Literal["1f1b", "gpipe", "zero-bubble"] | None = Field(
         None,
-        description="of the passes through the stages of a plan: 1f1b keeps fewer activations than gpipe, and the "
-        "result is the same; not said: 1f1b, or with plan auto the one that is predicted to be faster",
+        description="of the passes through the stages of a plan: 1f1b keeps fewer activations than gpipe, zero-bubble "
+        "waits less and keeps as many; the result is the same; not said: 1f1b, or with plan auto the one that is "
+        "predicted to be fastest",
     )
     shares: Literal["auto"] | tuple[float, ...] | None = Field(
         None, description="parts of the batch, e.g. [3, 3, 2]; auto measures; not said: as even as can be"

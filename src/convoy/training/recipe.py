@@ -148,6 +148,11 @@ class Recipe(Section):
                 "reproducible gives the same weights wherever it runs, but precision=auto asks the device: set "
                 "precision=fp32 or precision=bf16"
             )
+        if self.parallel.schedule == "zero-bubble" and (self.reproducible or self.compile):
+            raise ValueError(
+                f"the schedule zero-bubble adds up weight gradients of several passes at once, which "
+                f"{'reproducible' if self.reproducible else 'compile'} cannot: choose the schedule 1f1b"
+            )
         if self.reproducible and self.parallel.approximate is not None:
             raise ValueError(
                 f"reproducible gives the same weights on any number of devices, but {self.parallel.approximate}: leave "

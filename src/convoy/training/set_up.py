@@ -15,13 +15,13 @@ from convoy.data import DataSet, num_workers, open_data
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
-from convoy.engine.stages import PARTS_PER_STAGE, bubble
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import deferred_tensors, materialize
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.defaults import Tried, settle, try_passes
@@ -210,7 +210,7 @@ def _assemble(
     if isinstance(network, StagedTraining):
         stages = network.describe(pieces, lowered(recipe))
         notes.append(_cuts(stages, len(pieces), network.schedule))
-        notes += _few_passes(len(pieces), plan.num_stages, recipe.batch_norm)
+        notes += _few_passes(network.schedule, len(pieces), plan.num_stages, recipe.batch_norm)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
@@ -251,16 +251,16 @@ def _through_stages(ready: Prepared, plan: Plan, staging: Staging) -> Prepared:
     return replace(ready, quantities=replace(ready.quantities, sizes=sizes))
 
 
-def _cuts(stages: list[StageRecord], passes: int, schedule: str) -> str:
+def _cuts(stages: list[StageRecord], passes: int, schedule: Schedule) -> str:
     """Where the stages begin, and how the batch goes through them."""
     begins = ", ".join(f"stage {number} from {stage.layer}" for number, stage in enumerate(stages, 1))
-    waits = f"stages wait about {rough_percent(bubble(passes, len(stages)))} of the time"
+    waits = f"stages wait about {rough_percent(bubble(schedule, passes, len(stages)))} of the time"
     return f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, {waits}"
 
 
-def _few_passes(passes: int, stages: int, batch_norm: str) -> list[str]:
+def _few_passes(schedule: Schedule, passes: int, stages: int, batch_norm: str) -> list[str]:
     """What to say where stages wait for each other for much of the time."""
-    share = bubble(passes, stages)
+    share = bubble(schedule, passes, stages)
     if share < 0.25:
         return []
     number = f"{passes} pass{'es' * (passes > 1)} of a batch go{'es' * (passes == 1)}"

@@ -177,8 +177,12 @@ class TrainingStep:
             began, last = time.perf_counter(), number == len(passes) - 1
             if kind == "forward":
                 running[number] = self._forward(batch, labels, update, passes[number])
-            else:
+            elif kind == "backward":
                 self._backward(running.pop(number), last and not self.timed, result)
+            else:
+                self._begin("backward")
+                self.network.compute_weight_gradients(number, last and not self.timed)
+                self._begin("rest")
             if self.timed and not (last and self.last_waits):
                 wait_for(self.pipeline.device)
                 seconds += time.perf_counter() - began

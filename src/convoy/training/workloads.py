@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from convoy.engine import Probe, microbatch_sizes
-from convoy.engine.stages import PARTS_PER_STAGE
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, this_device
+from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES
 from convoy.training.build import divisible_sizes, merged, probed
 from convoy.training.derived import num_microbatches
 from convoy.training.division import divide, soonest
@@ -110,9 +110,12 @@ def workload_in_passes(
         found = in_passes(passes)
         return replace(found, microbatch=min(found.microbatch, found.samples) if len(sizes) >= passes else 0)
 
+    asked = recipe.parallel.schedule
+    fixed = recipe.reproducible or recipe.compile  # the backward pass of a layer stays in one piece
+    schedules = (asked,) if asked is not None else tuple(one for one in SCHEDULES if one != "zero-bubble" or not fixed)
+
     def in_passes(passes: int) -> Workload:
-        schedule = recipe.parallel.schedule
-        return replace(divided(passes), counts=tuple(counts), in_passes=through_stages, schedule=schedule)
+        return replace(divided(passes), counts=tuple(counts), in_passes=through_stages, schedules=schedules)
 
     even = in_passes(together)
     even = even if alone == together else replace(even, alone=in_passes(alone))

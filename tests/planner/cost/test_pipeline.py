@@ -6,11 +6,12 @@ from convoy.ops.recompute import with_recomputed
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
-from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, Staging, pipeline_seconds
+from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
 from convoy.planner.cost.step import scored
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import bubble
 from plans.made_graph import Chain, placed
 
 SAMPLES, WIDTH = 4, 64
@@ -48,7 +49,7 @@ def predicted(plan, passes, schedule, links=AT_ONCE, layers=4, samples=None, rec
     return scored(plan, placement, Costs(layers_only, links, **costs), passes, staging)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "passes"), [(2, 1), (2, 4), (4, 3), (4, 8)])
 def test_equal_stages_take_as_long_as_the_passes_and_the_others_stages(schedule, stages, passes):
     """(M + S - 1) (f + b), and a bubble of (S - 1) / (M + S - 1)."""
@@ -59,7 +60,19 @@ def test_equal_stages_take_as_long_as_the_passes_and_the_others_stages(schedule,
     assert pipeline_seconds([StageTimes(share, 2.0 * share)] * stages, passes, schedule) == pytest.approx(found.seconds)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("stages", "passes"), [(2, 4), (4, 8)])
+def test_zero_bubble_waits_for_the_first_forward_passes_alone(stages, passes):
+    """Every layer has a weight, whose gradient is half of its backward pass but in the first: M (f + b) + (S - 1) f."""
+    found = predicted(f"stage={stages}", passes, "zero-bubble", layers=4)
+    share = 4 // stages
+    by_hand = passes * 3.0 * share + (stages - 1) * share
+    times = [StageTimes(share, 2.0 * share, weights=share)] * stages
+    assert pipeline_seconds(times, passes, "zero-bubble") == pytest.approx(by_hand)
+    assert found.seconds == pytest.approx(by_hand)
+    assert max(found.bubbles) == pytest.approx(bubble("zero-bubble", passes, stages))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_slowest_of_unequal_stages_decides(schedule):
     """One layer in the first stage, three in the second."""
     plan = {"mesh": {"stage": 2}, "stages": ["l1"]}

@@ -17,6 +17,7 @@ from convoy.planner.search import additive_seconds
 from convoy.planner.search.stages import Bounds, Chain, InPasses, best_cuts, cuts_of, search_stages
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import SCHEDULES
 from convoy.plans.stages import StagedGraph, Stages
 from planner.search.nets import Branches, Nested, Residual, Twice, captured
 from planner.search.synthetic import Roofline
@@ -135,7 +136,8 @@ def test_the_cuts_are_those_of_the_fastest_pipeline(model, devices):
     best = next(one for one in found if one.plan.mesh.sizes == (devices,))
     chain = Chain(update(model, best.passes, costs), update(model, best.passes, costs).place(Plan.parse("serial")))
     link = SLOW.otherwise((0, 1))
-    numbers = chain.seconds / 3, 2 * chain.seconds / 3, chain.sends(link), chain.returns(link), chain.once
+    third = chain.seconds / 3
+    numbers = third, 2 * third, chain.sends(link), chain.returns(link), chain.once, third
 
     def seconds(cuts, schedule):
         pairs = itertools.pairwise(cuts)
@@ -143,7 +145,7 @@ def test_the_cuts_are_those_of_the_fastest_pipeline(model, devices):
 
     last = len(chain.cuts) - 1
     every = [(0, *cuts, last) for cuts in itertools.combinations(range(1, last), devices - 1)]
-    least = min(seconds(cuts, schedule) for cuts in every for schedule in ("gpipe", "1f1b"))
+    least = min(seconds(cuts, schedule) for cuts in every for schedule in SCHEDULES)
     assert least * (1 - 1e-9) <= best.seconds <= 1.03 * least
     if len(every) > 10:  # negative control: a careless cut
         assert seconds((0, *range(1, devices), last), best.schedule) > 1.05 * least
@@ -168,12 +170,14 @@ def test_memory_decides_about_cuts_and_schedules():
     model = convolutions(12)
     one = 3 * 8 * 8 * 4  # an activation of a sample
 
-    def found(limit, recompute=False):
-        return search_stages(at(model, costs, recompute=recompute), (16,), 4, fast, memory_limit=limit)
+    def found(limit, recompute=False, schedules=("gpipe", "1f1b")):
+        options = {"memory_limit": limit, "schedules": schedules}
+        return search_stages(at(model, costs, recompute=recompute), (16,), 4, fast, **options)
 
     whole = found(None)[0]
     assert found(16 * 4 * one + 10_000)[0].seconds == pytest.approx(whole.seconds)
-    small = found(4 * 4 * one + 4_000)[0]  # GPipe would keep all 16 passes
+    assert found(16 * 4 * one + 10_000, schedules=SCHEDULES)[0].schedule == "zero-bubble"
+    small = found(4 * 4 * one + 4_000, schedules=SCHEDULES)[0]  # the others would keep all 16 passes
     assert small.schedule == "1f1b"
     least = 4 * 2 * one + 4_000  # of every pass what the first stage receives and sends
     assert found(least, recompute=True)[0].seconds == pytest.approx(whole.seconds)

@@ -1,23 +1,15 @@
-"""Stages of a network through which passes go one after the other: their order, and how long an update takes them.
-
-GPipe (Huang et al., 2019) has every stage run all passes forward and then all of them back. 1F1B (PipeDream-flush,
-Narayanan et al., 2021) takes them back as soon as it can, so that a stage keeps the activations of no more passes than
-there are stages from it to the last. Both add the gradients of passes in the same order.
-"""
+"""Stages of a network through which passes go one after the other, and how long an update takes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
-from convoy.engine.stages import Action, Schedule, actions, in_flight
 from convoy.graph.graph import Graph
 from convoy.ops import work
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import Action, Schedule, actions, in_flight
 from convoy.plans.stages import StagedGraph, Stages
-
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 @dataclass(frozen=True)
@@ -97,6 +89,7 @@ class StageTimes:
 
     Attributes:
         forward, backward: computing, of a pass.
+        weights: of the backward pass, the gradients of weights that zero-bubble postpones.
         sends: sending a pass's activations to the next stage.
         returns: sending a pass's gradients to the stage before.
         once: in an update, after the last pass: exchanging its gradients, and the optimizer.
@@ -107,6 +100,7 @@ class StageTimes:
     sends: float = 0.0
     returns: float = 0.0
     once: float = 0.0
+    weights: float = 0.0
 
 
 def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedule) -> float:
@@ -116,24 +110,31 @@ def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedu
 
     >>> pipeline_seconds([StageTimes(1.0, 2.0)] * 4, 8, "1f1b")
     33.0
+    >>> pipeline_seconds([StageTimes(1.0, 2.0, weights=1.0)] * 4, 8, "zero-bubble")
+    27.0
     """
-    count = len(stages)
+    count, postpones = len(stages), schedule == "zero-bubble"
     orders = [iter(actions(schedule, passes, stage, count)) for stage in range(count)]
     waiting: list[Action | None] = [next(order, None) for order in orders]
-    free, way_out = [0.0] * count, [0.0] * count
+    free, way_out, computed = [0.0] * count, [0.0] * count, [-1] * count
     arrived: dict[tuple[bool, int, int], float] = {(True, 0, number): 0.0 for number in range(passes)}
     going = True
     while going:
         going = False
         for stage, own in enumerate(stages):
             while (action := waiting[stage]) is not None:
-                forward, number = action[0] == "forward", action[1]
+                kind, number = action
+                if kind == "weights":
+                    free[stage] += own.weights * (number - computed[stage])
+                    computed[stage], waiting[stage] = number, next(orders[stage], None)
+                    continue
+                forward = kind == "forward"
                 needs = (forward, stage, number)
                 is_turn = not forward and stage == count - 1
                 if not is_turn and needs not in arrived:
                     break
                 start = max(free[stage], 0.0 if is_turn else arrived[needs])
-                free[stage] = start + (own.forward if forward else own.backward)
+                free[stage] = start + (own.forward if forward else own.backward - postpones * own.weights)
                 to = stage + 1 if forward else stage - 1
                 if 0 <= to < count:
                     begins = max(free[stage], way_out[stage])

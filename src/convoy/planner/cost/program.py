@@ -17,7 +17,7 @@ from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
 from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name, graph_facts
 from convoy.plans.mesh import Axes, Coordinates, Mesh
-from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.place import COMPUTE, PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
 from convoy.plans.transfer import Step
 
@@ -144,6 +144,8 @@ class Item:
         differentiable: whether it takes part in the backward pass.
         takes: values that it takes and whose gradients it gives.
         parameters: those whose gradients are complete when its backward pass is done.
+        postponed: the part of its backward pass that zero-bubble does later: the gradient of its weight, about half,
+            or all where its input has none.
         again: the items that are computed again before its backward pass begins, without what they exchange.
     """
 
@@ -156,6 +158,7 @@ class Item:
     differentiable: bool
     takes: tuple[str, ...]
     parameters: tuple[str, ...] = ()
+    postponed: float = 0.0
     again: tuple["Item", ...] = ()
 
 
@@ -203,6 +206,8 @@ class _Program:
         takes = tuple(name for name in call.inputs if name in self.differentiable)
         backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
         local_ops = self._pieces(placed)
+        weight = call.attributes.get("weight") if call.op in COMPUTE else None
+        is_own = weight in takes and weight not in placed.transfers and self.graph.values[weight].origin == "parameter"
         return Item(
             call.layer,
             call.name,
@@ -211,6 +216,7 @@ class _Program:
             *self._inside(placed, local_ops, backward),
             backward,
             takes if backward else (),
+            postponed=(0.5 if call.attributes["input"] in takes else 1.0) if backward and is_own else 0.0,
         )
 
     def _pieces(self, placed: PlacedCall) -> tuple[LocalOp, ...]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from math import prod
 
-from convoy.engine.stages import Action, actions
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
 from convoy.planner.cost.link import Collective
@@ -21,6 +20,7 @@ from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import Action, actions
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Kind, Stream, Task, Timeline, split_engine_time
 
@@ -168,6 +168,7 @@ class _Stage:
     def __init__(self, placement: Placement, costs: Costs, ranks: Sequence[int], order: Sequence[Action]) -> None:
         self.placement, self.ranks, self.order = placement, ranks, order
         self.simulated: list[int] = []
+        self.first_without_weights = 0  # the pass whose weight gradients are computed next
         self.items = program(placement, costs.batch_norm, costs.microbatch)
         names = [name for item in reversed(self.items) for name in item.parameters]
         known = set(names)
@@ -233,10 +234,10 @@ class _Builder:
             for place, stage in enumerate(stages):
                 self.stage, self.place = stage, place
                 while (action := following[place]) is not None:
-                    forward, number = action[0] == "forward", action[1]
-                    if not self._receive(forward, number):
+                    kind, number = action
+                    if kind != "weights" and not self._receive(kind == "forward", number):
                         break
-                    self._act(forward, number)
+                    self._act(kind, number)
                     following[place] = next(waiting[place], None)
                     if following[place] is None:
                         self._end()
@@ -255,20 +256,34 @@ class _Builder:
         """Of this stage, those that are simulated."""
         return self.stage.simulated
 
-    def _act(self, forward: bool, number: int) -> None:
-        """One pass of this stage, forward or back."""
+    def _act(self, kind: str, number: int) -> None:
+        """One pass of this stage, forward or back, or the weight gradients of all passes up to it."""
         training, is_end = self.placement.graph.training, self.staging is None or self.place == self.staging.number - 1
-        self.part = 1.0 if self.staging is None else self.staging.samples[number] / max(self.staging.samples)
-        if forward:
+        self.part = 1.0 if self.staging is None else self._share(number)
+        if kind == "weights":
+            first = self.stage.first_without_weights
+            self.part, self.stage.first_without_weights = sum(map(self._share, range(first, number + 1))), number + 1
+            self._weights(last=number == self.last, again=first > 0)
+            return
+        if kind == "forward":
             self._around("input", self.costs.input)
             self._forward()
         elif training:
             if is_end:
                 self._around("loss", self.costs.loss)
             self._backward(last=number == self.last)
-            if number > 0:
+            if number > 0 and not self._postpones:
                 self._add_to_earlier_passes()
-        self._send(forward, number)
+        self._send(kind == "forward", number)
+
+    def _share(self, number: int) -> float:
+        """The samples of a pass, as a part of those of the largest."""
+        assert self.staging is not None
+        return self.staging.samples[number] / max(self.staging.samples)
+
+    @property
+    def _postpones(self) -> bool:
+        return self.staging is not None and self.staging.schedule == "zero-bubble"
 
     def _end(self) -> None:
         """What this stage does when all passes are done."""
@@ -383,8 +398,26 @@ class _Builder:
             for message in item.forward:
                 self._transfer(item, message)
 
-    def _backward(self, last: bool) -> None:
+    def _weights(self, last: bool, again: bool) -> None:
+        """What backward passes have postponed; with that of the last one, all gradients are exchanged."""
+        if not self.placement.graph.training:
+            return
         sending = _Sending(self, self.stage.exchange) if last else None
+        if sending is not None:
+            sending.ready([name for item in self.stage.items if not item.postponed for name in item.parameters])
+        for item in reversed(self.stage.items):
+            for rank in self.ranks if item.postponed else ():
+                seconds = self.part * item.postponed * self._of_item(item, rank).backward
+                self._compute(rank, "backward", item.layer, item.name, seconds)
+            if sending is not None and item.postponed:
+                sending.ready(item.parameters)
+        if again:
+            self._add_to_earlier_passes()
+        if sending is not None:
+            sending.finish()
+
+    def _backward(self, last: bool) -> None:
+        sending = _Sending(self, self.stage.exchange) if last and not self._postpones else None
         for item in reversed(self.stage.items):
             for message in item.backward:
                 self._transfer(item, message)
@@ -395,7 +428,8 @@ class _Builder:
             for rank in self.ranks if item.differentiable else ():
                 kind: Kind = "copy" if item.is_transfer else "backward"
                 times = self._of_item(item, rank)
-                self._compute(rank, kind, item.layer, item.name, self.part * times.backward, times.host_backward)
+                seconds = self.part * times.backward * (1 - item.postponed if self._postpones else 1.0)
+                self._compute(rank, kind, item.layer, item.name, seconds, times.host_backward)
             if sending is not None:
                 sending.ready(item.parameters)
         if sending is not None:

@@ -23,13 +23,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.engine.stages import PARTS_PER_STAGE, Schedule, in_flight
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph
 from convoy.ops import place
 from convoy.ops.kept import KeptTensors
 from convoy.planner.cost.link import Link, Links
-from convoy.planner.cost.pipeline import SCHEDULES, StageTimes, pipeline_seconds
+from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs
 from convoy.planner.search.search import search
@@ -37,6 +36,7 @@ from convoy.plans.fixes import Fix
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import COMPUTE, Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule, in_flight
 from convoy.plans.stages import cut_points
 from convoy.plans.traffic import needs_gradient
 
@@ -347,6 +347,7 @@ def search_stages(
     memory_limit: float | None = None,
     known: float = float("inf"),
     top: int = 2,
+    schedules: Sequence[Schedule] = SCHEDULES,
 ) -> list[Staged]:
     """The fastest plans with stages, the first of them first; none where there can be none.
 
@@ -360,8 +361,9 @@ def search_stages(
         memory_limit: bytes that each rank has.
         known: seconds of the best plan without stages; what cannot be much better is not looked at.
         top: how many plans to give at most, each with another number of stages.
+        schedules: the orders of passes that there may be.
     """
-    return _StageSearch(at, counts, num_devices, links, slowdowns, fixes, memory_limit, known).run(top)
+    return _StageSearch(at, counts, num_devices, links, slowdowns, fixes, memory_limit, known, schedules).run(top)
 
 
 _SIMULATED = 6
@@ -380,6 +382,7 @@ class _StageSearch:
     fixes: Sequence[str | Fix]
     memory_limit: float | None
     known: float
+    schedules: Sequence[Schedule]
     _fits: bool = False  # what was looked at, fast or slow
 
     def run(self, top: int) -> list[Staged]:
@@ -490,7 +493,7 @@ class _StageSearch:
             computes = self._slowdown(mesh, stage) * chain.seconds + beside * (sends + returns)
             times.append((computes, sends, returns, chain.once))
         passes, found, fits = chain.update.passes, [], False
-        for schedules in [SCHEDULES] if self.memory_limit is None else [(one,) for one in SCHEDULES]:
+        for schedules in [self.schedules] if self.memory_limit is None else [(one,) for one in self.schedules]:
             through, rest = [], []
             for stage, (computes, sends, returns, once) in enumerate(times):
                 own = computes + sends + returns
@@ -528,4 +531,4 @@ def _share(link: Link) -> float:
 
 def _times(own: tuple[Numbers, ...], pair: tuple[int, int]) -> StageTimes:
     computes, sends, returns, once = (float(numbers[pair]) for numbers in own)
-    return StageTimes((1 - _BACK) * computes, _BACK * computes, sends, returns, once)
+    return StageTimes((1 - _BACK) * computes, _BACK * computes, sends, returns, once, _BACK / 2 * computes)

@@ -1,0 +1,163 @@
+"""Weight gradients that are computed later than those of activations, for which other stages wait.
+
+For the gradient of its weight, a convolution or linear layer needs its input and its output's gradient. Zero-bubble
+schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2024) keep both and go on with the backward pass. What has
+been kept of several parts of a batch is computed at once, so that each weight and its gradient are read and written
+once, which is most of the work for small parts of a batch in layers with many weights.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from convoy.ops.context import StepContext
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A function of an input that is linear in a weight, and its gradients, each by itself.
+
+    Attributes:
+        compute: of (input, weight, bias or None), samples along dim 0 of input and output.
+        input_gradient: of (gradient of the output, input, weight).
+        weight_gradients: of (gradient of the output, input, weight, whether there is a bias); of weight and bias.
+    """
+
+    compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    weight_gradients: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the weight gradients of one call and one part of a batch are computed from."""
+
+    layer: Weighted
+    weight: Tensor
+    bias: Tensor | None
+    x: Tensor
+    gradient: Tensor
+
+
+class PostponedGradients:
+    """The weight gradients that are still to be computed, of one part of a batch after the other."""
+
+    def __init__(self) -> None:
+        self._parts: deque[dict[str, _Kept]] = deque()
+        self._first = 0  # the part that comes first in there
+
+    def begin_part(self) -> None:
+        """The forward pass of the next part begins."""
+        self._parts.append({})
+
+    @property
+    def of_part(self) -> dict[str, _Kept]:
+        """What the backward pass of the part that goes forward now is to keep, by call."""
+        return self._parts[-1]
+
+    def compute(self, last: int) -> bool:
+        """Compute what is missing of all parts up to `last`; whether there was anything.
+
+        This is a backward pass of its own, in which gradients become ready one after the other, last layer first.
+        """
+        calls: dict[str, list[_Kept]] = {}
+        for _ in range(last + 1 - self._first):
+            for name, kept in self._parts.popleft().items():
+                calls.setdefault(name, []).append(kept)
+        self._first = last + 1
+        chain = torch.zeros((), requires_grad=True)
+        for name in reversed(list(calls)):  # in the order of the forward pass, as the chain is gone through backward
+            parts = calls.pop(name)
+            chain = _WeightGradients.apply(chain, parts[0].weight, parts[0].bias, parts)
+        if chain.grad_fn is None:
+            return False
+        chain.backward()
+        return True
+
+
+def postponing(context: StepContext, call: str, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """The function of a layer, which leaves its weight gradient for later where the step's context asks for that."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        postponed = context.postponed
+        # what comes of other computations has a backward pass of its own, which is not to run twice
+        own = all(each.is_leaf and each.requires_grad for each in (weight, bias) if each is not None)
+        if postponed is None or not own or not torch.is_grad_enabled():
+            return layer.compute(x, weight, bias)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        keep = _Keeping(postponed.of_part, call, layer, weight, bias)
+        y: Tensor = _InputGradient.apply(x.to(dtype), torch.zeros((), requires_grad=True), keep)
+        return y
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Keeping:
+    """A call in one part of a batch, whose weight gradient is postponed."""
+
+    part: dict[str, _Kept]
+    call: str
+    layer: Weighted
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, gradient: Tensor) -> None:
+        self.part[self.call] = _Kept(self.layer, self.weight, self.bias, x, gradient)
+
+
+class _InputGradient(torch.autograd.Function):
+    """A layer whose backward pass gives its input's gradient alone, and keeps what those of its weights need."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, keep: _Keeping) -> Tensor:
+        ctx.keep = keep
+        weight = keep.weight.detach().to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return keep.layer.compute(x, weight, None if keep.bias is None else keep.bias.detach().to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.keep(x, gradient)
+        return ctx.keep.layer.input_gradient(gradient, x, weight) if ctx.needs_input_grad[0] else None, None, None
+
+
+class _WeightGradients(torch.autograd.Function):
+    """A link in a chain: its backward pass gives a weight and a bias the gradients of several parts of a batch."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Tensor, weight: Tensor, bias: Tensor | None, parts: list[_Kept]) -> Tensor:
+        ctx.parts = parts
+        return chain.view_as(chain)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        of_weight, of_bias = _summed(ctx.parts)
+        weight, bias = ctx.parts[0].weight, ctx.parts[0].bias
+        ctx.parts = None
+        return gradient, of_weight.to(weight.dtype), None if of_bias is None else of_bias.to(bias.dtype), None
+
+
+def _summed(parts: Sequence[_Kept]) -> tuple[Tensor, Tensor | None]:
+    first = parts[0]
+    weight, biased = first.weight.detach().to(first.x.dtype), first.bias is not None
+    moved = sum(each.x.numel() + each.gradient.numel() for each in parts)
+    if len(parts) > 1 and moved <= len(parts) * weight.numel():  # copying them is less than adding up as many weights
+        x, gradient = (torch.cat(each) for each in zip(*((each.x, each.gradient) for each in parts), strict=True))
+        return first.layer.weight_gradients(gradient, x, weight, biased)
+    of_weight, of_bias = first.layer.weight_gradients(first.gradient, first.x, weight, biased)
+    for each in parts[1:]:
+        more, bias = each.layer.weight_gradients(each.gradient, each.x, weight, biased)
+        of_weight += more
+        if of_bias is not None and bias is not None:
+            of_bias += bias
+    return of_weight, of_bias

@@ -1,0 +1,72 @@
+"""In which order a stage runs the parts of a batch: GPipe, 1F1B and zero-bubble.
+
+GPipe (Huang et al., 2019) runs all parts forward and then all of them back. 1F1B (PipeDream-flush: Narayanan et al.,
+2021) takes each back as soon as it can, so that a stage keeps the activations of no more parts than there are stages
+from it to the last. Zero-bubble (ZB-H2 of Qi et al., "Zero Bubble Pipeline Parallelism", 2024) sends the gradients of
+activations on first, and computes those of weights, for which no other stage waits, where it would wait itself and at
+the end, for several parts at once. In all of them gradients are those of the weights at the beginning of the update.
+"""
+
+from typing import Literal, get_args
+
+Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+Action = tuple[Literal["forward", "backward", "weights"], int]
+"""What to do, and of which part; `weights` computes what is missing of the weight gradients of all parts up to it."""
+
+PARTS_PER_STAGE = 4
+"""Parts of the batch for each stage, unless something else is said: a fifth of the time is waited at most."""
+
+
+def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Action]:
+    """What a stage does in one update: forward and backward passes of the parts of the batch, each in order.
+
+    >>> actions("1f1b", parts=3, stage=0, stages=2)
+    [('forward', 0), ('forward', 1), ('backward', 0), ('forward', 2), ('backward', 1), ('backward', 2)]
+    >>> actions("zero-bubble", parts=2, stage=0, stages=2)
+    [('forward', 0), ('forward', 1), ('backward', 0), ('weights', 0), ('backward', 1), ('weights', 1)]
+
+    Args:
+        schedule: the order.
+        parts: of the batch.
+        stage: from 0.
+        stages: how many there are.
+    """
+    ahead = _ahead(schedule, parts, stage, stages)
+    found: list[Action] = [("forward", part) for part in range(ahead)]
+    for part in range(parts):
+        waits = part + ahead - parts  # the how manieth backward pass this is with no forward pass before it
+        if schedule == "zero-bubble" and waits > 0:
+            # as long as the forward pass for which the next stage lets this one wait; nobody waits for the first stage
+            everything = stage == 0 and part == parts - 1
+            found.append(("weights", part - 1 if everything else waits - 1))
+        found.append(("backward", part))
+        if part + ahead < parts:
+            found.append(("forward", part + ahead))
+    if schedule == "zero-bubble":
+        found.append(("weights", parts - 1))
+    return found
+
+
+def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
+    """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`.
+
+    Zero-bubble keeps those of all parts, or what weight gradients are computed from, which is about as much.
+    """
+    return parts if schedule == "zero-bubble" else _ahead(schedule, parts, stage, stages)
+
+
+def _ahead(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
+    """Parts that go forward before the first goes back."""
+    later = stages - 1 - stage
+    return min(parts, {"gpipe": parts, "1f1b": 1 + later, "zero-bubble": 1 + 2 * later}[schedule])
+
+
+def bubble(schedule: Schedule, parts: int, stages: int) -> float:
+    """The share of the time that stages of equal work wait, beside what is sent.
+
+    (S − 1) / (M + S − 1) with M parts and S stages; under zero-bubble the last stage alone waits, for the first forward
+    passes, each a third of a part's work.
+    """
+    work = 3 * parts if schedule == "zero-bubble" else parts
+    return (stages - 1) / (work + stages - 1)
