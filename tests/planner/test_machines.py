@@ -83,6 +83,14 @@ def test_a_network_that_no_device_has_room_for_is_cut_into_stages() -> None:
         predict(replace(cut, counts=()), machine_of_two, "fp32", memory_limit=1.5e9)
 
 
+def test_hosts_that_repeat_what_others_do_are_told() -> None:
+    """Over 1 Gbit/s the second host is worth nothing: the fastest plan has it do what the first does."""
+    found = predict(workload("resnet18", 128), machine("2x(2xv100-sxm2)", "1gbit"), "fp32")
+    assert found.gain > 1.03 and "2 of the 4 devices would be as fast" in found.notes[0]
+    control = predict(workload("resnet18", 128), machine("2x(2xv100-sxm2)", "100gbit"), "fp32")
+    assert control.plan == Plan.by_samples(4) and not control.notes
+
+
 def test_gpus_without_peers_wait_for_the_memory_of_their_host() -> None:
     assert alexnet("8xrtx-3090").held_back_by == "host memory"
     assert alexnet("8xp100-pcie:pcie3-x1").held_back_by == "pcie3"

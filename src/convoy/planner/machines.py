@@ -29,7 +29,8 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.local import BatchNorm
 from convoy.planner.planner import Planned, ordered, propose, score
 from convoy.planner.workload import Workload, workload_of
-from convoy.plans.mesh import Mesh
+from convoy.plans.mesh import STAGE, Mesh
+from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
 from convoy.units import size
 
@@ -374,10 +375,22 @@ def _planned(
         best.remove(plain)
         best.insert(0, plain)
     plain = plain or score(workload, Plan.by_samples(count), costs)
-    needs = plain.memory.total
-    notes = (f"data parallelism does not fit: it needs {size(needs)} on each device, of {size(int(room))}",)
-    planned = Planned(workload, count, tuple(best), serial, None, costs, notes if needs > room else ())
+    notes = []
+    if (needs := plain.memory.total) > room:
+        notes.append(f"data parallelism does not fit: it needs {size(needs)} on each device, of {size(int(room))}")
+    if (enough := count // _repeated(workload, best[0].plan)) < count:
+        notes.append(f"{enough} of the {count} devices would be as fast: the others repeat what these do")
+    planned = Planned(workload, count, tuple(best), serial, None, costs, tuple(notes))
     return planned, plain.seconds / best[0].seconds
+
+
+def _repeated(workload: Workload, plan: Plan) -> int:
+    """How many devices do the same under a plan, throughout the network."""
+    layers = [(call.layer, call.op) for call in workload.graph.calls if call.op in COMPUTE]
+    over = zip(*(plan.strategy(*layer) for layer in layers), strict=True)
+    same = [set(strategies) == {"replicate"} for strategies in over]
+    axes = zip(plan.mesh.names, plan.mesh.sizes, same, strict=False)
+    return math.prod(size for name, size, repeats in axes if repeats and name != STAGE)
 
 
 def _meshes(machine: Machine) -> list[Mesh]:
