@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from exactness import build, relative, run
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy
 from convoy.comm.collectives import Pending
 from convoy.comm.stage_links import Sent
+from convoy.engine import guard
 from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
 from convoy.ops.postponed import PostponedGradients
@@ -406,3 +409,41 @@ def test_what_others_have_received_is_let_go(schedule: str, parts: int) -> None:
     """As many parts as the first stage runs ahead: it holds values of them, and the second one gradients."""
     assert run_ranks(parts_on_their_way, 2, schedule, False) == [6, 6], "the control holds what it sends to the end"
     assert run_ranks(parts_on_their_way, 2, schedule, True) == [parts, parts]
+
+
+@dataclass
+class Backward(TorchDispatchMode):
+    """Counts weight gradients that are computed before the one before them has been added to `.grad`."""
+
+    waits: bool = False
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.convolution_backward.default:
+            self.count += self.waits
+            self.waits = True
+        elif function is torch.ops.aten.add_.Tensor:
+            self.waits = False
+        return function(*args, **(kwargs or {}))
+
+
+def waiting_gradients(at_once: bool) -> int:
+    if not at_once:
+        guard._AT_ONCE = 0
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 1, bias=False) for _ in range(6)))
+    x, y = torch.randn(6, 4, 5, 5), torch.zeros(6, 5, 5, dtype=torch.int64)
+    net = convoy.parallelize(model, "stage=2", x[:2], microbatches=6)
+    with Backward() as backward:
+        convoy.forward_backward(net, x, y, F.cross_entropy)
+    return backward.count
+
+
+def test_a_weights_gradient_is_added_at_once_while_uses_of_weights_are_followed() -> None:
+    """The first part's become `.grad` as they are. The second part went forward before the first came back, so that
+    its uses are followed too: the control keeps all of its gradients until its backward pass ends."""
+    first, _ = run_ranks(waiting_gradients, 2, True)
+    control, _ = run_ranks(waiting_gradients, 2, False)
+    assert control == first + 2
