@@ -1,7 +1,7 @@
 """Memory of a rank in training: what the plan says, the optimizer's state, and the messages with gradients."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.ops.memory import predict_memory
@@ -59,12 +59,13 @@ def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) 
     if not placement.graph.training:
         return found
     weights = [value.name for value in placement.graph.parameters() if value.name in part.layouts]
+    differentiable = needs_gradient(placement.graph)
     passes = len(staging.samples)
     return [
         replace(
             memory,
             gradients=memory.gradients + max((_size(part, name, rank) for name in weights), default=0) * (passes > 1),
-            messages=memory.messages + _sent_and_received(placement, staging, stage, rank),
+            messages=memory.messages + _sent_and_received(placement, staging, stage, rank, differentiable),
         )
         if mesh.stage_of(rank) == stage
         else memory
@@ -72,11 +73,12 @@ def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) 
     ]
 
 
-def _sent_and_received(placement: Placement, staging: Staging, stage: int, rank: int) -> int:
+def _sent_and_received(
+    placement: Placement, staging: Staging, stage: int, rank: int, differentiable: Container[str]
+) -> int:
     """Bytes that a rank of a stage has beside the activations when it begins to run a pass back: the pass's gradients
     and those of the next one, the values of the next pass forward, and the gradients that it has sent."""
     passes, in_flight = len(staging.samples), staging.in_flight(stage)
-    differentiable = needs_gradient(placement.graph)
 
     def size(crossing: Crossing, gradient: bool) -> int:
         return 0 if gradient and crossing.value not in differentiable else _size(placement, crossing.value, rank)
