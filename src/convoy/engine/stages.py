@@ -6,7 +6,7 @@ its work (`plans/schedule.py`). Parts go forward in their order, and back in the
 Ranks at the same place on the other axes send each other what they have of the values at a cut.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints
-from convoy.comm.stage_links import Arriving, StageLinks
+from convoy.comm.collectives import all_reduce, broadcast, gather_ints
+from convoy.comm.stage_links import Arriving, Sent, StageLinks
 from convoy.engine.agreement import Form, Signature, arguments
 from convoy.engine.coupling import why_together
 from convoy.engine.network import Network
@@ -33,7 +33,7 @@ from convoy.ops.postponed import PostponedGradients
 from convoy.plans.layout import Layout, Split, balanced
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
-from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, actions
+from convoy.plans.schedule import PARTS_PER_STAGE, Action, Schedule, actions, taken_back
 from convoy.plans.stages import Crossing, StagedGraph, Stages
 
 
@@ -48,8 +48,8 @@ class Flight:
         placement: of the network at this part's size.
         inputs: the network's.
         key: what decides how values lie.
+        part: its number, counted over all updates.
         arriving: the gradients of what was sent, if they are expected already; None for what the loss leaves out.
-        sending: what may still be on its way.
     """
 
     received: list[tuple[Crossing, Tensor]]
@@ -58,8 +58,8 @@ class Flight:
     placement: Placement
     inputs: tuple[Tensor, ...]
     key: Any
+    part: int
     arriving: list[Arriving | None] | None = None
-    sending: list[tuple[Crossing, Pending]] = field(default_factory=list)
 
 
 @dataclass
@@ -87,6 +87,8 @@ class StagedNetwork(Network):
         self._whole_layouts: dict[str, Layout] = {}  # within a stage
         self._owners_of: dict[str, int] = {}
         self._expected: list[Arriving | None] | None = None
+        self._order: tuple[Schedule, int] = ("gpipe", 1)  # of the update, and its parts
+        self._begun = self._first = 0  # parts in all updates, and in those before this one
         self._used: list[bool] | None = None  # which parameters had a gradient in any stage
         self._reasons: dict[Any, str] = {}  # why passes are not cut into parts, by mode
         self._anchor = torch.zeros((), requires_grad=True)
@@ -162,18 +164,20 @@ class StagedNetwork(Network):
         soon = None if then is None else self._signature(then, inputs, form)
         if soon is not None and self.links.knows(self._key(soon, inputs)):  # else the sender says first how values lie
             self._expected = self._begin_receiving(soon, inputs)
+        part, self._begun = self._begun, self._begun + 1
         received = [
             (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
             for crossing, each in zip(staged.received(self.stage), arriving, strict=True)
             if each is not None
         ]
+        self._release_gradients({crossing.source for crossing, x in received if x.numel()})
         found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
         sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        sending = self._send(key, sent)
+        self._send(key, sent, part)
         if not torch.is_grad_enabled():
-            received, sent, sending = [], [], []
+            received, sent = [], []
         outputs = found if self.is_last else {}
-        return Flight(received, sent, outputs, placement, tuple(inputs), key, sending=sending)
+        return Flight(received, sent, outputs, placement, tuple(inputs), key, part)
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
@@ -210,14 +214,13 @@ class StagedNetwork(Network):
                 roots.append(x)
                 given.append(self._wait(crossing, arriving))
                 answering.add(crossing.target)
-        self.links.release([pending for crossing, pending in flight.sending if crossing.target in answering])
-        flight.sending = []
+        self.links.release(lambda sent: not sent.back and sent.part == flight.part and sent.to in answering)
         if roots:
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
 
-    def begin_update(self, schedule: Schedule) -> None:
-        """Compute the next parts' weight gradients as a schedule says.
+    def begin_update(self, schedule: Schedule, parts: int) -> list[Action]:
+        """Say in which order the next parts are run; what this stage is to do.
 
         Raises:
             ConvoyError: the network is compiled, and the schedule postpones them.
@@ -228,6 +231,8 @@ class StagedNetwork(Network):
                 "the schedule 1f1b, or do not compile"
             )
         self.context.postponed = PostponedGradients() if schedule == "zero-bubble" else None
+        self._order, self._first = (schedule, parts), self._begun
+        return actions(schedule, parts, self.stage, self.stages.number)
 
     def compute_weight_gradients(self, part: int, last: bool) -> None:
         """Compute the weight gradients that are missing, of all parts up to one; with those of the `last` one, all are
@@ -241,8 +246,19 @@ class StagedNetwork(Network):
     def send_gradients(self, flight: Flight) -> None:
         """Send the stages before this one the gradients of what they sent; the backward pass has run."""
         gradients = [(crossing, x.grad) for crossing, x in flight.received if x.requires_grad]
-        self._send(flight.key, gradients, back=True)
+        self._send(flight.key, gradients, flight.part, back=True)
         flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
+
+    def _release_gradients(self, sources: Container[int]) -> None:
+        """Let go of the gradients that earlier stages had received before they ran the part forward that has come."""
+        (schedule, parts), part = self._order, self._begun - self._first - 1
+
+        def is_received(sent: Sent) -> bool:
+            if not sent.back or sent.to not in sources:
+                return False
+            return sent.part - self._first < taken_back(schedule, parts, sent.to, self.stages.number, part)
+
+        self.links.release(is_received)
 
     @property
     def is_last(self) -> bool:
@@ -260,11 +276,9 @@ class StagedNetwork(Network):
             if used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _send(
-        self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], back: bool = False
-    ) -> list[tuple[Crossing, Pending]]:
+    def _send(self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], part: int, back: bool = False) -> None:
         with self.watch_wait(values[0][0].value) if values else nullcontext():
-            return self.links.send(key, values, back=back)
+            self.links.send(key, values, part, back)
 
     def _wait(self, crossing: Crossing, arriving: Arriving) -> Tensor:
         with self.watch_wait(crossing.value):
@@ -319,8 +333,8 @@ class StagedNetwork(Network):
     ) -> tuple[dict[str, Tensor], Any, tuple[int, ...]]:
         """The network's outputs by name, what it returns with references to them, and every sample rank's samples."""
         inputs, samples = self.open_pass(inputs)
-        self.context.postponed = None
         parts = self._parts(inputs, samples, form)
+        self.begin_update("gpipe", parts)
         sizes = self._sizes(samples, parts)
         flights = [
             self.forward_pass(own, now, form, then)
@@ -350,8 +364,7 @@ class StagedNetwork(Network):
         terms: list[Tensor] = []
         given: list[tuple[Tensor, ...]] = []
         start = 0
-        self.begin_update(schedule)
-        for kind, number in actions(schedule, parts, self.stage, self.stages.number):
+        for kind, number in self.begin_update(schedule, parts):
             last = number == parts - 1
             pausing = nullcontext() if self.reducer is None else self.reducer.paused()
             if kind == "forward":

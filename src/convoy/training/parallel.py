@@ -390,10 +390,9 @@ class StagedTraining(ParallelNetwork):
         return [in_flight(self.schedule, passes, stage, number) for stage in range(number)]
 
     def order(self, passes: Sequence[Pass]) -> list[Action]:
-        self.engine.begin_update(self.schedule)
         self._running.clear()
         self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
-        return actions(self.schedule, len(passes), self.engine.stage, self.engine.stages.number)
+        return self.engine.begin_update(self.schedule, len(passes))
 
     def forward(self, images: Tensor) -> Any:
         sizes = self._sizes.popleft()
