@@ -19,7 +19,8 @@ from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
-from convoy.engine.stages import Flight, StagedNetwork
+from convoy.engine.stage import Flight
+from convoy.engine.stages import StagedNetwork
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
