@@ -268,6 +268,7 @@ def without_memory_alone(data: Path, cache: Path, lacks: bool) -> tuple[str, lis
     return str(found.plan), found.notes, updates.count("filter=2")
 
 
+@pytest.mark.slow
 def test_a_racer_is_tried_out_alone_before_others_wait_for_it(data: Path, tmp_path: Path) -> None:
     for plan, notes, updates in run_ranks(without_memory_alone, 2, data, tmp_path, True):
         assert (plan, updates) == ("sample=2", 0)
