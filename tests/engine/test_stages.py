@@ -282,6 +282,20 @@ def test_what_has_a_gradient_may_change_from_pass_to_pass() -> None:
         assert max(found) < 1e-12, found
 
 
+def two_passes() -> float:
+    nets = two_heads("last")
+    x = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    for net in nets:
+        first, second = net(x), net(x.flip(0))
+        sum((a * b).mean() for a, b in zip(first, second, strict=True)).backward()
+    return worst_gradient(*nets)
+
+
+def test_a_loss_may_need_several_passes() -> None:
+    for found in run_ranks(two_passes, 2):
+        assert found < 1e-12, found
+
+
 class FineTuned(nn.Module):
     """Convolutions whose weights are frozen, between norms that are trained."""
 

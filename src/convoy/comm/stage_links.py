@@ -159,9 +159,10 @@ class StageLinks:
         return sending
 
     def release(self, sent: Sequence[Pending]) -> None:
-        """Let go of what other ranks have received, which gloo does not say of its own accord."""
+        """Let go of what other ranks have received, which gloo does not say of its own accord, and says once."""
         for pending in sent:
-            pending.wait()
+            if pending in self._sending:
+                pending.wait()
         self._sending = [pending for pending in self._sending if pending not in sent]
 
     def knows(self, key: Any, back: bool = False) -> bool:
