@@ -14,7 +14,7 @@ from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.cost.times import Roofline
-from convoy.planner.planner import _fitting, _search, _search_stages
+from convoy.planner.planner import _fitting, _search_stages, propose
 from convoy.planner.search.stages import in_best_passes
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -113,10 +113,10 @@ def test_where_nothing_fits_the_sentence_is_of_the_smallest() -> None:
     with pytest.raises(
         TooLargeError, match=r"^no plan fits: stage=4 in 32 passes, of equal work, still needs "
     ) as refused:
-        _search(workload, 4, costs(), (), 1e5, results)
+        propose(workload, 4, costs(), (), 1e5, results)
     assert refused.value.needed == score(workload, Plan.parse("stage=4"), costs(), memory_limit=1e5).memory.total
     with pytest.raises(TooLargeError, match=r"^no plan fits: the smallest needs "):
-        _search(replace(workload, counts=()), 4, costs(), (), 1e5, results)
+        propose(replace(workload, counts=()), 4, costs(), (), 1e5, results)
 
 
 def test_given_stages_are_measured_in_the_passes_in_which_they_run() -> None:

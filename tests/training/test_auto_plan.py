@@ -92,8 +92,9 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
     def planner(*args: object, **options: object) -> Planned:
         planned = make_plan(*args, **options)  # type: ignore[arg-type]
         assert 4 in planned.workload.counts
-        workload = replace(planned.workload.through(2, passes), schedule=schedule)
-        best = score(replace(planned.workload, in_passes=lambda number: workload), STAGES, planned.costs, passes)
+        workload = planned.workload.through(2, passes)
+        asked = replace(planned.workload, in_passes=lambda number: workload, schedules=(schedule,))
+        best = score(asked, STAGES, planned.costs, passes)
         return replace(planned, candidates=(best,))
 
     with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda *args: None):
@@ -109,7 +110,7 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
 STAGES = Plan.parse("stage=2")
 
 
-@pytest.mark.parametrize(("passes", "schedule"), [(4, "gpipe"), (2, "1f1b")])
+@pytest.mark.parametrize(("passes", "schedule"), [(4, "gpipe"), (2, "zero-bubble")])
 def test_stages_run_in_the_passes_and_the_order_that_were_predicted(
     data: Path, tmp_path: Path, passes: int, schedule: str
 ) -> None:

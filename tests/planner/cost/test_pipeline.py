@@ -144,6 +144,23 @@ def test_activations_of_the_passes_in_flight_are_kept():
     assert predicted("stage=2", 1, "gpipe").by_stage == predicted("stage=2", 1, "1f1b").by_stage
 
 
+@pytest.mark.parametrize(
+    ("schedule", "passes", "held"),
+    [
+        ("gpipe", 6, [2, 2, 0]),  # gradients of a pass and of the next one
+        ("1f1b", 6, [2, 4, 2]),  # besides, the next pass forward, and the gradients that were sent back last
+        ("zero-bubble", 6, [2, 4, 2]),
+        ("gpipe", 1, [1, 1, 0]),
+    ],
+)
+def test_what_stages_send_each_other_takes_memory(schedule, passes, held):
+    """In values at a cut; and of one weight two gradients, as those of the passes are added."""
+    found = predicted("stage=3", passes, schedule, layers=3).by_stage
+    assert [one.messages for one in found] == [number * ONE for number in held]
+    weight = WIDTH * WIDTH * 4
+    assert [one.gradients - one.parameters for one in found] == [weight * (passes > 1)] * 3
+
+
 @pytest.mark.parametrize(("schedule", "flights"), [("gpipe", (6, 6)), ("1f1b", (2, 1))])
 def test_what_is_computed_again_is_there_once_and_takes_time(schedule, flights):
     """Of each of the other passes a stage keeps what it received and what it sends. Every layer runs forward again, up

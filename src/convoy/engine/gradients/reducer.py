@@ -139,9 +139,10 @@ class GradientReducer:
             self._paused = before
 
     def reduce(self) -> None:
-        """Add what paused backward passes have left, without another one; nothing while it is paused."""
+        """Add what paused backward passes have left, without another one; nothing while they are paused."""
         if self._watch is not None and not self._paused:
-            self._finish()
+            with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+                self._finish()
 
     def adds_any(self, parameters: Iterable[Tensor]) -> bool:
         """Whether it adds up the gradient of any of these."""
