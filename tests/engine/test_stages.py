@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -323,6 +324,71 @@ def gradients_come_and_go() -> list[float]:
 def test_what_has_a_gradient_may_change_from_pass_to_pass() -> None:
     for found in run_ranks(gradients_come_and_go, 2):
         assert max(found) < 1e-12, found
+
+
+def two_passes() -> float:
+    nets = two_heads("last")
+    x = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    for net in nets:
+        first, second = net(x), net(x.flip(0))
+        sum((a * b).mean() for a, b in zip(first, second, strict=True)).backward()
+    return worst_gradient(*nets)
+
+
+def test_a_loss_may_need_several_passes() -> None:
+    for found in run_ranks(two_passes, 2):
+        assert found < 1e-12, found
+
+
+class FineTuned(nn.Module):
+    """Convolutions whose weights are frozen, between norms that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.norm = nn.GroupNorm(2, 4)
+        self.deep = nn.Conv2d(4, 4, 3).requires_grad_(False)
+        self.last = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.deep(self.norm(self.stem(x)).relu()).mean((2, 3)))
+
+
+def fine_tuned(accumulates: bool) -> float:
+    plain = FineTuned().double()
+    layers = {"last": {"gpu": "filter"}, "*": {"gpu": "sample"}}
+    plan = {"mesh": {"stage": 2, "gpu": 2}, "layers": layers, "stages": ["norm"]}
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (8,))
+    net = convoy.parallelize(copy.deepcopy(plain), plan, x[:4], microbatches=2, checks=False)
+    mine = convoy.local_samples(net, 8)
+    for last in (False, True) if accumulates else (True,):
+        F.cross_entropy(plain(x), y).backward()
+        with nullcontext() if last else convoy.accumulate(net):
+            convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule="zero-bubble")
+    return worst_gradient(net, plain)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_are_added_over_ranks_where_only_layers_that_are_not_have_postponed_theirs(accumulates: bool) -> None:
+    for found in run_ranks(fine_tuned, 4, accumulates):
+        assert found < 1e-12, found
+
+
+def beside_a_plain_pass() -> float:
+    layers = (layer for _ in range(4) for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()))
+    plain = nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 6)).double()
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (8,))
+    net = convoy.parallelize(copy.deepcopy(plain), "stage=2", x[:4], microbatches=2, recompute=True, checks=False)
+    loss = F.cross_entropy(net(x), y)
+    convoy.forward_backward(net, x, y, F.cross_entropy, schedule="zero-bubble")
+    loss.backward()
+    (2 * F.cross_entropy(plain(x), y)).backward()
+    return worst_gradient(net, plain)
+
+
+def test_a_pass_that_is_computed_again_computes_what_it_did() -> None:
+    for found in run_ranks(beside_a_plain_pass, 2):
+        assert found < 1e-12, found
 
 
 def heads_are_left_out(schedule: str) -> list[float]:

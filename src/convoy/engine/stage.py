@@ -224,8 +224,8 @@ class Stage(Network):
         assert self.context.postponed is not None
         with nullcontext() if last or self.reducer is None else self.reducer.paused():
             found = self.context.postponed.compute(part)
-        if last and not found and self.reducer is not None:
-            self.reducer.reduce()
+        if last and self.reducer is not None and not self.reducer.adds_any(found):
+            self.reducer.reduce()  # those of other parameters: nobody has told it that a backward pass is done
 
     def send_gradients(self, flight: Flight) -> None:
         """Send the stages before this one the gradients of what they sent; the backward pass has run."""

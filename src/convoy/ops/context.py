@@ -109,7 +109,7 @@ class StepContext:
         return self.keys.index_select(0, places.like(self.keys, torch.int64))
 
 
-_OF_A_PASS = ("step", "sizes", "starts", "keys", "_samples", "_device")
+_OF_A_PASS = ("step", "sizes", "starts", "keys", "postponed", "_samples", "_device")
 
 
 @dataclass

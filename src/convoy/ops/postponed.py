@@ -56,29 +56,31 @@ class PostponedGradients:
     def forward(self, call: str, layer: Weighted, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What a layer gives for the part that goes forward now; its backward pass leaves out weight and bias."""
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
+        dtype = torch.get_autocast_dtype(kind) if lowered else x.dtype
         keep = _Keeping(self._parts[-1], call, layer, weight, bias)
         y: Tensor = _InputGradient.apply(x.to(dtype), torch.zeros((), requires_grad=True), keep)
         return y
 
-    def compute(self, last: int) -> bool:
-        """Compute what is missing of all parts up to `last`; whether there was anything.
+    def compute(self, last: int) -> list[Tensor]:
+        """Compute what is missing of all parts up to `last`; the weights and biases whose gradients it was.
 
         This is a backward pass of its own, in which gradients become ready one after the other, last layer first.
         """
         calls: dict[str, list[_Kept]] = {}
         for _ in range(last + 1 - self._first):
-            for name, kept in self._parts.popleft().items():
-                calls.setdefault(name, []).append(kept)
+            part = self._parts.popleft()
+            for name in list(part):  # it is to keep nothing: outputs of the network that somebody keeps refer to it
+                calls.setdefault(name, []).append(part.pop(name))
         self._first = last + 1
+        found = [each for (first, *_) in calls.values() for each in (first.weight, first.bias) if each is not None]
         chain = torch.zeros((), requires_grad=True)
         for name in reversed(list(calls)):  # in the order of the forward pass, as the chain is gone through backward
             parts = calls.pop(name)
             chain = _WeightGradients.apply(chain, parts[0].weight, parts[0].bias, parts)
-        if chain.grad_fn is None:
-            return False
-        chain.backward()
-        return True
+        if found:
+            chain.backward()
+        return found
 
 
 @dataclass(frozen=True)
@@ -125,22 +127,25 @@ class _WeightGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         of_weight, of_bias = _summed(ctx.parts)
-        weight, bias = ctx.parts[0].weight, ctx.parts[0].bias
         ctx.parts = None
-        return gradient, of_weight.to(weight.dtype), None if of_bias is None else of_bias.to(bias.dtype), None
+        return gradient, of_weight, of_bias, None
 
 
 def _summed(parts: Sequence[_Kept]) -> tuple[Tensor, Tensor | None]:
+    """The gradients of a weight and a bias, in their precision: that of the layer is too low to add parts up in."""
     first = parts[0]
-    weight, biased = first.weight.detach().to(first.x.dtype), first.bias is not None
+    weight = first.weight.detach().to(first.x.dtype)
+
+    def of(x: Tensor, gradient: Tensor) -> list[Tensor]:
+        found = first.layer.weight_gradients(gradient, x, weight, first.bias is not None)
+        return [each.to(first.weight.dtype) for each in found if each is not None]
+
     moved = sum(each.x.numel() + each.gradient.numel() for each in parts)
     if len(parts) > 1 and moved <= len(parts) * weight.numel():  # copying them is less than adding up as many weights
-        x, gradient = (torch.cat(each) for each in zip(*((each.x, each.gradient) for each in parts), strict=True))
-        return first.layer.weight_gradients(gradient, x, weight, biased)
-    of_weight, of_bias = first.layer.weight_gradients(first.gradient, first.x, weight, biased)
-    for each in parts[1:]:
-        more, bias = each.layer.weight_gradients(each.gradient, each.x, weight, biased)
-        of_weight += more
-        if of_bias is not None and bias is not None:
-            of_bias += bias
-    return of_weight, of_bias
+        total = of(torch.cat([each.x for each in parts]), torch.cat([each.gradient for each in parts]))
+    else:
+        total = of(first.x, first.gradient)
+        for each in parts[1:]:
+            for own, more in zip(total, of(each.x, each.gradient), strict=True):
+                own += more
+    return total[0], total[1] if first.bias is not None else None
