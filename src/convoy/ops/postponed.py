@@ -7,13 +7,31 @@ once, which is most of the work for small parts of a batch in layers with many w
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from convoy.graph.graph import Graph
+from convoy.plans.place import COMPUTE, PlacedCall
+
+
+def postpones(placed: PlacedCall, graph: Graph, differentiable: Container[str]) -> bool:
+    """Whether a call's weight gradient can be postponed: the weight is a parameter that is trained, kept as it is used.
+
+    Args:
+        placed: the call.
+        graph: its network.
+        differentiable: names of the values that have a gradient.
+    """
+    if placed.call.op not in COMPUTE:
+        return False
+    weight, bias = placed.call.attributes["weight"], placed.call.attributes["bias"]
+    own = graph.values[weight].origin == "parameter" and weight not in placed.transfers
+    return own and weight in differentiable and (bias is None or bias in differentiable)
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,7 @@ class PostponedGradients:
     def __init__(self) -> None:
         self._parts: deque[dict[str, _Kept]] = deque()
         self._first = 0  # the part that comes first in there
+        self._anchors: dict[torch.device, Tensor] = {}
 
     def begin_part(self) -> None:
         """The forward pass of the next part begins."""
@@ -59,7 +78,7 @@ class PostponedGradients:
         lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
         dtype = torch.get_autocast_dtype(kind) if lowered else x.dtype
         keep = _Keeping(self._parts[-1], call, layer, weight, bias)
-        y: Tensor = _InputGradient.apply(x.to(dtype), torch.zeros((), requires_grad=True), keep)
+        y: Tensor = _InputGradient.apply(x.to(dtype), self._anchor(x.device), keep)
         return y
 
     def compute(self, last: int) -> list[Tensor]:
@@ -74,13 +93,20 @@ class PostponedGradients:
                 calls.setdefault(name, []).append(part.pop(name))
         self._first = last + 1
         found = [each for (first, *_) in calls.values() for each in (first.weight, first.bias) if each is not None]
-        chain = torch.zeros((), requires_grad=True)
+        chain = self._anchor(found[0].device) if found else None
         for name in reversed(list(calls)):  # in the order of the forward pass, as the chain is gone through backward
             parts = calls.pop(name)
             chain = _WeightGradients.apply(chain, parts[0].weight, parts[0].bias, parts)
-        if found:
+        if chain is not None:
             chain.backward()
         return found
+
+    def _anchor(self, device: torch.device) -> Tensor:
+        """Something with a gradient, so that backward passes reach what depends on it; on the device, as autograd has a
+        thread and streams for each."""
+        if device not in self._anchors:
+            self._anchors[device] = torch.zeros((), requires_grad=True, device=device)
+        return self._anchors[device]
 
 
 @dataclass(frozen=True)

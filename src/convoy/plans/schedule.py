@@ -51,7 +51,7 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
 def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
     """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`.
 
-    Zero-bubble keeps those of all parts, or what weight gradients are computed from, which is about as much.
+    Zero-bubble keeps those of all parts, or instead what weight gradients are computed from, which may be more.
     """
     return parts if schedule == "zero-bubble" else _ahead(schedule, parts, stage, stages)
 

@@ -141,6 +141,8 @@ def test_activations_of_the_passes_in_flight_are_kept():
         found = predicted("stage=2", 6, schedule)
         held = [3 * ONE, 2 * ONE]
         assert [one.activations for one in found.by_stage] == [n * size for n, size in zip(flights, held, strict=True)]
+    later = predicted("stage=2", 6, "zero-bubble").by_stage  # every layer's input and its output's gradient
+    assert [one.activations for one in later] == [6 * 2 * 2 * ONE] * 2
     assert predicted("stage=2", 1, "gpipe").by_stage == predicted("stage=2", 1, "1f1b").by_stage
 
 

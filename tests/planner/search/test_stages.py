@@ -177,7 +177,7 @@ def test_memory_decides_about_cuts_and_schedules():
 
     whole = found(None)[0]
     assert found(16 * 4 * one + 10_000)[0].seconds == pytest.approx(whole.seconds)
-    assert found(16 * 4 * one + 10_000, schedules=SCHEDULES)[0].schedule == "zero-bubble"
+    assert found(16 * 6 * one + 10_000, schedules=SCHEDULES)[0].schedule == "zero-bubble"
     small = found(4 * 4 * one + 4_000, schedules=SCHEDULES)[0]  # the others would keep all 16 passes
     assert small.schedule == "1f1b"
     least = 4 * 2 * one + 4_000  # of every pass what the first stage receives and sends

@@ -5,6 +5,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.ops.memory import predict_memory
+from convoy.ops.postponed import postpones
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.gradients import Exchange, exchange
 from convoy.planner.cost.pipeline import Staging
@@ -61,9 +62,14 @@ def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) 
     weights = [value.name for value in placement.graph.parameters() if value.name in part.layouts]
     differentiable = needs_gradient(placement.graph)
     passes = len(staging.samples)
+    later: list[str] = []
+    if staging.schedule == "zero-bubble":  # inputs and gradients, of all passes, at the end
+        calls = [one.call for one in part.calls if postpones(one, placement.graph, differentiable)]
+        later = [name for call in calls for name in (call.attributes["input"], call.outputs[0])]
     return [
         replace(
             memory,
+            activations=max(memory.activations, passes * sum(_size(part, name, rank) for name in later)),
             gradients=memory.gradients + max((_size(part, name, rank) for name in weights), default=0) * (passes > 1),
             messages=memory.messages + _sent_and_received(placement, staging, stage, rank, differentiable),
         )

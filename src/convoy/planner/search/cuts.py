@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from convoy.graph.graph import Graph
 from convoy.ops import place
 from convoy.ops.kept import KeptTensors
+from convoy.ops.postponed import postpones
 from convoy.planner.cost.link import Link
 from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs
@@ -94,6 +95,7 @@ class Chain:
         once: seconds of the exchange of gradients and of the optimizer.
         held: bytes of parameters, gradients and optimizer.
         kept: bytes of activations of a pass, with what is received and sent.
+        postponed: bytes from which the weight gradients of a pass are computed.
     """
 
     def __init__(self, update: InPasses, placement: Placement) -> None:
@@ -102,7 +104,8 @@ class Chain:
         self.cuts = cuts_of(graph)
         self._unit = np.searchsorted(self.cuts, range(len(graph.calls)), side="right") - 1
         units = len(self.cuts) - 1
-        passes, once, held = np.zeros(units), np.zeros(units), np.zeros(units)
+        passes, once, held, postponed = (np.zeros(units) for _ in range(4))
+        origin = (0,) * len(mesh.sizes)
         differentiable = needs_gradient(graph)
         seen: set[str] = set()
         asked = [
@@ -119,6 +122,10 @@ class Chain:
                 passes[unit] += seconds
         for unit, placed in zip(self._unit, placement.calls, strict=True):
             passes[unit] += costs.compute(placed, placement)
+            if postpones(placed, graph, differentiable):
+                for name in (placed.call.attributes["input"], placed.call.outputs[0]):
+                    shape = placement.layouts[name].local_shape(graph.shape(name), mesh, origin)
+                    postponed[unit] += prod(shape) * graph.values[name].dtype.itemsize
             for name in placed.call.inputs:
                 value = graph.values[name]
                 if value.origin == "parameter" and name not in seen:
@@ -127,7 +134,9 @@ class Chain:
                     once[unit] += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
                     held[unit] += costs.parameter_memory(value, layout, mesh)
                     seen.add(name)
-        self.seconds, self.once, self.held = (_between(numbers) for numbers in (passes / update.passes, once, held))
+        self.seconds, self.once, self.held, self.postponed = map(
+            _between, (passes / update.passes, once, held, postponed)
+        )
 
     @cached_property
     def _touched(self) -> list[tuple[str, int, tuple[int, ...]]]:

@@ -240,7 +240,9 @@ class _StageSearch:
             for stage, (computes, sends, returns, once) in enumerate(times):
                 own = computes + sends + returns
                 if self.memory_limit is not None:
-                    held = chain.held + in_flight(schedules[0], passes, stage, stages) * chain.kept
+                    later = schedules[0] == "zero-bubble"
+                    kept = np.maximum(chain.kept, chain.postponed) if later else chain.kept
+                    held = chain.held + in_flight(schedules[0], passes, stage, stages) * kept
                     own = np.where(held <= self.memory_limit, own, np.inf)
                 through.append(own)
                 rest.append((passes - 1) * np.maximum(computes, sends + returns) + once)
