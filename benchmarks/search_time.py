@@ -27,7 +27,8 @@ from convoy.ops import capture
 from convoy.planner.cost.analytic import Analytic
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.search import search
-from convoy.planner.search.stages import InPasses, search_stages
+from convoy.planner.search.cuts import InPasses
+from convoy.planner.search.stages import search_stages
 from convoy.planner.workload import workload_of
 from convoy.plans.mesh import Mesh
 

@@ -6,9 +6,9 @@ A network becomes this rank's part of it by `parallelize`, and the training loop
     loss = loss_fn(net(images[mine]), labels[mine])                 mine = convoy.local_samples(net, len(images))
     loss.backward()                                                 gradients are those of the global batch
 
-Beside it stand `plan` (the fastest plan for some devices, and why), `save` and `load` (any plan to any other),
-`global_mean` and `penalty` (losses that are exact under every plan), `BatchSampler` and `evaluate`, and `load_run` for
-what `convoy train` has left. The guide is docs/your-own-loop.md.
+Beside it stand `plan` (the fastest plan for some devices, and why), `plan_on` (for devices that are not at hand),
+`save` and `load` (any plan to any other), `global_mean` and `penalty` (losses that are exact under every plan),
+`BatchSampler` and `evaluate`, and `load_run` for what `convoy train` has left. The guide is docs/your-own-loop.md.
 """
 
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from convoy.graph.deferred import deferred as deferred
     from convoy.graph.deferred import materialize as materialize
     from convoy.planner.interface import plan as plan
+    from convoy.planner.machines import plan_on as plan_on
     from convoy.plans import Mesh as Mesh
     from convoy.plans import Plan as Plan
     from convoy.script.checkpoint import load as load
@@ -51,6 +52,7 @@ _NAMES = {
     "engine.explain": "explain",
     "engine.parallelize": "accumulate clip_grad_norm_ forward_backward gradients local_samples parallelize",
     "graph.deferred": "deferred materialize",
+    "planner.machines": "plan_on",
     "planner.interface": "plan",
     "plans": "Mesh Plan",
     "script.checkpoint": "load save",

@@ -70,6 +70,7 @@ def on_ranks(name: str, ranks: int, batch_norm: Any) -> Counts:
         return seen_of(gpu, run)
 
 
+@pytest.mark.slow
 def test_microbatches_cost_no_operations() -> None:
     name = "resnet18"
     most = 1.2 * plain(name).num_operations

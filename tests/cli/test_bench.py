@@ -171,6 +171,7 @@ def test_a_row_that_cannot_be_is_named_and_the_others_stay(tmp_path: Path, capfd
     assert "the odd key" in report and "incomplete" in report
 
 
+@pytest.mark.slow
 def test_the_first_row_need_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     several()
     line = ["bench", "tiny:TinyNet", "--devices", "2", "--plans", "sample;filter", "--set", "microbatches=1"]

@@ -133,6 +133,7 @@ def test_a_failure_on_one_rank_is_said_once(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_is_joined(serial: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     _, _, _, _, *arguments = command(data, out)

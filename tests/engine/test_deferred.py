@@ -166,6 +166,7 @@ def test_no_rank_holds_the_whole() -> None:
     assert peak_mb("deferred", "stage=2") < WHOLE_MB / 2 + 75
 
 
+@pytest.mark.slow
 def test_no_rank_holds_a_whole_checkpoint(tmp_path: Path) -> None:
     layers = [nn.Linear(2000, 2000, bias=False) for _ in range(20)]
     plain = nn.Sequential(nn.Flatten(), nn.Linear(3072, 2000, bias=False), *layers)
@@ -173,5 +174,6 @@ def test_no_rank_holds_a_whole_checkpoint(tmp_path: Path) -> None:
     assert peak_mb("load", "filter=2", str(tmp_path / "saved")) < WHOLE_MB / 2 + 75
 
 
+@pytest.mark.slow
 def test_a_plain_network_is_whole_on_every_rank() -> None:
     assert peak_mb("plain", "stage=2") > WHOLE_MB - 5

@@ -234,7 +234,7 @@ def compare_in_stages(
     [
         ("stage=2", "microbatch", True),
         ("stage=2", "microbatch", ["blocks.0.*", "blocks.2.*"]),
-        ("stage=2,sample=2", "microbatch", True),
+        pytest.param("stage=2,sample=2", "microbatch", True, marks=pytest.mark.slow),
         ("stage=2,sample=2", "sync", True),
     ],
 )

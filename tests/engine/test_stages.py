@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,8 +11,12 @@ import torch
 import torch.nn.functional as F
 from exactness import build, relative, run
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy
+from convoy.comm.collectives import Pending
+from convoy.comm.stage_links import Sent
+from convoy.engine import guard
 from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
 from convoy.ops.postponed import PostponedGradients
@@ -173,6 +179,26 @@ def test_skip_connections_pass_over_stages(plan: Any, schedule: str) -> None:
         assert max(found) < 1e-12, found
 
 
+def wide_layers() -> float:
+    """Weights large enough for messages of their own; the first update follows their uses, and postpones nothing."""
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 5)).double()
+    x, y = torch.randn(8, 1, 8, 8, dtype=torch.float64), torch.randint(0, 5, (8,))
+    net = convoy.parallelize(copy.deepcopy(plain), "stage=2,sample=2", x[:2], microbatches=2)
+    mine, worst = convoy.local_samples(net, 8), 0.0
+    for _ in range(3):
+        net.zero_grad()
+        convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule="zero-bubble")
+        plain.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        worst = max(worst, worst_gradient(net, plain))
+    return worst
+
+
+def test_zero_bubble_adds_large_gradients_over_samples() -> None:
+    for found in run_ranks(wide_layers, 4):
+        assert found < 1e-12
+
+
 @pytest.mark.parametrize(("schedule", "sabotage"), [("1f1b", "parts"), ("zero-bubble", "weights")])
 def test_wrong_parts_are_noticed(schedule: str, sabotage: str) -> None:
     for found in run_ranks(scheduled, 2, "stage=2", schedule, 4, sabotage):
@@ -222,6 +248,25 @@ def tied() -> None:
 def test_weights_of_two_stages_are_refused_by_name() -> None:
     with pytest.raises(RankFailed, match=r"layers first and last share first.weight, and are in stages 1 and 2"):
         run_ranks(tied, 2)
+
+
+class ReturnsEarlyWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last(self.first(x).relu()), self.first.weight
+
+
+def returns_early_weight() -> None:
+    convoy.parallelize(ReturnsEarlyWeight(), {"mesh": {"stage": 2}, "stages": ["last"]}, example=torch.zeros(2, 4))
+
+
+def test_a_weight_of_an_early_stage_is_not_returned() -> None:
+    with pytest.raises(RankFailed, match=r"returns first.weight, which stage 1 has and the last one lacks"):
+        run_ranks(returns_early_weight, 2)
 
 
 class TwoHeads(nn.Module):
@@ -279,6 +324,71 @@ def gradients_come_and_go() -> list[float]:
 def test_what_has_a_gradient_may_change_from_pass_to_pass() -> None:
     for found in run_ranks(gradients_come_and_go, 2):
         assert max(found) < 1e-12, found
+
+
+def two_passes() -> float:
+    nets = two_heads("last")
+    x = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    for net in nets:
+        first, second = net(x), net(x.flip(0))
+        sum((a * b).mean() for a, b in zip(first, second, strict=True)).backward()
+    return worst_gradient(*nets)
+
+
+def test_a_loss_may_need_several_passes() -> None:
+    for found in run_ranks(two_passes, 2):
+        assert found < 1e-12, found
+
+
+class FineTuned(nn.Module):
+    """Convolutions whose weights are frozen, between norms that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.norm = nn.GroupNorm(2, 4)
+        self.deep = nn.Conv2d(4, 4, 3).requires_grad_(False)
+        self.last = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.deep(self.norm(self.stem(x)).relu()).mean((2, 3)))
+
+
+def fine_tuned(accumulates: bool) -> float:
+    plain = FineTuned().double()
+    layers = {"last": {"gpu": "filter"}, "*": {"gpu": "sample"}}
+    plan = {"mesh": {"stage": 2, "gpu": 2}, "layers": layers, "stages": ["norm"]}
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (8,))
+    net = convoy.parallelize(copy.deepcopy(plain), plan, x[:4], microbatches=2, checks=False)
+    mine = convoy.local_samples(net, 8)
+    for last in (False, True) if accumulates else (True,):
+        F.cross_entropy(plain(x), y).backward()
+        with nullcontext() if last else convoy.accumulate(net):
+            convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule="zero-bubble")
+    return worst_gradient(net, plain)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_are_added_over_ranks_where_only_layers_that_are_not_have_postponed_theirs(accumulates: bool) -> None:
+    for found in run_ranks(fine_tuned, 4, accumulates):
+        assert found < 1e-12, found
+
+
+def beside_a_plain_pass() -> float:
+    layers = (layer for _ in range(4) for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()))
+    plain = nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 6)).double()
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (8,))
+    net = convoy.parallelize(copy.deepcopy(plain), "stage=2", x[:4], microbatches=2, recompute=True, checks=False)
+    loss = F.cross_entropy(net(x), y)
+    convoy.forward_backward(net, x, y, F.cross_entropy, schedule="zero-bubble")
+    loss.backward()
+    (2 * F.cross_entropy(plain(x), y)).backward()
+    return worst_gradient(net, plain)
+
+
+def test_a_pass_that_is_computed_again_computes_what_it_did() -> None:
+    for found in run_ranks(beside_a_plain_pass, 2):
+        assert found < 1e-12, found
 
 
 def heads_are_left_out(schedule: str) -> list[float]:
@@ -373,32 +483,72 @@ def test_mistakes_are_said(kind: str, sentence: str) -> None:
         run_ranks(mistaken, 2, kind)
 
 
-def most_on_their_way(release: bool) -> int:
-    """The most values that the first stage holds for others at once, in an update of six parts."""
+END = Sent(to=-1, part=-1, back=False, pending=Pending([], lambda: torch.empty(0)))
+"""Is let go with everything else."""
+
+
+def parts_on_their_way(schedule: str, release: bool) -> int:
+    """Of how many parts a rank holds values or gradients for others at once, at most, in an update of six parts."""
     torch.manual_seed(0)
     x, y = torch.randn(6, 3, 8, 8, dtype=torch.float64), torch.randint(0, 10, (6,))
     net = convoy.parallelize(Branches().double(), "stage=2", x[:2], batch_norm="microbatch", seed=5, microbatches=6)
     network, most = network_of(net), 0
     assert isinstance(network, StagedNetwork)
     links = network.links
-    convoy.forward_backward(net, x, y, loss_of, schedule="1f1b")  # says how values lie
-    send, finish = links.send, links.release
+    send, let_go = links.send, links.release
 
-    def counting(*args: Any, **options: Any) -> Any:
+    def counting(*args: Any, **options: Any) -> None:
         nonlocal most
-        found = send(*args, **options)
-        most = max(most, len(links._sending))
-        return found
+        send(*args, **options)
+        most = max(most, len({sent.part for sent in links._sending}))
 
     links.send = counting  # type: ignore[method-assign]
-    if not release:
-        links.release = lambda sent: finish(sent) if sent is links._sending else None  # type: ignore[method-assign]
-    convoy.forward_backward(net, x, y, loss_of, schedule="1f1b")
+    if not release:  # but at the end, when everything is
+        links.release = lambda is_received: let_go(is_received) if is_received(END) else None  # type: ignore[method-assign]
+    convoy.forward_backward(net, x, y, loss_of, schedule=schedule)  # type: ignore[arg-type]
     return most
 
 
-def test_what_was_sent_is_let_go_when_its_gradients_have_come() -> None:
-    """The first stage has two parts on their way at once, of which it sends the same values."""
-    kept, _ = run_ranks(most_on_their_way, 2, False)
-    held, _ = run_ranks(most_on_their_way, 2, True)
-    assert held == 2 * kept / 6, "the control holds the values of all six parts"
+@pytest.mark.parametrize(("schedule", "parts"), [("1f1b", 2), ("zero-bubble", 3)])
+def test_what_others_have_received_is_let_go(schedule: str, parts: int) -> None:
+    """As many parts as the first stage runs ahead: it holds values of them, and the second one gradients."""
+    assert run_ranks(parts_on_their_way, 2, schedule, False) == [6, 6], "the control holds what it sends to the end"
+    assert run_ranks(parts_on_their_way, 2, schedule, True) == [parts, parts]
+
+
+@dataclass
+class Backward(TorchDispatchMode):
+    """Counts weight gradients that are computed before the one before them has been added to `.grad`."""
+
+    waits: bool = False
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.convolution_backward.default:
+            self.count += self.waits
+            self.waits = True
+        elif function is torch.ops.aten.add_.Tensor:
+            self.waits = False
+        return function(*args, **(kwargs or {}))
+
+
+def waiting_gradients(at_once: bool) -> int:
+    if not at_once:
+        guard._AT_ONCE = 0
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 1, bias=False) for _ in range(6)))
+    x, y = torch.randn(6, 4, 5, 5), torch.zeros(6, 5, 5, dtype=torch.int64)
+    net = convoy.parallelize(model, "stage=2", x[:2], microbatches=6)
+    with Backward() as backward:
+        convoy.forward_backward(net, x, y, F.cross_entropy)
+    return backward.count
+
+
+def test_a_weights_gradient_is_added_at_once_while_uses_of_weights_are_followed() -> None:
+    """The first part's become `.grad` as they are. The second part went forward before the first came back, so that
+    its uses are followed too: the control keeps all of its gradients until its backward pass ends."""
+    first, _ = run_ranks(waiting_gradients, 2, True)
+    control, _ = run_ranks(waiting_gradients, 2, False)
+    assert control == first + 2

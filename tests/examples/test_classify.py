@@ -75,6 +75,7 @@ def test_under_other_plans(plan: str, plain: tuple[Path, str], tmp_path: Path) -
     assert printed == [plain[1], ""][:world]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["serial", "owt=2"])
 def test_going_on_under_another_plan(
     plan: str, plain: tuple[Path, str], by_torchrun: tuple[Path, str], tmp_path: Path

@@ -335,9 +335,11 @@ def peak_mb(how: str) -> float:
     return float(ran.stdout)
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_the_parts() -> None:
     assert 300 < peak_mb("deferred") < 300 + 50
 
 
+@pytest.mark.slow
 def test_a_plain_build_takes_the_whole() -> None:
     assert peak_mb("plain") > 570

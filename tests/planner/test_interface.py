@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import convoy
+from convoy.hardware.links import link_named
 from convoy.models import create
-from convoy.planner.cost.link import links_named, rate_of
+from convoy.planner.cost.link import links_named
 from convoy.planner.interface import FoundPlan
 from ranks import run_ranks
 
@@ -153,7 +154,7 @@ def test_another_number_of_ranks_is_refused() -> None:
     ("text", "rate"), [("10gbit", 1.125e9), ("5GB/s", 5e9), ("800 Mbit/s", 0.09e9), ("pcie4", 21.8e9)]
 )
 def test_links_by_name(text: str, rate: float) -> None:
-    assert rate_of(text)[0].bytes_per_s == pytest.approx(rate)
+    assert link_named(text).rate == pytest.approx(rate)
 
 
 def test_links_inside_hosts_and_between_them() -> None:

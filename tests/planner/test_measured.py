@@ -23,8 +23,8 @@ from convoy.planner import Workload, make_plan, workload_of
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.link import Links, links_named
 from convoy.planner.cost.local_op import VIEWS
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.program import program
-from convoy.planner.cost.step import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.measured import Measurements, jobs_for
 from convoy.planner.profiling import profile
@@ -104,6 +104,7 @@ def asked_first(raises: bool) -> tuple[int, int, bool]:
     return len(began) - alone, len(tried), any("ran out of memory" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_where_memory_lacks_that_is_known_before_ranks_wait_for_each_other() -> None:
     for began, tried, noted in run_ranks(asked_first, 2, True):
         assert (tried, noted) == (1, True)
@@ -210,6 +211,7 @@ def profilings(patience_s: float, unmeasured: float) -> list[str]:
     return [name.removesuffix(", one device") for name in names]
 
 
+@pytest.mark.slow
 def test_the_plan_that_a_search_proposes_is_profiled_while_there_is_time() -> None:
     begin = ["serial", "sample", "filter", "channel"]
     assert profilings(math.inf, 0.0) == [*begin, "height=2"]

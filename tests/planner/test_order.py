@@ -4,9 +4,9 @@ import torch
 
 from convoy.planner import workload_of
 from convoy.planner.cost.memory import RankMemory
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.simulation import simulate
-from convoy.planner.cost.step import Scored
-from convoy.planner.planner import _ordered
+from convoy.planner.planner import ordered
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task
 from small_nets import SMALL_NETS
@@ -21,13 +21,13 @@ def scored(text: str, seconds: float) -> Scored:
 
 def test_luck_is_not_taken_for_gain() -> None:
     filters, samples, rows = scored("filter=2", 0.0995), scored("sample=2", 0.1), scored("height=2", 0.2)
-    assert [one.plan for one in _ordered([rows, filters, samples])] == [samples.plan, filters.plan, rows.plan]
+    assert [one.plan for one in ordered([rows, filters, samples])] == [samples.plan, filters.plan, rows.plan]
 
 
 def test_a_real_gain_is_taken() -> None:
     filters, samples = scored("filter=2", 0.09), scored("sample=2", 0.1)
-    assert _ordered([samples, filters])[0] is filters
+    assert ordered([samples, filters])[0] is filters
 
 
 def test_nothing_to_order() -> None:
-    assert _ordered([]) == []
+    assert ordered([]) == []

@@ -14,7 +14,7 @@ from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.cost.times import Roofline
-from convoy.planner.planner import _fitting, _search, _search_stages
+from convoy.planner.planner import _fitting, _search_stages, propose
 from convoy.planner.search.stages import in_best_passes
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -85,7 +85,7 @@ def test_passes_are_looked_for_on_both_sides_and_below_what_would_be_usual() -> 
 
 
 def test_the_schedule_and_the_passes_are_those_that_fit() -> None:
-    workload = network()
+    workload = replace(network(), schedules=("gpipe", "1f1b"))
     given = costs()
     free = score(workload, STAGES, given)
     kept = free.memory.total - free.memory.activations
@@ -113,10 +113,10 @@ def test_where_nothing_fits_the_sentence_is_of_the_smallest() -> None:
     with pytest.raises(
         TooLargeError, match=r"^no plan fits: stage=4 in 32 passes, of equal work, still needs "
     ) as refused:
-        _search(workload, 4, costs(), (), 1e5, results)
+        propose(workload, 4, costs(), (), 1e5, results)
     assert refused.value.needed == score(workload, Plan.parse("stage=4"), costs(), memory_limit=1e5).memory.total
     with pytest.raises(TooLargeError, match=r"^no plan fits: the smallest needs "):
-        _search(replace(workload, counts=()), 4, costs(), (), 1e5, results)
+        propose(replace(workload, counts=()), 4, costs(), (), 1e5, results)
 
 
 def test_given_stages_are_measured_in_the_passes_in_which_they_run() -> None:
@@ -130,4 +130,5 @@ def test_given_stages_are_measured_in_the_passes_in_which_they_run() -> None:
     assert best.staging.schedule == "1f1b"
     profiled = {what.partition(",")[0] for what in said if "profiling stage=2" in what}
     assert profiled == {"profiling stage=2"}
-    assert best.seconds == pytest.approx(score(planned.workload, STAGES, planned.costs, 8, schedule="1f1b").seconds)
+    asked = replace(planned.workload, schedules=("1f1b",))
+    assert best.seconds == pytest.approx(score(asked, STAGES, planned.costs, 8).seconds)

@@ -92,8 +92,9 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
     def planner(*args: object, **options: object) -> Planned:
         planned = make_plan(*args, **options)  # type: ignore[arg-type]
         assert 4 in planned.workload.counts
-        workload = replace(planned.workload.through(2, passes), schedule=schedule)
-        best = score(replace(planned.workload, in_passes=lambda number: workload), STAGES, planned.costs, passes)
+        workload = planned.workload.through(2, passes)
+        asked = replace(planned.workload, in_passes=lambda number: workload, schedules=(schedule,))
+        best = score(asked, STAGES, planned.costs, passes)
         return replace(planned, candidates=(best,))
 
     with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda *args: None):
@@ -109,7 +110,7 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
 STAGES = Plan.parse("stage=2")
 
 
-@pytest.mark.parametrize(("passes", "schedule"), [(4, "gpipe"), (2, "1f1b")])
+@pytest.mark.parametrize(("passes", "schedule"), [(4, "gpipe"), (2, "zero-bubble")])
 def test_stages_run_in_the_passes_and_the_order_that_were_predicted(
     data: Path, tmp_path: Path, passes: int, schedule: str
 ) -> None:
@@ -267,6 +268,7 @@ def without_memory_alone(data: Path, cache: Path, lacks: bool) -> tuple[str, lis
     return str(found.plan), found.notes, updates.count("filter=2")
 
 
+@pytest.mark.slow
 def test_a_racer_is_tried_out_alone_before_others_wait_for_it(data: Path, tmp_path: Path) -> None:
     for plan, notes, updates in run_ranks(without_memory_alone, 2, data, tmp_path, True):
         assert (plan, updates) == ("sample=2", 0)

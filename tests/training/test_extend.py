@@ -35,6 +35,7 @@ def holds(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow
 def test_it_ends_as_the_run_of_that_length_and_leaves_the_old_one_as_it_was(data: Path, tmp_path: Path) -> None:
     whole = trained(data, tmp_path / "whole", epochs=NEW, **FLAT)
     trained(data, old := tmp_path / "old", epochs=OLD, **FLAT)

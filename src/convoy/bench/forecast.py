@@ -14,7 +14,7 @@ from convoy.data import open_data
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.planner import make_plan
-from convoy.planner.cost.step import Scored
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan, plan_text
 from convoy.training.build import build_model

@@ -20,6 +20,8 @@ Examples:
   convoy plan alexnet --score sample=2 --score stage=2 --score my.yaml --batch 64
   convoy plan my.networks:small --devices 2 --image-size 28
   convoy plan resnet50 --devices 16 --batch 512 --link 10gbit --trace step.json
+  convoy plan vgg16 --on '4x(8xa100-sxm4)' --between infiniband-hdr --batch 2048 --precision bf16
+  convoy plan resnet50 --on 2xrtx-4090 --compare 4xrtx-3090 --compare 1xh100-sxm5 --price 0.35,0.20,2.50
 """,
 )
 @click.argument("model", required=False)
@@ -32,6 +34,14 @@ Examples:
 @click.option("--score", metavar="PLAN|FILE", multiple=True, help="Predict this plan, without a search; repeatable.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of each device for the network, e.g. 8GB.")
 @click.option("--link", metavar="NAME|RATE", help="Devices that are not at hand, linked so: 10gbit; 10gbit,8xnvlink4")
+@click.option("--on", metavar="MACHINE", help="Devices that are not at hand: 8xv100-sxm2, 4x(8xa100-sxm4), 2xt4+1xl4.")
+@click.option("--between", metavar="NAME|RATE", help="Network between the hosts of --on. [default: 10gbit]")
+@click.option("--compare", metavar="MACHINE", multiple=True, help="Another machine beside that of --on; repeatable.")
+@click.option("--price", metavar="P,P,…", help="Of an hour of one device of --on and of each --compare.")
+@click.option("--images", metavar="N", type=int, help="Images of an epoch, for --on. [default: 1,281,167, ImageNet's]")
+@click.option(
+    "--catalog", metavar="FILE", type=options.OutputPath(), help="YAML with devices beside those that --on knows."
+)
 @click.option(
     "--images-per-second",
     metavar="N",
@@ -62,12 +72,15 @@ def command(arguments: Sequence[str], /, **values: Any) -> int:
     """Find the fastest plan for MODEL on some devices, and say why it is.
 
     MODEL may be left out where the recipe names it. Layers and links are measured on this machine where it has as many
-    cores or GPUs as there are to be devices; otherwise layers are measured on one, and links are those of --link. No
-    data is needed.
+    cores or GPUs as there are to be devices; otherwise layers are measured on one, and links are those of --link. With
+    --on nothing is measured: times are predicted for devices of a catalog. No data is needed.
     """
     request = PlanRequest.of(arguments, values)
     request.check()
     recipe = request.recipe_of()
-    with waiting_for("loading PyTorch"):
-        from convoy.cli.plan_answer import run  # with torch, for which no mistake is to wait
+    with waiting_for("loading PyTorch"):  # for which no mistake is to wait
+        if request.on is not None:
+            from convoy.cli.plan_on import run
+        else:
+            from convoy.cli.plan_answer import run
     return run(request, recipe)

@@ -1,9 +1,12 @@
 """`convoy profile`: the measured times that are kept for the planner."""
 
+import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import yaml
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
@@ -21,18 +24,28 @@ Examples:
   convoy profile
   convoy profile 1
   convoy profile --clear
+  convoy profile --export mine.yaml
 """,
 )
 @click.argument("device", required=False)
 @click.option("--clear", is_flag=True, help="Forget what was measured: all of it, or that of DEVICE.")
+@click.option(
+    "--export",
+    metavar="FILE",
+    type=options.OutputPath(),
+    help="Measure this device, for --catalog of convoy plan --on.",
+)
 @options.as_json
 @options.verbose
-def command(device: str | None, clear: bool, as_json: bool) -> None:
+def command(device: str | None, clear: bool, export: Path | None, as_json: bool) -> None:
     """List the devices of which times are kept, or the measured pieces of DEVICE: its number in the list, or its key.
 
     What runs have measured counts before what was profiled for a plan. The store is a folder:
     $CONVOY_CACHE/profiles, or convoy/profiles in the user's cache.
     """
+    if export is not None:
+        _export(export, device)
+        return
     from convoy.planner.cost.store import ProfileStore  # with torch, for which no help is to wait
 
     store = ProfileStore()
@@ -50,6 +63,22 @@ def command(device: str | None, clear: bool, as_json: bool) -> None:
         _show_pieces(store, chosen, as_json)
     else:
         _show_devices(store, as_json)
+
+
+def _export(path: Path, device: str | None) -> None:
+    """Measure a device as torch names it, and write it as a device of a catalog."""
+    options.check_writable("--export", path)
+    import torch
+
+    from convoy.hardware.measure import measure_device
+    from convoy.training import choose_device
+
+    chosen = choose_device(device)
+    name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else f"cpu-{torch.get_num_threads()}"
+    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    written = yaml.safe_dump({name: measure_device(chosen)}, sort_keys=False)
+    options.written("--export", path, written)
+    click.echo(f"{path}: {name}, for convoy plan MODEL --on 8x{name} --catalog {path}")
 
 
 def _find(store: "ProfileStore", name: str) -> "Device":

@@ -14,6 +14,8 @@ import click
 
 from convoy.cli.options import check_writable, command_of
 from convoy.errors import ConvoyError
+from convoy.hardware.catalog import Machine, machine, read_devices
+from convoy.hardware.links import link_named
 from convoy.planner.cost.link import links_named
 from convoy.plans.fixes import parse_fix
 from convoy.plans.plan import Plan
@@ -265,6 +267,12 @@ def new_length(old: RunDirectory, more: str) -> Duration:
     return Duration(recipe.epochs.updates(per_epoch) + by.updates(per_epoch), "ba")
 
 
+_NOT_PREDICTED = (
+    ("--shares", "parallel.shares", "devices of a catalog share the batch by the speed that is predicted"),
+    ("--recompute", "recompute", "what is computed twice is not predicted"),
+)
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """A command line of `convoy plan`: keys of the recipe are in `overrides`, other options under their names."""
@@ -280,6 +288,12 @@ class PlanRequest:
     score: tuple[str, ...]
     memory_limit: str | None
     link: str | None
+    on: str | None
+    between: str | None
+    compare: tuple[str, ...]
+    price: str | None
+    images: int | None
+    catalog: Path | None
     images_per_second: float | None
     cores_per_device: int | None
     device: str | None
@@ -306,9 +320,42 @@ class PlanRequest:
             raise ConvoyError("--score auto names no plan: leave --score out, and the fastest is searched")
         return [Plan.parse(text, num_devices=self.devices) for text in self.score]
 
+    @cached_property
+    def machines(self) -> list[Machine]:
+        """Those of --on and --compare.
+
+        Raises:
+            ConvoyError: a device, link or machine is not known.
+        """
+        added = read_devices(self.catalog) if self.catalog is not None else {}
+        named = [self.on, *self.compare] if self.on is not None else []
+        return [machine(text, self.between, added) for text in named]
+
+    @cached_property
+    def prices(self) -> list[float]:
+        """Of an hour of one device of each machine.
+
+        Raises:
+            ConvoyError: they are no numbers, or not as many.
+        """
+        if self.price is None:
+            return []
+        try:
+            found = [float(text) for text in self.price.split(",")]
+        except ValueError:
+            raise ConvoyError(f"--price {self.price!r} is no list of numbers, such as 0.35,0.20") from None
+        if len(found) != len(self.machines) or not all(0 <= price < math.inf for price in found):
+            raise ConvoyError(
+                f"--price has {len(found)} price{'s' if len(found) != 1 else ''} for {len(self.machines)} "
+                f"machine{'s' if len(self.machines) != 1 else ''}: give one of at least 0 for each, that of --on first"
+            )
+        return found
+
     @property
     def num_devices(self) -> int:
         """The number that is asked for, or that the plans are for."""
+        if self.machines:
+            return len(self.machines[0].devices)
         if self.devices is not None:
             return self.devices
         return self.plans[0].mesh.num_devices if self.plans else 1
@@ -346,11 +393,12 @@ class PlanRequest:
         number = self.num_devices
         for plan in self.plans:
             if (size := plan.mesh.num_devices) != number:
-                first = f"--score {self.plans[0]} for {number}"
+                first = f"--score {self.plans[0]} for {number}" if self.on is None else f"{self.on} has {number}"
                 raise ConvoyError(
                     f"--score {plan} is for {size} device{'s' if size > 1 else ''}, but "
                     f"{f'--devices is {number}' if self.devices is not None else first}: change one of them"
                 )
+        self._check_machines()
         if self.link is not None:
             links_named(self.link, on_cpu=True)
         if self.images_per_second is not None and not 0 < self.images_per_second < math.inf:
@@ -360,6 +408,41 @@ class PlanRequest:
         for option, path in (("--out", self.out), ("--html", self.html), ("--trace", self.trace)):
             if path is not None:
                 check_writable(option, path)
+
+    def _check_machines(self) -> None:
+        """Refuse what needs --on and has none, and what is not for it."""
+        if self.on is None:
+            given: dict[str, object] = {"--between": self.between, "--compare": self.compare, "--price": self.price}
+            given |= {"--images": self.images, "--catalog": self.catalog}
+            for option, value in given.items():
+                if value:
+                    raise ConvoyError(f"{option} is for machines that are not at hand: name one with --on")
+            return
+        others: dict[str, object] = {
+            "--devices": self.devices,
+            "--link": self.link,
+            "--device": self.device,
+            "--trace": self.trace,
+        }
+        for option, value in (others | {"--cores-per-device": self.cores_per_device}).items():
+            if value is not None:
+                raise ConvoyError(f"{option} is for devices at hand, but --on names others: drop one of the two")
+        for option, key, why in _NOT_PREDICTED:
+            if any(override.startswith(f"{key}=") for override in self.overrides):
+                raise ConvoyError(f"{option} is not for --on: {why}; leave it out")
+        if self.compare and self.score:
+            raise ConvoyError("--score is for one machine, but --compare names more: drop one of the two")
+        if self.images is not None and self.images < 1:
+            raise ConvoyError(f"--images is {self.images}: an epoch has at least 1")
+        for one in self.machines:
+            if one.between:
+                link_named(one.between)
+        if self.between is not None and all(one.hosts == 1 for one in self.machines):
+            raise ConvoyError(
+                f"--between {self.between} is a network between hosts, but {self.on} is one host: write several as "
+                f"4x({self.on})"
+            )
+        _ = self.prices
 
     def recipe_of(self) -> Recipe:
         """The recipe with the keys that the command line sets.

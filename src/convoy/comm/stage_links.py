@@ -5,7 +5,7 @@ before the first value of a kind: only the rank that has computed it knows.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,23 @@ class Arriving:
             self.pending.wait()
 
 
+@dataclass(frozen=True)
+class Sent:
+    """A value that may still be on its way.
+
+    Attributes:
+        to: the stage that receives it.
+        part: of the batch, as the sender counts them.
+        back: whether it is a gradient.
+        pending: its way there.
+    """
+
+    to: int
+    part: int
+    back: bool
+    pending: Pending
+
+
 class StageLinks:
     """Sends and receives for this rank, to and from ranks of other stages at its place on the other axes.
 
@@ -125,15 +142,10 @@ class StageLinks:
         self._back = groups.back
         self._sent: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}  # by `back` and key
         self._received: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}
-        self._sending: list[Pending] = []
+        self._sending: list[Sent] = []
 
-    def send(
-        self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], back: bool = False
-    ) -> list[tuple[Crossing, Pending]]:
-        """Send values to later stages, or gradients back to earlier ones, of which some may be None.
-
-        Returns:
-            What is on its way.
+    def send(self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], part: int, back: bool = False) -> None:
+        """Send values of a part of the batch to later stages, or gradients back to earlier ones; some may be None.
 
         Raises:
             ConvoyError: a value has a gradient in one part of a batch and none in another.
@@ -144,8 +156,8 @@ class StageLinks:
             self._sent[back][key] = known
             for to in dict.fromkeys(_receiver(crossing, back) for crossing, _ in values):
                 own = (known[crossing.value] for crossing, _ in values if _receiver(crossing, back) == to)
-                self._send(torch.tensor([_NOTHING if kind is None else kind.numbers() for kind in own]), to, back)
-        sending = []
+                rows = torch.tensor([_NOTHING if kind is None else kind.numbers() for kind in own])
+                self._send(rows, to, part, back)
         for crossing, x in values:
             kind = known[crossing.value]
             if (x is None) is not (kind is None):
@@ -155,14 +167,14 @@ class StageLinks:
                     "the same outputs for all samples, or pass microbatches=1 to convoy.parallelize"
                 )
             if x is not None and kind is not None and x.numel():
-                sending.append((crossing, self._send(kind.to_send(x.detach()), _receiver(crossing, back), back)))
-        return sending
+                self._send(kind.to_send(x.detach()), _receiver(crossing, back), part, back)
 
-    def release(self, sent: Sequence[Pending]) -> None:
+    def release(self, is_received: Callable[[Sent], bool]) -> None:
         """Let go of what other ranks have received, which gloo does not say of its own accord."""
-        for pending in sent:
-            pending.wait()
-        self._sending = [pending for pending in self._sending if pending not in sent]
+        done = [sent for sent in self._sending if is_received(sent)]
+        for sent in done:
+            sent.pending.wait()
+        self._sending = [sent for sent in self._sending if sent not in done]
 
     def knows(self, key: Any, back: bool = False) -> bool:
         """Whether others have said how the values lie that they send."""
@@ -214,14 +226,13 @@ class StageLinks:
 
     def finish(self) -> None:
         """Wait until all is sent, at the end of a backward pass: the next one may have gradients of other values."""
-        self.release(self._sending)
+        self.release(lambda _: True)
         self._sent[True].clear()
         self._received[True].clear()
 
-    def _send(self, x: Tensor, target: int, back: bool) -> Pending:
-        self._sending = [pending for pending in self._sending if not pending.done]
-        self._sending.append(start_send(x, target, self._way(back)))
-        return self._sending[-1]
+    def _send(self, x: Tensor, to: int, part: int, back: bool) -> None:
+        self._sending = [sent for sent in self._sending if not sent.pending.done]
+        self._sending.append(Sent(to, part, back, start_send(x, to, self._way(back))))
 
     def _way(self, back: bool) -> ProcessGroup:
         group = self._back if back else self.group

@@ -59,6 +59,28 @@ def _couples(placed: PlacedCall, graph: Graph) -> bool:
     return sent or partial or bool(sharing_axes(call, placed.placed, graph))
 
 
+def why_together(graph: Graph, batch_norm: str) -> str:
+    """Why a pass cannot be cut into parts that run one after the other, in words; empty where it can.
+
+    Args:
+        graph: the network, captured with at least two samples.
+        batch_norm: over which samples statistics are taken.
+    """
+    found = coupling(graph)
+    normed = [call for call in graph.calls if call.op == "batch_norm" and call.updates] if batch_norm == "sync" else []
+    if normed or found is not None:
+        layer = f"layer {found.layer}" if found is not None and found.layer else "the network itself"
+        who = f"batch norm over the global batch (layer {normed[0].layer})" if normed else layer
+        return f"{who} computes with all samples of a pass at once"
+    of_samples = set(graph.inputs)
+    for call in graph.calls:
+        if of_samples.intersection(call.inputs):
+            of_samples.update(call.outputs)
+    if any(ref.name not in of_samples for ref in leaves(graph.output, Ref)):
+        return "the network returns a tensor in which there are no samples"
+    return ""
+
+
 def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     """Cut `batch` samples into microbatches as even as can be, the larger ones first.
 

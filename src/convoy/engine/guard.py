@@ -39,6 +39,8 @@ _NONE = -1
 """The number of no backward pass."""
 SHARE = 0.002
 """Of the time, that comparisons take at most."""
+_AT_ONCE = 2**63 - 1
+"""A place in the order of autograd before all that is computed."""
 _PATTERN = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -225,6 +227,9 @@ class Guard:
         if not (self.follows and tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         alias = tensor.view_as(tensor)
+        assert alias.grad_fn is not None
+        # autograd runs what was computed first last: it would keep all gradients until the backward pass ends
+        alias.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
         alias.register_hook(lambda gradient: self._note(name, gradient))
         return alias
 

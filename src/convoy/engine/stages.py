@@ -1,14 +1,12 @@
-"""A network of which every rank runs one stage: parts of the batch go through the stages one after the other.
+"""A network in stages: batches are cut into parts, which go through the stages one after the other.
 
-Weights are those of the update in all stages and gradients are added in the order of the parts, so that the result is
-that of one device, in whatever order a stage does its work (`plans/schedule.py`).
-
-Ranks at the same place on the other axes send each other what they have of the values at a cut.
+Weights are those of the update in all stages, so that the result is that of one device, in whatever order a stage does
+its work (`plans/schedule.py`). Parts go forward in their order, and back in their order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -17,293 +15,42 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from convoy.comm.collectives import Pending, all_reduce, broadcast, gather_ints
-from convoy.comm.stage_links import Arriving, StageLinks
+from convoy.comm.collectives import all_reduce, broadcast
 from convoy.engine.agreement import Form, Signature, arguments
-from convoy.engine.coupling import coupling
-from convoy.engine.network import Network
+from convoy.engine.coupling import why_together
 from convoy.engine.output import writable
-from convoy.engine.program import Program
+from convoy.engine.stage import Flight, Stage
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Graph, Ref
+from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves
-from convoy.ops import work
-from convoy.ops.postponed import PostponedGradients
-from convoy.plans.layout import Layout, Split, balanced
+from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
-from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, actions
-from convoy.plans.stages import Crossing, StagedGraph, Stages
+from convoy.plans.schedule import PARTS_PER_STAGE, Schedule
 
 
 @dataclass
-class Flight:
-    """A part of the batch on its way through this rank's stage: what its backward pass needs.
-
-    Attributes:
-        received: what earlier stages sent.
-        sent: what was sent on.
-        outputs: of the network, by name; in the last stage alone.
-        placement: of the network at this part's size.
-        inputs: the network's.
-        key: what decides how values lie.
-        arriving: the gradients of what was sent, if they are expected already; None for what the loss leaves out.
-        sending: what may still be on its way.
-    """
-
-    received: list[tuple[Crossing, Tensor]]
-    sent: list[tuple[Crossing, Tensor]]
-    outputs: dict[str, Tensor]
-    placement: Placement
-    inputs: tuple[Tensor, ...]
-    key: Any
-    arriving: list[Arriving | None] | None = None
-    sending: list[tuple[Crossing, Pending]] = field(default_factory=list)
-
-
-@dataclass
-class StagedNetwork(Network):
-    """Runs this rank's stage of a network.
+class StagedNetwork(Stage):
+    """Runs whole batches, in parts: as a loop of one's own asks for them, or in the order of a schedule.
 
     Attributes:
         microbatches: parts of every rank's samples in a pass that nobody announces; None for as many as serve.
-        stages: where the network is cut.
-        stage: this rank's.
-        watch_wait: is entered with a value's name while this rank waits for it to come from another stage, or sends.
     """
 
     microbatches: int | None = None
-    watch_wait: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    stages: Stages = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        axis = self.plan.mesh.stage_axis
-        assert axis is not None
-        self._axis = axis
-        self.links = StageLinks(self.groups)
-        self.stage = self.links.stage
-        self._whole_layouts: dict[str, Layout] = {}  # within a stage
-        self._owners_of: dict[str, int] = {}
-        self._expected: list[Arriving | None] | None = None
-        self._used: list[bool] | None = None  # which parameters had a gradient in any stage
         self._reasons: dict[Any, str] = {}  # why passes are not cut into parts, by mode
         self._anchor = torch.zeros((), requires_grad=True)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
-        """Decide which stage keeps every parameter and buffer, and how it lies over the stage's ranks."""
         graphs = self._graphs
         super().place_parameters(axes)
         if self.model.training:  # layers may be put into evaluation later, and are then asked again
             for graph in graphs:
-                self._check_parts(_reason(graph, self.context.batch_norm) if graph.training else "")
-        number = self.plan.mesh.sizes[self._axis]
-        first = max(graphs, key=lambda graph: len(graph.calls))  # heads that only training has count
-        self.stages = Stages.of(first, number, getattr(self.plan, "stages", ()), work(first))
-        for graph in graphs:
-            for name, stage in self.stages.owners(graph).items():
-                if self._owners_of.setdefault(name, stage) != stage:
-                    raise ConvoyError(f"{name} is used in two stages, by one in training and by another in evaluation")
-        self._whole_layouts = self.layouts
-        self.layouts = {
-            name: self._of_one_stage(layout, self.shapes[name][0], self._owners_of.get(name))
-            for name, layout in self.layouts.items()
-        }
-
-    def owns(self, name: str) -> bool:
-        return self._owners_of.get(name, self.stage) == self.stage
-
-    def _kept(self, name: str) -> Layout | None:
-        return (self._whole_layouts or self.layouts).get(name)
-
-    def _of_one_stage(self, layout: Layout, shape: Sequence[int], owner: int | None) -> Layout:
-        """The layout of a tensor of which the ranks of one stage have what they have, and all others nothing."""
-        if owner is None:
-            return layout
-        mesh = self.plan.mesh
-        dim, split = layout.splits[0] if layout.splits else (0, None)
-        axes = tuple(sorted({self._axis, *(split.axes if split is not None else ())}))
-        whole = range(shape[dim] if shape else 1)
-        parts = tuple(
-            range(0)
-            if place[self._axis] != owner
-            else whole
-            if split is None
-            else split.parts[mesh.index(place, split.axes)]
-            for place in mesh.group((0,) * len(mesh.sizes), axes)
-        )
-        return Layout.of({**dict(layout.splits), dim: Split(axes, parts)}, layout.partial, layout.copied)
-
-    # One part of a batch.
-
-    def forward_pass(
-        self,
-        inputs: Sequence[Tensor],
-        samples: tuple[int, ...],
-        form: Form | None = None,
-        then: tuple[int, ...] | None = None,
-    ) -> Flight:
-        """Run this stage on a part of the batch, and send its results on. The caller has announced it.
-
-        Args:
-            inputs: of the network, this rank's samples.
-            samples: of every sample rank.
-            form: the other arguments.
-            then: samples of the part that comes next, which may arrive meanwhile.
-        """
-        signature = self._signature(samples, inputs, form)
-        placement, program = self._program(signature)
-        staged, key = program.staged, self._key(signature, inputs)
-        if self.context.postponed is not None:
-            self.context.postponed.begin_part()
-        assert staged is not None
-        arriving, self._expected = self._expected or self._begin_receiving(signature, inputs), None
-        soon = None if then is None else self._signature(then, inputs, form)
-        if soon is not None and self.links.knows(self._key(soon, inputs)):  # else the sender says first how values lie
-            self._expected = self._begin_receiving(soon, inputs)
-        received = [
-            (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
-            for crossing, each in zip(staged.received(self.stage), arriving, strict=True)
-            if each is not None
-        ]
-        found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
-        sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        sending = self._send(key, sent)
-        if not torch.is_grad_enabled():
-            received, sent, sending = [], [], []
-        outputs = found if self.is_last else {}
-        return Flight(received, sent, outputs, placement, tuple(inputs), key, sending=sending)
-
-    def output_of(self, flight: Flight) -> Any:
-        """What the network returns for a part of the batch; in the last stage alone."""
-        return replace_leaves(flight.placement.graph.output, Ref, lambda ref: flight.outputs[ref.name])
-
-    def backward_pass(
-        self,
-        flight: Flight,
-        gradients: Mapping[str, Tensor | None] | None = None,
-        then: Flight | None = None,
-    ) -> None:
-        """Run the backward pass of a part of the batch in this stage, and send gradients on.
-
-        Args:
-            flight: its forward pass.
-            gradients: of the network's outputs, in the last stage.
-            then: that of the part which comes next, whose gradients may arrive meanwhile.
-        """
-        roots: list[Tensor] = []
-        given: list[Tensor] = []
-        for name, output in flight.outputs.items():
-            gradient = (gradients or {}).get(name)
-            if output.requires_grad and gradient is not None:
-                roots.append(output)
-                given.append(gradient)
-        if flight.arriving is None:
-            flight.arriving = self._begin_receiving_gradients(flight)
-        if then is not None and then.arriving is None and self.links.knows(then.key, back=True):
-            then.arriving = self._begin_receiving_gradients(then)
-        sent = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
-        answering = set()  # stages that had received all of this part before they sent a gradient of it
-        for (crossing, x), arriving in zip(sent, flight.arriving, strict=True):
-            if arriving is not None:
-                roots.append(x)
-                given.append(self._wait(crossing, arriving))
-                answering.add(crossing.target)
-        self.links.release([pending for crossing, pending in flight.sending if crossing.target in answering])
-        flight.sending = []
-        if roots:
-            torch.autograd.backward(roots, given)
-        self.send_gradients(flight)
-
-    def begin_update(self, schedule: Schedule) -> None:
-        """Compute the next parts' weight gradients as a schedule says.
-
-        Raises:
-            ConvoyError: the network is compiled, and the schedule postpones them.
-        """
-        if schedule == "zero-bubble" and self.compile:
-            raise ConvoyError(
-                "the schedule zero-bubble takes the backward passes of layers apart, which --compile joins: choose "
-                "the schedule 1f1b, or do not compile"
-            )
-        self.context.postponed = PostponedGradients() if schedule == "zero-bubble" else None
-
-    def compute_weight_gradients(self, part: int, last: bool) -> None:
-        """Compute the weight gradients that are missing, of all parts up to one; with those of the `last` one, all are
-        added over the ranks."""
-        assert self.context.postponed is not None
-        with nullcontext() if last or self.reducer is None else self.reducer.paused():
-            found = self.context.postponed.compute(part)
-        if last and not found and self.reducer is not None:
-            self.reducer.reduce()
-
-    def send_gradients(self, flight: Flight) -> None:
-        """Send the stages before this one the gradients of what they sent; the backward pass has run."""
-        gradients = [(crossing, x.grad) for crossing, x in flight.received if x.requires_grad]
-        self._send(flight.key, gradients, back=True)
-        flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank's stage gives the network's outputs."""
-        return self.stage == self.stages.number - 1
-
-    def complete_gradients(self) -> None:
-        """Give the parameters of other stages a gradient, which is empty as they are, where they have one there: an
-        optimizer then keeps as much of each, under the same names, on all ranks."""
-        parameters = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        if self._used is None or self.samples is None:  # the trainer's loss has the same terms in every update
-            own = [int(self.owns(name) and p.grad is not None) for name, p in parameters]
-            self._used = [any(column) for column in zip(*gather_ints(own, self.links.group), strict=True)]
-        for (name, parameter), used in zip(parameters, self._used, strict=True):
-            if used and parameter.grad is None and not self.owns(name):
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _send(
-        self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], back: bool = False
-    ) -> list[tuple[Crossing, Pending]]:
-        with self.watch_wait(values[0][0].value) if values else nullcontext():
-            return self.links.send(key, values, back=back)
-
-    def _wait(self, crossing: Crossing, arriving: Arriving) -> Tensor:
-        with self.watch_wait(crossing.value):
-            return arriving.wait()
-
-    def _begin_receiving(self, signature: Signature, inputs: Sequence[Tensor]) -> list[Arriving | None]:
-        placement, program = self._program(signature)
-        assert program.staged is not None
-        wanted = [
-            (crossing, self._local_shape(placement, placement.layouts[crossing.value], crossing.value))
-            for crossing in program.staged.received(self.stage)
-        ]
-        return self.links.receive(self._key(signature, inputs), wanted, inputs[0].device)
-
-    def _begin_receiving_gradients(self, flight: Flight) -> list[Arriving | None]:
-        wanted = [(crossing, x.shape) for crossing, x in flight.sent if x.requires_grad]
-        return self.links.receive(flight.key, wanted, flight.inputs[0].device, back=True)
-
-    def _local_shape(self, placement: Placement, layout: Layout, name: str) -> tuple[int, ...]:
-        return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)
-
-    def _key(self, signature: Signature, inputs: Sequence[Tensor]) -> Any:
-        kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if not torch.is_grad_enabled():
-            return signature, autocast
-        return signature, autocast, tuple(x.requires_grad for x in (*inputs, *self.model.parameters()))
-
-    def staged(self, placement: Placement) -> StagedGraph:
-        graph = placement.graph
-        return StagedGraph(graph, tuple(placement.outputs), self.stages.of_calls(graph), self.stages.number)
-
-    def _made(self, placement: Placement, compile: bool) -> Program:
-        staged = self.staged(placement)
-        return Program(
-            placement, self.groups, self.context, self.channels_last, compile, staged=staged, stage=self.stage
-        )
-
-    # A whole pass, as a loop of one's own makes it.
+                self._check_parts(why_together(graph, self.context.batch_norm) if graph.training else "")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs)
@@ -319,8 +66,8 @@ class StagedNetwork(Network):
     ) -> tuple[dict[str, Tensor], Any, tuple[int, ...]]:
         """The network's outputs by name, what it returns with references to them, and every sample rank's samples."""
         inputs, samples = self.open_pass(inputs)
-        self.context.postponed = None
         parts = self._parts(inputs, samples, form)
+        self.begin_update("gpipe", parts)
         sizes = self._sizes(samples, parts)
         flights = [
             self.forward_pass(own, now, form, then)
@@ -350,8 +97,7 @@ class StagedNetwork(Network):
         terms: list[Tensor] = []
         given: list[tuple[Tensor, ...]] = []
         start = 0
-        self.begin_update(schedule)
-        for kind, number in actions(schedule, parts, self.stage, self.stages.number):
+        for kind, number in self.begin_update(schedule, parts):
             last = number == parts - 1
             pausing = nullcontext() if self.reducer is None else self.reducer.paused()
             if kind == "forward":
@@ -450,7 +196,7 @@ class StagedNetwork(Network):
         """Why a pass of several samples cannot be cut into parts, in words; empty where it can."""
         key = signature.training, signature.form, signature.exceptions
         if key not in self._reasons:
-            self._reasons[key] = _reason(self._capture(signature), self.context.batch_norm)
+            self._reasons[key] = why_together(self._capture(signature), self.context.batch_norm)
         return self._reasons[key]
 
     def _deliver(self, inputs: Sequence[Tensor], flights: list[Flight]) -> dict[str, Tensor]:
@@ -505,14 +251,6 @@ class StagedNetwork(Network):
             found.append(all_reduce(torch.cat(parts).contiguous(), self.links.group))
         return found
 
-    def finish_update(self) -> None:
-        """After the last backward pass: all is sent, and every parameter has a gradient."""
-        with self.watch_wait("what was sent"):
-            self.links.finish()
-        self.complete_gradients()
-        if self.guard is not None:
-            self.guard.mark_gradients()
-
     def _outputs(self, names: Sequence[str], flights: Sequence[Flight]) -> tuple[list[Tensor], list[bool]]:
         """What the last stage gives, on all ranks, and what of it has a gradient."""
         values, differentiable = [], []
@@ -550,20 +288,3 @@ class _Delivered(torch.autograd.Function):
 def _part(x: Tensor, own: range) -> Tensor:
     """A part of an input, with a gradient of its own."""
     return x.detach()[own.start : own.stop].requires_grad_(x.requires_grad)
-
-
-def _reason(graph: Graph, batch_norm: str) -> str:
-    """Why a pass cannot be cut into parts, in words; empty where it can. The graph has several samples."""
-    found = coupling(graph)
-    normed = [call for call in graph.calls if call.op == "batch_norm" and call.updates] if batch_norm == "sync" else []
-    if normed or found is not None:
-        layer = f"layer {found.layer}" if found is not None and found.layer else "the network itself"
-        who = f"batch norm over the global batch (layer {normed[0].layer})" if normed else layer
-        return f"{who} computes with all samples of a pass at once"
-    of_samples = set(graph.inputs)
-    for call in graph.calls:
-        if of_samples.intersection(call.inputs):
-            of_samples.update(call.outputs)
-    if any(ref.name not in of_samples for ref in leaves(graph.output, Ref)):
-        return "the network returns a tensor in which there are no samples"
-    return ""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,12 +17,10 @@ from torch.distributed import ProcessGroup
 
 from convoy.errors import ConvoyError
 from convoy.ops.constants import Constants
+from convoy.ops.postponed import PostponedGradients
 from convoy.ops.random_bits import sample_keys
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.layout import Indices
-
-if TYPE_CHECKING:
-    from convoy.ops.postponed import PostponedGradients
 
 BatchNormMode = Literal["microbatch", "sync", "local"]
 
@@ -59,7 +57,7 @@ class StepContext:
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
     recording: bool = True
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
-    postponed: "PostponedGradients | None" = None
+    postponed: PostponedGradients | None = None
     _samples: Sequence[int] = field(default=(), repr=False)
     _device: torch.device = field(default=torch.device("cpu"), repr=False)
 
@@ -111,7 +109,7 @@ class StepContext:
         return self.keys.index_select(0, places.like(self.keys, torch.int64))
 
 
-_OF_A_PASS = ("step", "sizes", "starts", "keys", "_samples", "_device")
+_OF_A_PASS = ("step", "sizes", "starts", "keys", "postponed", "_samples", "_device")
 
 
 @dataclass

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall, each
-from convoy.ops.kernel import Kernel, Site, with_bias
+from convoy.ops.kernel import Kernel, Site, postponing, with_bias
 from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.operation import Operation, Shape, keeps_operands
-from convoy.ops.postponed import Weighted, postponing
+from convoy.ops.postponed import Weighted
 from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Indices, Layout, Split, indices
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -210,7 +210,7 @@ def _local(site: Site) -> Callable[..., Tensor]:
     paddings = paddings_of(site.graph, site.call, site.layouts[site.call.outputs[0]], *place)
     options["padding"] = tuple(both for both, _, _ in paddings)
     flat = _flat([(before, after) for _, before, after in paddings])
-    compute = postponing(site.context, site.call.name, _weighted(function, options))
+    compute = postponing(site, _weighted(function, options))
     return (lambda x, weight, bias: compute(F.pad(x, flat), weight, bias)) if any(flat) else compute
 
 
@@ -238,7 +238,7 @@ def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, 
     if not any(dim >= 2 for dim, _ in site.layouts[output].splits) and all(a == b for a, b in attributes["padding"]):
         options["padding"] = tuple(before for before, _ in attributes["padding"])
         options["output_padding"] = attributes["output_padding"]
-        return postponing(site.context, site.call.name, _weighted(function, options, transposed=True))
+        return postponing(site, _weighted(function, options, transposed=True))
     flat = _flat([(need.before, need.after) for need in needs])
     empty = any(not need.rows for need in needs)
     shape = site.local_shape(output)

@@ -14,6 +14,7 @@ from convoy.graph.graph import Call, Graph, Ref
 from convoy.graph.tree import leaves, replace
 from convoy.ops.constants import Constants
 from convoy.ops.context import StepContext
+from convoy.ops.postponed import Weighted
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.mesh import Coordinates, Mesh
 
@@ -194,6 +195,20 @@ class AddBiasOnce(torch.autograd.Function):
         """The bias's gradient is the sum over all other dimensions."""
         others = [dim for dim in range(gradient.dim()) if dim != ctx.dim]
         return gradient, gradient.sum(others, dtype=ctx.dtype), None, None
+
+
+def postponing(site: Site, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """The function of a layer, which leaves its weight gradient for later where the step's context asks for that."""
+    context, name = site.context, site.call.name
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # a weight that is computed has a backward pass of its own, which is not to run twice
+        own = all(each.is_leaf and each.requires_grad for each in (weight, bias) if each is not None)
+        if context.postponed is None or not own or not torch.is_grad_enabled():
+            return layer.compute(x, weight, bias)
+        return context.postponed.forward(name, layer, x, weight, bias)
+
+    return run
 
 
 def with_bias(site: Site, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor], dim: int) -> Kernel:

@@ -9,10 +9,10 @@ from torch import Tensor
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops import opaque
-from convoy.ops.kernel import Kernel, Site, with_bias
+from convoy.ops.kernel import Kernel, Site, postponing, with_bias
 from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.operation import Operation, keeps_inputs, keeps_operands
-from convoy.ops.postponed import Weighted, postponing
+from convoy.ops.postponed import Weighted
 from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Coordinates, Mesh
@@ -71,7 +71,7 @@ def _kept(situation: Situation, source: str, last: int) -> dict[int, Split]:
 
 def _build(site: Site) -> Kernel:
     """Column-parallel parts give their own features, row-parallel ones a partial sum."""
-    compute = postponing(site.context, site.call.name, Weighted(F.linear, _input_gradient, _weight_gradients))
+    compute = postponing(site, Weighted(F.linear, _input_gradient, _weight_gradients))
     return with_bias(site, compute, len(site.graph.shape(site.call.outputs[0])) - 1)
 
 

@@ -7,7 +7,7 @@ once, which is most of the work for small parts of a batch in layers with many w
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from convoy.ops.context import StepContext
+from convoy.graph.graph import Graph
+from convoy.plans.place import COMPUTE, PlacedCall
+
+
+def postpones(placed: PlacedCall, graph: Graph, differentiable: Container[str]) -> bool:
+    """Whether a call's weight gradient can be postponed: the weight is a parameter that is trained, kept as it is used.
+
+    Args:
+        placed: the call.
+        graph: its network.
+        differentiable: names of the values that have a gradient.
+    """
+    if placed.call.op not in COMPUTE:
+        return False
+    weight, bias = placed.call.attributes["weight"], placed.call.attributes["bias"]
+    own = graph.values[weight].origin == "parameter" and weight not in placed.transfers
+    return own and weight in differentiable and (bias is None or bias in differentiable)
 
 
 @dataclass(frozen=True)
@@ -50,52 +66,47 @@ class PostponedGradients:
     def __init__(self) -> None:
         self._parts: deque[dict[str, _Kept]] = deque()
         self._first = 0  # the part that comes first in there
+        self._anchors: dict[torch.device, Tensor] = {}
 
     def begin_part(self) -> None:
         """The forward pass of the next part begins."""
         self._parts.append({})
 
-    @property
-    def of_part(self) -> dict[str, _Kept]:
-        """What the backward pass of the part that goes forward now is to keep, by call."""
-        return self._parts[-1]
+    def forward(self, call: str, layer: Weighted, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What a layer gives for the part that goes forward now; its backward pass leaves out weight and bias."""
+        kind = x.device.type
+        lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
+        dtype = torch.get_autocast_dtype(kind) if lowered else x.dtype
+        keep = _Keeping(self._parts[-1], call, layer, weight, bias)
+        y: Tensor = _InputGradient.apply(x.to(dtype), self._anchor(x.device), keep)
+        return y
 
-    def compute(self, last: int) -> bool:
-        """Compute what is missing of all parts up to `last`; whether there was anything.
+    def compute(self, last: int) -> list[Tensor]:
+        """Compute what is missing of all parts up to `last`; the weights and biases whose gradients it was.
 
         This is a backward pass of its own, in which gradients become ready one after the other, last layer first.
         """
         calls: dict[str, list[_Kept]] = {}
         for _ in range(last + 1 - self._first):
-            for name, kept in self._parts.popleft().items():
-                calls.setdefault(name, []).append(kept)
+            part = self._parts.popleft()
+            for name in list(part):  # it is to keep nothing: outputs of the network that somebody keeps refer to it
+                calls.setdefault(name, []).append(part.pop(name))
         self._first = last + 1
-        chain = torch.zeros((), requires_grad=True)
+        found = [each for (first, *_) in calls.values() for each in (first.weight, first.bias) if each is not None]
+        chain = self._anchor(found[0].device) if found else None
         for name in reversed(list(calls)):  # in the order of the forward pass, as the chain is gone through backward
             parts = calls.pop(name)
             chain = _WeightGradients.apply(chain, parts[0].weight, parts[0].bias, parts)
-        if chain.grad_fn is None:
-            return False
-        chain.backward()
-        return True
+        if chain is not None:
+            chain.backward()
+        return found
 
-
-def postponing(context: StepContext, call: str, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """The function of a layer, which leaves its weight gradient for later where the step's context asks for that."""
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        postponed = context.postponed
-        # what comes of other computations has a backward pass of its own, which is not to run twice
-        own = all(each.is_leaf and each.requires_grad for each in (weight, bias) if each is not None)
-        if postponed is None or not own or not torch.is_grad_enabled():
-            return layer.compute(x, weight, bias)
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        keep = _Keeping(postponed.of_part, call, layer, weight, bias)
-        y: Tensor = _InputGradient.apply(x.to(dtype), torch.zeros((), requires_grad=True), keep)
-        return y
-
-    return run
+    def _anchor(self, device: torch.device) -> Tensor:
+        """Something with a gradient, so that backward passes reach what depends on it; on the device, as autograd has a
+        thread and streams for each."""
+        if device not in self._anchors:
+            self._anchors[device] = torch.zeros((), requires_grad=True, device=device)
+        return self._anchors[device]
 
 
 @dataclass(frozen=True)
@@ -142,22 +153,25 @@ class _WeightGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         of_weight, of_bias = _summed(ctx.parts)
-        weight, bias = ctx.parts[0].weight, ctx.parts[0].bias
         ctx.parts = None
-        return gradient, of_weight.to(weight.dtype), None if of_bias is None else of_bias.to(bias.dtype), None
+        return gradient, of_weight, of_bias, None
 
 
 def _summed(parts: Sequence[_Kept]) -> tuple[Tensor, Tensor | None]:
+    """The gradients of a weight and a bias, in their precision: that of the layer is too low to add parts up in."""
     first = parts[0]
-    weight, biased = first.weight.detach().to(first.x.dtype), first.bias is not None
+    weight = first.weight.detach().to(first.x.dtype)
+
+    def of(x: Tensor, gradient: Tensor) -> list[Tensor]:
+        found = first.layer.weight_gradients(gradient, x, weight, first.bias is not None)
+        return [each.to(first.weight.dtype) for each in found if each is not None]
+
     moved = sum(each.x.numel() + each.gradient.numel() for each in parts)
     if len(parts) > 1 and moved <= len(parts) * weight.numel():  # copying them is less than adding up as many weights
-        x, gradient = (torch.cat(each) for each in zip(*((each.x, each.gradient) for each in parts), strict=True))
-        return first.layer.weight_gradients(gradient, x, weight, biased)
-    of_weight, of_bias = first.layer.weight_gradients(first.gradient, first.x, weight, biased)
-    for each in parts[1:]:
-        more, bias = each.layer.weight_gradients(each.gradient, each.x, weight, biased)
-        of_weight += more
-        if of_bias is not None and bias is not None:
-            of_bias += bias
-    return of_weight, of_bias
+        total = of(torch.cat([each.x for each in parts]), torch.cat([each.gradient for each in parts]))
+    else:
+        total = of(first.x, first.gradient)
+        for each in parts[1:]:
+            for own, more in zip(total, of(each.x, each.gradient), strict=True):
+                own += more
+    return total[0], total[1] if first.bias is not None else None

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from convoy.late import lazily
 
 if TYPE_CHECKING:
-    from convoy.planner.cost.step import Scored as Scored
+    from convoy.planner.cost.prediction import Scored as Scored
     from convoy.planner.planner import Planned as Planned
     from convoy.planner.planner import make_plan as make_plan
     from convoy.planner.planner import score as score
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __getattr__ = lazily(
     __name__,
     {
-        "cost.step": "Scored",
+        "cost.prediction": "Scored",
         "planner": "Planned make_plan score",
         "workload": "Workload workload_of",
     },

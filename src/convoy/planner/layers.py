@@ -7,7 +7,7 @@ from math import prod
 
 from convoy.errors import ConvoyError
 from convoy.planner.cost.memory import RankMemory
-from convoy.planner.cost.step import Scored
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing

@@ -16,18 +16,19 @@ from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.link import Links, Rate, links_named
 from convoy.planner.cost.memory import most, rank_memory
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.step import Scored, scored
+from convoy.planner.cost.prediction import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.link_probe import measured_links
 from convoy.planner.measured import Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
 from convoy.planner.remembered import remember
+from convoy.planner.search.cuts import InPasses
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
 from convoy.planner.search.meshes import SearchResult
+from convoy.planner.search.prices import AXIS_STRATEGIES, redistributions
 from convoy.planner.search.prices import meshes as meshes_of
-from convoy.planner.search.prices import redistributions
 from convoy.planner.search.search import TOLERANCE, search
-from convoy.planner.search.stages import InPasses, in_best_passes, search_stages
+from convoy.planner.search.stages import in_best_passes, search_stages
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import Placement, sample_axes
@@ -223,13 +224,13 @@ def make_plan(
         if plans:
             candidates = ranks.first(partial(_given, workload, plans))
         else:
-            candidates = ranks.first(partial(_search, workload, devices, costs, fixes, memory_limit, results))
+            candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
         as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
         found = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
             found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
-        found = _ordered(found)
+        found = ordered(found)
         best = ranks.broadcast((found[0].plan, found[0].passes))
         wanted = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
         lacking = ranks.broadcast([one for one in wanted if one not in proposed and _lacks(measured, workload, one)])
@@ -296,7 +297,7 @@ def _needs(costs: Costs, staging: Staging | None, placement: Placement) -> float
     return most(rank_memory(placement, costs, staging)).total
 
 
-def _ordered(scored: Sequence[Scored]) -> list[Scored]:
+def ordered(scored: Sequence[Scored]) -> list[Scored]:
     """By their time; but of those about as fast as the first, the one that redistributes least often comes first.
 
     The timeline sees more than the search, which has already chosen so: a plan that seems faster by less than the error
@@ -314,15 +315,22 @@ def _num_sent(scored: Scored) -> int:
     return len(redistributions(scored.placement)) + len(crossings)
 
 
-def _search(
+def propose(
     workload: Workload,
     devices: int,
     costs: Costs,
     fixes: Sequence[str],
     memory_limit: float | None,
     results: list[SearchResult],
+    on: Sequence[Mesh] | None = None,
+    among: Sequence[str] = AXIS_STRATEGIES,
 ) -> list[Proposal]:
     """The plans that the searches find, and in `results` all that is said of those without stages.
+
+    Args:
+        workload, devices, costs, fixes, memory_limit: as in `make_plan`.
+        results: takes what the search says.
+        on, among: as in `search`; stages are cut on all meshes.
 
     Raises:
         ConvoyError: there is none, or none fits into memory.
@@ -338,6 +346,8 @@ def _search(
             outputs=workload.outputs,
             fixes=fixes,
             memory_limit=memory_limit,
+            on=on,
+            among=among,
         )
         results[:] = [found]
         plans += [candidate.plan for candidate in found.candidates]

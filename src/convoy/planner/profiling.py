@@ -22,8 +22,8 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Collective, Links
 from convoy.planner.cost.local import local_op
 from convoy.planner.cost.local_op import VIEWS, LocalOp, dtype_name
+from convoy.planner.cost.prediction import predict
 from convoy.planner.cost.program import InternalMessages, internal_messages, moved
-from convoy.planner.cost.step import predict
 from convoy.planner.cost.times import Table, Times
 from convoy.planner.workload import Workload, momentum, workload_of
 from convoy.plans.mesh import Mesh

@@ -21,8 +21,8 @@ from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm, local_op
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.prediction import Scored, scored
 from convoy.planner.cost.program import internal_messages
-from convoy.planner.cost.step import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
 from convoy.planner.profiling import mean

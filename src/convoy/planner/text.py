@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from convoy.planner.cost.step import Scored
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.layers import Layer, Stage
 from convoy.planner.planner import Planned, passes_of
 from convoy.planner.verdict import Explained

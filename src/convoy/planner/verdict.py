@@ -8,7 +8,7 @@ from convoy.errors import ConvoyError
 from convoy.ops.memory import what_is_recomputed
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Collective, Curve, Link, Links
-from convoy.planner.cost.step import Scored, predict
+from convoy.planner.cost.prediction import Scored, predict
 from convoy.planner.layers import Layer, Stage, alternatives, layers_of, stages_of
 from convoy.planner.planner import Planned
 from convoy.plans.timeline import ENGINE, is_engine

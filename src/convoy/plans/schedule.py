@@ -51,9 +51,28 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
 def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
     """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`.
 
-    Zero-bubble keeps those of all parts, or what weight gradients are computed from, which is about as much.
+    Zero-bubble keeps those of all parts, or instead what weight gradients are computed from, which may be more.
     """
     return parts if schedule == "zero-bubble" else _ahead(schedule, parts, stage, stages)
+
+
+def taken_back(schedule: Schedule, parts: int, stage: int, stages: int, part: int) -> int:
+    """How many parts a stage has taken back before it runs a part forward; other arguments as for `actions`.
+
+    >>> [taken_back("1f1b", parts=4, stage=0, stages=2, part=part) for part in range(4)]
+    [0, 0, 1, 2]
+    """
+    return max(0, part + 1 - _ahead(schedule, parts, stage, stages))
+
+
+def returning(schedule: Schedule, parts: int, source: int, stage: int, stages: int) -> int:
+    """Of how many parts a stage keeps the gradients that it has sent to an earlier one, as it cannot know that they
+    have arrived; while it still runs parts forward. Arguments as for `actions`, with the earlier stage as `source`.
+
+    >>> returning("1f1b", parts=8, source=1, stage=2, stages=4)
+    1
+    """
+    return _ahead(schedule, parts, source, stages) - _ahead(schedule, parts, stage, stages)
 
 
 def _ahead(schedule: Schedule, parts: int, stage: int, stages: int) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 from convoy import units
 from convoy.files import to_json
-from convoy.planner.cost.step import Scored
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.layers import Layer, Stage
 from convoy.planner.planner import Planned
 from convoy.planner.text import document

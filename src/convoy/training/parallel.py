@@ -19,7 +19,8 @@ from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
-from convoy.engine.stages import Flight, StagedNetwork
+from convoy.engine.stage import Flight
+from convoy.engine.stages import StagedNetwork
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
@@ -390,10 +391,9 @@ class StagedTraining(ParallelNetwork):
         return [in_flight(self.schedule, passes, stage, number) for stage in range(number)]
 
     def order(self, passes: Sequence[Pass]) -> list[Action]:
-        self.engine.begin_update(self.schedule)
         self._running.clear()
         self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
-        return actions(self.schedule, len(passes), self.engine.stage, self.engine.stages.number)
+        return self.engine.begin_update(self.schedule, len(passes))
 
     def forward(self, images: Tensor) -> Any:
         sizes = self._sizes.popleft()

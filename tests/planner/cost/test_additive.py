@@ -11,7 +11,8 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.memory import rank_memory
-from convoy.planner.cost.step import predict, rank_classes
+from convoy.planner.cost.prediction import predict
+from convoy.planner.cost.simulation import rank_classes
 from convoy.planner.cost.times import Roofline, Times
 from convoy.planner.search.prices import additive_seconds
 from convoy.plans.buckets import Sizes

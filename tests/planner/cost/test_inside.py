@@ -8,8 +8,9 @@ from convoy.ops import capture, place
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local import local_op
+from convoy.planner.cost.prediction import predict
 from convoy.planner.cost.program import internal_messages, running_statistics
-from convoy.planner.cost.step import predict, step_tasks
+from convoy.planner.cost.step import step_tasks
 from convoy.planner.cost.times import Roofline
 from convoy.plans.layout import balanced
 from convoy.plans.place import Batch, sample_axes

@@ -7,7 +7,7 @@ from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
-from convoy.planner.cost.step import scored
+from convoy.planner.cost.prediction import scored
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -141,7 +141,26 @@ def test_activations_of_the_passes_in_flight_are_kept():
         found = predicted("stage=2", 6, schedule)
         held = [3 * ONE, 2 * ONE]
         assert [one.activations for one in found.by_stage] == [n * size for n, size in zip(flights, held, strict=True)]
+    later = predicted("stage=2", 6, "zero-bubble").by_stage  # every layer's input and its output's gradient
+    assert [one.activations for one in later] == [6 * 2 * 2 * ONE] * 2
     assert predicted("stage=2", 1, "gpipe").by_stage == predicted("stage=2", 1, "1f1b").by_stage
+
+
+@pytest.mark.parametrize(
+    ("schedule", "passes", "held"),
+    [
+        ("gpipe", 6, [2, 2, 0]),  # gradients of a pass and of the next one
+        ("1f1b", 6, [2, 4, 2]),  # besides, the next pass forward, and the gradients that were sent back last
+        ("zero-bubble", 6, [2, 4, 2]),
+        ("gpipe", 1, [1, 1, 0]),
+    ],
+)
+def test_what_stages_send_each_other_takes_memory(schedule, passes, held):
+    """In values at a cut; and of one weight two gradients, as those of the passes are added."""
+    found = predicted("stage=3", passes, schedule, layers=3).by_stage
+    assert [one.messages for one in found] == [number * ONE for number in held]
+    weight = WIDTH * WIDTH * 4
+    assert [one.gradients - one.parameters for one in found] == [weight * (passes > 1)] * 3
 
 
 @pytest.mark.parametrize(("schedule", "flights"), [("gpipe", (6, 6)), ("1f1b", (2, 1))])

@@ -6,8 +6,9 @@ from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.memory import gradient_exchange
+from convoy.planner.cost.prediction import predict
 from convoy.planner.cost.program import program
-from convoy.planner.cost.step import predict, step_tasks
+from convoy.planner.cost.step import step_tasks
 from convoy.planner.cost.times import Roofline, Times
 from convoy.plans.buckets import Sizes
 from convoy.plans.traffic import all_reduce_elements, gradient_traffic, transfer_traffic

@@ -14,7 +14,8 @@ from convoy.ops.recompute import recomputing
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search import additive_seconds
-from convoy.planner.search.stages import Bounds, Chain, InPasses, best_cuts, cuts_of, search_stages
+from convoy.planner.search.cuts import Bounds, Chain, InPasses, best_cuts, cuts_of
+from convoy.planner.search.stages import search_stages
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES
@@ -176,7 +177,7 @@ def test_memory_decides_about_cuts_and_schedules():
 
     whole = found(None)[0]
     assert found(16 * 4 * one + 10_000)[0].seconds == pytest.approx(whole.seconds)
-    assert found(16 * 4 * one + 10_000, schedules=SCHEDULES)[0].schedule == "zero-bubble"
+    assert found(16 * 6 * one + 10_000, schedules=SCHEDULES)[0].schedule == "zero-bubble"
     small = found(4 * 4 * one + 4_000, schedules=SCHEDULES)[0]  # the others would keep all 16 passes
     assert small.schedule == "1f1b"
     least = 4 * 2 * one + 4_000  # of every pass what the first stage receives and sends

@@ -9,7 +9,7 @@ addition; in bfloat16, with its 8 bits of precision, that is an error of about 0
 corrects afterwards.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -139,9 +139,14 @@ class GradientReducer:
             self._paused = before
 
     def reduce(self) -> None:
-        """Add what paused backward passes have left, without another one."""
-        if self._watch is not None:
-            self._finish()
+        """Add what paused backward passes have left, without another one; nothing while they are paused."""
+        if self._watch is not None and not self._paused:
+            with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+                self._finish()
+
+    def adds_any(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether it adds up the gradient of any of these."""
+        return not set(self.parameters).isdisjoint(parameters)
 
     def flush(self) -> None:
         """Add what the backward pass that is running has given so far: others begin within it."""

@@ -5,17 +5,15 @@ messages, caches that large ones fall out of), so that one latency and one rate 
 be measured, a `Rate` gives the α-β cost of the usual algorithms (Thakur, Rabenseifner and Gropp, 2005).
 """
 
-import csv
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
 from statistics import median
 from typing import Any, Literal, Protocol, get_args
 
 from convoy.errors import ConvoyError
+from convoy.hardware.links import Hop, link_named, links
 from convoy.plans.mesh import Axes, Mesh
 
 Collective = Literal["all_reduce", "exchange", "reduce_scatter", "gather"]
@@ -220,9 +218,9 @@ class Rate:
     bytes_per_s: float
 
     @staticmethod
-    def gbit(gbit_per_s: float, latency: float = 5e-5) -> "Rate":
-        """A network of so many Gbit/s, of which nine tenths carry data."""
-        return Rate(latency, 0.9 * gbit_per_s * 1e9 / 8)
+    def of(hop: Hop) -> "Rate":
+        """That of a link of the catalog."""
+        return Rate(hop.latency, hop.rate)
 
     def link(self, ranks: int, overlap: bool, cpu_share: float) -> Link:
         """Between so many ranks: a ring adds a tensor in 2(k-1) hops of an n/k-th (Patarasuk and Yuan, 2009); in an
@@ -263,59 +261,23 @@ class Assumed:
         return Links(otherwise=self)
 
 
-@cache
-def catalogue() -> dict[str, tuple[Rate, str]]:
-    """Known interconnects by name: the rate, and where it comes from."""
-    text = resources.files("convoy.planner.cost").joinpath("interconnects.csv").read_text(encoding="utf-8")
-    return {
-        row["name"]: (
-            Rate(float(row["latency_us"]) * 1e-6, float(row["gbytes_per_s"]) * 1e9),
-            "fitted to published measurements" if row["fitted"] == "yes" else row["source"],
-        )
-        for row in csv.DictReader(text.splitlines())
-    }
-
-
-_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(mbit|gbit|mb|gb)(?:/s|ps)?")
-_LATENCY = 2e-5
-
-
-def rate_of(text: str) -> tuple[Rate, str]:
-    """A link by its name in the catalogue, or by its rate in bits (`10gbit`) or bytes (`5GB/s`), and where from.
-
-    Raises:
-        ConvoyError: it is neither.
-    """
-    known = catalogue()
-    name = text.strip().lower()
-    if name in known:
-        return known[name]
-    match = _RATE.fullmatch(name)
-    if match is None or float(match[1]) == 0:
-        raise ConvoyError(
-            f"{text!r} is no link: write a rate such as 10gbit or 5GB/s, or one of {', '.join(sorted(known))}"
-        )
-    number, unit = float(match[1]), match[2]
-    if unit in ("mbit", "gbit"):
-        return Rate.gbit(number if unit == "gbit" else number / 1e3), "nine tenths of it carry data"
-    return Rate(_LATENCY, number * (1e9 if unit == "gb" else 1e6)), "as said"
-
-
 def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
     """Links between devices that are not at hand, and a note on them: `10gbit`, or `10gbit,8xnvlink4` for hosts of 8
     devices that nvlink4 joins, and 10 Gbit/s each other's.
 
     On CPUs moving messages takes cycles from what computes: as much as between two processes of one host at the rate
-    at which gloo fills a core (`loopback` in the catalogue), less in proportion.
+    at which gloo fills a core (`loopback` in the catalog), less in proportion.
 
     Raises:
         ConvoyError: nobody knows such a link.
     """
     across, comma, within = text.partition(",")
-    rate, source = rate_of(across)
-    share = min(1.0, rate.bytes_per_s / catalogue()["loopback"][0].bytes_per_s) if on_cpu else 0.0
+    named = link_named(across)
+    rate = Rate.of(named)
+    share = min(1.0, named.rate / links()["loopback"].rate) if on_cpu else 0.0
     note = (
-        f"the links are assumed: {text}, {rate.bytes_per_s / 1e9:.3g} GB/s after {rate.latency * 1e6:.3g} µs ({source})"
+        f"the links are assumed: {text}, {named.rate / 1e9:.3g} GB/s after {named.latency * 1e6:.3g} µs "
+        f"({named.source})"
     )
     if not comma:
         return Assumed(rate, overlap=True, cpu_share=share).links(), note
@@ -324,6 +286,6 @@ def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
         raise ConvoyError(
             f"{text!r} is no link: write e.g. 10gbit,8xnvlink4 for hosts of 8 devices with nvlink4 inside"
         )
-    inside, where = rate_of(match[2])
-    note += f"; inside hosts of {match[1]} devices {inside.bytes_per_s / 1e9:.3g} GB/s ({where})"
-    return Assumed(rate, inside, int(match[1]), overlap=True, cpu_share=share).links(), note
+    inside = link_named(match[2])
+    note += f"; inside hosts of {match[1]} devices {inside.rate / 1e9:.3g} GB/s ({inside.source})"
+    return Assumed(rate, Rate.of(inside), int(match[1]), overlap=True, cpu_share=share).links(), note

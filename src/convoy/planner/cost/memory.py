@@ -1,13 +1,18 @@
 """Memory of a rank in training: what the plan says, the optimizer's state, and the messages with gradients."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
 from convoy.ops.memory import predict_memory
+from convoy.ops.postponed import postpones
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.gradients import Exchange, exchange
 from convoy.planner.cost.pipeline import Staging
 from convoy.plans.place import Placement
+from convoy.plans.schedule import returning
+from convoy.plans.stages import Crossing
+from convoy.plans.traffic import needs_gradient
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class RankMemory:
     Attributes:
         parameters, gradients, buffers, activations: as `convoy.ops.memory` counts them.
         optimizer: the optimizer's state.
-        messages: copies of small gradients, in which they are sent.
+        messages: copies of small gradients, in which they are sent; what stages send each other, beside activations.
     """
 
     parameters: int
@@ -37,7 +42,8 @@ class RankMemory:
 def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = None) -> list[RankMemory]:
     """Memory of every rank in a pass over the batch that was placed, and the update after it.
 
-    A stage keeps the activations of all its passes that are on their way, with what it receives and sends for them.
+    A stage keeps the activations of all its passes that are on their way, with what it receives and sends for them. Of
+    one weight after the other it also has a pass's own gradient, until that is added to those before.
     """
     if staging is None:
         return _of_part(placement, costs)
@@ -49,7 +55,52 @@ def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = No
 
 
 def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) -> list[RankMemory]:
-    return _of_part(staging.part(placement, stage), costs, staging.in_flight(stage))
+    part, mesh = staging.part(placement, stage), placement.mesh
+    found = _of_part(part, costs, staging.in_flight(stage))
+    if not placement.graph.training:
+        return found
+    weights = [value.name for value in placement.graph.parameters() if value.name in part.layouts]
+    differentiable = needs_gradient(placement.graph)
+    passes = len(staging.samples)
+    later: list[str] = []
+    if staging.schedule == "zero-bubble":  # inputs and gradients, of all passes, at the end
+        calls = [one.call for one in part.calls if postpones(one, placement.graph, differentiable)]
+        later = [name for call in calls for name in (call.attributes["input"], call.outputs[0])]
+    return [
+        replace(
+            memory,
+            activations=max(memory.activations, passes * sum(_size(part, name, rank) for name in later)),
+            gradients=memory.gradients + max((_size(part, name, rank) for name in weights), default=0) * (passes > 1),
+            messages=memory.messages + _sent_and_received(placement, staging, stage, rank, differentiable),
+        )
+        if mesh.stage_of(rank) == stage
+        else memory
+        for rank, memory in enumerate(found)
+    ]
+
+
+def _sent_and_received(
+    placement: Placement, staging: Staging, stage: int, rank: int, differentiable: Container[str]
+) -> int:
+    """Bytes that a rank of a stage has beside the activations when it begins to run a pass back: the pass's gradients
+    and those of the next one, the values of the next pass forward, and the gradients that it has sent."""
+    passes, in_flight = len(staging.samples), staging.in_flight(stage)
+
+    def size(crossing: Crossing, gradient: bool) -> int:
+        return 0 if gradient and crossing.value not in differentiable else _size(placement, crossing.value, rank)
+
+    found = min(2, in_flight) * sum(size(crossing, True) for crossing in staging.staged.sent(stage))
+    for crossing in staging.staged.received(stage):
+        kept = returning(staging.schedule, passes, crossing.source, stage, staging.number)
+        found += kept * size(crossing, True) + (in_flight < passes) * size(crossing, False)
+    return found
+
+
+def _size(placement: Placement, name: str, rank: int) -> int:
+    """Bytes of a rank's part of a value."""
+    value, mesh = placement.graph.values[name], placement.mesh
+    shape = placement.layouts[name].local_shape(placement.graph.shape(name), mesh, mesh.coordinates(rank))
+    return math.prod(shape) * value.dtype.itemsize
 
 
 def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[RankMemory]:

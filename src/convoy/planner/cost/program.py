@@ -12,12 +12,13 @@ from typing import Any
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.placing import sharing_axes
+from convoy.ops.postponed import postpones
 from convoy.ops.recompute import stretches
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
 from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name, graph_facts
 from convoy.plans.mesh import Axes, Coordinates, Mesh
-from convoy.plans.place import COMPUTE, PlacedCall, Placement
+from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
 from convoy.plans.transfer import Step
 
@@ -206,8 +207,7 @@ class _Program:
         takes = tuple(name for name in call.inputs if name in self.differentiable)
         backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
         local_ops = self._pieces(placed)
-        weight = call.attributes.get("weight") if call.op in COMPUTE else None
-        is_own = weight in takes and weight not in placed.transfers and self.graph.values[weight].origin == "parameter"
+        later = backward and postpones(placed, self.graph, self.differentiable)
         return Item(
             call.layer,
             call.name,
@@ -216,7 +216,7 @@ class _Program:
             *self._inside(placed, local_ops, backward),
             backward,
             takes if backward else (),
-            postponed=(0.5 if call.attributes["input"] in takes else 1.0) if backward and is_own else 0.0,
+            postponed=(0.5 if call.attributes["input"] in takes else 1.0) if later else 0.0,
         )
 
     def _pieces(self, placed: PlacedCall) -> tuple[LocalOp, ...]:

@@ -7,8 +7,9 @@ messages on several streams of one rank share its way out evenly. A message to a
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.timeline import Span, Task, Timeline
 
 
@@ -172,3 +173,35 @@ class _Simulation:
         coming = self.received[rank]
         shares = (sum(other.share for other in each) / len(each) for each in (messages, coming) if each)
         return max(0.0, 1.0 - sum(shares))
+
+
+def rank_classes(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
+    """For every rank the first one that does the same, and meets ranks that do the same as those it meets.
+
+    Colors are refined until they are stable (Weisfeiler and Leman, 1968): ranks of one color then have equal
+    timelines, because they begin alike and everything they wait for is alike.
+
+    Args:
+        mesh: the devices.
+        own: what each rank does by itself.
+        axes: over which ranks meet.
+    """
+    groups = [list(mesh.groups(each)) for each in sorted(set(axes))]
+    colors = _numbered(own)
+    while True:
+        met: list[list[tuple[int, ...]]] = [[] for _ in own]
+        for kind in groups:
+            for group in kind:
+                together = tuple(sorted(colors[rank] for rank in group))
+                for rank in group:
+                    met[rank].append(together)
+        finer = _numbered([(color, *others) for color, others in zip(colors, met, strict=True)])
+        if len(set(finer)) == len(set(colors)):
+            first: dict[int, int] = {}
+            return [first.setdefault(color, rank) for rank, color in enumerate(finer)]
+        colors = finer
+
+
+def _numbered(values: Sequence[Hashable]) -> list[int]:
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(value, len(known)) for value in values]

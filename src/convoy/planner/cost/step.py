@@ -1,10 +1,9 @@
-"""From a placement to a prediction: the tasks of a weight update, their timeline, and the memory of a rank.
+"""From a placement to the tasks of a weight update: what each rank computes and sends, in its order.
 
-Of ranks that do the same, one is simulated for all. A network that is not divided into stages is one stage.
+Of ranks that do the same, the tasks of one stand for all. A network that is not divided into stages is one stage.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
 from itertools import chain, count
 from math import prod
 
@@ -12,49 +11,15 @@ from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local_op import LocalOp, graph_facts
-from convoy.planner.cost.memory import RankMemory, most, rank_memory
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.program import Item, Message, copied, program, running_statistics
-from convoy.planner.cost.simulation import simulate
+from convoy.planner.cost.simulation import rank_classes
 from convoy.planner.cost.times import Times
-from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
-from convoy.plans.plan import Plan
 from convoy.plans.schedule import Action, actions
 from convoy.plans.stages import Crossing
-from convoy.plans.timeline import Kind, Stream, Task, Timeline, split_engine_time
-
-
-def rank_classes(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
-    """For every rank the first one that does the same, and meets ranks that do the same as those it meets.
-
-    Colors are refined until they are stable (Weisfeiler and Leman, 1968): ranks of one color then have equal
-    timelines, because they begin alike and everything they wait for is alike.
-
-    Args:
-        mesh: the devices.
-        own: what each rank does by itself.
-        axes: over which ranks meet.
-    """
-    groups = [list(mesh.groups(each)) for each in sorted(set(axes))]
-    colors = _numbered(own)
-    while True:
-        met: list[list[tuple[int, ...]]] = [[] for _ in own]
-        for kind in groups:
-            for group in kind:
-                together = tuple(sorted(colors[rank] for rank in group))
-                for rank in group:
-                    met[rank].append(together)
-        finer = _numbered([(color, *others) for color, others in zip(colors, met, strict=True)])
-        if len(set(finer)) == len(set(colors)):
-            first: dict[int, int] = {}
-            return [first.setdefault(color, rank) for rank, color in enumerate(finer)]
-        colors = finer
-
-
-def _numbered(values: Sequence[Hashable]) -> list[int]:
-    known: dict[Hashable, int] = {}
-    return [known.setdefault(value, len(known)) for value in values]
+from convoy.plans.timeline import Kind, Stream, Task
 
 
 def step_tasks(
@@ -73,86 +38,6 @@ def step_tasks(
         staging: the stages of the network and their passes; None where all ranks run all of it.
     """
     return _Builder(placement, costs, every_rank, staging).tasks(passes)
-
-
-def predict(
-    placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
-) -> Timeline:
-    """The timeline of an update; arguments as for `step_tasks`.
-
-    What others get ready beside the computation is waited for at the beginning, if an update is too short for it.
-    """
-    ahead = costs.input
-    if not ahead.beside:
-        return simulate(step_tasks(placement, costs, passes, every_rank, staging))
-    without = predict(placement, replace(costs, input=HostCost()), passes, every_rank, staging)
-    late = passes * max(ahead.seconds(samples) for samples in samples_of(placement)) - without.total
-    if late <= 0:
-        return without
-    return predict(placement, replace(costs, input=HostCost(per_pass=late / passes)), passes, every_rank, staging)
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A plan and what is predicted of it.
-
-    Attributes:
-        placement: the workload's graph under the plan.
-        timeline: one update.
-        memory: bytes on the rank that needs most.
-        passes: in an update.
-        staging: the stages and their passes; None where the plan has none.
-        by_stage: bytes on the rank of each stage that needs most.
-    """
-
-    plan: Plan
-    placement: Placement
-    timeline: Timeline
-    memory: RankMemory
-    passes: int = 1
-    staging: Staging | None = None
-    by_stage: tuple[RankMemory, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Of an update."""
-        return self.timeline.total
-
-    @property
-    def bubbles(self) -> tuple[float, ...]:
-        """For each stage, the part of an update in which its devices wait for others and have nothing to compute."""
-        found: dict[int, list[float]] = {}
-        if self.staging is None:
-            return ()
-        for rank in self.timeline.ranks:
-            idle = self.timeline.by_kind(rank)["idle"]
-            found.setdefault(self.staging.stage_of(rank), []).append(idle / self.seconds if self.seconds else 0.0)
-        return tuple(sum(found[stage]) / len(found[stage]) for stage in sorted(found))
-
-    @property
-    def bubble(self) -> float:
-        """The same of all devices together; 0 without stages."""
-        return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
-
-    def again(self, costs: Costs, passes: int | None = None) -> float:
-        """Seconds of an update at other costs, or in another number of passes as large as these."""
-        passes, staging = self.passes if passes is None else passes, self.staging
-        if staging is not None and passes != len(staging.samples):
-            staging = replace(staging, samples=(max(staging.samples),) * passes)
-        return predict(self.placement, costs, passes, staging=staging).total
-
-
-def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Scored:
-    """The prediction for a plan that is placed; the engine's own time has a span beside the optimizer's."""
-    timeline = split_engine_time(predict(placement, costs, passes, staging=staging), costs.update.fixed)
-    memory = rank_memory(placement, costs, staging)
-    by_stage: tuple[RankMemory, ...] = ()
-    if staging is not None:
-        of_stages = [
-            [own for rank, own in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)
-        ]
-        by_stage = tuple(map(most, of_stages))
-    return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)
 
 
 def samples_of(placement: Placement) -> list[int]:

@@ -1,0 +1,207 @@
+"""How `convoy plan --on` answers: predictions for machines that are not at hand."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import click
+import torch
+
+from convoy import models
+from convoy.cli.options import command_of, written
+from convoy.cli.requests import PlanRequest
+from convoy.errors import ConvoyError
+from convoy.hardware.catalog import Machine
+from convoy.hardware.speed import OURS
+from convoy.planner.machines import PRECISIONS, Prediction, predict
+from convoy.planner.workload import Workload, workload_of
+from convoy.plans.place import COMPUTE
+from convoy.plans.plan import Plan
+from convoy.report.machines_page import machines_page
+from convoy.training.recipe import Recipe
+from convoy.units import plural, table
+
+IMAGENET = 1_281_167
+"""Images of an epoch where nobody says."""
+
+
+def run(request: PlanRequest, recipe: Recipe) -> int:
+    """Predict, print and write the result.
+
+    Args:
+        request: the command line, checked.
+        recipe: of the network.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConvoyError: the network cannot be seen as one graph, or nothing fits into a machine's memory.
+    """
+
+    @cache
+    def workload(precision: str, microbatch: int) -> Workload:
+        return _workload(request, recipe, precision, microbatch)
+
+    found = [_predicted(request, recipe, machine, workload) for machine in request.machines]
+    images, what = _training(request, recipe)
+    name = recipe.model.name
+    if request.out is not None:
+        written("--out", request.out, f"# {command_of(request.arguments)}\n{found[0].plan.to_yaml()}")
+    if request.html is not None:
+        page = machines_page(name, found, images, request.prices, what, command_of(request.arguments))
+        written("--html", request.html, page)
+    if request.as_json:
+        click.echo(json.dumps([_document(one, number, request, images) for number, one in enumerate(found)], indent=2))
+        return 0
+    click.echo(f"{name}, batch {recipe.batch}: predicted, not measured\n")
+    click.echo("\n".join(_lines(found, images, request.prices, what)))
+    for path, of in ((request.out, "plan"), (request.html, "page")):
+        if path is not None:
+            click.echo(f"{of}: {path}")
+    return 0
+
+
+def _precision(recipe: Recipe, machine: Machine) -> str:
+    """What the recipe says; bf16 on devices that have it, as in training."""
+    if recipe.precision in PRECISIONS:
+        return str(recipe.precision)
+    new = all(device.generation in ("ampere", "ada", "hopper", "blackwell", "tpu") for device in machine.devices)
+    return "bf16" if new else "fp32"
+
+
+def _predicted(
+    request: PlanRequest, recipe: Recipe, machine: Machine, workload: Callable[[str, int], Workload]
+) -> Prediction:
+    """For one machine; microbatches are so small that each device has one."""
+    precision, count = _precision(recipe, machine), len(machine.devices)
+    if recipe.batch < count:
+        raise ConvoyError(
+            f"a batch of {recipe.batch} is too small for the {count} devices of {machine.text}: raise --batch, or ask "
+            "for fewer"
+        )
+    usual = min(recipe.batch, recipe.microbatch or -(-recipe.batch // (recipe.microbatches or 1)))
+    size = min(usual, recipe.batch // count) if recipe.batch_norm == "microbatch" else 0
+    lowered = PRECISIONS[precision] is not None  # where channels lie innermost unless somebody says otherwise
+    own = workload(precision, size)
+    found = predict(
+        own,
+        machine,
+        precision,
+        fixes=request.fix,
+        plans=request.plans,
+        memory_limit=request.memory,
+        images_per_second=request.images_per_second,
+        software=replace(OURS, channels_last=lowered if recipe.channels_last is None else recipe.channels_last),
+    )
+    if size == usual or recipe.batch_norm != "microbatch" or all(call.op != "batch_norm" for call in own.graph.calls):
+        return found
+    note = f"batch norm takes its statistics over {size} samples, so that each device has a microbatch: training does "
+    note += f"so with --microbatches {-(-recipe.batch // size)}"
+    return replace(found, notes=(*found.notes, note))
+
+
+def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
+    """The network at the batch of an update; its weights are not made where it allows that."""
+    name, settings = recipe.model.name, dict(recipe.model.options)
+    usual = models.describe(name).input_shape
+    pixels = request.image_size or recipe.data.image_size or (usual[1] if usual is not None else 224)
+    if models.accepts(name, "image_size"):
+        settings.setdefault("image_size", pixels)
+    try:
+        with torch.device("meta"):
+            model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
+    except ConvoyError:
+        raise
+    except Exception:  # a network of the user's that computes with its weights as it is made
+        model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
+    channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
+    return workload_of(
+        model.train(),
+        torch.empty(1, channels, pixels, pixels),
+        recipe.batch,
+        name=name,
+        batch_norm=recipe.batch_norm,
+        microbatch=microbatch,
+        precision=PRECISIONS[precision],
+    )
+
+
+def _training(request: PlanRequest, recipe: Recipe) -> tuple[float, str]:
+    """Images of the whole training, and the training in words."""
+    images = request.images or IMAGENET
+    epochs = recipe.epochs
+    if epochs.unit == "ba":
+        return epochs.value * recipe.batch, f"{epochs.value:,.0f} updates of {recipe.batch} images"
+    return epochs.value * images, f"{epochs.value:g} epochs of {images:,} images"
+
+
+def _document(one: Prediction, number: int, request: PlanRequest, images: float) -> dict[str, object]:
+    found = one.document() | {"days": round(one.days(images), 4)}
+    if request.prices:
+        found["price"] = round(one.price(images, request.prices[number]), 2)
+    return found
+
+
+def _lines(predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str) -> Iterator[str]:
+    """A table of the machines, and what is to be said of each.
+
+    Args:
+        predictions: of one network on several machines.
+        images: of the whole training.
+        prices: of an hour of one device of each machine; empty where nobody says.
+        what: the training, in words.
+    """
+    headings = [
+        "machine",
+        "precision",
+        "images/s",
+        "90 % range",
+        "speed-up",
+        "efficiency",
+        "days",
+        *(["price"] if prices else []),
+    ]
+    rows = []
+    for number, one in enumerate(predictions):
+        least, most = one.best / one.within, one.best * one.within
+        row = [
+            one.machine.label,
+            one.precision,
+            f"{one.best:,.0f}",
+            f"{least:,.0f} to {most:,.0f}",
+            f"{one.speedup:.2f}",
+        ]
+        row += [f"{one.efficiency:.0%}", f"{one.days(images):.3g}"]
+        rows.append([*row, f"{one.price(images, prices[number]):,.2f}"] if prices else row)
+    yield from table(headings, rows, headings[2:])
+    yield f"days {'and price ' if prices else ''}of {what}"
+    for one in predictions:
+        yield ""
+        yield f"{one.machine.label}: held back by {one.held_back_by}"
+        if len(one.machine.devices) > 1:
+            yield from _plan_lines(one)
+        for change in one.changes[:4]:
+            yield f"  {change.text}: {change.gain:.2f} × as fast"
+        for note in one.notes:
+            yield f"  note: {note}"
+
+
+def _plan_lines(one: Prediction) -> Iterator[str]:
+    """The fastest plan, and how it divides layers with weights where it is neither data parallelism nor stages."""
+    plan, planned = one.plan, one.planned
+    if plan == Plan.by_samples(len(one.machine.devices)) or planned is None:
+        yield "  fastest plan: data parallelism"
+        return
+    passes = f" in {planned.best.passes} passes" if planned.best.passes > 1 else ""
+    yield f"  fastest plan: {plan}{passes}, {one.gain:.2f} × data parallelism ({one.images_per_s:,.0f} images/s)"
+    if plan.num_stages > 1:
+        return
+    groups: dict[str, list[str]] = {}
+    for call in planned.workload.graph.calls:
+        if call.op in COMPUTE:
+            strategies = dict.fromkeys(plan.strategy(call.layer, call.op))
+            groups.setdefault(" and ".join(strategies), []).append(call.layer)
+    for strategy, names in groups.items():
+        yield f"    {plural(len(names), 'layer')} ({names[0]}{' …' * (len(names) > 1)}): {strategy}"

@@ -1,0 +1,310 @@
+"""One stage of a network, which this rank runs: its part of the weights, and the way of a part of a batch through it.
+
+Ranks at the same place on the other axes send each other what they have of the values at a cut.
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convoy.comm.collectives import gather_ints
+from convoy.comm.stage_links import Arriving, Sent, StageLinks
+from convoy.engine.agreement import Form, Signature
+from convoy.engine.network import Network
+from convoy.engine.program import Program
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Ref
+from convoy.graph.tree import replace as replace_leaves
+from convoy.ops import work
+from convoy.ops.postponed import PostponedGradients
+from convoy.plans.layout import Layout, Split
+from convoy.plans.mesh import Axes
+from convoy.plans.place import Placement
+from convoy.plans.schedule import Action, Schedule, actions, taken_back
+from convoy.plans.stages import Crossing, StagedGraph, Stages
+
+
+@dataclass
+class Flight:
+    """A part of the batch on its way through this rank's stage: what its backward pass needs.
+
+    Attributes:
+        received: what earlier stages sent.
+        sent: what was sent on.
+        outputs: of the network, by name; in the last stage alone.
+        placement: of the network at this part's size.
+        inputs: the network's.
+        key: what decides how values lie.
+        part: its number, counted over all updates.
+        arriving: the gradients of what was sent, if they are expected already; None for what the loss leaves out.
+    """
+
+    received: list[tuple[Crossing, Tensor]]
+    sent: list[tuple[Crossing, Tensor]]
+    outputs: dict[str, Tensor]
+    placement: Placement
+    inputs: tuple[Tensor, ...]
+    key: Any
+    part: int
+    arriving: list[Arriving | None] | None = None
+
+
+@dataclass
+class Stage(Network):
+    """Runs this rank's stage of a network, one part of a batch at a time.
+
+    An update is `begin_update`, then what that says, then `finish_update`.
+
+    Attributes:
+        stages: where the network is cut.
+        stage: this rank's.
+        watch_wait: is entered with a value's name while this rank waits for it to come from another stage, or sends.
+    """
+
+    watch_wait: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    stages: Stages = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        axis = self.plan.mesh.stage_axis
+        assert axis is not None
+        self._axis = axis
+        self.links = StageLinks(self.groups)
+        self.stage = self.links.stage
+        self._whole_layouts: dict[str, Layout] = {}  # within a stage
+        self._owners_of: dict[str, int] = {}
+        self._expected: list[Arriving | None] | None = None
+        self._order: tuple[Schedule, int] = ("gpipe", 1)  # of the update, and its parts
+        self._begun = self._first = 0  # parts in all updates, and in those before this one
+        self._used: list[bool] | None = None  # which parameters had a gradient in any stage
+
+    def place_parameters(self, axes: Axes | None = None) -> None:
+        """Decide which stage keeps every parameter and buffer, and how it lies over the stage's ranks."""
+        graphs = self._graphs
+        super().place_parameters(axes)
+        number = self.plan.mesh.sizes[self._axis]
+        first = max(graphs, key=lambda graph: len(graph.calls))  # heads that only training has count
+        self.stages = Stages.of(first, number, getattr(self.plan, "stages", ()), work(first))
+        for graph in graphs:
+            for name, stage in self.stages.owners(graph).items():
+                if self._owners_of.setdefault(name, stage) != stage:
+                    raise ConvoyError(f"{name} is used in two stages, by one in training and by another in evaluation")
+        self._whole_layouts = self.layouts
+        self.layouts = {
+            name: self._of_one_stage(layout, self.shapes[name][0], self._owners_of.get(name))
+            for name, layout in self.layouts.items()
+        }
+
+    def owns(self, name: str) -> bool:
+        return self._owners_of.get(name, self.stage) == self.stage
+
+    def _kept(self, name: str) -> Layout | None:
+        return (self._whole_layouts or self.layouts).get(name)
+
+    def _of_one_stage(self, layout: Layout, shape: Sequence[int], owner: int | None) -> Layout:
+        """The layout of a tensor of which the ranks of one stage have what they have, and all others nothing."""
+        if owner is None:
+            return layout
+        mesh = self.plan.mesh
+        dim, split = layout.splits[0] if layout.splits else (0, None)
+        axes = tuple(sorted({self._axis, *(split.axes if split is not None else ())}))
+        whole = range(shape[dim] if shape else 1)
+        parts = tuple(
+            range(0)
+            if place[self._axis] != owner
+            else whole
+            if split is None
+            else split.parts[mesh.index(place, split.axes)]
+            for place in mesh.group((0,) * len(mesh.sizes), axes)
+        )
+        return Layout.of({**dict(layout.splits), dim: Split(axes, parts)}, layout.partial, layout.copied)
+
+    def forward_pass(
+        self,
+        inputs: Sequence[Tensor],
+        samples: tuple[int, ...],
+        form: Form | None = None,
+        then: tuple[int, ...] | None = None,
+    ) -> Flight:
+        """Run this stage on a part of the batch, and send its results on. The caller has announced it.
+
+        Args:
+            inputs: of the network, this rank's samples.
+            samples: of every sample rank.
+            form: the other arguments.
+            then: samples of the part that comes next, which may arrive meanwhile.
+        """
+        signature = self._signature(samples, inputs, form)
+        placement, program = self._program(signature)
+        staged, key = program.staged, self._key(signature, inputs)
+        if self.context.postponed is not None:
+            self.context.postponed.begin_part()
+        assert staged is not None
+        arriving, self._expected = self._expected or self._begin_receiving(signature, inputs), None
+        soon = None if then is None else self._signature(then, inputs, form)
+        if soon is not None and self.links.knows(self._key(soon, inputs)):  # else the sender says first how values lie
+            self._expected = self._begin_receiving(soon, inputs)
+        part, self._begun = self._begun, self._begun + 1
+        received = [
+            (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
+            for crossing, each in zip(staged.received(self.stage), arriving, strict=True)
+            if each is not None
+        ]
+        self._release_gradients({crossing.source for crossing, x in received if x.numel()})
+        found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
+        sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
+        self._send(key, sent, part)
+        if not torch.is_grad_enabled():
+            received, sent = [], []
+        outputs = found if self.is_last else {}
+        return Flight(received, sent, outputs, placement, tuple(inputs), key, part)
+
+    def output_of(self, flight: Flight) -> Any:
+        """What the network returns for a part of the batch; in the last stage alone."""
+        return replace_leaves(flight.placement.graph.output, Ref, lambda ref: flight.outputs[ref.name])
+
+    def backward_pass(
+        self,
+        flight: Flight,
+        gradients: Mapping[str, Tensor | None] | None = None,
+        then: Flight | None = None,
+    ) -> None:
+        """Run the backward pass of a part of the batch in this stage, and send gradients on.
+
+        Args:
+            flight: its forward pass.
+            gradients: of the network's outputs, in the last stage.
+            then: that of the part which comes next, whose gradients may arrive meanwhile.
+        """
+        roots: list[Tensor] = []
+        given: list[Tensor] = []
+        for name, output in flight.outputs.items():
+            gradient = (gradients or {}).get(name)
+            if output.requires_grad and gradient is not None:
+                roots.append(output)
+                given.append(gradient)
+        if flight.arriving is None:
+            flight.arriving = self._begin_receiving_gradients(flight)
+        if then is not None and then.arriving is None and self.links.knows(then.key, back=True):
+            then.arriving = self._begin_receiving_gradients(then)
+        sent = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
+        answering = set()  # stages that had received all of this part before they sent a gradient of it
+        for (crossing, x), arriving in zip(sent, flight.arriving, strict=True):
+            if arriving is not None:
+                roots.append(x)
+                given.append(self._wait(crossing, arriving))
+                answering.add(crossing.target)
+        self.links.release(lambda sent: not sent.back and sent.part == flight.part and sent.to in answering)
+        if roots:
+            torch.autograd.backward(roots, given)
+        self.send_gradients(flight)
+
+    def begin_update(self, schedule: Schedule, parts: int) -> list[Action]:
+        """Say in which order the next parts are run; what this stage is to do.
+
+        Raises:
+            ConvoyError: the network is compiled, and the schedule postpones them.
+        """
+        if schedule == "zero-bubble" and self.compile:
+            raise ConvoyError(
+                "the schedule zero-bubble takes the backward passes of layers apart, which --compile joins: choose "
+                "the schedule 1f1b, or do not compile"
+            )
+        self.context.postponed = PostponedGradients() if schedule == "zero-bubble" else None
+        self._order, self._first = (schedule, parts), self._begun
+        return actions(schedule, parts, self.stage, self.stages.number)
+
+    def compute_weight_gradients(self, part: int, last: bool) -> None:
+        """Compute the weight gradients that are missing, of all parts up to one; with those of the `last` one, all are
+        added over the ranks."""
+        assert self.context.postponed is not None
+        with nullcontext() if last or self.reducer is None else self.reducer.paused():
+            found = self.context.postponed.compute(part)
+        if last and self.reducer is not None and not self.reducer.adds_any(found):
+            self.reducer.reduce()  # those of other parameters: nobody has told it that a backward pass is done
+
+    def send_gradients(self, flight: Flight) -> None:
+        """Send the stages before this one the gradients of what they sent; the backward pass has run."""
+        gradients = [(crossing, x.grad) for crossing, x in flight.received if x.requires_grad]
+        self._send(flight.key, gradients, flight.part, back=True)
+        flight.received, flight.sent, flight.outputs, flight.arriving = [], [], {}, None
+
+    def _release_gradients(self, sources: Container[int]) -> None:
+        """Let go of the gradients that earlier stages had received before they ran the part forward that has come."""
+        (schedule, parts), part = self._order, self._begun - self._first - 1
+
+        def is_received(sent: Sent) -> bool:
+            if not sent.back or sent.to not in sources:
+                return False
+            return sent.part - self._first < taken_back(schedule, parts, sent.to, self.stages.number, part)
+
+        self.links.release(is_received)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage gives the network's outputs."""
+        return self.stage == self.stages.number - 1
+
+    def complete_gradients(self) -> None:
+        """Give the parameters of other stages a gradient, which is empty as they are, where they have one there: an
+        optimizer then keeps as much of each, under the same names, on all ranks."""
+        parameters = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        if self._used is None or self.samples is None:  # the trainer's loss has the same terms in every update
+            own = [int(self.owns(name) and p.grad is not None) for name, p in parameters]
+            self._used = [any(column) for column in zip(*gather_ints(own, self.links.group), strict=True)]
+        for (name, parameter), used in zip(parameters, self._used, strict=True):
+            if used and parameter.grad is None and not self.owns(name):
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _send(self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], part: int, back: bool = False) -> None:
+        with self.watch_wait(values[0][0].value) if values else nullcontext():
+            self.links.send(key, values, part, back)
+
+    def _wait(self, crossing: Crossing, arriving: Arriving) -> Tensor:
+        with self.watch_wait(crossing.value):
+            return arriving.wait()
+
+    def _begin_receiving(self, signature: Signature, inputs: Sequence[Tensor]) -> list[Arriving | None]:
+        placement, program = self._program(signature)
+        assert program.staged is not None
+        wanted = [
+            (crossing, self._local_shape(placement, placement.layouts[crossing.value], crossing.value))
+            for crossing in program.staged.received(self.stage)
+        ]
+        return self.links.receive(self._key(signature, inputs), wanted, inputs[0].device)
+
+    def _begin_receiving_gradients(self, flight: Flight) -> list[Arriving | None]:
+        wanted = [(crossing, x.shape) for crossing, x in flight.sent if x.requires_grad]
+        return self.links.receive(flight.key, wanted, flight.inputs[0].device, back=True)
+
+    def _local_shape(self, placement: Placement, layout: Layout, name: str) -> tuple[int, ...]:
+        return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)
+
+    def _key(self, signature: Signature, inputs: Sequence[Tensor]) -> Any:
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if not torch.is_grad_enabled():
+            return signature, autocast
+        return signature, autocast, tuple(x.requires_grad for x in (*inputs, *self.model.parameters()))
+
+    def staged(self, placement: Placement) -> StagedGraph:
+        graph = placement.graph
+        return StagedGraph(graph, tuple(placement.outputs), self.stages.of_calls(graph), self.stages.number)
+
+    def _made(self, placement: Placement, compile: bool) -> Program:
+        staged = self.staged(placement)
+        return Program(
+            placement, self.groups, self.context, self.channels_last, compile, staged=staged, stage=self.stage
+        )
+
+    def finish_update(self) -> None:
+        """After the last backward pass: all is sent, and every parameter has a gradient."""
+        with self.watch_wait("what was sent"):
+            self.links.finish()
+        self.complete_gradients()
+        if self.guard is not None:
+            self.guard.mark_gradients()

@@ -1,0 +1,203 @@
+"""The devices, links and machines that are known by name: `8xv100-sxm2`, `4x(8xa100-sxm4)`, `2xtitan-x+1xgtx-1080`."""
+
+import csv
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from convoy.errors import ConvoyError
+from convoy.hardware.links import link_named, links
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, as its data sheet says.
+
+    Attributes:
+        name: in the catalog.
+        generation: of its architecture, with which the part of the peak that layers reach changes.
+        processors: multiprocessors.
+        fp32, tf32, fp16: peak arithmetic in TFLOP/s; `tf32` and `fp16` are 0 where it has no faster units for them.
+        memory_gb, gbytes_per_s: memory, and its bandwidth.
+        launch_us: microseconds that starting a kernel takes.
+        host: the link that its hosts usually have between such devices.
+        peer: whether devices of one host copy to each other without passing through the host's memory.
+        source: of these numbers.
+    """
+
+    name: str
+    generation: str
+    processors: int
+    fp32: float
+    tf32: float
+    fp16: float
+    memory_gb: float
+    gbytes_per_s: float
+    launch_us: float
+    host: str
+    peer: bool
+    source: str
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether half precision is several times as fast as single."""
+        return self.fp16 >= 3 * self.fp32 or self.generation in ("volta", "turing", "ampere", "ada", "hopper")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices in hosts.
+
+    Attributes:
+        text: as it was asked for.
+        devices: host by host.
+        per_host: devices of each host.
+        link: name of the link between devices of a host.
+        between: name or rate of the network between hosts; empty where there is one host.
+    """
+
+    text: str
+    devices: tuple[Device, ...]
+    per_host: int
+    link: str
+    between: str = ""
+
+    @property
+    def hosts(self) -> int:
+        """How many there are."""
+        return len(self.devices) // self.per_host
+
+    @property
+    def label(self) -> str:
+        """With the network, for people."""
+        return self.text + (f" over {self.between}" if self.between else "")
+
+    @property
+    def slowest(self) -> Device:
+        """The device with the least arithmetic."""
+        return min(self.devices, key=lambda device: device.fp32)
+
+
+def _device(row: Mapping[str, Any]) -> Device:
+    numbers = {name: float(row.get(name) or 0) for name in ("fp32", "tf32", "fp16")}
+    numbers["launch_us"] = float(row.get("launch_us") or 5)
+    numbers |= {name: float(row[name]) for name in ("memory_gb", "gbytes_per_s")}
+    return Device(
+        name=str(row["name"]),
+        generation=str(row["generation"]),
+        processors=int(row["processors"]),
+        host=str(row.get("host") or "pcie4"),
+        peer=str(row.get("peer", "yes")).lower() in ("yes", "true", "1"),
+        source=str(row.get("source", "")),
+        **numbers,
+    )
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """All devices of the catalog, by name and by their other names."""
+    text = resources.files("convoy.hardware").joinpath("devices.csv").read_text(encoding="utf-8")
+    found: dict[str, Device] = {}
+    for row in csv.DictReader(text.splitlines()):
+        device = _device(row)
+        for name in (row["name"], *filter(None, row["aliases"].split(";"))):
+            found[name] = device
+    return found
+
+
+def device_named(name: str, added: Mapping[str, Device] | None = None) -> Device:
+    """A device of the catalog, or of those that were added.
+
+    Raises:
+        ConvoyError: there is none of this name.
+    """
+    known = {**devices(), **(added or {})}
+    wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
+    if wanted in known:
+        return known[wanted]
+    near = difflib.get_close_matches(wanted, known, 3, 0.4) or sorted(known)[:3]
+    raise ConvoyError(f"{name!r} is no device that is known: the nearest are {', '.join(near)}")
+
+
+_POSITIVE = ("processors", "fp32", "memory_gb", "gbytes_per_s")
+_FIELDS = ("generation", *_POSITIVE)
+
+
+def read_devices(path: Path) -> dict[str, Device]:
+    """Devices of a YAML file: a mapping of names to the columns of the catalog.
+
+    Raises:
+        ConvoyError: the file cannot be read, or a device lacks a number.
+    """
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConvoyError(f"{path}: no devices can be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(given, dict):
+        raise ConvoyError(f"{path}: devices are a mapping of names to numbers, e.g. my-gpu: {{fp32: 12.5, …}}")
+    found = {}
+    for name, row in given.items():
+        lacking = [field for field in _FIELDS if not isinstance(row, dict) or field not in row]
+        if lacking:
+            raise ConvoyError(f"{path}: {name} lacks {', '.join(lacking)}")
+        try:
+            device = _device({"name": str(name).lower(), "source": str(path), **row})
+            link_named(device.host)
+        except (TypeError, ValueError, ConvoyError) as error:
+            raise ConvoyError(f"{path}: {name}: {error}") from error
+        for field in _POSITIVE:
+            if not 0 < getattr(device, field) < math.inf:
+                raise ConvoyError(f"{path}: {name}: {field} is {getattr(device, field)}, but has to be more than 0")
+        found[device.name] = device
+    return found
+
+
+_PART = re.compile(r"(?:([0-9]+)\s*x\s*)?(.+)")
+_HOSTS = re.compile(r"([0-9]+)\s*x\s*\((.+)\)")
+
+
+def machine(text: str, between: str | None = None, added: Mapping[str, Device] | None = None) -> Machine:
+    """Devices as people write them.
+
+    Args:
+        text: `8xv100-sxm2` is one host; `4x(8xa100-sxm4)` four, linked by `between`; `2xtitan-x+1xgtx-1080` unequal
+            devices of one host. `:pcie3` at the end names another link than the device's usual one.
+        between: network between hosts; 10 Gbit/s where nobody says.
+        added: devices beside those of the catalog.
+
+    Raises:
+        ConvoyError: no such device or link, or no such machine.
+    """
+    inner, _, link = text.strip().lower().partition(":")
+    hosts = 1
+    if (found := _HOSTS.fullmatch(inner)) is not None:
+        hosts, inner = int(found[1]), found[2]
+    if "(" in inner or ")" in inner:
+        raise ConvoyError(f"{text!r} is no machine: write e.g. 8xv100-sxm2, 4x(8xa100-sxm4) or 2xtitan-x+1xgtx-1080")
+    chosen = tuple(_counted(inner, text, added))
+    if hosts < 1 or len(chosen) * hosts > 65536:
+        raise ConvoyError(f"{text!r} is no machine: it would have {len(chosen) * hosts} devices")
+    if link and link not in links():
+        near = difflib.get_close_matches(link, links(), 3, 0.4) or list(links())[:3]
+        raise ConvoyError(f"{link!r} is no link that is known: the nearest are {', '.join(near)}")
+    usual = link or min((device.host for device in chosen), key=lambda name: link_named(name).rate)
+    return Machine(text.strip(), chosen * hosts, len(chosen), usual, (between or "10gbit") if hosts > 1 else "")
+
+
+def _counted(text: str, whole: str, added: Mapping[str, Device] | None) -> Iterable[Device]:
+    for part in text.split("+"):
+        found = _PART.fullmatch(part.strip())
+        if found is None or not found[2].strip():
+            raise ConvoyError(f"{whole!r} is no machine: a device's name is lacking")
+        count = int(found[1] or 1)
+        if not 1 <= count <= 65536:
+            raise ConvoyError(f"{whole!r} is no machine: there cannot be {count} devices of a kind")
+        yield from (device_named(found[2], added),) * count

@@ -1,0 +1,207 @@
+"""How long a network takes on one device that is not at hand: a roofline for every call, with fitted efficiencies.
+
+A call takes the time of its arithmetic and of its bytes, the longer of them and a part of the shorter, and its launch
+(Williams, Waterman and Patterson, "Roofline", 2009). The arithmetic reaches a part of the peak that depends on the
+device's generation, on the precision, and on how much of it there is in each direction: a sum over few channels, few
+filters or few pixels fill the multiplying units badly. `coefficients.json` holds what `benchmarks/published.py` fitted
+to published measurements.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Protocol
+
+import numpy as np
+
+from convoy.hardware.catalog import Device
+from convoy.hardware.work import KINDS, Array, Work
+
+Coefficients = Mapping[str, float]
+"""By name; all are logarithms of factors, so that 0 changes nothing. What is not there is 0."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """What runs the network.
+
+    Attributes:
+        framework: its name; one that was not fitted is as the mean of all.
+        cudnn: major version of the library of kernels.
+        compiled: whether a compiler (XLA, torch.compile) fuses what is between convolutions.
+        channels_last: whether activations lie with the channels innermost, as tensor cores want them.
+    """
+
+    framework: str = "pytorch"
+    cudnn: int = 9
+    compiled: bool = False
+    channels_last: bool = False
+
+
+OURS = Software()
+"""Convoy runs on PyTorch of today."""
+
+PRECISIONS = ("fp32", "tf32", "fp16")
+
+_CONV, _LINEAR, _NORM, _POOL, _POINT = range(len(KINDS))
+_PASSES = np.array([[1.0, 1.0, 2.0, 1.0, 1.0], [2.0, 2.0, 2.5, 1.5, 1.5]])
+"""How often each kind goes over what it reads and writes, forward and backward."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The units that multiply: their peak in FLOP/s, what they are called, and the bytes of an element."""
+
+    peak: float
+    units: str
+    itemsize: int
+
+
+def arithmetic(device: Device, precision: str) -> Arithmetic:
+    """What a device computes with in a precision: a faster one that it lacks is done with what it has."""
+    if precision == "fp16" and device.fp16:
+        return Arithmetic(device.fp16 * 1e12, "tensor" if device.tensor_cores else "half", 2)
+    if precision == "tf32" and device.tf32:
+        return Arithmetic(device.tf32 * 1e12, "tf32", 4)
+    return Arithmetic(device.fp32 * 1e12, "fp32", 2 if precision == "fp16" else 4)
+
+
+def units_of(device: Device, precision: str) -> str:
+    """The name under which the part of the peak that these units reach was fitted."""
+    units = arithmetic(device, precision).units
+    # what is sold for games adds up in fp32 at half the rate
+    halved = device.generation in ("ampere", "ada") and units != "fp32" and device.fp16 < 3 * device.fp32
+    return f"{device.generation} {units}{' halved' if halved else ''}"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of an update on one device.
+
+    Attributes:
+        forward, backward: of each row of the work, all its calls together.
+        arithmetic, memory, launch: of both passes, as if there were nothing else.
+        update: of the weights.
+        fixed: of the framework, once.
+    """
+
+    forward: Array
+    backward: Array
+    arithmetic: float
+    memory: float
+    launch: float
+    update: float
+    fixed: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return float(self.forward.sum() + self.backward.sum()) + self.update + self.fixed
+
+
+def times(
+    work: Work, images: float, device: Device, precision: str, software: Software, given: Coefficients | None = None
+) -> Times:
+    """How long an update of a network takes on a device.
+
+    Args:
+        work: of the network.
+        images: of the update.
+        device: the device.
+        precision: `fp32`, `tf32` or `fp16`, which is bf16 too.
+        software: what runs it.
+        given: coefficients; those of the package where there are none.
+    """
+    c = coefficients_of("one device") if given is None else given
+    units = arithmetic(device, precision)
+    group = units_of(device, precision)
+    wide = units.units in ("tensor", "tf32")
+
+    def factor(name: str) -> float:
+        return float(np.exp(c.get(name, 0.0)))
+
+    scale = factor(f"device {device.name}") * factor(f"framework {software.framework}")
+    scale *= np.exp(c.get("cudnn", 0.0) * max(0, 7 - software.cudnn))
+    seconds = _arithmetic(work, images, device, units, factor, wide) / factor(f"peak {group}")
+    moved = _bytes(work, images, units, software, factor, wide)
+    bandwidth = device.gbytes_per_s * 1e9 * 0.75 * factor(f"bandwidth {device.generation}")
+    launch = device.launch_us * 1e-6 * factor("launch") * work.count
+    both = []
+    for way in (0, 1):
+        of_memory = moved[way] * work.count / bandwidth
+        overlapped = (seconds[way] ** 2 + of_memory**2) ** 0.5
+        both.append(scale * (overlapped + (1 + way) * launch))
+    # weights, gradients and momentum are read, two of them written
+    update = scale * (20 * work.parameters / bandwidth + work.tensors * device.launch_us * 1e-6 * factor("launch"))
+    return Times(
+        forward=both[0],
+        backward=both[1],
+        arithmetic=float(scale * seconds.sum()),
+        memory=float(scale * (moved * work.count).sum() / bandwidth),
+        launch=float(3 * scale * launch.sum()),
+        update=float(update),
+        fixed=float(2e-3 * factor("fixed")),
+    )
+
+
+def _arithmetic(work: Work, images: float, device: Device, units: Arithmetic, factor: "Factor", wide: bool) -> Array:
+    """Seconds at the peak, forward and backward, of all calls of each row, where shapes are as they are."""
+    kind = "wide" if wide else "plain"
+    area = work.macs * images / np.maximum(1, work.depth * work.window * work.width * work.groups)
+    area = np.where(work.macs > 0, area, 1.0)
+    sums = work.depth * work.window
+    filling = sums / (sums + 16 * factor(f"sums {kind}"))
+    filling = filling * work.width / (work.width + 16 * factor(f"width {kind}"))
+    tiles = area * np.maximum(work.width, 32) * work.groups / 4096 / device.processors
+    filling = filling * tiles / (tiles + factor(f"tiles {kind}"))
+    filling = filling * np.where(
+        (work.window == 9) & (work.strided == 0) & (work.groups == 1), factor(f"3x3 {kind}"), 1
+    )
+    filling = filling * np.where((work.window > 9) & (work.groups == 1), factor(f"large {kind}"), 1)
+    filling = filling * np.where((work.window > 1) & (work.window < 9), factor(f"1x7 {kind}"), 1)
+    filling = filling * np.where(work.groups > 1, factor(f"groups {kind}"), 1)
+    filling = filling * np.where(work.kind == _LINEAR, factor(f"linear {kind}"), 1)
+    forward = 2 * work.macs * images * work.count / units.peak / np.maximum(filling, 1e-4)
+    backward = forward * (1 - 0.5 * work.first) * 2 * factor(f"backward {kind}")
+    return np.stack([forward, backward])
+
+
+def _bytes(work: Work, images: float, units: Arithmetic, software: Software, factor: "Factor", wide: bool) -> Array:
+    """Bytes that a call of each row moves, forward and backward."""
+    elements = (work.read + work.written) * images
+    passes = _PASSES[:, work.kind]
+    between = np.isin(work.kind, (_NORM, _POINT))
+    fused = factor("compiled") * 0.6 if software.compiled else 1.0
+    passes = passes * np.where(between, fused, 1.0)
+    if wide and units.itemsize == 2 and not software.channels_last and software.cudnn < 8 and not software.compiled:
+        # cuDNN 7 has the tensor cores' kernels for channels innermost only, and turns tensors around
+        passes = passes + np.where(work.kind == _CONV, factor("turning"), 0.0)
+        passes = passes * np.where(between, factor("halves"), 1.0)
+    passes = passes * np.where(work.kind == _NORM, factor("norm"), 1.0)
+    return passes * elements * units.itemsize + np.array([[1.0], [2.0]]) * 4 * work.weights
+
+
+class Factor(Protocol):
+    """A fitted factor by its name, 1 where nothing was fitted."""
+
+    def __call__(self, name: str, /) -> float: ...
+
+
+@cache
+def coefficients_of(part: str) -> dict[str, float]:
+    """Those of the package, fitted to all published measurements.
+
+    Args:
+        part: `one device` or `several devices`.
+    """
+    text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, float]] = json.loads(text)
+    return found.get(part, {})
+
+
+def memory_of(work: Work, images: float, precision: str) -> float:
+    """Bytes that training needs: weights, gradients, momentum, and what the backward pass wants of the activations."""
+    itemsize = 2 if precision == "fp16" else 4
+    return 12 * work.parameters + 0.75 * work.kept * images * itemsize

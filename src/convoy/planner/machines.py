@@ -1,0 +1,463 @@
+"""Plans and predictions for machines that are not at hand.
+
+Data parallelism is predicted by `convoy.hardware.exchange`, with the range that its errors on published tables have.
+Other plans are searched for, and predicted by their timelines, with costs from the same model; they are given as so
+many times as fast as data parallelism, so that what both predictions have in common cancels.
+"""
+
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy.errors import ConvoyError, TooLargeError
+from convoy.hardware.catalog import Device, Machine, machine, read_devices
+from convoy.hardware.exchange import Scheme, Step, is_through_host, site_of, step
+from convoy.hardware.speed import OURS, Software, coefficients_of
+from convoy.hardware.work import Work, work_of_graph
+from convoy.planner.cost.cataloged import costs_of
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.local import BatchNorm
+from convoy.planner.planner import Planned, ordered, propose, score
+from convoy.planner.workload import Workload, workload_of
+from convoy.plans.mesh import STAGE, Mesh
+from convoy.plans.place import COMPUTE
+from convoy.plans.plan import Plan
+from convoy.units import size
+
+PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a network may be trained in, and the type of autocast."""
+
+SEARCHED = 64
+"""Devices up to which plans beside data parallelism are searched for."""
+
+STAGED = 8
+"""Devices up to which the network is cut into stages to be faster; on more only where nothing else fits."""
+
+WORTH = 1.03
+"""How many times as fast as data parallelism another plan has to be: less is within the error of a prediction."""
+
+AMONG = ("sample", "replicate", "filter", "channel")
+"""What layers may have on an axis: rows and columns of pictures are not divided, which GPUs gain nothing from."""
+
+_ROOM = 0.92
+"""The part of a device's memory that a framework leaves."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What could be other than it is, and how many times as many images a second there would be."""
+
+    text: str
+    gain: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a machine is predicted to do.
+
+    Attributes:
+        machine: the devices.
+        precision, batch: of the training; images of an update.
+        images_per_s: of data parallelism, whether it fits into the memory or not.
+        within: the factor that nine in ten published values were within, over or under.
+        alone: images a second of one device with its part of the batch, the mean of unequal ones.
+        step: of data parallelism.
+        planned: the plans that were found; None where none was searched for.
+        gain: how many times as fast as data parallelism the fastest of them is: at least 1, unless data parallelism
+            does not fit into the memory or plans were given.
+        curve: devices, and images a second on so many.
+        changes: what would make data parallelism faster, the most helpful first.
+        notes: what was assumed.
+    """
+
+    machine: Machine
+    precision: str
+    batch: int
+    images_per_s: float
+    within: float
+    alone: float
+    step: Step
+    planned: Planned | None
+    gain: float
+    curve: tuple[tuple[int, float], ...]
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> float:
+        """Images a second of the fastest plan."""
+        return self.images_per_s * self.gain
+
+    @property
+    def plan(self) -> Plan:
+        """The fastest plan."""
+        return self.planned.best.plan if self.planned is not None else Plan.by_samples(len(self.machine.devices))
+
+    @property
+    def speedup(self) -> float:
+        """Of the fastest plan over one device."""
+        return self.best / self.alone
+
+    @property
+    def efficiency(self) -> float:
+        """The speed-up for each device."""
+        return self.speedup / len(self.machine.devices)
+
+    def days(self, images: float) -> float:
+        """Until so many images have been trained on."""
+        return images / self.best / 86400
+
+    def price(self, images: float, hour: float) -> float:
+        """Of so many images, where an hour of one device costs so much."""
+        return 24 * self.days(images) * len(self.machine.devices) * hour
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "machine": self.machine.text,
+            "between": self.machine.between,
+            "devices": len(self.machine.devices),
+            "batch": self.batch,
+            "precision": self.precision,
+            "images_per_s": round(self.best, 1),
+            "range": [round(self.best / self.within, 1), round(self.best * self.within, 1)],
+            "data_parallel_images_per_s": round(self.images_per_s, 1),
+            "one_device_images_per_s": round(self.alone, 1),
+            "speedup": round(self.speedup, 3),
+            "efficiency": round(self.efficiency, 3),
+            "held_back_by": self.held_back_by,
+            "plan": str(self.plan),
+            "passes": self.planned.best.passes if self.planned is not None else 1,
+            "faster_than_data_parallel": round(self.gain, 3),
+            "curve": [[count, round(rate, 1)] for count, rate in self.curve],
+            "changes": [{"what": one.text, "gain": round(one.gain, 3)} for one in self.changes],
+            "notes": list(self.notes),
+        }
+
+    @property
+    def held_back_by(self) -> str:
+        """The resource that data parallelism waits for most: a link by its name."""
+        found = self.step.holds_back
+        if found != "link":
+            return found
+        return "host memory" if is_through_host(self.machine) else self.machine.link.partition("-")[0]
+
+
+def plan_on(
+    model: nn.Module,
+    example: torch.Tensor,
+    on: str,
+    global_batch: int,
+    *,
+    between: str | None = None,
+    precision: str = "fp32",
+    fix: Sequence[str] | str = (),
+    batch_norm: BatchNorm = "sync",
+    microbatches: int | None = None,
+    memory_limit: float | None = None,
+    images_per_second: float | None = None,
+    catalog: Path | None = None,
+) -> Prediction:
+    """What a machine that is not at hand would do with a network, and the plan that would be fastest there.
+
+    >>> found = convoy.plan_on(model, images, on="2xv100-sxm2", global_batch=512)
+    >>> found.best / found.within < found.best
+    True
+
+    Args:
+        model: any network.
+        example: images; only the shape of one matters.
+        on: the machine, as `8xv100-sxm2`, `4x(8xa100-sxm4)` or `2xtitan-x+1xgtx-1080`.
+        global_batch: images of an update.
+        between: network between hosts, by name or rate; 10 Gbit/s where nobody says.
+        precision: `fp32` (TF32 on devices that have it), `bf16` or `fp16`.
+        fix: strategies that layers must have.
+        batch_norm, microbatches: as in `convoy.plan`; plans with stages are searched for where they allow them.
+        memory_limit: bytes of each device; by default what the catalog says.
+        images_per_second: that the input of one device gives.
+        catalog: a YAML file with devices beside those that are known.
+
+    Raises:
+        TooLargeError: no plan fits into the memory, by how much.
+        ConvoyError: there is no such machine, precision or plan.
+    """
+    if precision not in PRECISIONS:
+        raise ConvoyError(f"{precision!r} is no precision: choose one of {', '.join(PRECISIONS)}")
+    found = machine(on, between, read_devices(Path(catalog)) if catalog is not None else None)
+    workload = workload_of(
+        model,
+        example,
+        global_batch,
+        batch_norm=batch_norm,
+        microbatch=-(-global_batch // microbatches) if microbatches else 0,
+        precision=PRECISIONS[precision],
+    )
+    fixes = [fix] if isinstance(fix, str) else list(fix)
+    return predict(
+        workload,
+        found,
+        precision,
+        fixes=fixes,
+        memory_limit=memory_limit,
+        images_per_second=images_per_second,
+    )
+
+
+def predict(
+    workload: Workload,
+    machine: Machine,
+    precision: str,
+    *,
+    fixes: Sequence[str] = (),
+    plans: Sequence[Plan] = (),
+    memory_limit: float | None = None,
+    images_per_second: float | None = None,
+    software: Software = OURS,
+    searching: bool = True,
+) -> Prediction:
+    """What a machine would do with a network.
+
+    Args:
+        workload: the network, at the batch of an update, with the types of the precision.
+        machine: the devices.
+        precision: `fp32`, `tf32`, `bf16` or `fp16`.
+        fixes, plans: as in `convoy.planner.make_plan`.
+        memory_limit: bytes of each device; by default what the catalog says.
+        images_per_second: that the input of one device gives.
+        software: what runs the network.
+        searching: whether other plans than data parallelism are looked for.
+
+    Raises:
+        TooLargeError: no plan fits into the memory, by how much.
+        ConvoyError: there is no such plan.
+    """
+    count, batch = len(machine.devices), workload.batch
+    if batch < count:
+        raise ConvoyError(f"a batch of {batch} is too small for {count} devices: raise --batch, or ask for fewer")
+    work = work_of_graph(workload.graph)
+    shares = shares_of(work, batch, machine, precision, software)
+    done = _step(work, machine, shares, precision, software)
+    rate = batch / done.seconds
+    if images_per_second is not None and images_per_second * count < rate:
+        rate = images_per_second * count
+        done = replace(done, feed=batch / count / images_per_second)
+    room = memory_limit or _ROOM * min(device.memory_gb for device in machine.devices) * 1e9
+    if len(set(shares)) > 1:
+        workload = replace(workload, shares=shares)
+    notes = []
+    planned, gain = None, 1.0
+    if searching and 1 <= count <= SEARCHED:
+        # the timeline lets as much of the messages show as published tables do
+        share = min(0.6, max(0.05, done.exposed / done.exchange)) if done.exchange else 0.1
+        own = {device: _one(work, device, batch / count, precision, software) for device in set(machine.devices)}
+        slowdowns = [own[device] / own[machine.devices[0]] for device in machine.devices]
+        costs = costs_of(machine, units(machine.devices[0], precision), software, share, slowdowns)
+        costs = replace(costs, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
+        planned, gain = _planned(workload, machine, costs, fixes, plans, room)
+    elif count > SEARCHED:
+        notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
+    if planned is not None:
+        notes += planned.notes
+    mean = [(device, max(1, share)) for device, share in zip(machine.devices, shares, strict=True)]
+    alone = statistics.fmean(share / _one(work, device, share, precision, software) for device, share in mean)
+    return Prediction(
+        machine,
+        precision,
+        batch,
+        rate,
+        math.exp(width(machine, software)),
+        alone,
+        done,
+        planned,
+        gain,
+        _curve(work, machine, batch, precision, software),
+        _changes(work, machine, shares, precision, software, done),
+        tuple(notes),
+    )
+
+
+def shares_of(work: Work, batch: int, machine: Machine, precision: str, software: Software) -> tuple[int, ...]:
+    """The images of each device by which all end at about the same time: as they are equal, even ones."""
+    count = len(machine.devices)
+    per = batch / count
+    kinds = {device: 1 / _one(work, device, per, precision, software) for device in set(machine.devices)}
+    speeds = [kinds[device] for device in machine.devices]
+    ends = [round(batch * sum(speeds[: number + 1]) / sum(speeds)) for number in range(count)]
+    return tuple(end - before for before, end in zip((0, *ends), ends, strict=False))
+
+
+def _one(work: Work, device: Device, images: float, precision: str, software: Software) -> float:
+    machine = Machine("", (device,), 1, device.host)
+    return step(work, images, device, units(device, precision), software, 1, site_of(machine), Scheme()).seconds
+
+
+def units(device: Device, precision: str) -> str:
+    """What the device computes with: fp32 on devices that have it is TF32, as PyTorch's convolutions are."""
+    if precision in ("bf16", "fp16"):
+        return "fp16"
+    return "tf32" if precision == "tf32" or device.tf32 else "fp32"
+
+
+def _step(
+    work: Work,
+    machine: Machine,
+    shares: Sequence[int],
+    precision: str,
+    software: Software,
+    scheme: Scheme | None = None,
+) -> Step:
+    """Of data parallelism: that of the device which takes longest."""
+    found = {
+        (device, images): step(
+            work,
+            max(images, 1),
+            device,
+            units(device, precision),
+            software,
+            len(machine.devices),
+            site_of(machine),
+            scheme or Scheme(),
+        )
+        for device, images in set(zip(machine.devices, shares, strict=True))
+    }
+    return max(found.values(), key=lambda one: one.seconds)
+
+
+def _planned(
+    workload: Workload,
+    machine: Machine,
+    costs: Costs,
+    fixes: Sequence[str],
+    plans: Sequence[Plan],
+    room: float,
+) -> tuple[Planned, float]:
+    """The plans that are predicted to be fastest, and how much faster than data parallelism the first is."""
+    count = len(machine.devices)
+    serial = score(workload, Plan(Mesh((), ())), replace(costs, slowdowns=()))
+    if plans:
+        as_run = replace(workload, schedules=(workload.default_schedule,))
+        found = [score(as_run, plan, costs, memory_limit=room) for plan in plans]
+    elif count == 1:
+        found = [serial]
+    else:
+        on = _meshes(machine)
+        # on more devices cuts take long to search; one pass goes through stages one after the other, which saves memory
+        cut = count <= STAGED and len(workload.counts) > 1
+        fast = workload if cut else replace(workload, counts=())
+        proposed = propose(fast, count, costs, fixes, None, [], on, AMONG)
+        found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
+        if all(one.memory.total > room for one in found):
+            with contextlib.suppress(TooLargeError):
+                proposed = propose(workload, count, costs, fixes, room, [], on, AMONG)
+                found += [score(workload, plan, costs, passes, room) for plan, passes in proposed]
+    fitting = [one for one in found if one.memory.total <= room]
+    if not fitting:
+        device = min(machine.devices, key=lambda device: device.memory_gb)
+        least = min(one.memory.total for one in found)
+        raise TooLargeError(
+            f"a batch of {workload.batch} needs {size(least)} on each {device.name}, {size(int(least - room))} more "
+            f"than the {size(int(room))} that there are: lower --batch, or ask for more devices",
+            least,
+        )
+    best = ordered(fitting)
+    plain = next((one for one in found if one.plan == Plan.by_samples(count)), None)
+    if plain in best and not plans and plain.seconds < WORTH * best[0].seconds:
+        best.remove(plain)
+        best.insert(0, plain)
+    plain = plain or score(workload, Plan.by_samples(count), costs)
+    notes = []
+    if (needs := plain.memory.total) > room:
+        notes.append(f"data parallelism does not fit: it needs {size(needs)} on each device, of {size(int(room))}")
+    if (enough := count // _repeated(workload, best[0].plan)) < count:
+        notes.append(f"{enough} of the {count} devices would be as fast: the others repeat what these do")
+    planned = Planned(workload, count, tuple(best), serial, None, costs, tuple(notes))
+    return planned, plain.seconds / best[0].seconds
+
+
+def _repeated(workload: Workload, plan: Plan) -> int:
+    """How many devices do the same under a plan, throughout the network."""
+    layers = [(call.layer, call.op) for call in workload.graph.calls if call.op in COMPUTE]
+    over = zip(*(plan.strategy(*layer) for layer in layers), strict=True)
+    same = [set(strategies) == {"replicate"} for strategies in over]
+    axes = zip(plan.mesh.names, plan.mesh.sizes, same, strict=False)
+    return math.prod(size for name, size, repeats in axes if repeats and name != STAGE)
+
+
+def _meshes(machine: Machine) -> list[Mesh]:
+    """All devices as one axis, and as hosts of devices where there are several."""
+    count = len(machine.devices)
+    found = [Mesh(("gpu",), (count,))]
+    if machine.hosts > 1 and machine.per_host > 1:
+        found.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
+    return found
+
+
+def _curve(
+    work: Work, machine: Machine, batch: int, precision: str, software: Software
+) -> tuple[tuple[int, float], ...]:
+    """Images a second of data parallelism on 1, 2, 4, … devices, each with as many images."""
+    count, device = len(machine.devices), machine.slowest
+    images = max(1, batch // count)
+    found = []
+    for number in sorted({1 << power for power in range((2 * count).bit_length())} | {count}):
+        hosts = max(1, -(-number // machine.per_host))
+        per_host = number if hosts == 1 else machine.per_host
+        larger = replace(
+            machine,
+            devices=(device,) * number,
+            per_host=per_host,
+            between=machine.between or ("10gbit" if hosts > 1 else ""),
+        )
+        found.append((number, number * images / _step(work, larger, (images,) * number, precision, software).seconds))
+    return tuple(found)
+
+
+def _changes(
+    work: Work, machine: Machine, shares: Sequence[int], precision: str, software: Software, done: Step
+) -> tuple[Change, ...]:
+    """What would make data parallelism faster."""
+    found = []
+    rate = sum(shares) / done.seconds
+
+    def add(text: str, seconds: float, images: float) -> None:
+        gain = images / seconds / rate
+        if gain > 1.02:
+            found.append(Change(text, gain))
+
+    if precision not in ("bf16", "fp16") and machine.devices[0].fp16:
+        add("half precision", _step(work, machine, shares, "bf16", software).seconds, sum(shares))
+    double = [2 * share for share in shares]
+    add("twice the batch", _step(work, machine, double, precision, software).seconds, sum(double))
+    compiled = replace(software, compiled=True)
+    add("a compiler that fuses", _step(work, machine, shares, precision, compiled).seconds, sum(shares))
+    without = done.seconds - done.exposed / 2
+    add("links twice as fast", without, sum(shares))
+    if done.feed > done.alone:
+        add("input twice as fast", max(done.alone, done.feed / 2), sum(shares))
+    return tuple(sorted(found, key=lambda one: -one.gain))
+
+
+@cache
+def _ranges() -> dict[str, float]:
+    text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
+    found: dict[str, float] = json.loads(text).get("ranges", {})
+    return found
+
+
+def width(machine: Machine, software: Software) -> float:
+    """The logarithm of the factor within which nine in ten predictions of like distance from the fit were."""
+    fitted = coefficients_of("one device")
+    known = all(f"device {device.name}" in fitted for device in machine.devices)
+    several = "one device" if len(machine.devices) == 1 else "several devices"
+    ranges = _ranges()
+    return ranges.get(f"{'known' if known else 'unknown'} device, known framework, {several}", ranges.get("any", 0.5))
