@@ -1,3 +1,5 @@
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -6,6 +8,7 @@ from pydantic import ValidationError
 
 from convoy import models
 from convoy.errors import ConvoyError
+from convoy.training import resume
 from convoy.training.derived import resolve
 from convoy.training.recipe import Recipe, load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
 from convoy.training.schedules import StepConfig
@@ -111,3 +114,15 @@ def test_mixing_without_partners_is_noted_and_refused_where_it_is_asked_for(tmp_
 def test_the_name_of_the_network_alone_is_a_short_form(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("model: lenet\ndata: {path: mnist-mini}\n")
     assert load_recipe(str(tmp_path / "mine.yaml")).model.name == "lenet"
+
+
+def test_checkpoints_of_before_the_decoder_are_still_those_of_their_recipe():
+    """A recipe that names none has the checksum that it had when there was no such key."""
+    recipe = load_recipe("default", ["model.name=lenet"])
+    document = recipe.model_dump(mode="json")
+    del document["data"]["decoder"], document["extends"]
+    leaves = {key: value for key, value in resume._leaves(document) if not resume._is_below(key, resume.FREE)}
+    expected = hashlib.sha256(json.dumps([leaves, 7, 3], sort_keys=True).encode()).hexdigest()
+    assert resume.identity(recipe, 7, 3) == expected
+    turbo = load_recipe("default", ["model.name=lenet", "data.decoder=turbo"])
+    assert resume.identity(turbo, 7, 3) != expected
