@@ -58,8 +58,23 @@ def test_unequal_devices_share_by_speed() -> None:
 
 
 def test_half_precision_is_faster_where_there_are_units_for_it() -> None:
-    half = predict(workload("resnet18", 512, "bf16"), machine("v100-sxm2"), "bf16", searching=False)
+    half = predict(workload("resnet18", 512, "fp16"), machine("v100-sxm2"), "fp16", searching=False)
     assert half.images_per_s > 1.3 * predict(workload("resnet18", 512), machine("v100-sxm2"), "fp32").images_per_s
+
+
+def test_the_speed_up_is_beside_one_device_with_the_same_batch() -> None:
+    one, two = (predict(workload("resnet18", 64), machine(text), "fp32") for text in ("t4", "2xt4"))
+    assert two.speedup == pytest.approx(two.best / one.best) and one.speedup == pytest.approx(1)
+    assert [count for count, _ in two.curve] == [1, 2, 4] and dict(two.curve)[2] == pytest.approx(two.images_per_s)
+    unequal = predict(workload("resnet18", 64), machine("2xtitan-x+1xgtx-1080"), "fp32")
+    assert dict(unequal.curve)[3] == pytest.approx(unequal.images_per_s) and max(dict(unequal.curve)) == 3
+    small = predict(workload("resnet18", 8), machine("8xt4"), "fp32")
+    assert (small.speedup < 1) == any("one device alone is faster" in note for note in small.notes)
+
+
+def test_a_precision_that_a_device_lacks_is_refused() -> None:
+    with pytest.raises(ConvoyError, match="k80 does not compute in bf16: choose fp32 or fp16"):
+        predict(workload("resnet18", 64), machine("2xk80"), "bf16")
 
 
 def test_given_plans_are_only_predicted_and_beside_data_parallelism() -> None:
