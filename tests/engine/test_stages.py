@@ -49,7 +49,13 @@ def test_ranks_without_samples_join_in() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("net", ["alexnet", "vgg11_bn", "resnet18", "resnet50", "googlenet"])
+@pytest.mark.parametrize(
+    "net",
+    [
+        *(pytest.param(n, marks=pytest.mark.matrix) for n in ("alexnet", "vgg11_bn", "resnet50", "googlenet")),
+        "resnet18",
+    ],
+)
 def test_larger_nets_are_exact(net: str) -> None:
     check(net, "stage=2", steps=3 if net in ("resnet50", "googlenet") else 5)
 
