@@ -121,3 +121,5 @@ def test_what_does_not_fit_is_refused_by_how_much() -> None:
 def test_a_slow_input_holds_back() -> None:
     found = predict(workload("resnet18", 256), machine("2xv100-sxm2"), "fp32", images_per_second=100, searching=False)
     assert found.images_per_s == pytest.approx(200) and found.held_back_by == "input"
+    assert found.alone == pytest.approx(found.images_per_s / len(found.machine.devices))  # whose input is as slow
+    assert not any("alone is faster" in note for note in found.notes)

@@ -276,7 +276,8 @@ def predict(
         notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
     if planned is not None:
         notes += planned.notes
-    alone = statistics.fmean(batch / _one(work, device, batch, precision, software) for device in machine.devices)
+    own_rates = (batch / _one(work, device, batch, precision, software) for device in machine.devices)
+    alone = statistics.fmean(min(own, images_per_second or own) for own in own_rates)
     if count > 1 and alone > rate * gain:
         notes.append(f"one device alone is faster: {alone:,.0f} images/s")
     return Prediction(
