@@ -114,7 +114,7 @@ def test_gpus_without_peers_wait_for_the_memory_of_their_host() -> None:
 def test_what_does_not_fit_is_refused_by_how_much() -> None:
     with pytest.raises(TooLargeError, match="more than the"):
         predict(workload("resnet18", 65536), machine("k20"), "fp32")
-    with pytest.raises(ConvoyError, match="too small for 8 devices"):
+    with pytest.raises(ConvoyError, match="too small for the 8 devices of 8x"):
         predict(workload("alexnet", 4), machine("8xt4"), "fp32")
 
 

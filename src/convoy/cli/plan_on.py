@@ -75,11 +75,6 @@ def _predicted(
 ) -> Prediction:
     """For one machine; microbatches are so small that each device has one."""
     precision, count = _precision(recipe, machine), len(machine.devices)
-    if recipe.batch < count:
-        raise ConvoyError(
-            f"a batch of {recipe.batch} is too small for the {count} devices of {machine.text}: raise --batch, or ask "
-            "for fewer"
-        )
     usual = min(recipe.batch, recipe.microbatch or -(-recipe.batch // (recipe.microbatches or 1)))
     size = min(usual, recipe.batch // count) if recipe.batch_norm == "microbatch" else 0
     lowered = PRECISIONS[precision] is not None  # where channels lie innermost unless somebody says otherwise

@@ -249,7 +249,10 @@ def predict(
     """
     count, batch = len(machine.devices), workload.batch
     if batch < count:
-        raise ConvoyError(f"a batch of {batch} is too small for {count} devices: raise --batch, or ask for fewer")
+        raise ConvoyError(
+            f"a batch of {batch} is too small for the {count} devices of {machine.text}: raise --batch, or ask for "
+            "fewer"
+        )
     if precision == "bf16" and (lacking := [one.name for one in machine.devices if not has_bf16(one)]):
         raise ConvoyError(f"{lacking[0]} does not compute in bf16: choose fp32 or fp16")
     work = work_of_graph(workload.graph)
