@@ -296,3 +296,11 @@ def _loss(outputs: Any, labels: Tensor) -> Tensor:
 
 def _first(outputs: Any) -> Tensor:
     return outputs if isinstance(outputs, Tensor) else next(iter(outputs))
+
+
+def worst_gradient(net: nn.Module, plain: nn.Module) -> float:
+    """The largest difference; infinite where one has a gradient that the other lacks."""
+    found, known = convoy.gradients(net), dict(plain.named_parameters())
+    if set(found) != {name for name, p in known.items() if p.grad is not None}:
+        return float("inf")
+    return max(relative(gradient, known[name].grad, 1.0) for name, gradient in found.items())

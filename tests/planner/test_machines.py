@@ -58,8 +58,23 @@ def test_unequal_devices_share_by_speed() -> None:
 
 
 def test_half_precision_is_faster_where_there_are_units_for_it() -> None:
-    half = predict(workload("resnet18", 512, "bf16"), machine("v100-sxm2"), "bf16", searching=False)
+    half = predict(workload("resnet18", 512, "fp16"), machine("v100-sxm2"), "fp16", searching=False)
     assert half.images_per_s > 1.3 * predict(workload("resnet18", 512), machine("v100-sxm2"), "fp32").images_per_s
+
+
+def test_the_speed_up_is_beside_one_device_with_the_same_batch() -> None:
+    one, two = (predict(workload("resnet18", 64), machine(text), "fp32") for text in ("t4", "2xt4"))
+    assert two.speedup == pytest.approx(two.best / one.best) and one.speedup == pytest.approx(1)
+    assert [count for count, _ in two.curve] == [1, 2, 4] and dict(two.curve)[2] == pytest.approx(two.images_per_s)
+    unequal = predict(workload("resnet18", 64), machine("2xtitan-x+1xgtx-1080"), "fp32")
+    assert dict(unequal.curve)[3] == pytest.approx(unequal.images_per_s) and max(dict(unequal.curve)) == 3
+    small = predict(workload("resnet18", 8), machine("8xt4"), "fp32")
+    assert (small.speedup < 1) == any("one device alone is faster" in note for note in small.notes)
+
+
+def test_a_precision_that_a_device_lacks_is_refused() -> None:
+    with pytest.raises(ConvoyError, match="k80 does not compute in bf16: choose fp32 or fp16"):
+        predict(workload("resnet18", 64), machine("2xk80"), "bf16")
 
 
 def test_given_plans_are_only_predicted_and_beside_data_parallelism() -> None:
@@ -99,10 +114,12 @@ def test_gpus_without_peers_wait_for_the_memory_of_their_host() -> None:
 def test_what_does_not_fit_is_refused_by_how_much() -> None:
     with pytest.raises(TooLargeError, match="more than the"):
         predict(workload("resnet18", 65536), machine("k20"), "fp32")
-    with pytest.raises(ConvoyError, match="too small for 8 devices"):
+    with pytest.raises(ConvoyError, match="too small for the 8 devices of 8x"):
         predict(workload("alexnet", 4), machine("8xt4"), "fp32")
 
 
 def test_a_slow_input_holds_back() -> None:
     found = predict(workload("resnet18", 256), machine("2xv100-sxm2"), "fp32", images_per_second=100, searching=False)
     assert found.images_per_s == pytest.approx(200) and found.held_back_by == "input"
+    assert found.alone == pytest.approx(found.images_per_s / len(found.machine.devices))  # whose input is as slow
+    assert not any("alone is faster" in note for note in found.notes)

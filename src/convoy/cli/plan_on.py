@@ -14,7 +14,7 @@ from convoy.cli.requests import PlanRequest
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Machine
 from convoy.hardware.speed import OURS
-from convoy.planner.machines import PRECISIONS, Prediction, predict
+from convoy.planner.machines import PRECISIONS, Prediction, predict, usual_precision
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
@@ -56,7 +56,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
         click.echo(json.dumps([_document(one, number, request, images) for number, one in enumerate(found)], indent=2))
         return 0
     click.echo(f"{name}, batch {recipe.batch}: predicted, not measured\n")
-    click.echo("\n".join(_lines(found, images, request.prices, what)))
+    click.echo("\n".join(_lines(found, images, request.prices, what, len(request.plans))))
     for path, of in ((request.out, "plan"), (request.html, "page")):
         if path is not None:
             click.echo(f"{of}: {path}")
@@ -67,8 +67,7 @@ def _precision(recipe: Recipe, machine: Machine) -> str:
     """What the recipe says; bf16 on devices that have it, as in training."""
     if recipe.precision in PRECISIONS:
         return str(recipe.precision)
-    new = all(device.generation in ("ampere", "ada", "hopper", "blackwell", "tpu") for device in machine.devices)
-    return "bf16" if new else "fp32"
+    return usual_precision(machine)
 
 
 def _predicted(
@@ -76,11 +75,6 @@ def _predicted(
 ) -> Prediction:
     """For one machine; microbatches are so small that each device has one."""
     precision, count = _precision(recipe, machine), len(machine.devices)
-    if recipe.batch < count:
-        raise ConvoyError(
-            f"a batch of {recipe.batch} is too small for the {count} devices of {machine.text}: raise --batch, or ask "
-            "for fewer"
-        )
     usual = min(recipe.batch, recipe.microbatch or -(-recipe.batch // (recipe.microbatches or 1)))
     size = min(usual, recipe.batch // count) if recipe.batch_norm == "microbatch" else 0
     lowered = PRECISIONS[precision] is not None  # where channels lie innermost unless somebody says otherwise
@@ -144,7 +138,9 @@ def _document(one: Prediction, number: int, request: PlanRequest, images: float)
     return found
 
 
-def _lines(predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str) -> Iterator[str]:
+def _lines(
+    predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str, given: int = 0
+) -> Iterator[str]:
     """A table of the machines, and what is to be said of each.
 
     Args:
@@ -152,6 +148,7 @@ def _lines(predictions: Sequence[Prediction], images: float, prices: Sequence[fl
         images: of the whole training.
         prices: of an hour of one device of each machine; empty where nobody says.
         what: the training, in words.
+        given: how many plans were asked for.
     """
     headings = [
         "machine",
@@ -180,22 +177,28 @@ def _lines(predictions: Sequence[Prediction], images: float, prices: Sequence[fl
     for one in predictions:
         yield ""
         yield f"{one.machine.label}: held back by {one.held_back_by}"
+        if given > 1 and one.planned is not None:
+            for scored in one.planned.candidates:
+                rate = one.best * one.planned.best.seconds / scored.seconds
+                yield f"  plan {scored.plan}: {rate:,.0f} images/s"
         if len(one.machine.devices) > 1:
-            yield from _plan_lines(one)
+            yield from _plan_lines(one, "the plan" if given == 1 else "fastest plan")
         for change in one.changes[:4]:
             yield f"  {change.text}: {change.gain:.2f} × as fast"
         for note in one.notes:
             yield f"  note: {note}"
 
 
-def _plan_lines(one: Prediction) -> Iterator[str]:
+def _plan_lines(one: Prediction, what: str) -> Iterator[str]:
     """The fastest plan, and how it divides layers with weights where it is neither data parallelism nor stages."""
     plan, planned = one.plan, one.planned
     if plan == Plan.by_samples(len(one.machine.devices)) or planned is None:
-        yield "  fastest plan: data parallelism"
+        yield f"  {what}: data parallelism"
         return
     passes = f" in {planned.best.passes} passes" if planned.best.passes > 1 else ""
-    yield f"  fastest plan: {plan}{passes}, {one.gain:.2f} × data parallelism ({one.images_per_s:,.0f} images/s)"
+    if planned.best.staging is not None:
+        passes += f", schedule {planned.best.staging.schedule}"
+    yield f"  {what}: {plan}{passes}, {one.gain:.2f} times the {one.images_per_s:,.0f} images/s of data parallelism"
     if plan.num_stages > 1:
         return
     groups: dict[str, list[str]] = {}

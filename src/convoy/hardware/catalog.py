@@ -15,6 +15,7 @@ import yaml
 
 from convoy.errors import ConvoyError
 from convoy.hardware.links import link_named, links
+from convoy.terminal import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def device_named(name: str, added: Mapping[str, Device] | None = None) -> Device
     if wanted in known:
         return known[wanted]
     near = difflib.get_close_matches(wanted, known, 3, 0.4) or sorted(known)[:3]
-    raise ConvoyError(f"{name!r} is no device that is known: the nearest are {', '.join(near)}")
+    raise ConvoyError(
+        f"{name!r} is no device that is known: the nearest are {', '.join(near)}; --catalog FILE adds others"
+    )
 
 
 _POSITIVE = ("processors", "fp32", "memory_gb", "gbytes_per_s")
@@ -151,6 +154,10 @@ def read_devices(path: Path) -> dict[str, Device]:
         try:
             device = _device({"name": str(name).lower(), "source": str(path), **row})
             link_named(device.host)
+            generations = dict.fromkeys(each.generation for each in devices().values())
+            if device.generation not in generations:
+                hint = did_you_mean(device.generation, list(generations), otherwise=f"one of {', '.join(generations)}")
+                raise ConvoyError(f"generation is {device.generation}{hint}")
         except (TypeError, ValueError, ConvoyError) as error:
             raise ConvoyError(f"{path}: {name}: {error}") from error
         for field in _POSITIVE:

@@ -61,7 +61,7 @@ class Change:
     gain: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """What a machine is predicted to do.
 
@@ -70,7 +70,7 @@ class Prediction:
         precision, batch: of the training; images of an update.
         images_per_s: of data parallelism, whether it fits into the memory or not.
         within: the factor that nine in ten published values were within, over or under.
-        alone: images a second of one device with its part of the batch, the mean of unequal ones.
+        alone: images a second of one device with the whole batch, the mean of unequal ones.
         step: of data parallelism.
         planned: the plans that were found; None where none was searched for.
         gain: how many times as fast as data parallelism the fastest of them is: at least 1, unless data parallelism
@@ -93,6 +93,11 @@ class Prediction:
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        least, most = self.best / self.within, self.best * self.within
+        rate = f"{self.best:,.0f} images/s ({least:,.0f} to {most:,.0f})"
+        return f"{self.machine.label}, {self.precision}: {rate}, {self.speedup:.2f} times one device, plan {self.plan}"
+
     @property
     def best(self) -> float:
         """Images a second of the fastest plan."""
@@ -105,7 +110,7 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Of the fastest plan over one device."""
+        """Of the fastest plan over one device with the same batch."""
         return self.best / self.alone
 
     @property
@@ -149,7 +154,7 @@ class Prediction:
         """The resource that data parallelism waits for most: a link by its name."""
         found = self.step.holds_back
         if found != "link":
-            return found
+            return "memory bandwidth" if found == "memory" else found
         return "host memory" if is_through_host(self.machine) else self.machine.link.partition("-")[0]
 
 
@@ -160,7 +165,7 @@ def plan_on(
     global_batch: int,
     *,
     between: str | None = None,
-    precision: str = "fp32",
+    precision: str = "auto",
     fix: Sequence[str] | str = (),
     batch_norm: BatchNorm = "sync",
     microbatches: int | None = None,
@@ -180,7 +185,7 @@ def plan_on(
         on: the machine, as `8xv100-sxm2`, `4x(8xa100-sxm4)` or `2xtitan-x+1xgtx-1080`.
         global_batch: images of an update.
         between: network between hosts, by name or rate; 10 Gbit/s where nobody says.
-        precision: `fp32` (TF32 on devices that have it), `bf16` or `fp16`.
+        precision: `fp32` (TF32 on devices that have it), `bf16`, `fp16`, or `auto`: bf16 on devices that have it.
         fix: strategies that layers must have.
         batch_norm, microbatches: as in `convoy.plan`; plans with stages are searched for where they allow them.
         memory_limit: bytes of each device; by default what the catalog says.
@@ -191,9 +196,10 @@ def plan_on(
         TooLargeError: no plan fits into the memory, by how much.
         ConvoyError: there is no such machine, precision or plan.
     """
-    if precision not in PRECISIONS:
-        raise ConvoyError(f"{precision!r} is no precision: choose one of {', '.join(PRECISIONS)}")
+    if precision not in (*PRECISIONS, "auto"):
+        raise ConvoyError(f"{precision!r} is no precision: choose auto, or one of {', '.join(PRECISIONS)}")
     found = machine(on, between, read_devices(Path(catalog)) if catalog is not None else None)
+    precision = usual_precision(found) if precision == "auto" else precision
     workload = workload_of(
         model,
         example,
@@ -243,7 +249,12 @@ def predict(
     """
     count, batch = len(machine.devices), workload.batch
     if batch < count:
-        raise ConvoyError(f"a batch of {batch} is too small for {count} devices: raise --batch, or ask for fewer")
+        raise ConvoyError(
+            f"a batch of {batch} is too small for the {count} devices of {machine.text}: raise --batch, or ask for "
+            "fewer"
+        )
+    if precision == "bf16" and (lacking := [one.name for one in machine.devices if not has_bf16(one)]):
+        raise ConvoyError(f"{lacking[0]} does not compute in bf16: choose fp32 or fp16")
     work = work_of_graph(workload.graph)
     shares = shares_of(work, batch, machine, precision, software)
     done = _step(work, machine, shares, precision, software)
@@ -268,8 +279,10 @@ def predict(
         notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
     if planned is not None:
         notes += planned.notes
-    mean = [(device, max(1, share)) for device, share in zip(machine.devices, shares, strict=True)]
-    alone = statistics.fmean(share / _one(work, device, share, precision, software) for device, share in mean)
+    own_rates = (batch / _one(work, device, batch, precision, software) for device in machine.devices)
+    alone = statistics.fmean(min(own, images_per_second or own) for own in own_rates)
+    if count > 1 and alone > rate * gain:
+        notes.append(f"one device alone is faster: {alone:,.0f} images/s")
     return Prediction(
         machine,
         precision,
@@ -284,6 +297,16 @@ def predict(
         _changes(work, machine, shares, precision, software, done),
         tuple(notes),
     )
+
+
+def usual_precision(machine: Machine) -> str:
+    """That of a training for which nobody says any: bf16 on devices that have it."""
+    return "bf16" if all(map(has_bf16, machine.devices)) else "fp32"
+
+
+def has_bf16(device: Device) -> bool:
+    """Whether it computes in bfloat16."""
+    return device.generation in ("ampere", "ada", "hopper", "blackwell", "tpu")
 
 
 def shares_of(work: Work, batch: int, machine: Machine, precision: str, software: Software) -> tuple[int, ...]:
@@ -405,20 +428,20 @@ def _meshes(machine: Machine) -> list[Mesh]:
 def _curve(
     work: Work, machine: Machine, batch: int, precision: str, software: Software
 ) -> tuple[tuple[int, float], ...]:
-    """Images a second of data parallelism on 1, 2, 4, … devices, each with as many images."""
-    count, device = len(machine.devices), machine.slowest
-    images = max(1, batch // count)
+    """Images a second of data parallelism on 1, 2, 4, … of the devices, each with as many images; of equal ones also on
+    twice as many, in the same host or in twice the hosts."""
+    count, per_host = len(machine.devices), machine.per_host
+    numbers = {1 << power for power in range(count.bit_length())} | {count}
+    devices = machine.devices
+    if len(set(devices)) == 1:
+        numbers, devices = numbers | {2 * count}, devices * 2
     found = []
-    for number in sorted({1 << power for power in range((2 * count).bit_length())} | {count}):
-        hosts = max(1, -(-number // machine.per_host))
-        per_host = number if hosts == 1 else machine.per_host
-        larger = replace(
-            machine,
-            devices=(device,) * number,
-            per_host=per_host,
-            between=machine.between or ("10gbit" if hosts > 1 else ""),
-        )
-        found.append((number, number * images / _step(work, larger, (images,) * number, precision, software).seconds))
+    for number in sorted(number for number in numbers if number <= per_host or number % per_host == 0):
+        inside = number if machine.hosts == 1 else min(number, per_host)
+        part = replace(machine, devices=devices[:number], per_host=inside)
+        images = max(number, batch * number // count)
+        shares = shares_of(work, images, part, precision, software)
+        found.append((number, images / _step(work, part, shares, precision, software).seconds))
     return tuple(found)
 
 

@@ -83,7 +83,7 @@ def _picture(predictions: Sequence[Prediction]) -> str:
             axes.fill_between(
                 counts, [r / one.within for r in rates], [r * one.within for r in rates], color=color, alpha=0.18, lw=0
             )
-            axes.plot(counts, rates, color=color, label=one.machine.devices[0].name, marker="o", markersize=3.4)
+            axes.plot(counts, rates, color=color, label=one.machine.label, marker="o", markersize=3.4)
             if (bend := _bends(one)) is not None:
                 axes.plot([bend], [dict(one.curve)[bend]], color=color, marker="D", markersize=7, fillstyle="none")
         axes.set_xscale("log", base=2)

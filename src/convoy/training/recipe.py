@@ -151,7 +151,8 @@ class Recipe(Section):
         if self.parallel.schedule == "zero-bubble" and (self.reproducible or self.compile):
             raise ValueError(
                 f"the schedule zero-bubble adds up weight gradients of several passes at once, which "
-                f"{'reproducible' if self.reproducible else 'compile'} cannot: choose the schedule 1f1b"
+                f"{'reproducible' if self.reproducible else 'compile'} cannot: choose the schedule 1f1b, or leave "
+                f"{'reproducible' if self.reproducible else 'compile'} away"
             )
         if self.reproducible and self.parallel.approximate is not None:
             raise ValueError(

@@ -44,6 +44,8 @@ _BACK = 2 / 3
 
 
 _Found = TypeVar("_Found")
+_MOST_PASSES = 256
+"""More are not looked at, as simulating them takes long."""
 
 
 def in_best_passes(
@@ -69,10 +71,11 @@ def in_best_passes(
         return known[passes]
 
     start = min(PARTS_PER_STAGE * stages, counts[-1])
+    most = min(counts[-1], max(_MOST_PASSES, start))
     best = at(start)
     for times in (2.0, 0.5):
         wanted = int(times * start)
-        while 1 <= wanted <= counts[-1]:
+        while 1 <= wanted <= most:
             other = at(wanted)
             if best is not None and (other is None or price(other) >= price(best)):
                 break

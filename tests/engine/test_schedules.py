@@ -1,0 +1,292 @@
+"""Schedules of a network in stages: what each does, in which order, and that all give what one device does."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import relative, worst_gradient
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import convoy
+from convoy.comm.collectives import Pending
+from convoy.comm.stage_links import Sent
+from convoy.engine import guard
+from convoy.engine.network import network_of
+from convoy.engine.stages import StagedNetwork
+from convoy.ops.postponed import PostponedGradients
+from convoy.plans.schedule import actions, bubble
+from ranks import run_ranks
+
+
+def test_a_schedule_runs_forward_before_backward_and_both_in_order() -> None:
+    assert actions("gpipe", 2, stage=0, stages=2) == [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
+    for stage in range(3):
+        order = actions("1f1b", 5, stage, 3)
+        assert [part for kind, part in order if kind == "forward"] == list(range(5))
+        assert [part for kind, part in order if kind == "backward"] == list(range(5))
+        running = most = 0
+        for kind, _ in order:
+            running += 1 if kind == "forward" else -1
+            most = max(most, running)
+        assert most == 3 - stage
+    assert bubble("1f1b", 8, 2) == pytest.approx(1 / 9)
+
+
+def test_zero_bubble_computes_each_weight_gradient_once_and_after_its_backward_pass() -> None:
+    for stages, parts in ((2, 1), (2, 4), (4, 3), (4, 9)):
+        for stage in range(stages):
+            back, weights = -1, -1
+            for kind, part in actions("zero-bubble", parts, stage, stages):
+                if kind == "backward":
+                    assert part == back + 1
+                    back = part
+                elif kind == "weights":
+                    assert weights < part <= back
+                    weights = part
+            assert back == weights == parts - 1
+    assert bubble("zero-bubble", 8, 2) == pytest.approx(1 / 25)
+
+
+class Branches(nn.Module):
+    """A skip connection over two cuts, two outputs, one of which an early stage gives, and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.head = nn.Linear(6, 10)
+        self.down = nn.Sequential(nn.Conv2d(6, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.deep = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU(inplace=True), nn.Dropout(0.3))
+        self.up = nn.ConvTranspose2d(8, 6, 2, 2)
+        self.last = nn.Conv2d(12, 10, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        early = self.head(x.mean((2, 3)))
+        y = self.deep(self.down(x))
+        return self.last(torch.cat((self.up(y) + x, x), 1)).mean((2, 3)), early
+
+
+def loss_of(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0], labels) + 0.3 * F.cross_entropy(outputs[1], labels)
+
+
+def scheduled(plan: Any, schedule: str, microbatches: int, sabotage: str = "") -> list[float]:
+    """The worst differences of three updates from a plain loop over the same parts: losses, inputs, weights."""
+    torch.manual_seed(0)
+    model = Branches().double()
+    plain = copy.deepcopy(model)
+    context = convoy.engine.prepare(plain, 5, "sync")
+    x = torch.randn(9, 3, 8, 8, dtype=torch.float64)
+    net = convoy.parallelize(model, plan, example=x[:2], batch_norm="microbatch", seed=5, microbatches=microbatches)
+    network = network_of(net)
+    assert isinstance(network, StagedNetwork)
+    if sabotage == "weights":  # those of the last part are left out
+        before_last = PostponedGradients.compute
+        PostponedGradients.compute = lambda self, last: before_last(self, min(last, microbatches - 2))  # type: ignore[method-assign]
+    if sabotage == "parts":  # the second part of the batch is given twice
+        before = network._announced
+
+        def twice(*args: Any) -> Iterator[tuple[Tensor, ...]]:
+            parts: list[tuple[Tensor, ...]] = []
+            for part in before(*args):
+                parts.append(part)
+                yield parts[1] if len(parts) == 3 else part
+
+        network._announced = twice  # type: ignore[method-assign]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (net, plain)]
+    found = [0.0, 0.0, 0.0]
+    for step in range(3):
+        x = torch.randn(9, 3, 8, 8, dtype=torch.float64)
+        y = torch.randint(0, 10, (9,))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        whole, start, total = x.clone().requires_grad_(), 0, torch.zeros(())
+        for size in [len(part) for part in torch.arange(9).tensor_split(microbatches)]:
+            context.enter(step, start, (size,), x.device)
+            value = loss_of(plain(whole[start : start + size]), y[start : start + size]) * (size / 9)
+            value.backward()
+            total, start = total + value.detach(), start + size
+        mine = convoy.local_samples(net, 9)
+        own = x[mine].clone().requires_grad_()
+        if schedule == "loop":
+            value = loss_of(net(own), y[mine])
+            value.backward()
+        else:
+            value = convoy.forward_backward(net, own, y[mine], loss_of, schedule=schedule)  # type: ignore[arg-type]
+        found[0] = max(found[0], relative(value.detach(), total, 1.0))
+        found[1] = max(found[1], relative(own.grad, whole.grad[mine], 1.0))
+        for optimizer in optimizers:
+            optimizer.step()
+    state = convoy.state_dict(net)
+    for name, tensor in plain.state_dict().items():
+        found[2] = max(found[2], relative(state[name].double(), tensor.double(), 1.0))
+    held = sum(p.numel() for p in net.parameters())
+    assert held < sum(p.numel() for p in plain.parameters()), "a rank holds its own stage alone"
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["loop", "gpipe", "1f1b", "zero-bubble"])
+def test_schedules_give_what_a_loop_over_the_parts_does(schedule: str) -> None:
+    for found in run_ranks(scheduled, 2, "stage=2", schedule, 4):
+        assert max(found) < 1e-12, found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("plan", ["stage=3", {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}])
+def test_skip_connections_pass_over_stages(plan: Any, schedule: str) -> None:
+    for found in run_ranks(scheduled, 3, plan, schedule, 4):
+        assert max(found) < 1e-12, found
+
+
+def wide_layers() -> float:
+    """Weights large enough for messages of their own; the first update follows their uses, and postpones nothing."""
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 5)).double()
+    x, y = torch.randn(8, 1, 8, 8, dtype=torch.float64), torch.randint(0, 5, (8,))
+    net = convoy.parallelize(copy.deepcopy(plain), "stage=2,sample=2", x[:2], microbatches=2)
+    mine, worst = convoy.local_samples(net, 8), 0.0
+    for _ in range(3):
+        net.zero_grad()
+        convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule="zero-bubble")
+        plain.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        worst = max(worst, worst_gradient(net, plain))
+    return worst
+
+
+def test_zero_bubble_adds_large_gradients_over_samples() -> None:
+    for found in run_ranks(wide_layers, 4):
+        assert found < 1e-12
+
+
+@pytest.mark.parametrize(("schedule", "sabotage"), [("1f1b", "parts"), ("zero-bubble", "weights")])
+def test_wrong_parts_are_noticed(schedule: str, sabotage: str) -> None:
+    for found in run_ranks(scheduled, 2, "stage=2", schedule, 4, sabotage):
+        assert max(found) > 1e-3, found
+
+
+class FineTuned(nn.Module):
+    """Convolutions whose weights are frozen, between norms that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.norm = nn.GroupNorm(2, 4)
+        self.deep = nn.Conv2d(4, 4, 3).requires_grad_(False)
+        self.last = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.deep(self.norm(self.stem(x)).relu()).mean((2, 3)))
+
+
+def fine_tuned(accumulates: bool) -> float:
+    plain = FineTuned().double()
+    layers = {"last": {"gpu": "filter"}, "*": {"gpu": "sample"}}
+    plan = {"mesh": {"stage": 2, "gpu": 2}, "layers": layers, "stages": ["norm"]}
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (8,))
+    net = convoy.parallelize(copy.deepcopy(plain), plan, x[:4], microbatches=2, checks=False)
+    mine = convoy.local_samples(net, 8)
+    for last in (False, True) if accumulates else (True,):
+        F.cross_entropy(plain(x), y).backward()
+        with nullcontext() if last else convoy.accumulate(net):
+            convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule="zero-bubble")
+    return worst_gradient(net, plain)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_gradients_are_added_over_ranks_where_only_layers_that_are_not_have_postponed_theirs(accumulates: bool) -> None:
+    for found in run_ranks(fine_tuned, 4, accumulates):
+        assert found < 1e-12, found
+
+
+def beside_a_plain_pass() -> float:
+    layers = (layer for _ in range(4) for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()))
+    plain = nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 6)).double()
+    x, y = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (8,))
+    net = convoy.parallelize(copy.deepcopy(plain), "stage=2", x[:4], microbatches=2, recompute=True, checks=False)
+    loss = F.cross_entropy(net(x), y)
+    convoy.forward_backward(net, x, y, F.cross_entropy, schedule="zero-bubble")
+    loss.backward()
+    (2 * F.cross_entropy(plain(x), y)).backward()
+    return worst_gradient(net, plain)
+
+
+def test_a_pass_that_is_computed_again_computes_what_it_did() -> None:
+    for found in run_ranks(beside_a_plain_pass, 2):
+        assert found < 1e-12, found
+
+
+END = Sent(to=-1, part=-1, back=False, pending=Pending([], lambda: torch.empty(0)))
+"""Is let go with everything else."""
+
+
+def parts_on_their_way(schedule: str, release: bool) -> int:
+    """Of how many parts a rank holds values or gradients for others at once, at most, in an update of six parts."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 3, 8, 8, dtype=torch.float64), torch.randint(0, 10, (6,))
+    net = convoy.parallelize(Branches().double(), "stage=2", x[:2], batch_norm="microbatch", seed=5, microbatches=6)
+    network, most = network_of(net), 0
+    assert isinstance(network, StagedNetwork)
+    links = network.links
+    send, let_go = links.send, links.release
+
+    def counting(*args: Any, **options: Any) -> None:
+        nonlocal most
+        send(*args, **options)
+        most = max(most, len({sent.part for sent in links._sending}))
+
+    links.send = counting  # type: ignore[method-assign]
+    if not release:  # but at the end, when everything is
+        links.release = lambda is_received: let_go(is_received) if is_received(END) else None  # type: ignore[method-assign]
+    convoy.forward_backward(net, x, y, loss_of, schedule=schedule)  # type: ignore[arg-type]
+    return most
+
+
+@pytest.mark.parametrize(("schedule", "parts"), [("1f1b", 2), ("zero-bubble", 3)])
+def test_what_others_have_received_is_let_go(schedule: str, parts: int) -> None:
+    """As many parts as the first stage runs ahead: it holds values of them, and the second one gradients."""
+    assert run_ranks(parts_on_their_way, 2, schedule, False) == [6, 6], "the control holds what it sends to the end"
+    assert run_ranks(parts_on_their_way, 2, schedule, True) == [parts, parts]
+
+
+@dataclass
+class Backward(TorchDispatchMode):
+    """Counts weight gradients that are computed before the one before them has been added to `.grad`."""
+
+    waits: bool = False
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.convolution_backward.default:
+            self.count += self.waits
+            self.waits = True
+        elif function is torch.ops.aten.add_.Tensor:
+            self.waits = False
+        return function(*args, **(kwargs or {}))
+
+
+def waiting_gradients(at_once: bool) -> int:
+    if not at_once:
+        guard._AT_ONCE = 0
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 1, bias=False) for _ in range(6)))
+    x, y = torch.randn(6, 4, 5, 5), torch.zeros(6, 5, 5, dtype=torch.int64)
+    net = convoy.parallelize(model, "stage=2", x[:2], microbatches=6)
+    with Backward() as backward:
+        convoy.forward_backward(net, x, y, F.cross_entropy)
+    return backward.count
+
+
+def test_a_weights_gradient_is_added_at_once_while_uses_of_weights_are_followed() -> None:
+    """The first part's become `.grad` as they are. The second part went forward before the first came back, so that
+    its uses are followed too: the control keeps all of its gradients until its backward pass ends."""
+    first, _ = run_ranks(waiting_gradients, 2, True)
+    control, _ = run_ranks(waiting_gradients, 2, False)
+    assert control == first + 2
