@@ -1,5 +1,7 @@
 """Packs: the same samples in the same order, whole or not there, and never read before they are finished."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -7,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +19,10 @@ from PIL import Image
 
 from convoy.data import AugmentConfig, DataConfig, Order, open_data, pack, training_batches
 from convoy.data.dataset import open_files
+from convoy.data.decode import open_picture, suffix_of
 from convoy.data.pack import INDEX, UNFINISHED, PackOptions, Statistics
-from convoy.data.packed import Pack, damaged, unpack
-from convoy.errors import ConvoyError
+from convoy.data.packed import Pack, PackedSource, damaged, unpack
+from convoy.errors import ConvoyError, MachineError
 from data.made import encoded, picture, tar_members, write_cifar, write_folder, write_mnist, write_parquet, write_tar
 
 
@@ -297,8 +301,120 @@ def test_names_of_others_lead_nowhere(tmp_path):
     found = Pack.open(tmp_path / "packed")
     assert unpack(found, tmp_path / "back", None) == 5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "packed", "x.tar"]
-    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["000001", "000002 a", "000003 A", "_etc", "_up"]
+    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == [
+        "000000 _up",
+        "000001",
+        "000002 a",
+        "000003 A",
+        "000004 _etc",
+    ]
     assert len(list((tmp_path / "back").rglob("*.png"))) == 5
+
+
+def test_no_picture_takes_the_place_of_another(tmp_path, monkeypatch):
+    """Names of files that are alike, or like those that others get instead, or longer than a file's may be."""
+    names = ["cat-000000002", "cat", "CAT", "cat-000000002.x", "é" * 160, "é" * 160 + "2", "a.parquet, row 1", ".png"]
+    members = {}
+    for i in range(len(names)):
+        members |= {f"{i}.png": encoded(Image.new("L", (8, 8), i)), f"{i}.cls": b"0"}
+    write_tar(tmp_path / "x.tar", members)
+    packed(tmp_path / "x.tar", tmp_path / "packed")
+    monkeypatch.setattr(PackedSource, "name", lambda self, sample: f"a/{names[sample]}.png")
+    found = replace(Pack.open(tmp_path / "packed"), classes=["ä" * 200])
+    assert unpack(found, tmp_path / "back", None) == len(names)
+    files = list((tmp_path / "back").rglob("*.png"))
+    assert sorted(Image.open(file).getpixel((0, 0)) for file in files) == list(range(len(names)))
+    assert {"cat-000000002.png", "cat.png", "CAT-000000002-000000002.png", "a.parquet, row 1.png"} <= {
+        file.name for file in files
+    }
+
+
+def odd_pictures() -> dict[str, bytes]:
+    """Files that are not just RGB in eight bits."""
+    exif = Image.Exif()
+    exif[0x112] = 6
+    two = [picture(seed=1), picture(seed=2)]
+    deep = Image.fromarray(np.linspace(0, 65535, 60 * 50).astype(np.uint16).reshape(50, 60))
+    clear = picture().convert("RGBA")
+    clear.putalpha(100)
+    return {
+        "cmyk.jpg": encoded(picture(mode="CMYK"), "JPEG"),
+        "grey.jpg": encoded(picture(mode="L"), "JPEG"),
+        "turned.jpg": encoded(picture(), "JPEG", exif=exif),
+        "several.jpg": encoded(two[0], "MPO", save_all=True, append_images=two[1:]),
+        "deep.png": encoded(deep),
+        "clear.png": encoded(clear),
+        "palette.gif": encoded(picture().convert("P"), "GIF"),
+        "bits.tif": encoded(picture().convert("1"), "TIFF"),
+        "new.webp": encoded(picture(), "WEBP"),
+    }
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_odd_pictures_look_as_in_the_original(tmp_path, raw):
+    for kind in ("a", "b"):
+        (tmp_path / "source" / kind).mkdir(parents=True)
+        for name, content in odd_pictures().items():
+            (tmp_path / "source" / kind / name).write_bytes(content)
+    packed(tmp_path / "source", tmp_path / "packed", PackOptions(raw=raw))
+    source, found = (open_files(DataConfig(path=str(tmp_path / name)))[1].train for name in ("source", "packed"))
+    for sample in range(len(source)):
+        theirs, ours = source.load(sample), found.load(sample)
+        assert theirs.mode == ours.mode and np.array_equal(np.asarray(theirs), np.asarray(ours)), source.name(sample)
+    packed(tmp_path / "source", tmp_path / "small", PackOptions(short_side=35, raw=raw))
+    for sample in range(len(source)):
+        ours = Pack.open(tmp_path / "small").source("data").load(sample)
+        expected = source.load(sample).resize(ours.size, Image.Resampling.BICUBIC)
+        assert min(ours.size) == 35 and ours.mode == expected.mode
+        assert np.abs(np.asarray(ours).astype(int) - np.asarray(expected)).mean() < 4, source.name(sample)
+
+
+def test_the_names_of_files_with_several_pictures_end_as_those_of_jpegs():
+    ends = {name: suffix_of(open_picture(content, name)) for name, content in odd_pictures().items()}
+    assert all(name.endswith(end) for name, end in ends.items())
+
+
+def test_a_label_that_has_changed_in_the_index_is_refused(tmp_path, photos):
+    packed(photos, tmp_path / "packed")
+    index = tmp_path / "packed" / INDEX
+    labels = Pack.open(tmp_path / "packed").arrays("train", "label")[0].tobytes()
+    content = index.read_bytes()
+    assert content.count(labels) == 1
+    index.write_bytes(content.replace(labels, labels[:-4] + b"\1" + labels[-3:]))
+    with pytest.raises(ConvoyError, match=r"index.safetensors is cut off or damaged"):
+        open_data(DataConfig(path=str(tmp_path / "packed")))
+
+
+def test_a_full_disk_is_named_and_packing_goes_on_afterwards(tmp_path, photos, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match=r"packed cannot be written \(No space left"):
+        patch.setattr(pack, "write_text", full)
+        packed(photos, tmp_path / "packed")
+    assert not (tmp_path / "packed" / INDEX).exists()
+    assert packed(photos, tmp_path / "packed")["train"].images == 15
+    with monkeypatch.context() as patch, pytest.raises(MachineError, match=r"back cannot be written \(No space left"):
+        patch.setattr(Path, "write_bytes", full)
+        unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", None)
+    assert not (tmp_path / "back").exists()
+
+
+def test_file_systems_without_locks_are_written_to_as_well(tmp_path, photos, monkeypatch):
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert packed(photos, tmp_path / "packed")["test"].images == 6
+
+
+def test_what_a_killed_unpacking_left_is_removed(tmp_path, photos):
+    packed(photos, tmp_path / "packed")
+    left = tmp_path / "back" / ".unpacking" / "train"
+    left.mkdir(parents=True)
+    (left / "half.jpg").write_bytes(b"half")
+    assert unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", None) == 21
+    assert sorted(entry.name for entry in (tmp_path / "back").iterdir()) == ["test", "train"]
 
 
 def test_a_pack_says_what_it_is(tmp_path, photos):

@@ -1,9 +1,17 @@
 """Worker processes write to shared buffers: whoever keeps a batch keeps it, and their number follows the need."""
 
+import errno
+import multiprocessing
+import os
 import pickle
+import signal
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +20,10 @@ import torch
 from convoy.data import AugmentConfig, DataConfig, Order, open_data, training_batches, workers
 from convoy.data.batch import Batch, Filled
 from convoy.data.memory import SharedNumbers
+from convoy.data.sources import PixelSource
 from convoy.data.workers import Request, Workers
-from convoy.errors import ConvoyError
-from data.made import write_folder
+from convoy.errors import ConvoyError, MachineError
+from data.made import pixels, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +103,9 @@ def test_others_start_where_batches_are_waited_for(seconds, expected, monkeypatc
     told: list[int] = []
     requests = (Request(np.arange(k, k + 8), 0) for k in range(40))
     crew = Workers(Slow(seconds), requests, 8, most=2, adapts=True, told=told.append)
-    assert crew.num == 1
     with closing(crew.batches()) as made:
         for k, batch in enumerate(made):
+            assert k or crew.num == 1
             assert batch.images[:, 0, 0, 0].tolist() == list(range(k, k + 8))
             time.sleep(0.001 if expected else 0.03)
     assert told == expected
@@ -112,3 +121,72 @@ def test_a_worker_gets_no_copy_of_what_grows_with_the_data(photos):
     assert max(pieces) < 300
     numbers = SharedNumbers(np.arange(10))
     assert numbers.array.tolist() == list(range(10))
+
+
+def test_pixels_in_memory_are_not_copied_into_every_worker():
+    source = PixelSource(pixels(300, 32, 32, 3), np.arange(300) % 10, "made")
+    before = source.pixels.copy()
+    state = source.__getstate__()
+    assert state["pixels"] is None and len(pickle.dumps({k: v for k, v in state.items() if k != "_shared"})) < 500
+    assert source.__getstate__()["_shared"] is state["_shared"] and np.array_equal(source.pixels, before)
+    assert np.array_equal(source.subset(np.arange(5)).pixels, before[:5])
+
+
+def test_pieces_on_their_way_fit_into_the_smallest_pipe():
+    """Or the training process could wait for a worker to take one, and that for its answer to be read."""
+    task = ForkingPickler.dumps((10**6, 10**3, 10**5, 10**5, 10**4))
+    assert workers._MOST_SENT * (len(task) + 4) <= 4096
+
+
+def now() -> list[int]:
+    """Descriptors, and worker processes, of this process."""
+    return [len(list(Path("/proc/self/fd").iterdir())), len(multiprocessing.active_children())]
+
+
+def test_nothing_is_left_of_workers_that_have_ended(photos):
+    images(photos, 2, num=2)
+    before = now()
+    for _ in range(4):
+        images(photos, 2, num=2)
+    assert now() == before
+
+
+class Deaf(Slow):
+    """Its worker hears no SIGTERM."""
+
+    def fill(self, images: np.ndarray, samples: np.ndarray, epoch: int | None) -> Filled:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return super().fill(images, samples, epoch)
+
+
+def test_workers_that_ignore_signals_end_too():
+    before, began = now()[1], time.monotonic()
+    made = Workers(Deaf(0), (Request(np.arange(4), 0) for _ in range(1000)), 4, most=1).batches()
+    next(made)
+    made.close()
+    assert now()[1] == before and time.monotonic() - began < 20
+
+
+def test_a_second_worker_that_cannot_be_started_leaves_no_first_one(monkeypatch):
+    own, started = ForkServerProcess.start, []
+
+    def start(self) -> None:
+        if started:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        own(self)
+        started.append(self)
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    before = now()[1]
+    with pytest.raises(MachineError, match=r"died .*Resource temporarily unavailable.*lower data.workers"):
+        next(Workers(Slow(0), iter([Request(np.arange(4), 0)]), 4, most=2).batches())
+    assert started and now()[1] == before
+
+
+def test_a_full_dev_shm_is_named(monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(SimpleQueue, "__init__", full)
+    with pytest.raises(MachineError, match=r"^/dev/shm has no room .* raise --shm-size, or set data.workers=0$"):
+        next(Workers(Slow(0), iter([Request(np.arange(4), 0)]), 4, most=1).batches())

@@ -27,10 +27,7 @@ _MAX_PIXELS = 89_478_485  # Pillow's own limit: a quarter of a gigabyte of RGB
 
 # Formats that only hold pixels. Pillow would also hand PostScript to an interpreter and ask plug-ins about the rest.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
-
-
-SUFFIX_OF = dict(zip(_FORMATS, (".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ppm", ".jp2", ".avif"), strict=True))
-"""The usual end of a file's name, by Pillow's name of its format."""
+_SUFFIXES = (".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ppm", ".jp2", ".avif")
 
 
 class BadImage(Exception):  # noqa: N818 (a fact about a picture; the user meets a ConvoyError)
@@ -61,9 +58,10 @@ def open_picture(data: bytes, name: str) -> Image.Image:
         return image
 
 
-def suffix_of(data: bytes) -> str:
-    """The usual end of the names of such files; Pillow's header read says which. Raises BadImage."""
-    return SUFFIX_OF[open_picture(data, "the picture").format or ""]
+def suffix_of(image: Image.Image) -> str:
+    """The usual end of the name of the file that a picture was opened from."""
+    # Of several pictures in a JPEG file, as cameras write them, Pillow says MPO.
+    return dict(zip(_FORMATS, _SUFFIXES, strict=True)).get(image.format or "", ".jpg")
 
 
 def too_large(width: int, height: int) -> bool:

@@ -25,7 +25,7 @@ class SharedMemory:
         self._attach(fd)
 
     @classmethod
-    def of(cls, pieces: Iterable[bytes]) -> "SharedMemory":
+    def of(cls, pieces: Iterable[Any]) -> "SharedMemory":
         """A block with these bytes, one after the other."""
         fd = _anonymous_file()
         with os.fdopen(os.dup(fd), "wb", buffering=2**20) as file:
@@ -101,7 +101,7 @@ class SharedNumbers:
     """An array; handing it to a worker process hands over the memory itself."""
 
     def __init__(self, numbers: NDArray[Any]) -> None:
-        self._memory = SharedMemory.of([np.ascontiguousarray(numbers).tobytes()])
+        self._memory = SharedMemory.of([np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)])
         self._form = numbers.dtype, numbers.shape
         self.array: NDArray[Any] = np.frombuffer(self._memory.bytes, numbers.dtype).reshape(numbers.shape)
 

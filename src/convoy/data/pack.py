@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import save
 
-from convoy.data.decode import SUFFIX_OF, BadImage, finish_picture, open_picture, upright_size
+from convoy.data.decode import BadImage, finish_picture, open_picture, suffix_of, upright_size
 from convoy.data.files import Opened, shown
 from convoy.data.processes import follow_parent, forkserver
 from convoy.data.sources import EncodedSource, Progress, Source
@@ -175,9 +175,8 @@ def pack(
             "statistics": {split: asdict(each) for split, each in statistics.items()},
             "shards": {shard.name: (folder / shard.name).stat().st_size for shard in shards},
         }
-        metadata = {"convoy.pack": json.dumps(document)}
-        write_atomically(folder / INDEX, lambda path: path.write_bytes(save(arrays, metadata)))
-    shutil.rmtree(folder / UNFINISHED)
+        write_atomically(folder / INDEX, lambda path: path.write_bytes(index_file(arrays, document)))
+        shutil.rmtree(folder / UNFINISHED)
     return statistics
 
 
@@ -209,8 +208,10 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
     with (unfinished / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConvoyError(f"another process packs into {shown(folder)}: wait for it, or end it") from None
+        except OSError:
+            pass  # a file system without locks
         begun = unfinished / "what.json"
         if not begun.exists():
             write_json(begun, what)
@@ -222,7 +223,19 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
             )
         for stale in folder.glob(".*.tmp"):
             stale.unlink()
+        with writing(folder):
+            yield
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns a failure of the operating system, as a full disk, into a MachineError that names the folder."""
+    try:
         yield
+    except OSError as error:
+        raise MachineError(
+            f"{shown(folder)} cannot be written ({error.strerror or error}): mend that, and run the same again"
+        ) from error
 
 
 class Known(NamedTuple):
@@ -321,7 +334,7 @@ def _write_shards(
     if not left:
         return
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(min(processes, len(left)), forkserver(), _enter, (splits, options))
+    pool = ProcessPoolExecutor(min(processes, len(left)), forkserver(__name__), _enter, (splits, options))
     try:
         labels = {split: source.labels for split, source in splits.items()}
         futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in left}
@@ -366,7 +379,6 @@ def _stored(source: Source, sample: int, options: PackOptions) -> _Stored:
     name = source.name(sample)
     data = source.read(sample) if isinstance(source, EncodedSource) else b""
     image = open_picture(data, name) if data or isinstance(source, EncodedSource) else source.load(sample)
-    kind = image.format or ""
     size = upright_size(image)
     short = min(size)
     smaller = options.short_side is not None and short > options.short_side
@@ -382,7 +394,7 @@ def _stored(source: Source, sample: int, options: PackOptions) -> _Stored:
     elif smaller:
         suffix, stored = ".jpg", _encoded(image, "JPEG", quality=options.quality)
     elif data:
-        suffix, stored = SUFFIX_OF[kind], data
+        suffix, stored = suffix_of(image), data
     else:
         suffix, stored = ".png", _encoded(image, "PNG")
     counts = np.array(image.histogram(), np.int64).reshape(-1, 256) * np.ones((3 // len(image.getbands()), 1), np.int64)
@@ -410,10 +422,9 @@ def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 def index_arrays(split: str, source: Source, known: list[Known]) -> dict[str, NDArray[Any]]:
     """The arrays of a split: where its pictures lie, their labels, checksums and names."""
     names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
+    shards = np.repeat([each.number for each in known], [len(each.offsets) for each in known])
     return {
-        f"{split}.shard": np.repeat([each.number for each in known], [len(each.offsets) for each in known]).astype(
-            np.int32
-        ),
+        f"{split}.shard": shards.astype(np.int32),
         f"{split}.offset": np.concatenate([each.offsets for each in known]),
         f"{split}.size": np.concatenate([each.sizes for each in known]).astype(np.int32),
         f"{split}.crc32": np.concatenate([each.crc32 for each in known]),
@@ -421,3 +432,9 @@ def index_arrays(split: str, source: Source, known: list[Known]) -> dict[str, ND
         f"{split}.name_end": np.cumsum([len(name) for name in names], dtype=np.int64),
         f"{split}.names": np.frombuffer(b"".join(names), np.uint8),
     }
+
+
+def index_file(arrays: dict[str, NDArray[Any]], document: dict[str, Any]) -> bytes:
+    """The content of an index: its arrays with their checksums, and a document on the whole."""
+    checksums = {name: zlib.crc32(array) for name, array in arrays.items()}
+    return bytes(save(arrays, {"convoy.pack": json.dumps(document | {"index": checksums})}))

@@ -5,6 +5,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from convoy.data.decode import BadImage, suffix_of
+from convoy.data.decode import BadImage, open_picture, suffix_of
 from convoy.data.files import Opened, check_range, reading, shown
+from convoy.data.folder import SUFFIXES
 from convoy.data.memory import Names, SharedBytes
-from convoy.data.pack import INDEX, UNFINISHED, VERSION, PackOptions, Statistics, shard_name
+from convoy.data.pack import INDEX, UNFINISHED, VERSION, PackOptions, Statistics, shard_name, writing
 from convoy.data.sources import Progress
 from convoy.data.webdataset import TarSource
 from convoy.errors import ConvoyError
@@ -25,6 +27,7 @@ from convoy.terminal import printable
 
 _EVERY = 2000
 _LONGEST = 200
+_UNPACKING = ".unpacking"
 
 
 class PackedSource(TarSource):
@@ -54,6 +57,7 @@ class Pack:
     classes: list[str]
     options: PackOptions
     statistics: dict[str, Statistics]
+    _checksums: dict[str, int]
 
     @classmethod
     def open(cls, path: Path) -> "Pack":
@@ -78,7 +82,8 @@ class Pack:
                 for split, each in found["statistics"].items()
             }
             options = PackOptions(**found["options"])
-            pack = cls(path, found["name"], found["format"], list(found["classes"]), options, statistics)
+            checksums = dict(found["index"])
+            pack = cls(path, found["name"], found["format"], list(found["classes"]), options, statistics, checksums)
         except ConvoyError:
             raise
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
@@ -97,11 +102,15 @@ class Pack:
 
     def arrays(self, split: str, *names: str) -> list[NDArray[Any]]:
         """Those of a split in the index: shard, offset, size, crc32, label, names, name_end. Raises ConvoyError."""
+        index = self.path / INDEX
         try:
-            with safe_open(self.path / INDEX, "np") as file:
-                return [file.get_tensor(f"{split}.{name}") for name in names]
+            with reading(index), safe_open(index, "np") as file:
+                arrays = {name: file.get_tensor(name) for name in (f"{split}.{each}" for each in names)}
         except SafetensorError:
-            raise ConvoyError(f"{shown(self.path / INDEX)} is cut off or damaged: pack the data again") from None
+            arrays = {}
+        if not arrays or any(zlib.crc32(array) != self._checksums.get(name) for name, array in arrays.items()):
+            raise ConvoyError(f"{shown(index)} is cut off or damaged: pack the data again")
+        return list(arrays.values())
 
     def source(self, split: str) -> PackedSource:
         """The pictures of a split."""
@@ -147,7 +156,7 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     """Write the pictures of a pack as a folder for each class, below one for each split.
 
     Names of files are those of the original as far as these can be: what stands in a name never leads out of the
-    folder.
+    folder. Until all are written they lie in a hidden folder, which the next attempt removes.
 
     Args:
         pack: which.
@@ -160,20 +169,23 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     Raises:
         ConvoyError: the folder is taken, or a picture is damaged.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    unfinished, was_there = folder / _UNPACKING, folder.exists()
+    if was_there and (not folder.is_dir() or set(folder.iterdir()) - {unfinished}):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
     if (reason := unwritable(folder)) is not None:
         raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder")
-    unfinished = folder.absolute().with_name(f".{folder.absolute().name}.unpacking")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     try:
-        done = _unpack(pack, unfinished, progress)
-        if folder.exists():
-            folder.rmdir()
-        unfinished.rename(folder)
+        with writing(folder):
+            unfinished.mkdir(parents=True)
+            done = _unpack(pack, unfinished, progress)
+            for entry in unfinished.iterdir():
+                entry.rename(folder / entry.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if not was_there:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
     return done
 
 
@@ -189,18 +201,17 @@ def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
         for sample, label in enumerate(source.labels.tolist()):
             try:
                 data = source.read(sample)
+                if zlib.crc32(data) != crc32[sample]:
+                    raise BadImage(source.place(sample), "is not what was packed (its checksum differs)")
+                suffix = suffix_of(open_picture(data, source.place(sample)))
             except BadImage as bad:
                 raise ConvoyError(f"{bad}: fetch the pack again, or pack again") from None
-            if zlib.crc32(data) != crc32[sample]:
-                raise ConvoyError(
-                    f"{source.place(sample)} is not what was packed (its checksum differs): fetch the pack again, or "
-                    "pack again"
-                )
-            stem = _plain_name(Path(source.name(sample)).stem)
-            if not stem or (label, stem.lower()) in taken:
-                stem = f"{sample:09d}"
+            stem, dot, end = source.name(sample).rpartition("/")[2].rpartition(".")
+            stem = _plain_name(stem if f".{end.lower()}" in SUFFIXES else f"{stem}{dot}{end}")
+            while not stem or (label, stem.lower()) in taken:
+                stem = f"{stem}-{sample:09d}".lstrip("-")
             taken.add((label, stem.lower()))
-            (below / folders[label] / (stem + suffix_of(data))).write_bytes(data)
+            (below / folders[label] / f"{stem}{suffix}").write_bytes(data)
             done += 1
             if progress and (done % _EVERY == 0 or done == total):
                 progress("unpacking", done, total)
@@ -208,15 +219,14 @@ def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
 
 
 def _distinct(classes: list[str]) -> list[str]:
-    """A name of a folder for each class; those that would be alike get their numbers."""
+    """A name of a folder for each class, with its number where some would be alike."""
     names = [_plain_name(name) for name in classes]
-    folded = [name.lower() for name in names]
-    return [
-        name if name and folded.count(name.lower()) == 1 else f"{number:06d} {name}".strip()
-        for number, name in enumerate(names)
-    ]
+    if all(names) and len({name.lower() for name in names}) == len(names):
+        return names
+    return [f"{number:06d} {name}".strip() for number, name in enumerate(names)]
 
 
 def _plain_name(name: str) -> str:
-    """A name without what would make it a path, or hidden."""
-    return re.sub(r"[/\\\0]", "_", name).lstrip(".").strip()[:_LONGEST]
+    """A name without what would make it a path, or hidden, or longer than file systems take."""
+    plain = re.sub(r"[/\\\0]", "_", name).lstrip(".").strip()
+    return plain.encode("utf-8", "replace")[:_LONGEST].decode("utf-8", "ignore")

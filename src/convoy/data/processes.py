@@ -10,14 +10,14 @@ from multiprocessing.context import ForkServerContext
 _NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
-def forkserver(*preload: str) -> ForkServerContext:
+def forkserver(module: str) -> ForkServerContext:
     """Workers come from a server process that has no threads: forking this one, which has some, could deadlock.
 
     Args:
-        preload: modules that the server imports, so that workers begin at once, and share their memory.
+        module: what the server imports, so that workers begin at once and share its memory.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["convoy.data.worker_server", *preload])
+    context.set_forkserver_preload(["convoy.data.worker_server", module])
     _start_tracker()
     return context
 

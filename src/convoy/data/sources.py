@@ -62,6 +62,16 @@ class PixelSource(Source):
         assert pixels.ndim == 4 and pixels.dtype == np.uint8 and len(pixels) == len(labels)
         self.pixels, self.labels, self.bad = pixels, labels, bad or {}
         self._name = name
+        self._shared: SharedNumbers | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._shared is None:
+            self._shared = SharedNumbers(self.pixels)
+            self.pixels = self._shared.array
+        return super().__getstate__() | {"pixels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state | {"pixels": state["_shared"].array}
 
     def open(self, sample: int) -> Image.Image:
         if sample in self.bad:

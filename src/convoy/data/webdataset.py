@@ -64,6 +64,8 @@ class TarSource(EncodedSource):
                     self._open.clear()
                 file = self._open[shard] = _Descriptor(self._files[shard])
             data = os.pread(file.number, size, offset)
+            while 0 < len(data) < size and (more := os.pread(file.number, size - len(data), offset + len(data))):
+                data += more
         except OSError as error:
             raise BadImage(self.name(sample), f"cannot be read ({error.strerror})") from None
         if len(data) < size:

@@ -4,6 +4,7 @@ A batch is cut into pieces, and whichever worker is free takes the next one; wha
 numbers of samples. A buffer is written to again when nobody has its batch any more.
 """
 
+import errno
 import os
 import pickle
 import select
@@ -32,7 +33,7 @@ _LEAST_PIECE, _LARGEST_PIECE = 16, 128
 _AHEAD, _SAMPLES_AHEAD = 3, 512
 """Batches, and samples, that are made before they are asked for, beside those that keep every worker busy."""
 _MOST_SENT = 64
-"""Pieces that are on their way; a pipe takes about so many without waiting for its reader."""
+"""Pieces that are on their way; any pipe takes so many without waiting for its reader (of some 50 bytes each)."""
 _WAITED, _LOOK_EVERY = 0.01, 5
 """Part of the time spent waiting from which on other workers start, and after how many batches that is looked at."""
 
@@ -93,21 +94,19 @@ class Workers:
         self._piece = min(max(-(-ahead // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE)
         self._ahead = -(-(ahead + most * self._piece) // largest)
         shape = (self._ahead + 2, largest, *maker.shape)
-        self._buffers = _Buffers(SharedMemory(int(np.prod(shape))), shape)
+        self._buffers = _Buffers(shape)
         self._pinned = pin_memory and self._buffers.pin()
         self._copies_pinned = pin_memory and not self._pinned
         self._pending: deque[_Pending] = deque()
         self._unsent: deque[tuple[int, int]] = deque()  # number of a batch, start of the piece
         self._first = self._last = self._sent = 0
-        context = forkserver("convoy.data.workers")
-        self._context, self._tasks = context, context.SimpleQueue()
+        self._context = forkserver(__name__)
+        self._tasks: Any = None
         self._processes: dict[connection.Connection, BaseProcess] = {}
         # One for all waits: those of multiprocessing set up a selector each time.
         self._poll, self._speakers = select.poll(), dict[int, tuple[connection.Connection, BaseProcess]]()
         self._adapts, self._waits, self._since = adapts, 0.0, time.perf_counter()
         self._asked = 0
-        for _ in range(-(-most // 2) if adapts else most):
-            self._start()
 
     @property
     def num(self) -> int:
@@ -122,6 +121,7 @@ class Workers:
             MachineError: a process died, or lacks memory.
         """
         try:
+            self._start(-(-self._most // 2) if self._adapts else self._most)
             while self._send():
                 began = time.perf_counter()
                 while not self._pending[0].is_done:
@@ -136,26 +136,33 @@ class Workers:
         """End the processes."""
         processes, self._processes, self._poll = self._processes, {}, select.poll()
         for process in processes.values():
-            process.terminate()
+            process.kill()  # they have nothing to put in order, and SIGTERM may be ignored
         for results, process in processes.items():
             process.join()
             process.close()
             results.close()
 
-    def _start(self) -> None:
-        results, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(
-            target=_work, args=(self._maker, self._buffers, self._tasks, theirs), name="convoy-pictures", daemon=True
-        )
+    def _start(self, number: int) -> None:
+        """Start so many processes more. Raises MachineError."""
         try:
-            process.start()
+            self._tasks = self._tasks or self._context.SimpleQueue()
+            for _ in range(number):
+                results, theirs = self._context.Pipe(duplex=False)
+                given = self._maker, self._buffers, self._tasks, theirs
+                process = self._context.Process(target=_work, args=given, name="convoy-pictures", daemon=True)
+                process.start()
+                theirs.close()
+                self._processes[results] = process
+                for speaker in (results.fileno(), process.sentinel):
+                    self._speakers[speaker] = results, process
+                    self._poll.register(speaker, select.POLLIN)
         except (OSError, EOFError) as error:
+            if getattr(error, "errno", None) == errno.ENOSPC:
+                raise MachineError(
+                    "/dev/shm has no room for the queue of the processes that load pictures: empty it, in a container "
+                    "raise --shm-size, or set data.workers=0"
+                ) from error
             raise _died(error) from error
-        theirs.close()
-        self._processes[results] = process
-        for number in (results.fileno(), process.sentinel):
-            self._speakers[number] = results, process
-            self._poll.register(number, select.POLLIN)
 
     def _send(self) -> bool:
         """Hand out work for the batches to come; whether there is any batch left."""
@@ -164,15 +171,16 @@ class Workers:
             request = next(self._requests, None)
             if request is None:
                 break
-            starts = range(0, len(request.samples), self._piece)
-            self._pending.append(_Pending(request, self._buffers.free.popleft(), dict.fromkeys(starts)))
+            starts, slot = range(0, len(request.samples), self._piece), self._buffers.free.popleft()
+            self._buffers.samples[slot, : len(request.samples)] = request.samples
+            self._pending.append(_Pending(request, slot, dict.fromkeys(starts)))
             self._unsent.extend((self._last, start) for start in starts)
             self._last += 1
         while self._unsent and self._sent < _MOST_SENT:
             number, start = self._unsent.popleft()
             pending = self._pending[number - self._first]
-            samples = pending.request.samples[start : start + self._piece]
-            self._tasks.put((number, pending.slot, start, samples, pending.request.epoch))
+            end = min(start + self._piece, len(pending.request.samples))
+            self._tasks.put((number, pending.slot, start, end, pending.request.epoch))
             self._sent += 1
         return bool(self._pending)
 
@@ -221,38 +229,43 @@ class Workers:
             return
         passed = time.perf_counter() - self._since
         if self._waits > _WAITED * passed:
-            for _ in range(min(self.num, self._most - self.num)):
-                self._start()
+            self._start(min(self.num, self._most - self.num))
             self._told(self.num)
         self._waits, self._since = 0.0, time.perf_counter()
 
 
 class _Buffers:
-    """The buffers of batches: uint8 [buffers, samples, channels, height, width] in shared memory."""
+    """The buffers of batches, in shared memory: uint8 [buffers, samples, channels, height, width].
 
-    def __init__(self, memory: SharedMemory, shape: tuple[int, ...]) -> None:
-        self._memory, self._shape = memory, shape
+    Attributes:
+        samples: int64 [buffers, samples], the numbers of the samples that each is to get.
+        free: buffers that nobody uses.
+    """
+
+    def __init__(self, shape: tuple[int, ...], memory: SharedMemory | None = None) -> None:
+        num = shape[0] * shape[1]
+        self._shape, self._begin, self._size = shape, 8 * num, int(np.prod(shape[1:]))
+        self._memory = memory or SharedMemory(self._begin + shape[0] * self._size)
+        self.samples = np.frombuffer(self._memory.bytes, np.int64, num).reshape(shape[:2])
         self.free = deque(range(shape[0]))
 
-    def __getstate__(self) -> Any:
-        return self._memory, self._shape
+    def __reduce__(self) -> Any:
+        return _Buffers, (self._shape, self._memory)
 
-    def __setstate__(self, state: Any) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def _bytes(self, slot: int) -> memoryview:
+        start = self._begin + slot * self._size
+        return memoryview(self._memory.bytes)[start : start + self._size]
 
     def __getitem__(self, slot: int) -> NDArray[np.uint8]:
         """Of a batch: [samples, channels, height, width]."""
-        size = int(np.prod(self._shape[1:]))
-        pixels = np.frombuffer(self._memory.bytes, np.uint8, size, slot * size)
-        return pixels.reshape(self._shape[1:])
+        return np.frombuffer(self._bytes(slot), np.uint8).reshape(self._shape[1:])
 
     def hand_out(self, slot: int, copied: bool) -> NDArray[np.uint8]:
         """A buffer that is free again when nothing refers to it any more, or at once where its copy is handed out."""
-        size = int(np.prod(self._shape[1:]))
-        if copied or not size:
+        if copied:
             self.free.append(slot)
             return self[slot].copy()
-        pixels = np.frombuffer(memoryview(self._memory.bytes)[slot * size : (slot + 1) * size], np.uint8)
+        pixels = np.frombuffer(self._bytes(slot), np.uint8)
         weakref.finalize(pixels, self.free.append, slot).atexit = False
         return pixels.reshape(self._shape[1:])
 
@@ -260,7 +273,7 @@ class _Buffers:
         """Pin the memory, so that copies to a GPU need not wait; whether that was possible."""
         whole = np.frombuffer(self._memory.bytes, np.uint8)
         runtime: Any = torch.cuda.cudart()
-        if whole.nbytes == 0 or int(runtime.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)) != 0:
+        if int(runtime.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)) != 0:
             return False
         weakref.finalize(self, runtime.cudaHostUnregister, whole.ctypes.data).atexit = False
         return True
@@ -285,10 +298,10 @@ def _work(maker: BatchMaker, buffers: _Buffers, tasks: Any, results: connection.
         cv2.setNumThreads(1)
     with suppress(EOFError, OSError):  # the training process is gone
         while True:
-            number, slot, start, samples, epoch = tasks.get()
+            number, slot, start, end, epoch = tasks.get()
             answer: Filled | BaseException
             try:
-                answer = maker.fill(buffers[slot][start:], samples, epoch)
+                answer = maker.fill(buffers[slot][start:end], buffers.samples[slot, start:end].copy(), epoch)
             except Exception as error:
                 answer = _portable(error)
             results.send((number, start, answer))
