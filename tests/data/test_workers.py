@@ -9,8 +9,6 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.queues import SimpleQueue
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +86,7 @@ class Slow:
 
     def fill(self, images: np.ndarray, samples: np.ndarray, epoch: int | None) -> Filled:
         time.sleep(self.seconds * len(samples))
-        images[: len(samples)] = samples[:, None, None, None]
+        images[: len(samples)] = (samples % 256)[:, None, None, None]
         return Filled(samples)
 
     def batch(self, images: np.ndarray, filled: Filled, epoch: int) -> Batch:
@@ -134,8 +132,15 @@ def test_pixels_in_memory_are_not_copied_into_every_worker():
 
 def test_pieces_on_their_way_fit_into_the_smallest_pipe():
     """Or the training process could wait for a worker to take one, and that for its answer to be read."""
-    task = ForkingPickler.dumps((10**6, 10**3, 10**5, 10**5, 10**4))
-    assert workers._MOST_SENT * (len(task) + 4) <= 4096
+    assert workers._MOST_SENT * workers._TASK.size <= 4096
+
+
+def test_many_workers_take_every_piece_once():
+    """They read from one pipe without a lock, whose pages end within a task."""
+    requests = [Request(np.arange(k, k + 600), 0) for k in range(60)]
+    with closing(Workers(Slow(0), iter(requests), 600, most=6).batches()) as made:
+        for request, batch in zip(requests, made, strict=True):
+            assert np.array_equal(batch.images[:, 0, 0, 0], request.samples % 256)
 
 
 def now() -> list[int]:
@@ -181,12 +186,3 @@ def test_a_second_worker_that_cannot_be_started_leaves_no_first_one(monkeypatch)
     with pytest.raises(MachineError, match=r"died .*Resource temporarily unavailable.*lower data.workers"):
         next(Workers(Slow(0), iter([Request(np.arange(4), 0)]), 4, most=2).batches())
     assert started and now()[1] == before
-
-
-def test_a_full_dev_shm_is_named(monkeypatch):
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(SimpleQueue, "__init__", full)
-    with pytest.raises(MachineError, match=r"^/dev/shm has no room .* raise --shm-size, or set data.workers=0$"):
-        next(Workers(Slow(0), iter([Request(np.arange(4), 0)]), 4, most=1).batches())

@@ -436,5 +436,5 @@ def index_arrays(split: str, source: Source, known: list[Known]) -> dict[str, ND
 
 def index_file(arrays: dict[str, NDArray[Any]], document: dict[str, Any]) -> bytes:
     """The content of an index: its arrays with their checksums, and a document on the whole."""
-    checksums = {name: zlib.crc32(array) for name, array in arrays.items()}
+    checksums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
     return bytes(save(arrays, {"convoy.pack": json.dumps(document | {"index": checksums})}))

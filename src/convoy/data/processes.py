@@ -40,8 +40,8 @@ def follow_parent() -> None:
 
 
 def _start_tracker() -> None:
-    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of the queues
-    to the workers. Its warning is silenced: it would stand among the messages on the killed process.
+    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of a
+    pool's queues. Its warning is silenced: it would stand among the messages on the killed process.
     """
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING

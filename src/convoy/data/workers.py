@@ -4,10 +4,10 @@ A batch is cut into pieces, and whichever worker is free takes the next one; wha
 numbers of samples. A buffer is written to again when nobody has its batch any more.
 """
 
-import errno
 import os
 import pickle
 import select
+import struct
 import time
 import traceback
 import weakref
@@ -32,8 +32,14 @@ from convoy.errors import ConvoyError, MachineError
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
 _AHEAD, _SAMPLES_AHEAD = 3, 512
 """Batches, and samples, that are made before they are asked for, beside those that keep every worker busy."""
+_TASK = struct.Struct("5q")
+"""Of a piece: number of the batch, its buffer, first and last place in that (exclusive), and epoch, or -1 for none.
+
+The workers read from one pipe. It has whole tasks only, as nobody writes or reads anything else, and what is as short
+is written and read at once: no lock is needed, which a worker that dies could keep.
+"""
 _MOST_SENT = 64
-"""Pieces that are on their way; any pipe takes so many without waiting for its reader (of some 50 bytes each)."""
+"""Pieces that are on their way. The smallest pipe takes so many, so that sending never waits for a worker."""
 _WAITED, _LOOK_EVERY = 0.01, 5
 """Part of the time spent waiting from which on other workers start, and after how many batches that is looked at."""
 
@@ -51,13 +57,17 @@ class Request:
     epoch: int | None = None
 
 
+_Answer = tuple[int, list[tuple[int, str]]] | Exception
+"""How many pictures of a piece were written, and which could not be read; or what went wrong."""
+
+
 @dataclass
 class _Pending:
     """A batch that is being made: its buffer, and what became of its pieces, by their starts."""
 
     request: Request
     slot: int
-    pieces: dict[int, Filled | BaseException | None] = field(default_factory=dict)
+    pieces: dict[int, _Answer | None] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -101,7 +111,7 @@ class Workers:
         self._unsent: deque[tuple[int, int]] = deque()  # number of a batch, start of the piece
         self._first = self._last = self._sent = 0
         self._context = forkserver(__name__)
-        self._tasks: Any = None
+        self._taken, self._tasks = self._context.Pipe(duplex=False)
         self._processes: dict[connection.Connection, BaseProcess] = {}
         # One for all waits: those of multiprocessing set up a selector each time.
         self._poll, self._speakers = select.poll(), dict[int, tuple[connection.Connection, BaseProcess]]()
@@ -141,14 +151,15 @@ class Workers:
             process.join()
             process.close()
             results.close()
+        self._taken.close()
+        self._tasks.close()
 
     def _start(self, number: int) -> None:
         """Start so many processes more. Raises MachineError."""
         try:
-            self._tasks = self._tasks or self._context.SimpleQueue()
             for _ in range(number):
                 results, theirs = self._context.Pipe(duplex=False)
-                given = self._maker, self._buffers, self._tasks, theirs
+                given = self._maker, self._buffers, self._taken, theirs
                 process = self._context.Process(target=_work, args=given, name="convoy-pictures", daemon=True)
                 process.start()
                 theirs.close()
@@ -157,11 +168,6 @@ class Workers:
                     self._speakers[speaker] = results, process
                     self._poll.register(speaker, select.POLLIN)
         except (OSError, EOFError) as error:
-            if getattr(error, "errno", None) == errno.ENOSPC:
-                raise MachineError(
-                    "/dev/shm has no room for the queue of the processes that load pictures: empty it, in a container "
-                    "raise --shm-size, or set data.workers=0"
-                ) from error
             raise _died(error) from error
 
     def _send(self) -> bool:
@@ -179,8 +185,8 @@ class Workers:
         while self._unsent and self._sent < _MOST_SENT:
             number, start = self._unsent.popleft()
             pending = self._pending[number - self._first]
-            end = min(start + self._piece, len(pending.request.samples))
-            self._tasks.put((number, pending.slot, start, end, pending.request.epoch))
+            end, epoch = min(start + self._piece, len(pending.request.samples)), pending.request.epoch
+            os.write(self._tasks.fileno(), _TASK.pack(number, pending.slot, start, end, -1 if epoch is None else epoch))
             self._sent += 1
         return bool(self._pending)
 
@@ -204,15 +210,19 @@ class Workers:
 
     def _finished(self, pending: _Pending) -> Batch:
         """The batch in its buffer, or in a copy where the last free buffer would go; errors come with their batch."""
-        for answer in pending.pieces.values():
-            if isinstance(answer, BaseException):
+        kept: list[int] = []
+        bad: list[tuple[int, str]] = []
+        for start, answer in pending.pieces.items():
+            assert answer is not None
+            if isinstance(answer, Exception):
                 raise answer
-        request, images = pending.request, self._buffers.hand_out(pending.slot, copied=not self._buffers.free)
-        parts = [(start, filled) for start, filled in pending.pieces.items() if isinstance(filled, Filled)]
-        samples = np.concatenate([filled.samples for _, filled in parts]) if parts else request.samples
-        if len(samples) < len(request.samples):  # of an evaluation, some of whose pictures cannot be read
-            images = np.concatenate([images[start : start + len(filled.samples)] for start, filled in parts])
-        bad = [one for _, filled in parts for one in filled.bad]
+            kept += range(start, start + answer[0])
+            bad += answer[1]
+        request, slot = pending.request, pending.slot
+        samples = self._buffers.samples[slot, : len(request.samples)].copy()
+        images = self._buffers.hand_out(slot, copied=not self._buffers.free)
+        if len(kept) < len(samples):  # of an evaluation, some of whose pictures cannot be read
+            images, samples = images[kept], samples[kept]
         batch = self._maker.batch(images, Filled(samples, bad), request.epoch or 0)
         if self._pinned:
             batch.labels = batch.labels.pin_memory()
@@ -238,7 +248,7 @@ class _Buffers:
     """The buffers of batches, in shared memory: uint8 [buffers, samples, channels, height, width].
 
     Attributes:
-        samples: int64 [buffers, samples], the numbers of the samples that each is to get.
+        samples: int64 [buffers, samples], the numbers of the samples that each is to get, then of those that it got.
         free: buffers that nobody uses.
     """
 
@@ -286,7 +296,7 @@ def _died(why: object) -> MachineError:
     )
 
 
-def _work(maker: BatchMaker, buffers: _Buffers, tasks: Any, results: connection.Connection) -> None:
+def _work(maker: BatchMaker, buffers: _Buffers, tasks: connection.Connection, results: connection.Connection) -> None:
     """A worker process."""
     follow_parent()
     torch.set_num_threads(1)
@@ -296,12 +306,15 @@ def _work(maker: BatchMaker, buffers: _Buffers, tasks: Any, results: connection.
         import cv2
 
         cv2.setNumThreads(1)
-    with suppress(EOFError, OSError):  # the training process is gone
-        while True:
-            number, slot, start, end, epoch = tasks.get()
-            answer: Filled | BaseException
+    with suppress(OSError):  # the training process is gone
+        while task := os.read(tasks.fileno(), _TASK.size):
+            number, slot, start, end, epoch = _TASK.unpack(task)
+            answer: _Answer
             try:
-                answer = maker.fill(buffers[slot][start:end], buffers.samples[slot, start:end].copy(), epoch)
+                samples = buffers.samples[slot, start:end]
+                filled = maker.fill(buffers[slot][start:end], samples.copy(), None if epoch < 0 else epoch)
+                samples[: len(filled.samples)] = filled.samples
+                answer = len(filled.samples), filled.bad
             except Exception as error:
                 answer = _portable(error)
             results.send((number, start, answer))
