@@ -3,11 +3,13 @@
     python benchmarks/input.py --data PHOTOGRAPHS
     python benchmarks/input.py --data PHOTOGRAPHS --sides convoy pillow --seconds 5
     python benchmarks/input.py --data PHOTOGRAPHS --trainer 0.6
+    python benchmarks/input.py --data PHOTOGRAPHS --before OTHER/src
     python benchmarks/input.py --samples 1300000
 
 Every side runs in processes of its own and gives batches of uint8 pictures, 224 pixels wide: a random part, resized,
 every second one mirrored. After a first second the pictures are counted, and the time that all cores spent on these
-processes. The claim: convoy gives the most pictures for a core's second in each class.
+processes. The claim: convoy gives the most pictures for a core's second in each class. `--before` is another version of
+Convoy, as from `git worktree add OTHER COMMIT`.
 """
 
 import argparse
@@ -52,6 +54,9 @@ def convoy(path: Path, kind: str, workers: int | None, decoder: str | None = "tu
 
 def convoy_pillow(path: Path, kind: str, workers: int) -> Iterator[Any]:
     return convoy(path, kind, workers, None)
+
+
+BEFORE = "convoy before"
 
 
 def plain_crop(image: Image.Image) -> np.ndarray:
@@ -115,12 +120,7 @@ def timm(path: Path, kind: str, workers: int) -> Iterator[Any]:
         persistent_workers=True,
         pin_memory=False,
     )
-    return endless(batch[0] for batch in _again(loader.loader))  # before it is normalized
-
-
-def _again(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
+    return (batch[0] for batch in endless(loader.loader))  # before it is normalized
 
 
 def _from_bytes(sample: Any) -> torch.Tensor:
@@ -172,6 +172,7 @@ SIDES: dict[str, tuple[Callable[[Path, str, int], Iterator[Any]], str, dict[str,
     # how batches are made, the module it needs, and the form of the data for each class
     "convoy": (convoy, "convoy", {"files": "files", "packed": "packed", "raw": "raw"}),
     "convoy, pillow": (convoy_pillow, "convoy", {"files": "files", "packed": "packed", "raw": "raw"}),
+    BEFORE: (convoy_pillow, "convoy", {"files": "files", "packed": "packed", "raw": "raw"}),
     "torch + Pillow": (torch_pillow, "torch", {"files": "files", "packed": "packed-files", "raw": "raw-files"}),
     "timm": (timm, "timm", {"files": "files", "packed": "packed-files", "raw": "raw-files"}),
     "webdataset": (webdataset, "webdataset", {"files": "tars", "packed": "packed", "raw": "raw"}),
@@ -259,23 +260,23 @@ def train(side: str, path: Path, kind: str, share: float, seconds: float) -> dic
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)
     layer = torch.nn.Conv2d(32, 32, 3, padding=1)
-    images = torch.randn(16, 32, 56, 56)
+    images = torch.randn(4, 32, 56, 56)
 
     def update(times: int) -> None:
         for _ in range(times):
             layer(images).sum().backward()
 
-    update(5)
+    update(20)
     began = time.perf_counter()
-    update(50)
-    unit = (time.perf_counter() - began) / 50
+    update(200)
+    unit = (time.perf_counter() - began) / 200
     batches = SIDES[side][0](path, kind, cores)
     for _ in range(10):
         next(batches)
     began = time.perf_counter()
-    for _ in range(20):
+    for _ in range(50):
         next(batches)
-    loading = (time.perf_counter() - began) / 20
+    loading = (time.perf_counter() - began) / 50
     times = max(round(loading * share / (1 - share) / unit), 1)
     batches = convoy_adapting(path) if side == "convoy" else SIDES[side][0](path, kind, cores)
     for _ in range(10):
@@ -299,7 +300,9 @@ def convoy_adapting(path: Path) -> Iterator[Any]:
 def in_a_session(*arguments: str) -> dict[str, float] | None:
     """`measure` of a side by a fresh process; None where it fails."""
     command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=QUIET)
+    paths = [os.environ.get("CONVOY_BEFORE", "") if BEFORE in arguments else "", os.environ.get("PYTHONPATH", "")]
+    env = QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=env)
     if done.returncode:
         print(f"{arguments}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
         return None
@@ -340,7 +343,7 @@ def compare(
                 )
 
 
-def waits(photographs: Path, sides: list[str], classes: list[str], share: float, seconds: float) -> None:
+def waits(photographs: Path, sides: list[str], classes: list[str], share: float, seconds: float, rounds: int) -> None:
     """How long a trainer waits for data, as a table."""
     print(machine.sentence(machine.describe()))
     print(
@@ -351,19 +354,22 @@ def waits(photographs: Path, sides: list[str], classes: list[str], share: float,
     with tempfile.TemporaryDirectory() as folder:
         forms = prepare(photographs, Path(folder), sides)
         for kind in classes:
-            for side in sides:
-                path = str(forms[SIDES[side][2][kind]])
-                one = in_a_session("--trainer", str(share), "--one", side, path, kind, "0", str(seconds))
-                if one is not None:
-                    alone = f"{one['network_s'] * 1e3:.0f} ms | {one['loading_s'] * 1e3:.0f} ms"
+            found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+            for _ in range(rounds):
+                for side in sides:
+                    path = str(forms[SIDES[side][2][kind]])
+                    one = in_a_session("--trainer", str(share), "--one", side, path, kind, "0", str(seconds))
+                    found[side] += [one] if one is not None else []
+            for side, own in found.items():
+                if own:
+                    one = {key: statistics.median(each[key] for each in own) for key in own[0]}
+                    alone = f"{one['network_s'] * 1e3:.1f} ms | {one['loading_s'] * 1e3:.1f} ms"
                     print(f"| {side}, {kind} | {one['waits']:.1%} | {one['per_s']:,.0f} | {alone} |", flush=True)
 
 
 def grow(folder: Path, samples: int) -> None:
     """What the index of so many made-up samples takes: on disk, in time and memory to open, and of a worker."""
-    from safetensors.numpy import save
-
-    from convoy.data.pack import INDEX, PER_SHARD, Known, PackOptions, Statistics, index_arrays, shard_name
+    from convoy.data.pack import INDEX, PER_SHARD, Known, PackOptions, Statistics, index_arrays, index_file, shard_name
 
     rng = np.random.default_rng(0)
     sizes = rng.integers(10_000, 60_000, samples)
@@ -377,7 +383,7 @@ def grow(folder: Path, samples: int) -> None:
     what = {"version": 1, "name": "made", "format": "folder", "options": vars(PackOptions())}
     what |= {"classes": [f"n{k:08d}" for k in range(1000)], "statistics": {"data": vars(Statistics(samples))}}
     what |= {"shards": {shard_name("data", number): 2**28 for number in range(len(known))}}
-    (folder / INDEX).write_bytes(save(index_arrays("data", made, known), {"convoy.pack": json.dumps(what)}))  # type: ignore[arg-type]
+    (folder / INDEX).write_bytes(index_file(index_arrays("data", made, known), what))  # type: ignore[arg-type]
     print(f"index of {samples:,} samples: {(folder / INDEX).stat().st_size / 1e6:.0f} MB")
 
 
@@ -410,7 +416,7 @@ def opened(folder: Path) -> None:
     print(f"opened in {time.perf_counter() - began:.2f} s, {megabytes('Rss') - before:.0f} MB")
     for worker, part in (("with none of them", source.subset(np.arange(10))), ("with all", source)):
         began = time.perf_counter()
-        process = forkserver("convoy.data.workers").Process(target=_look, args=(part, worker))
+        process = forkserver("convoy.data.packed").Process(target=_look, args=(part, worker))
         process.start()
         process.join()
 
@@ -431,6 +437,7 @@ def main() -> None:
         help="a folder of photographs by classes",
     )
     parser.add_argument("--sides", nargs="+", choices=SIDES)
+    parser.add_argument("--before", type=Path, metavar="SRC", help="another version of Convoy, as a side of its own")
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--seconds", type=float, default=4.0)
@@ -452,8 +459,12 @@ def main() -> None:
             opened(Path(folder))
         return
     sides = options.sides or [name for name, (_, module, _) in SIDES.items() if importlib.util.find_spec(module)]
+    if options.before:
+        os.environ["CONVOY_BEFORE"] = str(options.before)
+    else:
+        sides = [side for side in sides if side != BEFORE]
     if options.trainer:
-        waits(options.data, sides, options.classes, options.trainer, options.seconds)
+        waits(options.data, sides, options.classes, options.trainer, options.seconds, options.rounds)
     else:
         compare(options.data, sides, options.classes, options.workers, options.seconds, options.rounds)
 

@@ -182,12 +182,15 @@ class Workers:
             self._pending.append(_Pending(request, slot, dict.fromkeys(starts)))
             self._unsent.extend((self._last, start) for start in starts)
             self._last += 1
+        tasks = b""
         while self._unsent and self._sent < _MOST_SENT:
             number, start = self._unsent.popleft()
             pending = self._pending[number - self._first]
             end, epoch = min(start + self._piece, len(pending.request.samples)), pending.request.epoch
-            os.write(self._tasks.fileno(), _TASK.pack(number, pending.slot, start, end, -1 if epoch is None else epoch))
+            tasks += _TASK.pack(number, pending.slot, start, end, -1 if epoch is None else epoch)
             self._sent += 1
+        if tasks:
+            os.write(self._tasks.fileno(), tasks)
         return bool(self._pending)
 
     def _receive(self) -> None:
@@ -258,6 +261,7 @@ class _Buffers:
         self._memory = memory or SharedMemory(self._begin + shape[0] * self._size)
         self.samples = np.frombuffer(self._memory.bytes, np.int64, num).reshape(shape[:2])
         self.free = deque(range(shape[0]))
+        self._out: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
 
     def __reduce__(self) -> Any:
         return _Buffers, (self._shape, self._memory)
@@ -275,8 +279,8 @@ class _Buffers:
         if copied:
             self.free.append(slot)
             return self[slot].copy()
-        pixels = np.frombuffer(self._bytes(slot), np.uint8)
-        weakref.finalize(pixels, self.free.append, slot).atexit = False
+        pixels, free = np.frombuffer(self._bytes(slot), np.uint8), self.free
+        self._out[slot] = weakref.ref(pixels, lambda _: free.append(slot))
         return pixels.reshape(self._shape[1:])
 
     def pin(self) -> bool:
