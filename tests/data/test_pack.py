@@ -178,8 +178,9 @@ if __name__ == "__main__":
     kind, opened = open_files(DataConfig(path=sys.argv[1]))
 
     def said(what, done, total):
-        print(done, flush=True)
-        time.sleep(60)
+        if done:
+            print(done, flush=True)
+            time.sleep(60)
 
     pack.pack(kind, opened, Path(sys.argv[2]), pack.PackOptions(), said, 1)
 """

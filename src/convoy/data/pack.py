@@ -329,12 +329,18 @@ def _write_shards(
     left = [shard for shard in shards if not shard.is_complete(folder)]
     total = sum(len(source) for source in splits.values())
     done = total - sum(len(shard.samples) for shard in left)
-    if progress and done:
+    if progress:
         progress("packing", done, total)
     if not left:
         return
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(min(processes, len(left)), forkserver(__name__), _enter, (splits, options))
+    try:
+        pool = ProcessPoolExecutor(min(processes, len(left)), forkserver(__name__), _enter, (splits, options))
+    except OSError as error:  # of the semaphores of its queues
+        raise MachineError(
+            f"processes that pack cannot be started ({error.strerror}): /dev/shm may be full; in a container, raise "
+            "--shm-size"
+        ) from error
     try:
         labels = {split: source.labels for split, source in splits.items()}
         futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in left}
