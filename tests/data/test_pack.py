@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 
 from convoy.data import AugmentConfig, DataConfig, Order, open_data, pack, training_batches
 from convoy.data.dataset import open_files
 from convoy.data.decode import open_picture, suffix_of
-from convoy.data.pack import INDEX, UNFINISHED, PackOptions, Statistics
+from convoy.data.pack_format import INDEX, UNFINISHED, PackOptions, Statistics, index_file
 from convoy.data.packed import Pack, PackedSource, damaged, unpack
 from convoy.errors import ConvoyError, MachineError
 from data.made import encoded, picture, tar_members, write_cifar, write_folder, write_mnist, write_parquet, write_tar
@@ -170,7 +171,7 @@ def test_a_broken_picture_is_named_and_the_rest_goes_on_when_it_is_mended(tmp_pa
 KILLED = """
 import sys, time
 from pathlib import Path
-from convoy.data import DataConfig, pack
+from convoy.data import DataConfig, pack, pack_format
 from convoy.data.dataset import open_files
 
 if __name__ == "__main__":
@@ -182,7 +183,7 @@ if __name__ == "__main__":
             print(done, flush=True)
             time.sleep(60)
 
-    pack.pack(kind, opened, Path(sys.argv[2]), pack.PackOptions(), said, 1)
+    pack.pack(kind, opened, Path(sys.argv[2]), pack_format.PackOptions(), said, 1)
 """
 
 
@@ -380,6 +381,34 @@ def test_a_label_that_has_changed_in_the_index_is_refused(tmp_path, photos):
     content = index.read_bytes()
     assert content.count(labels) == 1
     index.write_bytes(content.replace(labels, labels[:-4] + b"\1" + labels[-3:]))
+    with pytest.raises(ConvoyError, match=r"index.safetensors is cut off or damaged"):
+        open_data(DataConfig(path=str(tmp_path / "packed")))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("train.shard", lambda array: array + 2**30),
+        ("train.shard", lambda array: array - 1),
+        ("train.size", lambda array: array + 2**30),
+        ("train.label", lambda array: array[:-1]),
+        ("train.label", lambda array: array[:0]),
+        ("train.name_end", lambda array: array[::-1].copy()),
+        ("train.name_end", lambda array: array + 10**6),
+        ("shards", lambda shards: {"../" + name: size for name, size in shards.items()}),
+        ("statistics", lambda splits: {"../" + split: each for split, each in splits.items()}),
+        ("classes", lambda _: None),
+    ],
+)
+def test_an_index_of_a_strangers_leads_nowhere_and_fills_no_memory(tmp_path, photos, name, change):
+    packed(photos, tmp_path / "packed")
+    index = tmp_path / "packed" / INDEX
+    with safe_open(index, "np") as file:
+        arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        document = json.loads(file.metadata()["convoy.pack"])
+    place = arrays if name in arrays else document
+    place[name] = change(place[name])
+    index.write_bytes(index_file(arrays, document))
     with pytest.raises(ConvoyError, match=r"index.safetensors is cut off or damaged"):
         open_data(DataConfig(path=str(tmp_path / "packed")))
 

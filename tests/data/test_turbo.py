@@ -4,9 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from convoy.data import AugmentConfig, DataConfig, evaluation_batches, open_data, turbo
+from convoy.data import AugmentConfig, DataConfig, Order, evaluation_batches, open_data, training_batches, turbo
 from convoy.data.batch import BatchMaker
 from convoy.data.decode import oriented
 from convoy.data.transforms import Geometry
@@ -119,6 +120,25 @@ def test_threads_have_buffers_of_their_own():
     with ThreadPoolExecutor(4) as pool:
         for found, expected in zip(pool.map(one, range(len(files))), alone, strict=True):
             assert np.array_equal(found[0], expected[1])
+
+
+@installed
+def test_pixels_are_a_function_of_seed_epoch_and_sample(tmp_path):
+    """Whatever makes them: this process, in which OpenCV has threads, workers, or several ranks."""
+    write_folder(tmp_path / "train", num=8, width=500, height=400)
+    write_folder(tmp_path / "val", num=1)
+    section = DataConfig(path=str(tmp_path), decoder="turbo", augment=AugmentConfig(**CROP))
+
+    def made(workers: int, positions: range | None = None) -> torch.Tensor:
+        own = section.model_copy(update={"workers": workers})
+        data = open_data(own)
+        order = Order(len(data.train), 8, seed=5)
+        made = training_batches(data, own, order, first_update=1, num_updates=3, seed=5, positions=positions)
+        return torch.stack([batch.images for batch in made])
+
+    plain = made(0)
+    assert torch.equal(made(2), plain)
+    assert torch.equal(torch.cat([made(1, range(3)), made(0, range(3, 8))], dim=1), plain)
 
 
 @installed

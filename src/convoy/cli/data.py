@@ -149,8 +149,8 @@ def pack(
         raise ConvoyError(f"{dest} lies in the data set itself: name a folder beside it for the pack")
     from convoy.data.config import DataConfig
     from convoy.data.dataset import open_files
-    from convoy.data.pack import PackOptions
     from convoy.data.pack import pack as write
+    from convoy.data.pack_format import PackOptions
     from convoy.launch.cores import cores_allowed, own_cores
 
     with _progress(as_json) as progress:

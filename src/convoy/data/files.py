@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from convoy.data.sources import Source
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 from convoy.terminal import printable
 
 _WORDS = {
@@ -46,6 +46,17 @@ def reading(path: Path) -> Iterator[None]:
         raise ConvoyError(f"{shown(path)} may not be read: give yourself permission (chmod u+r)") from None
     except OSError as error:
         raise ConvoyError(f"{shown(path)} cannot be read: {error.strerror or error}") from None
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns a failure of the operating system, as a full disk, into a MachineError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"{shown(folder)} cannot be written ({error.strerror or error}): mend that, and run the same again"
+        ) from error
 
 
 @contextmanager

@@ -1,13 +1,4 @@
-"""Packs: a data set as WebDataset tars that read sequentially, with an index, for `convoy data pack`.
-
-A pack is a folder of `train-000000.tar`, …, and `test-000000.tar`, … (`data-000000.tar`, … where the data set has no
-split of its own), which any reader of WebDataset takes, `classes.txt`, and `index.safetensors`: where every picture
-lies, its label, checksum and name. Samples have the numbers that they have in the original, so a run sees them in the
-same order.
-
-The index is written last. Until then the folder `.packing` says what is being packed, and keeps what is known of the
-shards that are complete, so that a pack that was interrupted goes on where it stopped; nobody reads it before.
-"""
+"""Packs: a data set as WebDataset tars that read sequentially, with an index, for `convoy data pack`."""
 
 import fcntl
 import io
@@ -28,93 +19,29 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors.numpy import save
 
 from convoy.data.decode import BadImage, finish_picture, open_picture, suffix_of, upright_size
-from convoy.data.files import Opened, shown
+from convoy.data.files import Opened, shown, writing
+from convoy.data.pack_format import (
+    INDEX,
+    PER_SHARD,
+    SPLITS,
+    UNFINISHED,
+    VERSION,
+    Known,
+    PackOptions,
+    Statistics,
+    index_arrays,
+    index_file,
+    shard_name,
+)
 from convoy.data.processes import follow_parent, forkserver
 from convoy.data.sources import EncodedSource, Progress, Source
 from convoy.data.webdataset import CLASS_NAMES
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import unwritable, write_atomically, write_json, write_text
 
-INDEX, UNFINISHED = "index.safetensors", ".packing"
-VERSION = 1
-PER_SHARD = 2048
 _TAR_BLOCK = 512
-
-
-@dataclass(frozen=True)
-class PackOptions:
-    """How pictures are stored.
-
-    Attributes:
-        short_side: larger pictures are resized to it, in pixels; None leaves all as they are.
-        raw: pixels (PPM) instead of picture files.
-        quality: of JPEG, for pictures that were resized, 1 to 95.
-    """
-
-    short_side: int | None = None
-    raw: bool = False
-    quality: int = 90
-
-    def __str__(self) -> str:
-        side = f"short side at most {self.short_side}" if self.short_side else "size as in the original"
-        if self.raw:
-            return f"raw pixels, {side}"
-        return f"{side}, JPEG of quality {self.quality} where resized" if self.short_side else f"files and {side}"
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Of the pictures of a split.
-
-    Attributes:
-        images: how many.
-        original_bytes: of the original's files; 0 where it keeps pixels.
-        stored_bytes: of the pictures in the pack.
-        smallest: short side of the smallest picture of the original.
-        largest: long side of the largest.
-        pixels: of all stored pictures, for each channel.
-        sums: of the stored pixels, 0 to 255, of each channel (red, green, blue; those of grey ones are alike).
-        squares: sums of their squares.
-    """
-
-    images: int = 0
-    original_bytes: int = 0
-    stored_bytes: int = 0
-    smallest: int = 2**31
-    largest: int = 0
-    pixels: int = 0
-    sums: tuple[int, int, int] = (0, 0, 0)
-    squares: tuple[int, int, int] = (0, 0, 0)
-
-    def __add__(self, other: "Statistics") -> "Statistics":
-        def added(ours: tuple[int, int, int], theirs: tuple[int, int, int]) -> tuple[int, int, int]:
-            return ours[0] + theirs[0], ours[1] + theirs[1], ours[2] + theirs[2]
-
-        return Statistics(
-            self.images + other.images,
-            self.original_bytes + other.original_bytes,
-            self.stored_bytes + other.stored_bytes,
-            min(self.smallest, other.smallest),
-            max(self.largest, other.largest),
-            self.pixels + other.pixels,
-            added(self.sums, other.sums),
-            added(self.squares, other.squares),
-        )
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """Of each channel, pixels from 0 to 1."""
-        return tuple(round(each / max(self.pixels, 1) / 255, 4) for each in self.sums)
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """Standard deviation of each channel, pixels from 0 to 1."""
-        means = (each / max(self.pixels, 1) for each in self.sums)
-        pairs = zip(self.squares, means, strict=True)
-        return tuple(round(max(each / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for each, mean in pairs)
 
 
 class _Stored(NamedTuple):
@@ -145,9 +72,8 @@ def pack(
         ConvoyError: a picture cannot be read, or the folder is taken, or holds an unfinished pack of something else.
         MachineError: a process died.
     """
-    splits = {"train": opened.train} | ({"test": opened.test} if opened.test is not None else {})
-    names = list(splits) if opened.test is not None else ["data"]  # without the word, the shards name no split
-    splits = dict(zip(names, splits.values(), strict=True))
+    sources = [opened.train, opened.test] if opened.test is not None else [opened.train]
+    splits = dict(zip(SPLITS[0] if len(sources) == 2 else SPLITS[1], sources, strict=True))
     what = {
         "version": VERSION,
         "name": opened.name,
@@ -227,27 +153,6 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
             yield
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turns a failure of the operating system, as a full disk, into a MachineError that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"{shown(folder)} cannot be written ({error.strerror or error}): mend that, and run the same again"
-        ) from error
-
-
-class Known(NamedTuple):
-    """What is known of a complete shard: offset, size and CRC-32 of its pictures [n], and their statistics."""
-
-    number: int
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    crc32: NDArray[np.uint32]
-    statistics: Statistics
-
-
 @dataclass(frozen=True)
 class _Shard:
     """Consecutive samples of a split."""
@@ -304,11 +209,6 @@ class _Shard:
             )
             content = file.getvalue()
         write_atomically(self._notes(folder), lambda path: path.write_bytes(content))
-
-
-def shard_name(split: str, number: int) -> str:
-    """Of a tar."""
-    return f"{split}-{number:06d}.tar"
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -423,24 +323,3 @@ def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     with io.BytesIO() as file:
         image.save(file, kind, **options)
         return file.getvalue()
-
-
-def index_arrays(split: str, source: Source, known: list[Known]) -> dict[str, NDArray[Any]]:
-    """The arrays of a split: where its pictures lie, their labels, checksums and names."""
-    names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
-    shards = np.repeat([each.number for each in known], [len(each.offsets) for each in known])
-    return {
-        f"{split}.shard": shards.astype(np.int32),
-        f"{split}.offset": np.concatenate([each.offsets for each in known]),
-        f"{split}.size": np.concatenate([each.sizes for each in known]).astype(np.int32),
-        f"{split}.crc32": np.concatenate([each.crc32 for each in known]),
-        f"{split}.label": source.labels.astype(np.int32),
-        f"{split}.name_end": np.cumsum([len(name) for name in names], dtype=np.int64),
-        f"{split}.names": np.frombuffer(b"".join(names), np.uint8),
-    }
-
-
-def index_file(arrays: dict[str, NDArray[Any]], document: dict[str, Any]) -> bytes:
-    """The content of an index: its arrays with their checksums, and a document on the whole."""
-    checksums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
-    return bytes(save(arrays, {"convoy.pack": json.dumps(document | {"index": checksums})}))

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from convoy.data.decode import BadImage, open_picture, suffix_of
-from convoy.data.files import Opened, check_range, reading, shown
-from convoy.data.folder import SUFFIXES
+from convoy.data.files import Opened, check_range, reading, shown, writing
+from convoy.data.folder import MAX_PICTURE_BYTES, SUFFIXES
 from convoy.data.memory import Names, SharedBytes
-from convoy.data.pack import INDEX, UNFINISHED, VERSION, PackOptions, Statistics, shard_name, writing
+from convoy.data.pack_format import INDEX, SPLITS, UNFINISHED, VERSION, PackOptions, Statistics, shard_name
 from convoy.data.sources import Progress
 from convoy.data.webdataset import TarSource
 from convoy.errors import ConvoyError
@@ -57,6 +57,7 @@ class Pack:
     classes: list[str]
     options: PackOptions
     statistics: dict[str, Statistics]
+    _shards: dict[str, int]
     _checksums: dict[str, int]
 
     @classmethod
@@ -81,13 +82,15 @@ class Pack:
                 split: Statistics(**(each | {key: tuple(each[key]) for key in ("sums", "squares")}))
                 for split, each in found["statistics"].items()
             }
-            options = PackOptions(**found["options"])
-            checksums = dict(found["index"])
-            pack = cls(path, found["name"], found["format"], list(found["classes"]), options, statistics, checksums)
+            if list(statistics) not in SPLITS or any(name != Path(name).name for name in shards):
+                raise ValueError
+            options, checksums = PackOptions(**found["options"]), dict(found["index"])
+            classes = [str(name) for name in found["classes"]]
+            pack = cls(path, found["name"], found["format"], classes, options, statistics, shards, checksums)
         except ConvoyError:
             raise
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
-            raise ConvoyError(f"{shown(index)} is cut off or damaged: pack the data again") from None
+            raise _damaged(index) from None
         for name, size in shards.items():
             with reading(path / name):
                 now = (path / name).stat().st_size
@@ -109,17 +112,23 @@ class Pack:
         except SafetensorError:
             arrays = {}
         if not arrays or any(zlib.crc32(array) != self._checksums.get(name) for name, array in arrays.items()):
-            raise ConvoyError(f"{shown(index)} is cut off or damaged: pack the data again")
+            raise _damaged(index)
         return list(arrays.values())
 
     def source(self, split: str) -> PackedSource:
-        """The pictures of a split."""
-        shard, offset, size, label, names, ends = self.arrays(
-            split, "shard", "offset", "size", "label", "names", "name_end"
-        )
-        places = np.stack([shard, offset, size], axis=1).astype(np.int64)
-        num = int(shard.max(initial=-1)) + 1
-        files = [self.path / shard_name(split, number) for number in range(num)]
+        """The pictures of a split. Raises ConvoyError."""
+        *parts, label, names, ends = self.arrays(split, "shard", "offset", "size", "label", "names", "name_end")
+        lengths = {len(array) for array in (*parts, label, ends)}
+        places = np.stack(parts, axis=1).astype(np.int64) if len(lengths) == 1 else np.zeros((0, 3), np.int64)
+        if (
+            not len(places)
+            or places.min() < 0
+            or places[:, 0].max() >= len(self._shards)
+            or places[:, 2].max() > MAX_PICTURE_BYTES
+            or np.diff(ends, prepend=0, append=names.size).min() < 0
+        ):
+            raise _damaged(self.path / INDEX)
+        files = [self.path / shard_name(split, number) for number in range(len(self._shards))]
         return PackedSource(files, Names.of(SharedBytes.at(names.tobytes(), ends)), places, label.astype(np.int64))
 
     def opened(self) -> Opened:
@@ -129,6 +138,10 @@ class Pack:
         opened = Opened(self.name, self.classes, first, others[0] if others else None, note=note)
         check_range(self.path, [first, *others], self.classes)
         return opened
+
+
+def _damaged(index: Path) -> ConvoyError:
+    return ConvoyError(f"{shown(index)} is cut off or damaged: pack the data again")
 
 
 def is_pack(path: Path) -> bool:
