@@ -1,6 +1,8 @@
 """What an evaluation counts: the same as sample by sample, quickly, and without waiting for a GPU at every batch."""
 
+import gc
 import heapq
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -129,6 +131,7 @@ class Streams:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.now = "computing"
+        self.done = False
 
     def made(self, name: str) -> Any:
         return SimpleNamespace(name=name, wait_stream=lambda other: self.calls.append(f"{name} waits for {other.name}"))
@@ -143,6 +146,7 @@ class Streams:
         return SimpleNamespace(
             record=lambda: self.calls.append(f"event on {self.now}"),
             synchronize=lambda: self.calls.append("event waited"),
+            query=lambda: self.done,
         )
 
 
@@ -185,8 +189,21 @@ def test_pictures_go_to_a_gpu_and_are_normalized_beside_what_computes(streams: S
         pipeline = InputPipeline(data, torch.device("cuda"), torch.channels_last)  # type: ignore[arg-type]
     for _ in range(2):
         pipeline(SimpleNamespace(images=Pixels(streams)))  # type: ignore[arg-type]
-    one = ["copy to cuda on side", "normalize on side", "computing waits for side", "kept for computing"]
-    assert streams.calls == 2 * one
+    one = ["copy to cuda on side", "normalize on side", "event on side", "computing waits for side"]
+    assert streams.calls == 2 * [*one, "kept for computing"]
+
+
+def test_pictures_on_their_way_to_a_gpu_are_kept(streams: Streams) -> None:
+    """Workers write other pictures to their memory once nobody has them any more."""
+    with patch.object(step, "Normalize", lambda *options: lambda pixels: pixels):
+        pipeline = InputPipeline(SimpleNamespace(mean=(0.5,), std=(0.5,)), torch.device("cuda"), torch.channels_last)  # type: ignore[arg-type]
+    pictures = [Pixels(streams) for _ in range(4)]
+    kept = [weakref.ref(each) for each in pictures]
+    for number in range(4):
+        streams.done = number == 3
+        pipeline(SimpleNamespace(images=pictures.pop(0)))  # type: ignore[arg-type]
+        gc.collect()
+        assert [each() is not None for each in kept] == ([True] * 4 if number < 3 else [False] * 3 + [True])
 
 
 def test_logits_are_waited_for_when_they_are_counted(streams: Streams) -> None:

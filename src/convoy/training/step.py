@@ -48,7 +48,9 @@ class InputPipeline:
             self._copied.popleft()
         with torch.cuda.stream(self._side):
             images = self.normalize(pixels.to(self.device, non_blocking=True))
-            self._copied.append((self._side.record_event(), pixels))
+            event = torch.cuda.Event()
+            event.record()
+        self._copied.append((event, pixels))
         computing = torch.cuda.current_stream(self.device)
         computing.wait_stream(self._side)
         images.record_stream(computing)  # or their memory would be given to the next batch while this one is used
