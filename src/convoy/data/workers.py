@@ -288,6 +288,8 @@ class _Buffers:
         whole = np.frombuffer(self._memory.bytes, np.uint8)
         runtime: Any = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)) != 0:
+            with suppress(RuntimeError):  # or the next kernel would be blamed for it
+                torch.zeros(1, device="cuda")
             return False
         weakref.finalize(self, runtime.cudaHostUnregister, whole.ctypes.data).atexit = False
         return True
