@@ -158,7 +158,8 @@ def test_a_broken_picture_is_named_and_the_rest_goes_on_when_it_is_mended(tmp_pa
     for reader in (open_data, open_files):
         with pytest.raises(ConvoyError, match="is a pack that was interrupted: finish it by the same convoy data pack"):
             reader(DataConfig(path=str(tmp_path / "packed")))
-    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "packed").glob("*.tar")}
+    complete = [tmp_path / "packed" / notes.stem for notes in (tmp_path / "packed" / UNFINISHED).glob("*.npz")]
+    before = {file.name: file.stat().st_mtime_ns for file in complete}
     assert before
     (source / "b" / "001.jpg").write_bytes(good)
     packed(source, tmp_path / "packed")
