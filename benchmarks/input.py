@@ -174,7 +174,7 @@ SIDES: dict[str, tuple[Callable[[Path, str, int], Iterator[Any]], str, dict[str,
     "convoy, pillow": (convoy_pillow, "convoy", {"files": "files", "packed": "packed", "raw": "raw"}),
     BEFORE: (convoy_pillow, "convoy", {"files": "files", "packed": "packed", "raw": "raw"}),
     "torch + Pillow": (torch_pillow, "torch", {"files": "files", "packed": "packed-files", "raw": "raw-files"}),
-    "timm": (timm, "timm", {"files": "files", "packed": "packed-files", "raw": "raw-files"}),
+    "timm": (timm, "timm", {"files": "files", "packed": "packed-files"}),  # it reads no PPM
     "webdataset": (webdataset, "webdataset", {"files": "tars", "packed": "packed", "raw": "raw"}),
     "litdata": (litdata, "litdata", {"files": "litdata", "packed": "packed-litdata", "raw": "raw-litdata"}),
     "streaming": (streaming, "streaming", {"files": "mds", "packed": "packed-mds", "raw": "raw-mds"}),
@@ -324,16 +324,16 @@ def compare(
                 + " |"
             )
             print("| --- |" + " --- |" * (1 + len(workers)))
-            found: dict[str, dict[int, list[dict[str, float]]]] = {side: {n: [] for n in workers} for side in sides}
+            reads = [side for side in sides if kind in SIDES[side][2]]
+            found: dict[str, dict[int, list[dict[str, float]]]] = {side: {n: [] for n in workers} for side in reads}
             for _ in range(rounds):
-                for side in sides:
+                for side in reads:
                     for n in workers:
                         path = forms[SIDES[side][2][kind]]
                         one = in_a_session("--one", side, str(path), kind, str(n), str(seconds))
                         if one is not None:
                             found[side][n].append(one)
-            for side in sides:
-                own = found[side]
+            for side, own in found.items():
                 core = [each["per_core_s"] for n in workers for each in own[n]]
                 walls = [statistics.median(each["per_s"] for each in own[n]) if own[n] else None for n in workers]
                 cells = [statistics.median(core) if core else None, *walls]
@@ -354,9 +354,9 @@ def waits(photographs: Path, sides: list[str], classes: list[str], share: float,
     with tempfile.TemporaryDirectory() as folder:
         forms = prepare(photographs, Path(folder), sides)
         for kind in classes:
-            found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+            found: dict[str, list[dict[str, float]]] = {side: [] for side in sides if kind in SIDES[side][2]}
             for _ in range(rounds):
-                for side in sides:
+                for side in found:
                     path = str(forms[SIDES[side][2][kind]])
                     one = in_a_session("--trainer", str(share), "--one", side, path, kind, "0", str(seconds))
                     found[side] += [one] if one is not None else []
