@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -188,15 +189,17 @@ if __name__ == "__main__":
 """
 
 
-def test_a_pack_that_was_killed_goes_on_and_is_what_it_would_have_been(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_pack_that_was_ended_goes_on_and_is_what_it_would_have_been(tmp_path, monkeypatch, number):
     write_folder(tmp_path / "source", ("a", "b"), num=12)
     script = tmp_path / "script.py"
     script.write_text(KILLED)
     command = [sys.executable, str(script), str(tmp_path / "source"), str(tmp_path / "killed")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert int(process.stdout.readline()) == 3
-        process.kill()
-        assert process.stderr.read() == b""  # up to the end of the last process that has it
+        process.send_signal(number)
+        errors = process.stderr.read()  # up to the end of the last process that has it
+    assert (b"KeyboardInterrupt" in errors) if number == signal.SIGINT else errors == b""
     (tmp_path / "killed" / ".train-000009.tar.1.tmp").write_bytes(b"half")
     monkeypatch.setattr(pack, "PER_SHARD", 3)
     with pytest.raises(ConvoyError, match="was interrupted"):
