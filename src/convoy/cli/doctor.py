@@ -1,0 +1,128 @@
+"""`convoy doctor`: what holds a training back, and the one change that would help most."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from convoy.cli import options
+from convoy.cli.requests import TrainRequest
+from convoy.cli.train import command as train
+from convoy.errors import ConvoyError
+from convoy.late import waiting_for
+from convoy.launch import find_place
+from convoy.training.run_directory import RunDirectory
+from convoy.units import per_second, times_as_fast
+from convoy.units import seconds as in_seconds
+
+SHOWN = 3
+"""Changes that are said: the one that would help most, and the next two."""
+
+
+@click.command(
+    "doctor",
+    context_settings={"ignore_unknown_options": True},
+    epilog="""\b
+Examples:
+  convoy doctor train resnet18 --data photos/          # what this command would wait for
+  convoy doctor train resnet50 --data photos/ --devices 4 --verify
+  convoy doctor runs/photos                            # the same of a run, as it was begun
+  convoy doctor runs/photos --devices 2 --json         # with other options of convoy train
+""",
+)
+@click.option("--verify", is_flag=True, help="Try the first change, and print what it brings beside the prediction.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Try changes for so long; 0: none."
+)
+@options.as_json
+@click.argument("what", nargs=-1, type=click.UNPROCESSED, metavar="RUN|train [OPTIONS OF convoy train]", required=True)
+@click.pass_obj
+def command(arguments: Sequence[str], /, verify: bool, seconds: float, as_json: bool, what: tuple[str, ...]) -> int:
+    """Say what holds a training back, and which changes would help most.
+
+    It trains for about a minute, and tries changes, without leaving a run. Each change is said with the option that
+    makes it, and with the gain that is predicted. What it looks at: docs/doctor.md.
+    """
+    request = request_of(arguments, what)
+    place = find_place()
+    if place is None:  # ranks find mistakes together
+        request.check()
+    elif verify:
+        raise ConvoyError(
+            f"--verify starts the training a second time, but here {place.source} has started it: leave it out, or "
+            "give the change that is advised to the command yourself"
+        )
+    if verify:
+        return _verify([*what, "--seconds", f"{seconds:g}"], as_json)
+    with waiting_for("loading PyTorch"):
+        from convoy.cli.doctor_run import run  # with torch, for which no mistake is to wait
+    return run(request, seconds, as_json)
+
+
+def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
+    """The training that is asked about: that of a command line of `convoy train`, or of a run with other options.
+
+    Raises:
+        ConvoyError: there is no such run.
+    """
+    first, *rest = what
+    if first != "train":
+        run = RunDirectory(Path(first))
+        if not run.is_run():
+            raise ConvoyError(
+                f"{first} is no run directory: name one, or write convoy doctor train MODEL with the options of "
+                "convoy train"
+            )
+        rest = ["--recipe", str(run.config), *rest]
+    values: dict[str, Any] = train.make_context("convoy doctor train", rest, obj=arguments).params
+    for option in ("resume", "extend", "out"):
+        if values.get(option):
+            raise ConvoyError(f"--{option} is for a run, but the doctor leaves none: leave it out")
+    return TrainRequest.of(arguments, values)
+
+
+def _verify(what: Sequence[str], as_json: bool) -> int:
+    """Examine, then do the same with the first change: each in processes of its own, so that nothing is left over."""
+    found = _examination(what)
+    advice = next((one for one in found["advice"] if one["arguments"]), None)
+    if advice is not None:
+        changed = _examination([*what, *advice["arguments"], "--seconds", "0"])
+        advice["measured"] = changed["images_per_s"] / found["images_per_s"]
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        click.echo("\n".join(as_text(found)))
+    return 0
+
+
+def _examination(what: Sequence[str]) -> dict[str, Any]:
+    """What `convoy doctor --json` says.
+
+    Raises:
+        SystemExit: it has ended otherwise, and has said why.
+    """
+    command = [sys.executable, "-m", "convoy", "doctor", *what, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def as_text(found: dict[str, Any]) -> list[str]:
+    """Lines for people."""
+    where = "on one device" if found["devices"] == 1 else f"on {found['devices']} devices, plan {found['plan']}"
+    said = [
+        f"{found['model']} {where}: {per_second(found['images_per_s'])} images a second, "
+        f"{in_seconds(found['update_s'])} for an update of {found['batch']:,}",
+        found["sentence"],
+    ]
+    for number, one in enumerate(found["advice"][:SHOWN], 1):
+        other = " (another training)" if one["another_training"] else ""
+        tried = "" if one["measured"] is None else f", and {times_as_fast(one['measured'])} when tried"
+        said.append(f"{number}. {one['change']}{other}: {times_as_fast(one['gain'])} predicted{tried}")
+    return said

@@ -1,0 +1,280 @@
+"""From what was measured of a training to what holds it back, and what would help: one rule for each cause."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from convoy.doctor.facts import Cause, Facts, InputModel, Trial
+from convoy.units import per_second, plural, rough_percent, seconds
+
+LEAST = 1.03
+"""Gain from which on a change is mentioned; smaller ones are lost in what a machine varies by."""
+_LEAST_OF_BATCH = 1.1
+"""The same of a larger batch, which changes what is learned."""
+_PAUSES = 0.02
+"""Part of the time that evaluations, or checkpoints, are advised to take."""
+_SUFFICES = 0.05
+"""Part of an update for which ranks still wait where a link suffices."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change, and what it would bring.
+
+    Attributes:
+        cause: what it would mend.
+        change: what to do, as one would say it.
+        arguments: the same as arguments of `convoy train`; empty where no option does it.
+        gain: how many times as many training images a second there would be, as predicted.
+        sentence: what holds the training back so far.
+        another_training: it changes what is learned, or its last bits.
+        measured: the gain that was found when the change was tried.
+    """
+
+    cause: Cause
+    change: str
+    arguments: tuple[str, ...]
+    gain: float
+    sentence: str
+    another_training: bool = False
+    measured: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"arguments": list(self.arguments)}
+
+
+def advise(facts: Facts) -> tuple[Advice, ...]:
+    """What would make the training faster, the most helpful first; of every cause the best."""
+    best: dict[Cause, Advice] = {}
+    for rule in _RULES:
+        for advice in rule(facts):
+            least = _LEAST_OF_BATCH if advice.cause == "batch" else LEAST
+            if advice.gain >= least and (advice.cause not in best or advice.gain > best[advice.cause].gain):
+                best[advice.cause] = advice
+    return tuple(sorted(best.values(), key=lambda one: -one.gain))
+
+
+def diagnosis(facts: Facts, found: tuple[Advice, ...]) -> str:
+    """What holds the training back, in a sentence."""
+    if found:
+        return found[0].sentence
+    largest = max(facts.parts, key=lambda part: facts.parts[part], default="")
+    most = (
+        f": most of an update is {largest}, {rough_percent(facts.parts[largest] / facts.update_s)}" if largest else ""
+    )
+    return f"Nothing holds it back that a change known here would mend{most}."
+
+
+def input_model(facts: Facts) -> InputModel:
+    """What an update takes, fitted to how long it took."""
+    slowest = max(facts.ranks, key=lambda rank: rank.wait_s)
+    compute = facts.compute_s if facts.compute_s is not None else facts.update_s - slowest.wait_s
+    pictures, samples = facts.pictures, max(1, slowest.samples)
+    read, cpu = (pictures.read_s, pictures.cpu_s) if pictures is not None else (0.0, 0.0)
+    if pictures is None:  # as long as the waits tell
+        made = facts.update_s * facts.workers if facts.workers else slowest.wait_s
+        cpu = made / samples if slowest.wait_s > 0 else 0.0
+    return InputModel(compute, samples, read, cpu, facts.workers, facts.threads, facts.cores)
+
+
+def _saving(facts: Facts, saved_s: float) -> float:
+    """How many times as fast it is without so many seconds of each update."""
+    left = facts.total_s - saved_s
+    return facts.total_s / left if left > 0 else math.inf
+
+
+def _beside(facts: Facts, **changes: Any) -> float:
+    """The gain of other input, as the model has it."""
+    model = input_model(facts)
+    now = model()
+    return _saving(facts, facts.update_s * (1 - model(**changes) / now)) if now else 1.0
+
+
+def _input(facts: Facts) -> Iterator[Advice]:
+    """Too few workers, slow storage, decoding."""
+    pictures, model = facts.pictures, input_model(facts)
+    if facts.wait_s < 0.01 * facts.update_s or (pictures is not None and pictures.in_memory):
+        return
+    waits = f"Training waits for pictures for {rough_percent(facts.wait_s / facts.update_s)} of its time"
+    made = 1 / (model.read_s + model.cpu_s) if model.cpu_s else math.inf
+    by = f"{plural(facts.workers, 'process', 'processes')} make" if facts.workers else "the process that trains makes"
+    each = f"{by} them, at {per_second(made)} a second each" if facts.workers else f"{by} them itself"
+    if (number := model.most_workers) > facts.workers:
+        yield Advice(
+            "workers",
+            f"--workers {number}",
+            ("--workers", str(number)),
+            _beside(facts, workers=number),
+            f"{waits}: {each}, and there are cores to spare.",
+        )
+    if pictures is None:
+        return
+    if pictures.read_s > pictures.cpu_s / 4:
+        share = rough_percent(pictures.read_s / (pictures.read_s + pictures.cpu_s))
+        yield Advice(
+            "storage",
+            "pictures on a faster disk, such as a local one, or packed (convoy data pack)",
+            (),
+            _beside(facts, read_s=0.0),
+            f"{waits}: {share} of what a picture takes is waiting for the storage, {seconds(pictures.read_s)}.",
+        )
+    slow = f"{waits}: decoding and augmenting one takes {seconds(pictures.cpu_s)} of a core."
+    pack = f"convoy data pack {facts.data} PACK --short-side {pictures.short_side}"
+    for taken, what in ((pictures.packed_s, pack), (pictures.raw_s, f"{pack} --raw")):
+        if taken is not None:
+            gain = _beside(facts, cpu_s=taken, read_s=0.0)
+            yield Advice("decoding", f"{what}, then --data PACK", (), gain, slow, another_training=True)
+    if pictures.turbo_s is not None:
+        arguments = ("--set", "data.decoder=turbo")
+        gain = _beside(facts, cpu_s=pictures.turbo_s)
+        yield Advice("decoding", " ".join(arguments), arguments, gain, slow, another_training=True)
+
+
+_TRIED: dict[Cause, str] = {
+    "batch": "The batch is too small: what an update costs whatever its size is too much of it",
+    "microbatch": "The microbatches are too small for the layers to compute at their pace",
+    "plan": "The plan divides the work badly for this network on these devices",
+    "precision": "Layers compute in a precision that is slow here",
+    "memory_format": "Layers compute in a memory format that is slow here",
+    "compile": "Much of an update is small operations that torch.compile would join",
+    "threads": "Threads and cores do not go together",
+    "devices": "The network is too small for several devices: they wait for each other longer than they save",
+}
+
+
+def _tried(facts: Facts) -> Iterator[Advice]:
+    """What a trial of each change has shown."""
+    for trial in facts.trials:
+        yield Advice(
+            trial.cause,
+            " ".join(trial.arguments),
+            trial.arguments,
+            _gain_of(facts, trial),
+            f"{_TRIED[trial.cause]}: an update takes {seconds(trial.before_s)}, and "
+            f"{seconds(trial.seconds / trial.samples)} for as many samples with the change, input apart.",
+            trial.another_training,
+        )
+
+
+def _gain_of(facts: Facts, trial: Trial) -> float:
+    """Of a trial in the training, whose input and pauses stay as they are."""
+    model = input_model(facts)
+    ratio = trial.seconds / trial.before_s if trial.before_s else 1.0
+    now = model()
+    after = model(compute_s=model.compute_s * ratio, samples=round(model.samples * trial.samples))
+    update_s = facts.update_s * after / now if now else facts.update_s
+    return trial.samples * facts.total_s / (update_s + facts.pauses_s * trial.samples)
+
+
+def _shares(facts: Facts) -> Iterator[Advice]:
+    """Devices that are not equally fast, and get equal parts."""
+    ranks = [rank for rank in facts.ranks if rank.samples and rank.own_s]
+    if len(ranks) < 2 or len(ranks) < len(facts.ranks) or sum(rank.samples for rank in ranks) != facts.batch:
+        return
+    of_sample = [rank.own_s / rank.samples for rank in ranks]
+    of_microbatch = [each * facts.batch / facts.microbatches for each in of_sample]
+    counts = [1] * len(ranks)
+    for _ in range(facts.microbatches - len(ranks)):
+        next_rank = min(range(len(ranks)), key=lambda rank: (counts[rank] + 1) * of_microbatch[rank])
+        counts[next_rank] += 1
+    after = max(count * each for count, each in zip(counts, of_microbatch, strict=True))
+    slowest, fastest = max(of_sample), min(of_sample)
+    yield Advice(
+        "shares",
+        "--shares auto",
+        ("--shares", "auto"),
+        _saving(facts, max(rank.own_s for rank in ranks) - after),
+        f"Rank {of_sample.index(slowest)} takes {slowest / fastest:.2g} times as long for a sample as the fastest, and "
+        "the others wait for it.",
+    )
+
+
+def _link(facts: Facts) -> Iterator[Advice]:
+    """Ranks wait for what the link carries."""
+    if facts.devices < 2 or not facts.exchange_s:
+        return
+    left = _SUFFICES * (facts.update_s - facts.exchange_s) / (1 - _SUFFICES)
+    factor = max(1.0, facts.exchange_s / left) if left > 0 else math.inf
+    share = rough_percent(facts.exchange_s / facts.update_s)
+    link = facts.link or "the link between the devices"
+    yield Advice(
+        "link",
+        f"a link {factor:.2g} times as fast",
+        (),
+        _saving(facts, facts.exchange_s - left),
+        f"Devices wait for {link} for {share} of an update.",
+    )
+
+
+def _host(facts: Facts) -> Iterator[Advice]:
+    """Cores that others have, or a control group keeps; memory that is swapped."""
+    for number, rank in enumerate(facts.ranks):
+        load = rank.load
+        if load is None or not load.wall_s:
+            continue
+        where = f" of rank {number}" if len(facts.ranks) > 1 else ""
+        if load.others and load.waited_s:
+            other = load.others[0]
+            lost = min(load.waited_s / load.wall_s, 0.95) * facts.update_s
+            yield Advice(
+                "busy",
+                f"end {other.name} (process {other.pid}), or give the training other cores",
+                (),
+                _saving(facts, lost),
+                f"Other processes use the cores{where}: {other.name} (process {other.pid}) has {other.cores:.2g} of "
+                f"{load.cores:.2g}, and the training waits for a core for {rough_percent(lost / facts.update_s)} of "
+                "its time.",
+            )
+        if load.throttled_s:
+            lost = min(load.throttled_s / load.wall_s, 0.95) * facts.update_s
+            yield Advice(
+                "limit",
+                "a higher CPU limit (the control group's quota)",
+                (),
+                _saving(facts, lost),
+                f"A control group's CPU limit{where} stops the training for {rough_percent(lost / facts.update_s)} of "
+                "its time.",
+            )
+        if load.swapped_bytes and load.memory_pressure_s:
+            lost = min(load.memory_pressure_s / load.wall_s, 0.95) * facts.update_s
+            yield Advice(
+                "swap",
+                "less memory: --recompute, fewer --workers, or a smaller batch",
+                (),
+                _saving(facts, lost),
+                f"Memory is swapped{where}: processes wait for it for {rough_percent(lost / facts.update_s)} of the "
+                "time.",
+            )
+
+
+def _pauses(facts: Facts) -> Iterator[Advice]:
+    """Evaluations and checkpoints that come too often."""
+    if facts.evaluation_s and facts.evaluate_every:
+        every = max(facts.evaluate_every, math.ceil(facts.evaluation_s / (_PAUSES * facts.update_s)))
+        every = -(-every // facts.updates_per_epoch) * facts.updates_per_epoch
+        written = f"{every // facts.updates_per_epoch}ep"
+        saved = facts.evaluation_s * (1 / facts.evaluate_every - 1 / every)
+        yield Advice(
+            "evaluation",
+            f"--set evaluate_every={written}",
+            ("--set", f"evaluate_every={written}"),
+            _saving(facts, saved),
+            f"An evaluation takes {seconds(facts.evaluation_s)} and comes every "
+            f"{plural(facts.evaluate_every, 'update')}, which take "
+            f"{seconds(facts.update_s * facts.evaluate_every)}.",
+        )
+    if facts.checkpoint_s and facts.checkpoint_every:
+        saved = facts.checkpoint_s / facts.checkpoint_every
+        yield Advice(
+            "checkpoint",
+            "--set checkpoint.every=auto",
+            ("--set", "checkpoint.every=auto"),
+            _saving(facts, saved * (1 - _PAUSES)),
+            f"Training waits {seconds(facts.checkpoint_s)} for a checkpoint every "
+            f"{plural(facts.checkpoint_every, 'update')}.",
+        )
+
+
+_RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (_input, _tried, _shares, _link, _host, _pauses)

@@ -1,0 +1,222 @@
+"""A minute of a training as it would run, and changes of it: what was measured, for the doctor's rules.
+
+Nothing is written, but a checkpoint or two to a temporary folder where these may cost much. Changes of what devices
+compute are tried; what concerns the input is measured picture by picture.
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from convoy.checkpoint.store import CheckpointStore
+from convoy.data import Order, num_workers
+from convoy.doctor.facts import Facts, RankFacts
+from convoy.doctor.host import HostWatch
+from convoy.doctor.pictures import measure_pictures
+from convoy.launch import cores
+from convoy.planner.comparison import Comparison
+from convoy.training.checkpoint_interval import Every
+from convoy.training.checkpoints import Saver
+from convoy.training.derived import num_threads
+from convoy.training.evaluate import StoppedError
+from convoy.training.observation import Observation
+from convoy.training.session import Session
+from convoy.training.set_up import set_up
+from convoy.training.step import random_batch, wait_for
+from convoy.training.trials import tried
+
+Say = Callable[[str, int, int], None]
+
+_WARM_UP, _WATCHED = 3, (5, 7, 9)
+"""Updates that do not count, and those whose parts are looked at."""
+_LEAST, _MOST, _SAMPLES = 10, 200, 1024
+"""Updates that are measured: so many at least, and until more pictures were used than lay ready."""
+_LONGEST_S = 20.0
+_PICTURES = 48
+_TEST_BATCHES = 4
+_CHECKPOINTS = 3
+_FREQUENT_S = 120.0
+"""Seconds between two checkpoints from which on what they cost is not looked at."""
+
+
+def examine(
+    session: Session, *, seconds: float = 60.0, say: Say = lambda *work: None, folder: Path | None = None
+) -> Facts:
+    """Measure a training for about a minute. All ranks call it, and get the same.
+
+    Args:
+        session: of the training; its weights change.
+        seconds: after which no other change is tried.
+        say: is told of the work: what, done, total.
+        folder: where checkpoints would be written, or what it will lie in; None looks at none.
+    """
+    ends = time.perf_counter() + seconds
+    ranks, recipe = session.ranks, session.recipe
+    session.model.train()
+    facts = _as_it_runs(session, say)
+    say("timing pictures", 0, 1)
+    order = Order(len(session.data.train), recipe.batch, recipe.seed)
+    _, fresh = order.update(10_000 % max(1, session.quantities.total_updates) + session.quantities.updates_per_epoch)
+    own = fresh[session.division.positions(ranks.sample_rank).start :][:_PICTURES]
+    everyone = ranks.gather(measure_pictures(session.data, recipe.data, own, recipe.seed))
+    known = [one for one in everyone if one is not None]
+    if known:
+        facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
+    say("timing an evaluation", 0, 1)
+    facts = replace(facts, evaluation_s=_evaluation_s(session))
+    every = session.quantities.checkpoint_every
+    if every is not None and every * facts.update_s < _FREQUENT_S and folder is not None:
+        say("timing checkpoints", 0, 1)
+        facts = replace(facts, checkpoint_s=_checkpoint_s(session, every, facts, folder), checkpoint_every=every)
+    compute_s, trials = tried(session, partial(set_up, keep=session.profiles is not None), ends, say)
+    return ranks.broadcast(replace(facts, compute_s=min(compute_s, facts.update_s), trials=trials))
+
+
+def _as_it_runs(session: Session, say: Say) -> Facts:
+    """Updates with their input, as they come."""
+    ranks, recipe = session.ranks, session.recipe
+    step = session.step()
+    observation = Observation(session, watched=_WATCHED, apart=(), last=max(_WATCHED))
+    waits, owns, workers = list[float](), list[float](), num_workers(session.data, recipe.data)[0]
+    watch, began, half, total = HostWatch(session.device), 0.0, 0.0, _LEAST + _WARM_UP
+    say("timing updates", 0, total)
+
+    def told(number: int) -> None:
+        nonlocal workers
+        workers = number
+
+    with closing(session.batches(0, _MOST + _WARM_UP, told)) as batches:
+        for done in range(_MOST + _WARM_UP):
+            if done == total:
+                break
+            observation.begin()
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited = time.perf_counter() - asked
+            with observation.update(step):
+                result = step(batch, done)
+            if done >= _WARM_UP:
+                waits.append(waited)
+                owns.append(result.own_s)
+            if done + 1 == _WARM_UP:
+                wait_for(session.device)
+                ranks.barrier()
+                watch, began = HostWatch(session.device), time.perf_counter()
+            elif done == _WARM_UP + 2:
+                wait_for(session.device)
+                each = max(ranks.gather(time.perf_counter() - began)) / 3
+                wanted = max(_LEAST, math.ceil(_SAMPLES / recipe.batch))
+                total = _WARM_UP + min(wanted, _MOST, max(_LEAST, int(_LONGEST_S / each)))
+            elif done >= _WARM_UP and done == _WARM_UP + (total - _WARM_UP) // 2:
+                wait_for(session.device)
+                half = time.perf_counter()
+                middle = len(waits)
+            say("timing updates", done + 1, total)
+        wait_for(session.device)
+        passed = (time.perf_counter() - half) / max(1, len(waits) - middle)
+    load = watch.read()
+    samples = len(session.division.positions(ranks.sample_rank))
+    mean_wait = sum(waits[middle:]) / max(1, len(waits) - middle)
+    mine = RankFacts(samples, mean_wait, sum(owns[middle:]) / max(1, len(owns) - middle), load)
+    everyone = ranks.gather((mine, passed, workers))
+    comparison = observation.conclude(session.scored, None)
+    return facts_of(
+        session,
+        comparison,
+        max(each for _, each, _ in everyone),
+        tuple(one for one, _, _ in everyone),
+        max(number for _, _, number in everyone),
+    )
+
+
+def facts_of(
+    session: Session, comparison: Comparison, update_s: float, ranks: tuple[RankFacts, ...], workers: int
+) -> Facts:
+    """What a session and its first updates tell."""
+    recipe, quantities = session.recipe, session.quantities
+    return Facts(
+        model=recipe.model.name,
+        data=str(recipe.data.path),
+        devices=session.ranks.num,
+        plan=str(session.plan),
+        batch=recipe.batch,
+        update_s=update_s,
+        parts={name: both.measured_s for name, both in comparison.parts.items() if both.measured_s},
+        ranks=ranks,
+        workers=workers,
+        asked_workers=recipe.data.workers is not None,
+        cores=min(float(len(cores.own_cores())), cores.cores_allowed()),
+        threads=num_threads(recipe) if session.device.type == "cpu" else 0,
+        microbatches=len(quantities.sizes),
+        evaluate_every=quantities.evaluate_every,
+        updates_per_epoch=quantities.updates_per_epoch,
+        total_updates=quantities.total_updates,
+        one_device_s=comparison.one_device_s,
+    )
+
+
+def _evaluation_s(session: Session) -> float:
+    """Seconds of an evaluation, from its first batches."""
+    size = max(1, session.evaluation_batch() * session.ranks.num_sample_ranks)
+    number = -(-len(session.data.test) // size)
+    asked = list[float]()
+
+    def stop() -> bool:
+        asked.append(time.perf_counter())
+        return len(asked) > _TEST_BATCHES
+
+    began = time.perf_counter()
+    try:
+        session.evaluate(stop)
+        taken = time.perf_counter() - began
+    except StoppedError:
+        each = (asked[-1] - asked[1]) / (len(asked) - 2)
+        taken = asked[1] - began + each * (number - 1)
+    session.model.train()
+    return max(session.ranks.gather(taken))
+
+
+def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path) -> float:
+    """Seconds that a checkpoint adds to the updates between two of them."""
+    ranks = session.ranks
+    step, between = session.step(), min(every, max(1, int(_LONGEST_S / _CHECKPOINTS / facts.update_s)))
+    batch = random_batch(step, session.image_shape, session.device)
+    while not folder.is_dir():
+        folder = folder.absolute().parent
+
+    def updates() -> float:
+        ranks.barrier()
+        began = time.perf_counter()
+        for done in range(between):
+            step(batch, done)
+        wait_for(session.device)
+        return time.perf_counter() - began
+
+    with ExitStack() as stack:
+        if ranks.rank == 0:
+            made = stack.enter_context(tempfile.TemporaryDirectory(prefix=".convoy-doctor-", dir=folder))
+        place = Path(ranks.broadcast(made if ranks.rank == 0 else ""))
+        seen = ranks.first(partial(_written, place / "seen"))
+        saver = Saver(CheckpointStore(place, 1), Every(every), ranks, lambda _: None)
+        updates()
+        plain = min(updates(), updates())
+        began = time.perf_counter()
+        with saver.open(seen):
+            for number in range(1, _CHECKPOINTS + 1):
+                tensors, rest = session.state.contents({})
+                saver.save(number, "", tensors, rest, None)
+                updates()
+            passed = time.perf_counter() - began
+            saver.finish()
+        ranks.barrier()
+    return max(0.0, max(ranks.gather(passed)) / _CHECKPOINTS - plain)
+
+
+def _written(path: Path) -> Path:
+    path.touch()
+    return path
