@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,13 @@ import click
 from convoy.cli import options
 from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
+from convoy.doctor.advice import Diagnosis
 from convoy.errors import ConvoyError
 from convoy.late import waiting_for
 from convoy.launch import find_place
 from convoy.training.run_directory import RunDirectory
-from convoy.units import per_second, times_as_fast
+from convoy.units import per_second
 from convoy.units import seconds as in_seconds
-
-SHOWN = 3
-"""Changes that are said: the one that would help most, and the next two."""
 
 
 @click.command(
@@ -88,18 +87,16 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
 def _verify(what: Sequence[str], as_json: bool) -> int:
     """Examine, then do the same with the first change: each in processes of its own, so that nothing is left over."""
     found = _examination(what)
-    advice = next((one for one in found["advice"] if one["arguments"]), None)
-    if advice is not None:
-        changed = _examination([*what, *advice["arguments"], "--seconds", "0"])
-        advice["measured"] = changed["images_per_s"] / found["images_per_s"]
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        click.echo("\n".join(as_text(found)))
+    place = next((place for place, one in enumerate(found.advice) if one.arguments), None)
+    if place is not None:
+        changed = _examination([*what, *found.advice[place].arguments, "--seconds", "0"])
+        tried = replace(found.advice[place], measured=changed.images_per_s / found.images_per_s)
+        found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
+    click.echo(json.dumps(found.to_document(), indent=2) if as_json else "\n".join(as_text(found)))
     return 0
 
 
-def _examination(what: Sequence[str]) -> dict[str, Any]:
+def _examination(what: Sequence[str]) -> Diagnosis:
     """What `convoy doctor --json` says.
 
     Raises:
@@ -109,20 +106,11 @@ def _examination(what: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return Diagnosis.from_document(json.loads(done.stdout))
 
 
-def as_text(found: dict[str, Any]) -> list[str]:
+def as_text(found: Diagnosis) -> list[str]:
     """Lines for people."""
-    where = "on one device" if found["devices"] == 1 else f"on {found['devices']} devices, plan {found['plan']}"
-    said = [
-        f"{found['model']} {where}: {per_second(found['images_per_s'])} images a second, "
-        f"{in_seconds(found['update_s'])} for an update of {found['batch']:,}",
-        found["sentence"],
-    ]
-    for number, one in enumerate(found["advice"][:SHOWN], 1):
-        other = " (another training)" if one["another_training"] else ""
-        tried = "" if one["measured"] is None else f", and {times_as_fast(one['measured'])} when tried"
-        said.append(f"{number}. {one['change']}{other}: {times_as_fast(one['gain'])} predicted{tried}")
-    return said
+    where = "on one device" if found.devices == 1 else f"on {found.devices} devices, plan {found.plan}"
+    pace = f"{per_second(found.images_per_s)} images a second, {in_seconds(found.update_s)} for an update of {found.batch:,}"
+    return [f"{found.model} {where}: {pace}", *found.text()]

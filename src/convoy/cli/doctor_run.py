@@ -1,7 +1,6 @@
 """Runs `convoy doctor`: examines a training on its devices, and prints what follows."""
 
 import json
-from typing import Any
 
 import click
 import torch
@@ -13,8 +12,7 @@ from convoy.cli.options import is_verbose
 from convoy.cli.requests import TrainRequest
 from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
-from convoy.doctor.advice import Advice, advise, diagnosis
-from convoy.doctor.facts import Facts
+from convoy.doctor.advice import Diagnosis
 from convoy.launch import cores
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, choose_device
@@ -62,24 +60,7 @@ def _examined(request: TrainRequest, ranks: Ranks, device: torch.device, seconds
         say = reporter.prepare if ranks.rank == 0 else lambda *work: None
         facts = examine(session, seconds=seconds, say=say, folder=out)
     if ranks.rank == 0:
-        found = advise(facts)
-        said = document(facts, found)
-        click.echo(json.dumps(said, indent=2) if as_json else "\n".join(as_text(said)))
+        found = Diagnosis.of(facts)
+        click.echo(json.dumps(found.to_document(), indent=2) if as_json else "\n".join(as_text(found)))
     ranks.barrier()
     return 0
-
-
-def document(facts: Facts, found: tuple[Advice, ...]) -> dict[str, Any]:
-    """For `--json`."""
-    return {
-        "model": facts.model,
-        "data": facts.data,
-        "devices": facts.devices,
-        "plan": facts.plan,
-        "batch": facts.batch,
-        "images_per_s": facts.images_per_s,
-        "update_s": facts.update_s,
-        "parts": facts.parts,
-        "sentence": diagnosis(facts, found),
-        "advice": [advice.to_dict() for advice in found],
-    }

@@ -2,14 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
 from convoy.doctor.facts import Cause, Facts, InputModel, Trial
-from convoy.units import per_second, plural, rough_percent, seconds
+from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
 
 LEAST = 1.03
 """Gain from which on a change is mentioned; smaller ones are lost in what a machine varies by."""
+WORTH_SAYING = 1.15
+"""The same of what a run says by itself."""
+SHOWN = 3
+"""Changes that are said: the one that would help most, and the next two."""
 _LEAST_OF_BATCH = 1.1
 """The same of a larger batch, which changes what is learned."""
 _PAUSES = 0.02
@@ -40,9 +47,66 @@ class Advice:
     another_training: bool = False
     measured: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    @property
+    def text(self) -> str:
+        """The change and its gain, in a line."""
+        other = " (another training)" if self.another_training else ""
+        tried = "" if self.measured is None else f", {times_as_fast(self.measured)} when tried"
+        return f"{self.change}{other}: {times_as_fast(self.gain)} predicted{tried}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What holds a training back, as `convoy doctor --json` prints it and `diagnosis.json` of a run keeps it.
+
+    Attributes:
+        images_per_s: of the training, evaluations and checkpoints included.
+        update_s: seconds of an update, without these.
+        parts: of an update, as in `Facts`.
+        sentence: what holds it back.
+        advice: what would make it faster, the most helpful first.
+    """
+
+    model: str
+    data: str
+    devices: int
+    plan: str
+    batch: int
+    images_per_s: float
+    update_s: float
+    parts: dict[str, float]
+    sentence: str
+    advice: tuple[Advice, ...] = ()
+
+    @staticmethod
+    def of(facts: Facts) -> "Diagnosis":
+        """What follows from the facts."""
+        found = advise(facts)
+        return Diagnosis(
+            facts.model,
+            facts.data,
+            facts.devices,
+            facts.plan,
+            facts.batch,
+            facts.images_per_s,
+            facts.update_s,
+            facts.parts,
+            found[0].sentence if found else _healthy(facts),
+            found,
+        )
+
+    def to_document(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self) | {"arguments": list(self.arguments)}
+        return asdict(self)
+
+    @staticmethod
+    def from_document(document: Any) -> "Diagnosis":
+        """The same back."""
+        return TypeAdapter(Diagnosis).validate_python(document)
+
+    def text(self, most: int = SHOWN) -> list[str]:
+        """Lines for people: what holds it back, and the first changes."""
+        return [self.sentence, *(f"{number}. {one.text}" for number, one in enumerate(self.advice[:most], 1))]
 
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
@@ -56,15 +120,12 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
     return tuple(sorted(best.values(), key=lambda one: -one.gain))
 
 
-def diagnosis(facts: Facts, found: tuple[Advice, ...]) -> str:
-    """What holds the training back, in a sentence."""
-    if found:
-        return found[0].sentence
-    largest = max(facts.parts, key=lambda part: facts.parts[part], default="")
-    most = (
-        f": most of an update is {largest}, {rough_percent(facts.parts[largest] / facts.update_s)}" if largest else ""
-    )
-    return f"Nothing holds it back that a change known here would mend{most}."
+def _healthy(facts: Facts) -> str:
+    most = ""
+    if facts.parts:
+        largest = max(facts.parts, key=lambda part: facts.parts[part])
+        most = f"; most of an update, {rough_percent(facts.parts[largest] / facts.update_s)}, is {largest}"
+    return f"None of the changes that were looked at would make it {rough_percent(LEAST - 1)} faster{most}."
 
 
 def input_model(facts: Facts) -> InputModel:
@@ -110,6 +171,14 @@ def _input(facts: Facts) -> Iterator[Advice]:
             f"{waits}: {each}, and there are cores to spare.",
         )
     if pictures is None:
+        yield Advice(
+            "decoding",
+            f"convoy data pack {facts.data} PACK, then --data PACK",
+            (),
+            _saving(facts, facts.wait_s),
+            f"{waits}: {each}.",
+            another_training=True,
+        )
         return
     if pictures.read_s > pictures.cpu_s / 4:
         share = rough_percent(pictures.read_s / (pictures.read_s + pictures.cpu_s))

@@ -14,15 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.data import Order, num_workers
-from convoy.doctor.facts import Facts, RankFacts
-from convoy.doctor.host import HostWatch
+from convoy.data import Order
+from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
-from convoy.launch import cores
-from convoy.planner.comparison import Comparison
 from convoy.training.checkpoint_interval import Every
 from convoy.training.checkpoints import Saver
-from convoy.training.derived import num_threads
+from convoy.training.checkup import LEAST, Checkup
 from convoy.training.evaluate import StoppedError
 from convoy.training.observation import Observation
 from convoy.training.session import Session
@@ -34,8 +31,8 @@ Say = Callable[[str, int, int], None]
 
 _WARM_UP, _WATCHED = 3, (5, 7, 9)
 """Updates that do not count, and those whose parts are looked at."""
-_LEAST, _MOST, _SAMPLES = 10, 200, 1024
-"""Updates that are measured: so many at least, and until more pictures were used than lay ready."""
+_MOST, _SAMPLES = 200, 1024
+"""Updates that are measured, at most, and samples: more than lay ready when they began."""
 _LONGEST_S = 20.0
 _PICTURES = 48
 _TEST_BATCHES = 4
@@ -79,85 +76,32 @@ def examine(
 
 def _as_it_runs(session: Session, say: Say) -> Facts:
     """Updates with their input, as they come."""
-    ranks, recipe = session.ranks, session.recipe
-    step = session.step()
+    ranks, batch = session.ranks, session.recipe.batch
+    step, checkup = session.step(), Checkup(session)
     observation = Observation(session, watched=_WATCHED, apart=(), last=max(_WATCHED))
-    waits, owns, workers = list[float](), list[float](), num_workers(session.data, recipe.data)[0]
-    watch, began, half, total = HostWatch(session.device), 0.0, 0.0, _LEAST + _WARM_UP
-    say("timing updates", 0, total)
-
-    def told(number: int) -> None:
-        nonlocal workers
-        workers = number
-
-    with closing(session.batches(0, _MOST + _WARM_UP, told)) as batches:
-        for done in range(_MOST + _WARM_UP):
-            if done == total:
-                break
+    total = _WARM_UP + LEAST
+    done = 0
+    with closing(session.batches(0, _WARM_UP + _MOST, checkup.told)) as batches:
+        while done < total:
             observation.begin()
-            asked = time.perf_counter()
-            batch = next(batches)
-            waited = time.perf_counter() - asked
+            checkup.ask()
+            made = next(batches)
+            checkup.got()
             with observation.update(step):
-                result = step(batch, done)
-            if done >= _WARM_UP:
-                waits.append(waited)
-                owns.append(result.own_s)
-            if done + 1 == _WARM_UP:
+                result = step(made, done)
+            checkup.add(result)
+            done += 1
+            if done == _WARM_UP:
                 wait_for(session.device)
-                ranks.barrier()
-                watch, began = HostWatch(session.device), time.perf_counter()
-            elif done == _WARM_UP + 2:
+                checkup.begin()
+            elif checkup.num == _WARM_UP:
                 wait_for(session.device)
-                each = max(ranks.gather(time.perf_counter() - began)) / 3
-                wanted = max(_LEAST, math.ceil(_SAMPLES / recipe.batch))
-                total = _WARM_UP + min(wanted, _MOST, max(_LEAST, int(_LONGEST_S / each)))
-            elif done >= _WARM_UP and done == _WARM_UP + (total - _WARM_UP) // 2:
-                wait_for(session.device)
-                half = time.perf_counter()
-                middle = len(waits)
-            say("timing updates", done + 1, total)
+                (microseconds,) = ranks.largest(round(1e6 * checkup.seconds / checkup.num))
+                enough = min(max(LEAST, math.ceil(_SAMPLES / batch)), _MOST)
+                total = _WARM_UP + min(enough, max(LEAST, round(_LONGEST_S / (1e-6 * microseconds))))
+            say("timing updates", done, total)
         wait_for(session.device)
-        passed = (time.perf_counter() - half) / max(1, len(waits) - middle)
-    load = watch.read()
-    samples = len(session.division.positions(ranks.sample_rank))
-    mean_wait = sum(waits[middle:]) / max(1, len(waits) - middle)
-    mine = RankFacts(samples, mean_wait, sum(owns[middle:]) / max(1, len(owns) - middle), load)
-    everyone = ranks.gather((mine, passed, workers))
-    comparison = observation.conclude(session.scored, None)
-    return facts_of(
-        session,
-        comparison,
-        max(each for _, each, _ in everyone),
-        tuple(one for one, _, _ in everyone),
-        max(number for _, _, number in everyone),
-    )
-
-
-def facts_of(
-    session: Session, comparison: Comparison, update_s: float, ranks: tuple[RankFacts, ...], workers: int
-) -> Facts:
-    """What a session and its first updates tell."""
-    recipe, quantities = session.recipe, session.quantities
-    return Facts(
-        model=recipe.model.name,
-        data=str(recipe.data.path),
-        devices=session.ranks.num,
-        plan=str(session.plan),
-        batch=recipe.batch,
-        update_s=update_s,
-        parts={name: both.measured_s for name, both in comparison.parts.items() if both.measured_s},
-        ranks=ranks,
-        workers=workers,
-        asked_workers=recipe.data.workers is not None,
-        cores=min(float(len(cores.own_cores())), cores.cores_allowed()),
-        threads=num_threads(recipe) if session.device.type == "cpu" else 0,
-        microbatches=len(quantities.sizes),
-        evaluate_every=quantities.evaluate_every,
-        updates_per_epoch=quantities.updates_per_epoch,
-        total_updates=quantities.total_updates,
-        one_device_s=comparison.one_device_s,
-    )
+    return checkup.facts(observation.conclude(session.scored, None), since=checkup.num // 2)
 
 
 def _evaluation_s(session: Session) -> float:
