@@ -112,5 +112,5 @@ def _examination(what: Sequence[str]) -> Diagnosis:
 def as_text(found: Diagnosis) -> list[str]:
     """Lines for people."""
     where = "on one device" if found.devices == 1 else f"on {found.devices} devices, plan {found.plan}"
-    pace = f"{per_second(found.images_per_s)} images a second, {in_seconds(found.update_s)} for an update of {found.batch:,}"
-    return [f"{found.model} {where}: {pace}", *found.text()]
+    pace = f"{per_second(found.images_per_s)} images a second, {in_seconds(found.update_s)} for an update"
+    return [f"{found.model} {where}: {pace} of {found.batch:,}", *found.text()]

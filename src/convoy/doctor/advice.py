@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from convoy.doctor.facts import Cause, Facts, InputModel, Trial
+from convoy.doctor.facts import Cause, Facts, InputModel, Pictures, Trial
 from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
 
 LEAST = 1.03
@@ -52,7 +52,7 @@ class Advice:
         """The change and its gain, in a line."""
         other = " (another training)" if self.another_training else ""
         tried = "" if self.measured is None else f", {times_as_fast(self.measured)} when tried"
-        return f"{self.change}{other}: {times_as_fast(self.gain)} predicted{tried}"
+        return f"{self.change}{other}: {times_as_fast(self.gain)} (predicted){tried}"
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ def input_model(facts: Facts) -> InputModel:
     slowest = max(facts.ranks, key=lambda rank: rank.wait_s)
     compute = facts.compute_s if facts.compute_s is not None else facts.update_s - slowest.wait_s
     pictures, samples = facts.pictures, max(1, slowest.samples)
-    read, cpu = (pictures.read_s, pictures.cpu_s) if pictures is not None else (0.0, 0.0)
     if pictures is None:  # as long as the waits tell
         made = facts.update_s * facts.workers if facts.workers else slowest.wait_s
-        cpu = made / samples if slowest.wait_s > 0 else 0.0
-    return InputModel(compute, samples, read, cpu, facts.workers, facts.threads, facts.cores)
+        pictures = Pictures(cpu_s=made / samples if slowest.wait_s > 0 else 0.0)
+    read = pictures.read_s, pictures.least_read_s
+    return InputModel(compute, samples, *read, pictures.cpu_s, facts.workers, facts.threads, facts.cores)
 
 
 def _saving(facts: Facts, saved_s: float) -> float:
@@ -162,15 +162,17 @@ def _input(facts: Facts) -> Iterator[Advice]:
     made = 1 / (model.read_s + model.cpu_s) if model.cpu_s else math.inf
     by = f"{plural(facts.workers, 'process', 'processes')} make" if facts.workers else "the process that trains makes"
     each = f"{by} them, at {per_second(made)} a second each" if facts.workers else f"{by} them itself"
+    more = 1.0
     if (number := model.most_workers) > facts.workers:
+        more = _beside(facts, workers=number)
         yield Advice(
             "workers",
             f"--workers {number}",
             ("--workers", str(number)),
-            _beside(facts, workers=number),
+            more,
             f"{waits}: {each}, and there are cores to spare.",
         )
-    if pictures is None:
+    if pictures is None and more < LEAST:  # what decoding takes is not known
         yield Advice(
             "decoding",
             f"convoy data pack {facts.data} PACK, then --data PACK",
@@ -179,6 +181,7 @@ def _input(facts: Facts) -> Iterator[Advice]:
             f"{waits}: {each}.",
             another_training=True,
         )
+    if pictures is None:
         return
     if pictures.read_s > pictures.cpu_s / 4:
         share = rough_percent(pictures.read_s / (pictures.read_s + pictures.cpu_s))
@@ -186,14 +189,14 @@ def _input(facts: Facts) -> Iterator[Advice]:
             "storage",
             "pictures on a faster disk, such as a local one, or packed (convoy data pack)",
             (),
-            _beside(facts, read_s=0.0),
+            _beside(facts, read_s=0.0, least_read_s=0.0),
             f"{waits}: {share} of what a picture takes is waiting for the storage, {seconds(pictures.read_s)}.",
         )
     slow = f"{waits}: decoding and augmenting one takes {seconds(pictures.cpu_s)} of a core."
     pack = f"convoy data pack {facts.data} PACK --short-side {pictures.short_side}"
     for taken, what in ((pictures.packed_s, pack), (pictures.raw_s, f"{pack} --raw")):
         if taken is not None:
-            gain = _beside(facts, cpu_s=taken, read_s=0.0)
+            gain = _beside(facts, cpu_s=taken)
             yield Advice("decoding", f"{what}, then --data PACK", (), gain, slow, another_training=True)
     if pictures.turbo_s is not None:
         arguments = ("--set", "data.decoder=turbo")

@@ -37,6 +37,8 @@ class Pictures:
 
     Attributes:
         read_s: waiting for its bytes.
+        least_read_s: the same for each of several that are read at once, divided by their number: what the storage
+            gives at most.
         cpu_s: of the processor, to read, decode and augment it.
         packed_s: the same once `convoy data pack` has stored it with `short_side`; None where that was not tried.
         raw_s: the same with raw pixels.
@@ -46,6 +48,7 @@ class Pictures:
     """
 
     read_s: float = 0.0
+    least_read_s: float = 0.0
     cpu_s: float = 0.0
     packed_s: float | None = None
     raw_s: float | None = None
@@ -177,13 +180,14 @@ class InputModel:
     Attributes:
         compute_s: of the processor's or GPU's time for an update whose input is ready.
         samples: of a rank.
-        read_s, cpu_s: of a picture (`Pictures`).
+        read_s, least_read_s, cpu_s: of a picture (`Pictures`).
         threads: that compute on the cores; 0 where a GPU does.
     """
 
     compute_s: float
     samples: int
     read_s: float
+    least_read_s: float
     cpu_s: float
     workers: int
     threads: float
@@ -196,7 +200,7 @@ class InputModel:
         if not one.workers:
             return one.compute_s + made
         work = one.compute_s * min(one.threads, one.cores) + one.samples * one.cpu_s
-        return max(one.compute_s, made / one.workers, work / one.cores)
+        return max(one.compute_s, made / one.workers, one.samples * one.least_read_s, work / one.cores)
 
     @property
     def most_workers(self) -> int:

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from convoy.errors import ConvoyError
 
 _MOST_S = 4.0
 """Seconds that measuring may take, each kind."""
+_READERS = 8
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
@@ -80,8 +83,9 @@ def measure_pictures(data: DataSet, config: DataConfig, samples: NDArray[np.int6
         side = max(data.resize, data.image_size)
         if not isinstance(data.train, EncodedSource):
             return Pictures(cpu_s=_cpu(maker, samples), in_memory=maker.vectorised, short_side=side)
-        read_s, read = _reading(data.train, samples)
-        found = Pictures(read_s, _cpu(maker, read), short_side=side)
+        half = len(samples) // 2
+        read_s, read = _reading(data.train, samples[:half])
+        found = Pictures(read_s, _at_once(data.train, samples[half:]), _cpu(maker, read), short_side=side)
         if maker.decoder != "turbo" and find_spec("simplejpeg") is not None and find_spec("cv2") is not None:
             turbo = batch_maker(data, config.model_copy(update={"decoder": "turbo"}), data.train, seed)
             found = replace(found, turbo_s=_cpu(turbo, read))
@@ -98,6 +102,23 @@ def _reading(source: EncodedSource, samples: NDArray[np.int64]) -> tuple[float, 
         source.read(int(samples[read]))
         read += 1
     return (_Spent.now() - began).idle / max(1, read), samples[:read]
+
+
+def _at_once(source: EncodedSource, samples: NDArray[np.int64]) -> float:
+    """Seconds for each of several pictures that are read at once."""
+    began = _Spent.now()
+    with ThreadPoolExecutor(_READERS) as readers:
+        read = list(readers.map(partial(_read_until, source, began.wall + _MOST_S), samples.tolist()))
+    spent = _Spent.now() - began
+    return max(0.0, spent.wall - sum(seconds for _, seconds in read)) / max(1, sum(done for done, _ in read))
+
+
+def _read_until(source: EncodedSource, ends: float, sample: int) -> tuple[bool, float]:
+    """Whether a picture was read, which is not begun after a time, and seconds of the processor for it."""
+    before = time.thread_time()
+    if before_end := time.perf_counter() < ends:
+        source.read(sample)
+    return before_end, time.thread_time() - before
 
 
 def _cpu(maker: BatchMaker, samples: NDArray[np.int64]) -> float:

@@ -100,7 +100,7 @@ def _one_history(lines: list[MetricsLine]) -> tuple[list[MetricsLine], list[Metr
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run directory holds; `summary`, `evaluation`, `prediction` and `diagnosis` are None without their files.
+    """Everything that a run directory holds; what comes from a file of its own is None without that file.
 
     `training` says whether a process trains in it now; None where that cannot be told.
     """

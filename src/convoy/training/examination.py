@@ -34,7 +34,7 @@ _WARM_UP, _WATCHED = 3, (5, 7, 9)
 _MOST, _SAMPLES = 200, 1024
 """Updates that are measured, at most, and samples: more than lay ready when they began."""
 _LONGEST_S = 20.0
-_PICTURES = 48
+_PICTURES = 64
 _TEST_BATCHES = 4
 _CHECKPOINTS = 3
 _FREQUENT_S = 120.0

@@ -277,9 +277,7 @@ class Loop:
         """See what holds the run back, keep it, and say it once if that is much. All ranks call it."""
         if self.comparison is None or self._checkup.num < LEAST:
             return
-        facts = self._checkup.facts(self.comparison, since=LEAST // 2)
-        if at_end:
-            facts = self._with_pauses(facts)
+        facts = self._with_pauses(self._checkup.facts(self.comparison, since=LEAST // 2))
         if self.session.ranks.rank > 0:
             return
         found = Diagnosis.of(facts)
