@@ -1,0 +1,1 @@
+"""What a machine does beside the training, and what is advised from that."""
