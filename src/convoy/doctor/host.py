@@ -135,7 +135,7 @@ class HostWatch:
         cores, wall = own_cores(), now.time - begin.time
         cpu = now.cpu - begin.cpu
         others, run = self._elsewhere(begin, now, cores)
-        busy = _added(now.busy, begin.busy, cores)
+        busy = wall * len(cores) - _added(now.idle, begin.idle, cores)
         folder = self._sys / "devices/system/cpu"
         clocks = [
             _number(folder / f"cpu{core}/cpufreq/scaling_cur_freq") / highest
@@ -157,7 +157,7 @@ class HostWatch:
             throttled_s=max(throttled, default=None),
             stolen_s=_added(now.stolen, begin.stolen, cores),
             others=others,
-            others_cores=max(busy - cpu - run, 0.0) / wall if busy else None,
+            others_cores=max(busy - cpu - run, 0.0) / wall if any(now.idle.values()) else None,
             run_cores=run / wall,
             swapped_bytes=now.swapped - begin.swapped,
             own_swap_bytes=_lines(self._proc / "self/status").get("VmSwap:", 0) * 1024,
@@ -169,14 +169,14 @@ class HostWatch:
         )
 
     def _count(self) -> "_Counters":
-        busy, stolen = _core_times(text_of(self._proc / "stat"))
+        idle, stolen = _core_times(text_of(self._proc / "stat"))
         pages = _lines(self._proc / "vmstat")
         return _Counters(
             time=time.perf_counter(),
             cpu=time.process_time(),
             waited=dict(self._waits()),
             throttled=dict(self._throttled()),
-            busy=busy,
+            idle=idle,
             stolen=stolen,
             processes=dict(self._processes()),
             swapped=sum(pages.get(name, 0) for name in ("pswpin", "pswpout", "zswpin", "zswpout"))
@@ -302,7 +302,7 @@ class _Counters:
     cpu: float
     waited: dict[str, float]
     throttled: dict[str, float]
-    busy: dict[int, float]
+    idle: dict[int, float]
     stolen: dict[int, float]
     processes: dict[int, _Process]
     swapped: int
@@ -312,14 +312,17 @@ class _Counters:
 
 
 def _core_times(stat: str) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds for which each core was busy, and that were stolen from it."""
+    """Seconds in which each core did nothing here, and those of them that were stolen from it.
+
+    Idle time is measured, where busy time is sampled, which errs with what runs in step with the kernel's ticks.
+    """
     ticks = os.sysconf("SC_CLK_TCK")
-    busy, stolen = {}, {}
+    idle, stolen = {}, {}
     for name, numbers in re.findall(r"^cpu(\d+) ([\d ]+)$", stat, re.MULTILINE):
-        user, nice, system, _, _, interrupt, soft, steal, *_ = (*map(int, numbers.split()), *[0] * 8)
-        busy[int(name)] = (user + nice + system + interrupt + soft) / ticks
+        nothing, disk, _, _, steal = (*map(int, numbers.split()[3:8]), *[0] * 5)[:5]
+        idle[int(name)] = (nothing + disk + steal) / ticks
         stolen[int(name)] = steal / ticks
-    return busy, stolen
+    return idle, stolen
 
 
 def _added(now: Mapping[int, float], begin: Mapping[int, float], cores: Iterable[int]) -> float:
