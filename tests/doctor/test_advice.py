@@ -109,19 +109,19 @@ def test_a_slow_link_is_said_with_what_would_suffice() -> None:
 
 
 def test_other_processes_on_the_cores_are_named() -> None:
-    load = replace(NO_LOAD, wall_s=10.0, waited_s=5.0, cores=1.0, others=(OtherProcess("blender", 77, 0.5),))
+    load = replace(NO_LOAD, waited_s=5.0, others_cores=0.5, others=(OtherProcess("blender", 77, 0.5),))
     found = first(ranks=(RankFacts(64, own_s=0.99, load=load),))
     assert found.cause == "busy" and "blender (process 77)" in found.change
     assert found.gain == pytest.approx(2.0, rel=0.02)
 
 
 def test_a_quota_is_a_limit() -> None:
-    found = first(ranks=(RankFacts(64, own_s=0.99, load=replace(NO_LOAD, wall_s=10.0, throttled_s=4.0)),))
+    found = first(ranks=(RankFacts(64, own_s=0.99, load=replace(NO_LOAD, throttled_s=4.0)),))
     assert found.cause == "limit" and found.gain == pytest.approx(1 / 0.6, rel=0.02)
 
 
 def test_memory_that_is_swapped_is_said() -> None:
-    load = replace(NO_LOAD, wall_s=10.0, swapped_bytes=2**30, memory_pressure_s=3.0)
+    load = replace(NO_LOAD, swapped_bytes=2**30, memory_pressure_s=3.0)
     assert first(ranks=(RankFacts(64, own_s=0.99, load=load),)).cause == "swap"
 
 
@@ -150,4 +150,21 @@ def test_workers_on_the_cores_of_the_training_bring_nothing() -> None:
     assert model(workers=0) == pytest.approx(1.64)
 
 
-NO_LOAD = HostLoad()
+NO_LOAD = HostLoad(
+    wall_s=10.0,
+    cpu_s=10.0,
+    cores=1.0,
+    waited_s=0.0,
+    throttled_s=0.0,
+    stolen_s=0.0,
+    others=(),
+    others_cores=0.0,
+    run_cores=0.0,
+    swapped_bytes=0,
+    own_swap_bytes=0,
+    major_faults=0,
+    memory_pressure_s=0.0,
+    hot_s=None,
+    slowdown_clock=None,
+    gpu=None,
+)

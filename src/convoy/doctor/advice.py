@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from convoy.doctor.facts import Cause, Facts, InputModel, Pictures, Trial
+from convoy.doctor.host import HostLoad
 from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
 
 LEAST = 1.03
@@ -21,6 +22,9 @@ _LEAST_OF_BATCH = 1.1
 """The same of a larger batch, which changes what is learned."""
 _PAUSES = 0.02
 """Part of the time that evaluations, or checkpoints, are advised to take."""
+_OTHER = 0.1
+"""Cores that another process uses where it counts by itself."""
+_MOST_LOST = 0.95
 _SUFFICES = 0.05
 """Part of an update for which ranks still wait where a link suffices."""
 
@@ -289,7 +293,7 @@ def _host(facts: Facts) -> Iterator[Advice]:
         where = f" of rank {number}" if len(facts.ranks) > 1 else ""
         if load.others and load.waited_s:
             other = load.others[0]
-            lost = min(load.waited_s / load.wall_s, 0.95) * facts.update_s
+            lost = _lost_to_others(load, facts.threads) * facts.update_s
             yield Advice(
                 "busy",
                 f"end {other.name} (process {other.pid}), or give the training other cores",
@@ -300,7 +304,7 @@ def _host(facts: Facts) -> Iterator[Advice]:
                 "its time.",
             )
         if load.throttled_s:
-            lost = min(load.throttled_s / load.wall_s, 0.95) * facts.update_s
+            lost = min(load.throttled_s / load.wall_s, _MOST_LOST) * facts.update_s
             yield Advice(
                 "limit",
                 "a higher CPU limit (the control group's quota)",
@@ -310,7 +314,7 @@ def _host(facts: Facts) -> Iterator[Advice]:
                 "its time.",
             )
         if load.swapped_bytes and load.memory_pressure_s:
-            lost = min(load.memory_pressure_s / load.wall_s, 0.95) * facts.update_s
+            lost = min(load.memory_pressure_s / load.wall_s, _MOST_LOST) * facts.update_s
             yield Advice(
                 "swap",
                 "less memory: --recompute, fewer --workers, or a smaller batch",
@@ -319,6 +323,17 @@ def _host(facts: Facts) -> Iterator[Advice]:
                 f"Memory is swapped{where}: processes wait for it for {rough_percent(lost / facts.update_s)} of the "
                 "time.",
             )
+
+
+def _lost_to_others(load: HostLoad, threads: int) -> float:
+    """The part of the time in which a training with so many threads waits for cores that others have.
+
+    Its threads wait for each other: where one other process slows one of them, all are slowed.
+    """
+    others = load.others_cores or sum(other.cores for other in load.others)
+    waited = (load.waited_s or 0.0) * others / max(others + load.run_cores, 1e-9)
+    many = sum(other.cores > _OTHER for other in load.others)
+    return min(waited / load.wall_s / min(max(threads, 1), max(many, 1)), _MOST_LOST)
 
 
 def _pauses(facts: Facts) -> Iterator[Advice]:
