@@ -18,8 +18,6 @@ from convoy.errors import ConvoyError
 from convoy.late import waiting_for
 from convoy.launch import find_place
 from convoy.training.run_directory import RunDirectory
-from convoy.units import per_second
-from convoy.units import seconds as in_seconds
 
 
 @click.command(
@@ -92,7 +90,7 @@ def _verify(what: Sequence[str], as_json: bool) -> int:
         changed = _examination([*what, *found.advice[place].arguments, "--seconds", "0"])
         tried = replace(found.advice[place], measured=changed.images_per_s / found.images_per_s)
         found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
-    click.echo(json.dumps(found.to_document(), indent=2) if as_json else "\n".join(as_text(found)))
+    click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
     return 0
 
 
@@ -107,10 +105,3 @@ def _examination(what: Sequence[str]) -> Diagnosis:
     if done.returncode:
         raise SystemExit(done.returncode)
     return Diagnosis.from_document(json.loads(done.stdout))
-
-
-def as_text(found: Diagnosis) -> list[str]:
-    """Lines for people."""
-    where = "on one device" if found.devices == 1 else f"on {found.devices} devices, plan {found.plan}"
-    pace = f"{per_second(found.images_per_s)} images a second, {in_seconds(found.update_s)} for an update"
-    return [f"{found.model} {where}: {pace} of {found.batch:,}", *found.text()]

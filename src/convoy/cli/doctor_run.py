@@ -6,7 +6,6 @@ import click
 import torch
 
 from convoy import interfaces, launch
-from convoy.cli.doctor import as_text
 from convoy.cli.on_devices import run_as_rank
 from convoy.cli.options import is_verbose
 from convoy.cli.requests import TrainRequest
@@ -61,6 +60,6 @@ def _examined(request: TrainRequest, ranks: Ranks, device: torch.device, seconds
         facts = examine(session, seconds=seconds, say=say, folder=out)
     if ranks.rank == 0:
         found = Diagnosis.of(facts)
-        click.echo(json.dumps(found.to_document(), indent=2) if as_json else "\n".join(as_text(found)))
+        click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
     ranks.barrier()
     return 0

@@ -1,5 +1,1 @@
-<<<<<<< HEAD
 """What holds a training back, and which one change would help most: what was measured, and what follows from it."""
-=======
-"""What a machine does beside the training, and what is advised from that."""
->>>>>>> load

@@ -108,9 +108,12 @@ class Diagnosis:
         """The same back."""
         return TypeAdapter(Diagnosis).validate_python(document)
 
-    def text(self, most: int = SHOWN) -> list[str]:
-        """Lines for people: what holds it back, and the first changes."""
-        return [self.sentence, *(f"{number}. {one.text}" for number, one in enumerate(self.advice[:most], 1))]
+    def text(self) -> str:
+        """Lines for people: how fast it is, what holds it back, and the first changes."""
+        where = "on one device" if self.devices == 1 else f"on {self.devices} devices, plan {self.plan}"
+        pace = f"{per_second(self.images_per_s)} images a second, {seconds(self.update_s)} for an update"
+        said = [f"{self.model} {where}: {pace} of {self.batch:,}", self.sentence]
+        return "\n".join([*said, *(f"{number}. {one.text}" for number, one in enumerate(self.advice[:SHOWN], 1))])
 
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
