@@ -117,14 +117,18 @@ class Diagnosis:
 
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
-    """What would make the training faster, the most helpful first; of every cause the best."""
+    """What would make the training faster, the most helpful first; of every cause the best.
+
+    A change of the experiment itself has to bring twice as much, in orders of magnitude, as one that leaves the results
+    what they are.
+    """
     best: dict[Cause, Advice] = {}
     for rule in _RULES:
         for advice in rule(facts):
             least = _LEAST_OF_BATCH if advice.cause == "batch" else LEAST
             if advice.gain >= least and (advice.cause not in best or advice.gain > best[advice.cause].gain):
                 best[advice.cause] = advice
-    return tuple(sorted(best.values(), key=lambda one: -one.gain))
+    return tuple(sorted(best.values(), key=lambda one: -one.gain ** (0.5 if one.another_training else 1.0)))
 
 
 def _healthy(facts: Facts) -> str:
