@@ -103,8 +103,14 @@ def test_unequal_devices_get_shares() -> None:
 
 def test_a_slow_link_is_said_with_what_would_suffice() -> None:
     ranks = RankFacts(32, own_s=0.3), RankFacts(32, own_s=0.3)
-    found = first(devices=2, ranks=ranks, parts={"forward": 0.1, "backward": 0.2, "waiting": 0.7}, link="eth0")
-    assert found.cause == "link" and "eth0" in found.sentence
+    found = first(
+        devices=2,
+        ranks=ranks,
+        parts={"forward": 0.1, "backward": 0.2, "waiting": 0.7},
+        hosts=("a", "b"),
+        link_bits_per_s=1e9,
+    )
+    assert found.cause == "link" and "between a, b" in found.sentence and "in place of 1)" in found.change
     assert found.gain == pytest.approx(1 / (0.3 / 0.95), rel=0.02)
 
 

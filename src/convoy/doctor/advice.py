@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from convoy.doctor.facts import Cause, Facts, InputModel, Pictures, Trial
+from convoy.doctor.gpu import GpuLoad
 from convoy.doctor.host import HostLoad
 from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
 
@@ -25,6 +26,8 @@ _PAUSES = 0.02
 _OTHER = 0.1
 """Cores that another process uses where it counts by itself."""
 _MOST_LOST = 0.95
+_GPU_IDLE = 0.25
+"""Part of the time in which a GPU does nothing from which on its host is what holds it up."""
 _SUFFICES = 0.05
 """Part of an update for which ranks still wait where a link suffices."""
 
@@ -128,7 +131,7 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
             least = _LEAST_OF_BATCH if advice.cause == "batch" else LEAST
             if advice.gain >= least and (advice.cause not in best or advice.gain > best[advice.cause].gain):
                 best[advice.cause] = advice
-    return tuple(sorted(best.values(), key=lambda one: -one.gain ** (0.5 if one.another_training else 1.0)))
+    return tuple(sorted(best.values(), key=lambda one: -(one.gain ** (0.5 if one.another_training else 1.0))))
 
 
 def _healthy(facts: Facts) -> str:
@@ -281,13 +284,15 @@ def _link(facts: Facts) -> Iterator[Advice]:
     left = _SUFFICES * (facts.update_s - facts.exchange_s) / (1 - _SUFFICES)
     factor = max(1.0, facts.exchange_s / left) if left > 0 else math.inf
     share = rough_percent(facts.exchange_s / facts.update_s)
-    link = facts.link or "the link between the devices"
+    between = f" between {', '.join(facts.hosts)}" if len(facts.hosts) > 1 else ""
+    rate = facts.link_bits_per_s
+    rates = "" if rate is None else f" ({factor * rate / 1e9:.2g} Gbit/s in place of {rate / 1e9:.2g})"
     yield Advice(
         "link",
-        f"a link {factor:.2g} times as fast",
+        f"a link{between} {factor:.2g} times as fast{rates}",
         (),
         _saving(facts, facts.exchange_s - left),
-        f"Devices wait for {link} for {share} of an update.",
+        f"Devices wait for the link{between} for {share} of an update.",
     )
 
 
@@ -310,6 +315,12 @@ def _host(facts: Facts) -> Iterator[Advice]:
                 f"{load.cores:.2g}, and the training waits for a core for {rough_percent(lost / facts.update_s)} of "
                 "its time.",
             )
+        if load.gpu is not None:
+            yield from _gpu(facts, load.gpu, load.wall_s, where)
+        if load.hot_s:
+            lost = min(load.hot_s / load.wall_s, _MOST_LOST) * facts.update_s / 2  # at half its clock, about
+            hot = f"The processor{where} is too hot, and runs slower for {rough_percent(load.hot_s / load.wall_s)} of"
+            yield Advice("limit", "better cooling", (), _saving(facts, lost), f"{hot} the time.")
         if load.throttled_s:
             lost = min(load.throttled_s / load.wall_s, _MOST_LOST) * facts.update_s
             yield Advice(
@@ -330,6 +341,26 @@ def _host(facts: Facts) -> Iterator[Advice]:
                 f"Memory is swapped{where}: processes wait for it for {rough_percent(lost / facts.update_s)} of the "
                 "time.",
             )
+
+
+def _gpu(facts: Facts, gpu: GpuLoad, wall_s: float, where: str) -> Iterator[Advice]:
+    """A GPU that others use, that is held down, or that waits for its host. Not measured on one."""
+    if gpu.others:
+        other = gpu.others[0]
+        text = f"Another process computes on the GPU{where}: {other.name} (process {other.pid})."
+        yield Advice("busy", f"end {other.name} (process {other.pid})", (), 2.0, text)
+    if gpu.throttled_s and gpu.clock:
+        reason = max(gpu.throttled_s, key=lambda name: gpu.throttled_s[name])
+        lost = min(gpu.throttled_s[reason] / wall_s, 1.0) * (1 - gpu.clock) * facts.update_s
+        text = f"The GPU{where} is held at {rough_percent(gpu.clock)} of its clock ({reason})."
+        yield Advice("limit", "better cooling, or a higher power limit", (), _saving(facts, lost), text)
+    if gpu.utilization is not None and facts.wait_s + facts.exchange_s < _GPU_IDLE * facts.update_s / 2:
+        idle = 1 - gpu.utilization
+        if idle > _GPU_IDLE:
+            text = (
+                f"The GPU{where} is idle for {rough_percent(idle)} of the time, and waits for its host to give it work."
+            )
+            yield Advice("host", "--compile", ("--compile",), _saving(facts, idle * facts.update_s), text)
 
 
 def _lost_to_others(load: HostLoad, threads: int) -> float:

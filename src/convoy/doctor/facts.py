@@ -114,7 +114,8 @@ class Facts:
         evaluation_s, checkpoint_s: that training waits for one; None where that is not known.
         evaluate_every, checkpoint_every: updates between two of them; None where it is measured how often they come.
         updates_per_epoch, total_updates: of the run.
-        link: where ranks are joined by it, and how fast it is, for a sentence.
+        hosts: on which the ranks are.
+        link_bits_per_s: that an all-reduce of all ranks moves each way; None where nobody looked.
         one_device_s: seconds of an update on one device, as predicted.
     """
 
@@ -140,7 +141,8 @@ class Facts:
     checkpoint_every: int | None = None
     updates_per_epoch: int = 1
     total_updates: int = 1
-    link: str = ""
+    hosts: tuple[str, ...] = ()
+    link_bits_per_s: float | None = None
     one_device_s: float | None = None
 
     @property

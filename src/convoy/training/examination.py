@@ -5,6 +5,7 @@ compute are tried; what concerns the input is measured picture by picture.
 """
 
 import math
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,7 +14,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.collectives import all_reduce
+from convoy.comm.ranks import Ranks
 from convoy.data import Order
 from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
@@ -36,6 +41,8 @@ _MOST, _SAMPLES = 200, 1024
 _LONGEST_S = 20.0
 _PICTURES = 64
 _TEST_BATCHES = 4
+_MESSAGE = 2**22
+"""Bytes by which links are measured."""
 _CHECKPOINTS = 3
 _FREQUENT_S = 120.0
 """Seconds between two checkpoints from which on what they cost is not looked at."""
@@ -64,6 +71,9 @@ def examine(
     known = [one for one in everyone if one is not None]
     if known:
         facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
+    if ranks.num > 1:
+        hosts = tuple(dict.fromkeys(ranks.gather(socket.gethostname())))
+        facts = replace(facts, hosts=hosts, link_bits_per_s=_bits_per_s(ranks))
     say("timing an evaluation", 0, 1)
     facts = replace(facts, evaluation_s=_evaluation_s(session))
     every = session.quantities.checkpoint_every
@@ -102,6 +112,19 @@ def _as_it_runs(session: Session, say: Say) -> Facts:
             say("timing updates", done, total)
         wait_for(session.device)
     return checkup.facts(observation.conclude(session.scored, None), since=checkup.num // 2)
+
+
+def _bits_per_s(ranks: Ranks) -> float:
+    """That an all-reduce moves each way: of every rank's message, 2 (n - 1) / n times its size (Patarasuk, 2009)."""
+    message = torch.zeros(_MESSAGE // 4)
+    taken = list[float]()
+    for _ in range(3):
+        ranks.barrier()
+        began = time.perf_counter()
+        all_reduce(message, ranks.group)
+        taken.append(time.perf_counter() - began)
+    (longest,) = ranks.largest(round(1e6 * min(taken)))
+    return 8 * _MESSAGE * 2 * (ranks.num - 1) / ranks.num / (1e-6 * max(1, longest))
 
 
 def _evaluation_s(session: Session) -> float:
