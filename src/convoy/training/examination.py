@@ -18,7 +18,6 @@ import torch
 
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.collectives import all_reduce
-from convoy.comm.ranks import Ranks
 from convoy.data import Order
 from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
@@ -73,7 +72,7 @@ def examine(
         facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
     if ranks.num > 1:
         hosts = tuple(dict.fromkeys(ranks.gather(socket.gethostname())))
-        facts = replace(facts, hosts=hosts, link_bits_per_s=_bits_per_s(ranks))
+        facts = replace(facts, hosts=hosts, link_bits_per_s=_bits_per_s(session))
     say("timing an evaluation", 0, 1)
     facts = replace(facts, evaluation_s=_evaluation_s(session))
     every = session.quantities.checkpoint_every
@@ -114,14 +113,15 @@ def _as_it_runs(session: Session, say: Say) -> Facts:
     return checkup.facts(observation.conclude(session.scored, None), since=checkup.num // 2)
 
 
-def _bits_per_s(ranks: Ranks) -> float:
+def _bits_per_s(session: Session) -> float:
     """That an all-reduce moves each way: of every rank's message, 2 (n - 1) / n times its size (Patarasuk, 2009)."""
-    message = torch.zeros(_MESSAGE // 4)
+    ranks, message = session.ranks, torch.zeros(_MESSAGE // 4, device=session.device)
     taken = list[float]()
     for _ in range(3):
         ranks.barrier()
         began = time.perf_counter()
         all_reduce(message, ranks.group)
+        wait_for(session.device)
         taken.append(time.perf_counter() - began)
     (longest,) = ranks.largest(round(1e6 * min(taken)))
     return 8 * _MESSAGE * 2 * (ranks.num - 1) / ranks.num / (1e-6 * max(1, longest))
