@@ -162,7 +162,7 @@ class CaseRun:
                 if self.doctor:
                     self._ask(place, result)
                 if case.around_repaired is None:
-                    self._take_turns(result, {name: place for name in result.sides})
+                    self._take_turns(result, dict.fromkeys(result.sides, place))
             if case.around_repaired is not None:
                 self._take_turns(result, {})
         except CannotBeSetUpError as error:
@@ -303,8 +303,8 @@ def markdown(results: Sequence[Result], work: Path) -> str:
     broken = [r for r in results if r.answer is not None and r.cause != HEALTHY]
     if broken:
         named, right = (sum(getattr(r, name) for r in broken) for name in ("is_named", "is_right"))
-        lines.append(f"\nOf {len(broken)} broken runs the first advice names the cause of {named}, {right} of them with "
-                     f"a gain within {NEAR:.0%} of what was measured.")  # fmt: skip
+        said = f"Of {len(broken)} broken runs the first advice names the cause of {named}"
+        lines.append(f"\n{said}, {right} of them with a gain within {NEAR:.0%} of what was measured.")
     for r in results:
         if r.cause == HEALTHY and r.answer is not None:
             lines.append(f"\nThe healthy run is {'promised no' if r.is_named else 'PROMISED'} gain above {HARMLESS}.")

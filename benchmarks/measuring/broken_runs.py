@@ -14,9 +14,9 @@ from convoy.launch import cores
 from measuring.slow_storage import missing, slow
 
 HEALTHY = "healthy"
-STORAGE_RATE = 2e6
-"""Bytes a second of the slow storage: some 18 photographs of 110 kB."""
-_LINKS = 40
+STORAGE_RATE = 6e6
+"""Bytes a second of the slow storage: some 55 photographs of 110 kB."""
+_LINKS = 12
 """To each photograph, so that no epoch ends while a run is measured."""
 
 
@@ -146,7 +146,7 @@ CASES = (
         "storage",
         "squeezenet1_1 --data {photos} --batch 16 --set data.image_size=64",
         "--data {slow}",
-        updates=(20, 100),
+        updates=(24, 60),
         by_arguments=False,
     ),
     BrokenRun(
@@ -154,16 +154,16 @@ CASES = (
         "squeezenet1_1 --batch 64 --set data.image_size=32",
         "--data {photos}",
         "--data {packed}",
-        (30, 60),
+        (30, 40),
         by_arguments=False,
     ),
-    BrokenRun("batch", "densenet121 --data mnist-mini --set threads=1", "--batch 2", "--batch 64", (60, 10)),
+    BrokenRun("batch", "squeezenet1_1 --data mnist-mini --set threads=1", "--batch 4", "--batch 64", (300, 60)),
     BrokenRun(
         "microbatch",
         "resnet34 --data mnist-mini --batch 64 --reproducible",
-        "--set microbatch=1",
+        "--set microbatch=4",
         "--set microbatch=32",
-        (6, 24),
+        (12, 24),
     ),
     BrokenRun(
         "plan", "resnet18-cifar --data mnist-mini --batch 64 --devices 2", "--plan filter=2", "--plan auto", (10, 10)
@@ -208,13 +208,13 @@ CASES = (
         around_repaired=Surroundings(cluster=Cluster.alike(1)),
         by_arguments=False,
     ),
-    BrokenRun("devices", "lenet --data mnist-mini --batch 32", "--devices 2", "--devices 1", (900, 900)),
+    BrokenRun("devices", "lenet --data mnist-mini --batch 8", "--devices 2", "--devices 1", (1500, 2500)),
     BrokenRun(
         "evaluation",
         "resnet18 --data mnist-mini --batch 64",
         "--set evaluate_every=5ba",
         "--set evaluate_every=1ep",
-        (124, 186),
+        (93, 124),
         from_update=62,
     ),
     BrokenRun(

@@ -6,6 +6,7 @@ A file system in user space (FUSE): root, /dev/fuse, libfuse (Debian: libfuse3-3
 in the page cache, so that every epoch reads from the storage. It ends when it is unmounted.
 """
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -52,7 +53,7 @@ def slow(folder: Path, mount_point: Path, bytes_per_second: float) -> Iterator[N
 
 
 def _serve(folder: str, mount_point: str, bytes_per_second: float) -> None:
-    import mfusepy
+    mfusepy: Any = importlib.import_module("mfusepy")
 
     class Storage(mfusepy.Operations):  # type: ignore[misc]
         """Passes everything on to `folder`. One thread serves all, so that a read waits for those before it."""
@@ -61,12 +62,12 @@ def _serve(folder: str, mount_point: str, bytes_per_second: float) -> None:
         free_at = 0.0
 
         def getattr(self, path: str, fh: Any = None) -> dict[str, int]:
-            found = os.stat(folder + path)
+            found = Path(folder + path).stat()
             names = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_ino")
             return {**{name: getattr(found, name) for name in names}, "st_mtime": found.st_mtime_ns}
 
         def readdir(self, path: str, fh: Any) -> list[str]:
-            return [".", "..", *os.listdir(folder + path)]
+            return [".", "..", *(entry.name for entry in Path(folder + path).iterdir())]
 
         def open(self, path: str, flags: int) -> int:
             return os.open(folder + path, os.O_RDONLY)
