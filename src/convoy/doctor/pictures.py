@@ -83,7 +83,7 @@ def measure_pictures(data: DataSet, config: DataConfig, samples: NDArray[np.int6
         side = max(data.resize, data.image_size)
         if not isinstance(data.train, EncodedSource):
             return Pictures(cpu_s=_cpu(maker, samples), in_memory=maker.vectorised, short_side=side)
-        half = len(samples) // 2
+        half = max(1, len(samples) // 2)
         read_s, read = _reading(data.train, samples[:half])
         found = Pictures(read_s, _at_once(data.train, samples[half:]), _cpu(maker, read), short_side=side)
         if maker.decoder != "turbo" and find_spec("simplejpeg") is not None and find_spec("cv2") is not None:

@@ -14,7 +14,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.collectives import all_reduce
@@ -23,7 +25,7 @@ from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
 from convoy.training.checkpoint_interval import Every
 from convoy.training.checkpoints import Saver
-from convoy.training.checkup import LEAST, Checkup
+from convoy.training.checkup import LEAST, UPDATES, Checkup
 from convoy.training.evaluate import StoppedError
 from convoy.training.observation import Observation
 from convoy.training.session import Session
@@ -63,10 +65,7 @@ def examine(
     session.model.train()
     facts = _as_it_runs(session, say)
     say("timing pictures", 0, 1)
-    order = Order(len(session.data.train), recipe.batch, recipe.seed)
-    _, fresh = order.update(10_000 % max(1, session.quantities.total_updates) + session.quantities.updates_per_epoch)
-    own = fresh[session.division.positions(ranks.sample_rank).start :][:_PICTURES]
-    everyone = ranks.gather(measure_pictures(session.data, recipe.data, own, recipe.seed))
+    everyone = ranks.gather(measure_pictures(session.data, recipe.data, _fresh(session), recipe.seed))
     known = [one for one in everyone if one is not None]
     if known:
         facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
@@ -81,6 +80,14 @@ def examine(
         facts = replace(facts, checkpoint_s=_checkpoint_s(session, every, facts, folder), checkpoint_every=every)
     compute_s, trials = tried(session, partial(set_up, keep=session.profiles is not None), ends, say)
     return ranks.broadcast(replace(facts, compute_s=min(compute_s, facts.update_s), trials=trials))
+
+
+def _fresh(session: Session) -> NDArray[np.int64]:
+    """Training samples of this rank's own that come last in an epoch, and so are read by few updates of it."""
+    ranks, recipe = session.ranks, session.recipe
+    last = Order(len(session.data.train), recipe.batch, recipe.seed).samples(0)[::-1]
+    each = max(1, min(_PICTURES, len(last) // ranks.num))
+    return last[ranks.rank * each % len(last) :][:each]
 
 
 def _as_it_runs(session: Session, say: Say) -> Facts:
@@ -110,7 +117,7 @@ def _as_it_runs(session: Session, say: Say) -> Facts:
                 total = _WARM_UP + min(enough, max(LEAST, round(_LONGEST_S / (1e-6 * microseconds))))
             say("timing updates", done, total)
         wait_for(session.device)
-    return checkup.facts(observation.conclude(session.scored, None), since=checkup.num // 2)
+    return checkup.facts(observation.conclude(session.scored, None), since=min(checkup.num, UPDATES) // 2)
 
 
 def _bits_per_s(session: Session) -> float:
