@@ -9,7 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from convoy.comm.collectives import all_reduce
 from convoy.data import Order
 from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
+from convoy.errors import ConvoyError
 from convoy.training.checkpoint_interval import Every
 from convoy.training.checkpoints import Saver
 from convoy.training.checkup import LEAST, UPDATES, Checkup
@@ -77,7 +78,8 @@ def examine(
     every = session.quantities.checkpoint_every
     if every is not None and every * facts.update_s < _FREQUENT_S and folder is not None:
         say("timing checkpoints", 0, 1)
-        facts = replace(facts, checkpoint_s=_checkpoint_s(session, every, facts, folder), checkpoint_every=every)
+        with suppress(OSError, ConvoyError):  # a full disk, or a folder that is not to be written to
+            facts = replace(facts, checkpoint_s=_checkpoint_s(session, every, facts, folder), checkpoint_every=every)
     compute_s, trials = tried(session, partial(set_up, keep=session.profiles is not None), ends, say)
     return ranks.broadcast(replace(facts, compute_s=min(compute_s, facts.update_s), trials=trials))
 
@@ -172,15 +174,12 @@ def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path) -> f
         return time.perf_counter() - began
 
     with ExitStack() as stack:
-        if ranks.rank == 0:
-            made = stack.enter_context(tempfile.TemporaryDirectory(prefix=".convoy-doctor-", dir=folder))
-        place = Path(ranks.broadcast(made if ranks.rank == 0 else ""))
-        seen = ranks.first(partial(_written, place / "seen"))
+        place = ranks.first(partial(_temporary, folder, stack))
         saver = Saver(CheckpointStore(place, 1), Every(every), ranks, lambda _: None)
         updates()
         plain = min(updates(), updates())
         began = time.perf_counter()
-        with saver.open(seen):
+        with saver.open(place / "seen"):
             for number in range(1, _CHECKPOINTS + 1):
                 tensors, rest = session.state.contents({})
                 saver.save(number, "", tensors, rest, None)
@@ -191,6 +190,8 @@ def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path) -> f
     return max(0.0, max(ranks.gather(passed)) / _CHECKPOINTS - plain)
 
 
-def _written(path: Path) -> Path:
-    path.touch()
-    return path
+def _temporary(folder: Path, stack: ExitStack) -> Path:
+    made = tempfile.TemporaryDirectory(prefix=".convoy-doctor-", dir=folder, ignore_cleanup_errors=True)
+    place = Path(stack.enter_context(made))
+    (place / "seen").touch()
+    return place
