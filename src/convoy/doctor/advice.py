@@ -26,6 +26,7 @@ _PAUSES = 0.02
 _OTHER = 0.1
 """Cores that another process uses where it counts by itself."""
 _MOST_LOST = 0.95
+"""Part of the time that a change is said to save, at most."""
 _GPU_IDLE = 0.25
 """Part of the time in which a GPU does nothing from which on its host is what holds it up."""
 _SUFFICES = 0.05
@@ -138,7 +139,7 @@ def _healthy(facts: Facts) -> str:
     most = ""
     if facts.parts:
         largest = max(facts.parts, key=lambda part: facts.parts[part])
-        most = f"; most of an update, {rough_percent(facts.parts[largest] / facts.update_s)}, is {largest}"
+        most = f"; most of an update, {rough_percent(facts.share(largest))}, is {largest}"
     return f"None of the changes that were looked at would make it {rough_percent(LEAST - 1)} faster{most}."
 
 
@@ -157,7 +158,7 @@ def input_model(facts: Facts) -> InputModel:
 def _saving(facts: Facts, saved_s: float) -> float:
     """How many times as fast it is without so many seconds of each update."""
     left = facts.total_s - saved_s
-    return facts.total_s / left if left > 0 else math.inf
+    return facts.total_s / max(left, (1 - _MOST_LOST) * facts.total_s)
 
 
 def _beside(facts: Facts, **changes: Any) -> float:

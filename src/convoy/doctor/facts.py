@@ -169,7 +169,11 @@ class Facts:
     @property
     def exchange_s(self) -> float:
         """Seconds of an update in which a rank waits for what other ranks send."""
-        return self.parts.get("waiting", 0.0) + self.parts.get("stages", 0.0)
+        return self.update_s * (self.share("waiting") + self.share("stages"))
+
+    def share(self, part: str) -> float:
+        """What a part is of an update; those whose parts are looked at take longer than others."""
+        return self.parts[part] / sum(self.parts.values()) if self.parts.get(part) else 0.0
 
 
 @dataclass(frozen=True)
