@@ -1,5 +1,6 @@
 """`convoy doctor`: what holds a training back, and the one change that would help most."""
 
+import difflib
 import json
 import subprocess
 import sys
@@ -67,6 +68,9 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
         ConvoyError: there is no such run.
     """
     first, *rest = what
+    if first.startswith("-"):
+        own = [name for option in command.params for name in option.opts]
+        raise click.NoSuchOption(first, possibilities=difflib.get_close_matches(first, own), ctx=click.get_current_context())
     if first != "train":
         run = RunDirectory(Path(first))
         if not run.is_run():
@@ -75,7 +79,7 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
                 "convoy train"
             )
         rest = ["--recipe", str(run.config), *rest]
-    values: dict[str, Any] = train.make_context("convoy doctor train", rest, obj=arguments).params
+    values: dict[str, Any] = train.make_context("convoy train", rest, obj=arguments).params
     for option in ("resume", "extend", "out"):
         if values.get(option):
             raise ConvoyError(f"--{option} is for a run, but the doctor leaves none: leave it out")
