@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from convoy.terminal import printable
+
 if TYPE_CHECKING:
     import torch
 
@@ -149,7 +151,7 @@ def _counters(gpu: str) -> dict[str, str]:
 def _processes(gpu: str) -> Iterator[GpuProcess]:
     for line in _smi("-i", gpu, "--query-compute-apps=pid,name,used_memory"):
         if len(line) == 3 and line[0].isdecimal():
-            yield GpuProcess(Path(line[1]).name, int(line[0]), _bytes(line[2]))
+            yield GpuProcess(printable(Path(line[1]).name), int(line[0]), _bytes(line[2]))
 
 
 def _smi(*arguments: str) -> list[list[str]]:

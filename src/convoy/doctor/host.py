@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from convoy.doctor.gpu import GpuLoad, GpuWatch, number_of
 from convoy.launch.cores import cores_allowed, folders, own_cores, text_of
 from convoy.launch.place import FOLDER
+from convoy.terminal import printable
 
 if TYPE_CHECKING:
     import torch
@@ -247,7 +248,7 @@ class HostWatch:
             if self._is_ours(family, pid):
                 run += used
             elif used >= LEAST_CORES * wall:
-                others.append(OtherProcess(process.name, pid, used / wall))
+                others.append(OtherProcess(printable(process.name), pid, used / wall))
         return tuple(sorted(others, key=lambda other: -other.cores)), run
 
     def _share(self, pid: int, cores: list[int]) -> float:
