@@ -379,7 +379,7 @@ def _pauses(facts: Facts) -> Iterator[Advice]:
     """Evaluations and checkpoints that come too often."""
     if facts.evaluation_s and facts.evaluate_every:
         every = max(facts.evaluate_every, math.ceil(facts.evaluation_s / (_PAUSES * facts.update_s)))
-        every = -(-every // facts.updates_per_epoch) * facts.updates_per_epoch
+        every = -(-min(every, facts.total_updates) // facts.updates_per_epoch) * facts.updates_per_epoch
         written = f"{every // facts.updates_per_epoch}ep"
         saved = facts.evaluation_s * (1 / facts.evaluate_every - 1 / every)
         yield Advice(
