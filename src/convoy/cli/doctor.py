@@ -70,7 +70,8 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
     first, *rest = what
     if first.startswith("-"):
         own = [name for option in command.params for name in option.opts]
-        raise click.NoSuchOption(first, possibilities=difflib.get_close_matches(first, own), ctx=click.get_current_context())
+        near = difflib.get_close_matches(first, own)
+        raise click.NoSuchOption(first, possibilities=near, ctx=click.get_current_context())
     if first != "train":
         run = RunDirectory(Path(first))
         if not run.is_run():

@@ -1,6 +1,7 @@
 """From what was measured of a training to what holds it back, and what would help: one rule for each cause."""
 
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -190,7 +191,7 @@ def _input(facts: Facts) -> Iterator[Advice]:
     if pictures is None and more < LEAST:  # what decoding takes is not known
         yield Advice(
             "decoding",
-            f"convoy data pack {facts.data} PACK, then --data PACK",
+            f"convoy data pack {shlex.quote(facts.data)} PACK, then --data PACK",
             (),
             _saving(facts, facts.wait_s),
             f"{waits}: {each}.",
@@ -208,7 +209,7 @@ def _input(facts: Facts) -> Iterator[Advice]:
             f"{waits}: {share} of what a picture takes is waiting for the storage, {seconds(pictures.read_s)}.",
         )
     slow = f"{waits}: decoding and augmenting one takes {seconds(pictures.cpu_s)} of a core."
-    pack = f"convoy data pack {facts.data} PACK --short-side {pictures.short_side}"
+    pack = f"convoy data pack {shlex.quote(facts.data)} PACK --short-side {pictures.short_side}"
     for taken, what in ((pictures.packed_s, pack), (pictures.raw_s, f"{pack} --raw")):
         if taken is not None:
             gain = _beside(facts, cpu_s=taken)
