@@ -15,8 +15,9 @@ from convoy.training.set_up import set_up
 def session(data: Path, *settings: str) -> Session:
     """Of a run of TinyNet on the ranks that have joined: batches of 16 of the 96 samples that are in memory."""
     ranks, device = join_ranks()
-    common = [f"data.path={data}", "model.name=tiny:TinyNet", "batch=16", "microbatch=8", "optimizer.lr=0.1"]
-    recipe = load_recipe("default", [*common, "threads=1", f"parallel.devices={ranks.num}", *settings], [])
+    values = {"data.path": data, "model.name": "tiny:TinyNet", "batch": 16, "microbatch": 8, "optimizer.lr": 0.1}
+    values |= {"threads": 1, "parallel.devices": ranks.num} | dict(setting.split("=", 1) for setting in settings)
+    recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()], [])
     return set_up(recipe, device, ranks=ranks)
 
 

@@ -13,8 +13,7 @@ import torch
 from convoy.doctor.facts import Trial
 from convoy.errors import ConvoyError
 from convoy.launch.cores import own_cores
-from convoy.training import Session, load_recipe, trials
-from convoy.training.environment import join_ranks
+from convoy.training import Session, trials
 from convoy.training.set_up import set_up
 from convoy.training.trials import Change, changes, tried
 from ranks import run_ranks
@@ -130,7 +129,7 @@ def state() -> list[Any]:
     return [
         torch.get_num_threads(),
         own_cores(),
-        os.environ.get("CONVOY_PINNED"),
+        os.environ.get("CONVOY_CORES"),
         torch.are_deterministic_algorithms_enabled(),
     ]
 
