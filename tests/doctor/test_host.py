@@ -17,6 +17,7 @@ from convoy.doctor.host import HostLoad, HostWatch, OtherProcess
 from convoy.errors import ConvoyError
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's counters")
+# Other tests have the cores as well: bounds are far below what is seen on a machine that is not used.
 SECONDS = 1.0
 
 # It waits for what starts beside it, is busy for a while, and says what it saw.
@@ -76,8 +77,8 @@ def test_a_process_on_the_same_core_is_named(core: int) -> None:
     assert load["cores"] == 1
     assert load["waited_s"] > 0.3 * SECONDS
     assert load["got"] < 0.7
-    assert {other["pid"]: other["cores"] > 0.2 for other in load["others"]}.get(pid)
-    assert load["others_cores"] > 0.2
+    assert {other["pid"]: other["cores"] > 0.05 for other in load["others"]}.get(pid)
+    assert load["others_cores"] > 0.05
 
 
 @LINUX
@@ -88,7 +89,7 @@ def test_a_rank_of_the_same_run_is_not(core: int, known_by: str) -> None:
         load = watched(core, ours=str(pid) if known_by == "number" else "", environment=run)
     assert load["waited_s"] > 0.3 * SECONDS
     assert pid not in {other["pid"] for other in load["others"]}
-    assert load["run_cores"] > 0.2
+    assert load["run_cores"] > 0.05
 
 
 @LINUX
@@ -186,7 +187,7 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
     assert load.memory_pressure_s == 2
     assert load.hot_s == 2
     assert load.slowdown_clock == 0.4
-    assert load.others == (OtherProcess("odd ) name", 4_000_002, pytest.approx(4000 / load.wall_s)),)
+    assert load.others == (OtherProcess("odd ) name", 4_000_002, 4000 / load.wall_s),)
     assert load.run_cores == pytest.approx(2000 / load.wall_s)
     assert load.gpu is None
 
