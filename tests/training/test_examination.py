@@ -77,11 +77,9 @@ def test_two_devices_know_the_same(data: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("broken", ["folder", "save"])
-def test_without_a_place_for_checkpoints_they_are_left_out(
-    data: Path, tmp_path: Path, world: int, broken: str
-) -> None:
+def test_without_a_place_for_checkpoints_they_are_left_out(data: Path, tmp_path: Path, world: int, broken: str) -> None:
     for facts, _ in run_ranks(examined, world, data, tmp_path, EACH, 0.0, broken):
         assert facts.checkpoint_s is None and facts.evaluation_s is not None
     assert not list(tmp_path.iterdir())

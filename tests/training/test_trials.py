@@ -166,11 +166,11 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
 @pytest.mark.parametrize(
     ("failing", "how", "world"),
     [
-        ("", "", 1),
+        pytest.param("", "", 1, marks=pytest.mark.slow),
         ("", "", 2),
-        ("memory_format", "rank 1", 2),
+        pytest.param("memory_format", "rank 1", 2, marks=pytest.mark.slow),
         ("devices", "rank 0", 2),
-        ("batch", "mistake", 2),
+        pytest.param("batch", "mistake", 2, marks=pytest.mark.slow),
         ("batch", "rank 0", 1),
     ],
 )
