@@ -4,7 +4,7 @@ import difflib
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,17 @@ from typing import Any
 import click
 
 from convoy.cli import options
-from convoy.cli.requests import TrainRequest
+from convoy.cli.requests import KEYS, TrainRequest
 from convoy.cli.train import command as train
 from convoy.doctor.advice import Diagnosis
 from convoy.errors import ConvoyError
 from convoy.late import waiting_for
 from convoy.launch import find_place
 from convoy.training.run_directory import RunDirectory
+
+_DIVISION = ("parallel.plan", "parallel.shares", "parallel.schedule")
+_WITH = {"parallel.devices": _DIVISION, "parallel.plan": _DIVISION, "microbatch": ("microbatches",)}
+"""Keys that are not said any more where another one is said anew."""
 
 
 @click.command(
@@ -92,11 +96,32 @@ def _verify(what: Sequence[str], as_json: bool) -> int:
     found = _examination(what)
     place = next((place for place, one in enumerate(found.advice) if one.arguments), None)
     if place is not None:
-        changed = _examination([*what, *found.advice[place].arguments, "--seconds", "0"])
+        changed = _examination([*_replaced(what, found.advice[place].arguments), "--seconds", "0"])
         tried = replace(found.advice[place], measured=changed.images_per_s / found.images_per_s)
         found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
     click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
     return 0
+
+
+def _replaced(what: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """A command line with other arguments, without those that they take the place of."""
+    changed = {key for key, _ in _settings(arguments)}
+    changed |= {key for one in changed for key in _WITH.get(one, ())}
+    kept = [word for key, words in _settings(what) if key not in changed for word in words]
+    return [*kept, *arguments]
+
+
+def _settings(line: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
+    """Each option, with its value, and the key of the recipe that it sets; and each other word."""
+    known = {name: option for option in train.params for name in (*option.opts, *option.secondary_opts)}
+    words = iter(line)
+    for word in words:
+        name, _, value = word.partition("=")
+        option, taken = known.get(name) if word.startswith("-") else None, [word]
+        if isinstance(option, click.Option) and not option.is_flag and name == word:
+            taken += [value := next(words, "")]
+        key = None if option is None else KEYS.get(option.name or "")
+        yield value.partition("=")[0] if option is not None and option.name == "settings" else key, taken
 
 
 def _examination(what: Sequence[str]) -> Diagnosis:

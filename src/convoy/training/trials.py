@@ -90,7 +90,8 @@ def changes(session: Session) -> Iterator[Change]:
         if batch <= len(session.data.train):
             number = None if recipe.microbatches is None else times * recipe.microbatches
             settings = {"batch": batch, "microbatches": number}
-            yield Change("batch", ("--batch", str(batch)), settings, times, another_training=True)
+            arguments = ("--batch", str(batch), *(() if number is None else ("--microbatches", str(number))))
+            yield Change("batch", arguments, settings, times, another_training=True)
     if ranks.num > 1 and exact and (recipe.parallel.plan or "").strip() != "auto" and session.scored is None:
         auto = {"plan": "auto", "shares": None, "schedule": None}
         yield Change("plan", ("--plan", "auto"), {"parallel": auto})
