@@ -17,6 +17,8 @@ def session(data: Path, *settings: str) -> Session:
     ranks, device = join_ranks()
     values = {"data.path": data, "model.name": "tiny:TinyNet", "batch": 16, "microbatch": 8, "optimizer.lr": 0.1}
     values |= {"threads": 1, "parallel.devices": ranks.num} | dict(setting.split("=", 1) for setting in settings)
+    if "microbatches" in values:
+        del values["microbatch"]
     recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()], [])
     return set_up(recipe, device, ranks=ranks)
 

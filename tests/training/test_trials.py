@@ -43,7 +43,13 @@ def offered(data: Path, settings: tuple[str, ...], cores: int, bf16: bool) -> di
 
 def by_options(found: Session, change: Change) -> None:
     """The change makes of the recipe what its arguments would."""
-    keys = {"batch": "batch", "precision": "precision", "devices": "parallel.devices", "plan": "parallel.plan"}
+    keys = {
+        "batch": "batch",
+        "microbatches": "microbatches",
+        "precision": "precision",
+        "devices": "parallel.devices",
+        "plan": "parallel.plan",
+    }
     words, settings = list(change.arguments), []
     while words:
         name = words.pop(0).removeprefix("--")
@@ -62,7 +68,7 @@ def by_options(found: Session, change: Change) -> None:
         assert str(own).lower() == value, key
         path = key.split(".")[0]
         recipe = recipe.model_copy(update={path: getattr(changed, path)})
-    allowed = {"microbatches"} if change.cause in ("batch", "microbatch") else set()
+    allowed = {"microbatches"} if change.cause == "microbatch" else set()
     differ = {name for name, value in changed if value != getattr(recipe, name)}
     assert differ <= allowed
     section = {name for name, value in changed.parallel if value != getattr(found.recipe.parallel, name)}
@@ -85,6 +91,12 @@ LAYOUT = {"memory_format 1": ("--channels-last", False)}
         (("reproducible=true",), 2, True, {"threads 1": ("--set threads=2", True)} | BATCHES),
         (("batch=32",), 1, False, LAYOUT | {"batch 2": ("--batch 64", True)}),
         (("batch=96",), 1, False, LAYOUT),
+        (
+            ("batch=48", "microbatches=3"),
+            1,
+            False,
+            LAYOUT | {"batch 2": ("--batch 96 --microbatches 6", True)},
+        ),
     ],
 )
 def test_what_is_tried_on_one_device(
