@@ -105,7 +105,7 @@ def _verify(what: Sequence[str], as_json: bool) -> int:
 
 def _replaced(what: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """A command line with other arguments, without those that they take the place of."""
-    changed = {key for key, _ in _settings(arguments)}
+    changed = {key for key, _ in _settings(arguments) if key is not None}
     changed |= {key for one in changed for key in _WITH.get(one, ())}
     kept = [word for key, words in _settings(what) if key not in changed for word in words]
     return [*kept, *arguments]
