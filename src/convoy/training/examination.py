@@ -23,7 +23,7 @@ from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
 from convoy.training.checkpoint_interval import Every
 from convoy.training.checkpoints import Saver
-from convoy.training.checkup import LEAST, Checkup
+from convoy.training.checkup import LEAST, UPDATES, Checkup
 from convoy.training.evaluate import StoppedError
 from convoy.training.observation import Observation
 from convoy.training.session import Session
@@ -110,7 +110,7 @@ def _as_it_runs(session: Session, say: Say) -> Facts:
                 total = _WARM_UP + min(enough, max(LEAST, round(_LONGEST_S / (1e-6 * microseconds))))
             say("timing updates", done, total)
         wait_for(session.device)
-    return checkup.facts(observation.conclude(session.scored, None), since=checkup.num // 2)
+    return checkup.facts(observation.conclude(session.scored, None), since=min(checkup.num, UPDATES) // 2)
 
 
 def _bits_per_s(session: Session) -> float:
