@@ -166,22 +166,26 @@ CASES = (
         (12, 24),
     ),
     BrokenRun(
-        "plan", "resnet18-cifar --data mnist-mini --batch 64 --devices 2", "--plan filter=2", "--plan auto", (10, 10)
+        "plan",
+        "squeezenet1_1-cifar --data mnist-mini --batch 64 --devices 2",
+        "--plan filter=2",
+        "--plan sample=2",
+        (15, 30),
     ),
     BrokenRun(
         "link",
         "squeezenet1_1-cifar --data mnist-mini --batch 256 --plan sample=2",
-        updates=(9, 12),
-        around=_pair("40mbit", hosts=2),
+        updates=(7, 10),
+        around=_pair("60mbit", hosts=2),
         around_repaired=_pair("10gbit", hosts=2),
         by_arguments=False,
     ),
     BrokenRun(
         "shares",
-        "resnet18 --data mnist-mini --batch 192",
+        "resnet18 --data mnist-mini --batch 256",
         "--plan sample=2",
-        "--shares auto",
-        (24, 36),
+        "--shares 3,1",
+        (15, 24),
         around=_pair(second=0.4),
     ),
     BrokenRun(
@@ -208,7 +212,9 @@ CASES = (
         around_repaired=Surroundings(cluster=Cluster.alike(1)),
         by_arguments=False,
     ),
-    BrokenRun("devices", "lenet --data mnist-mini --batch 8", "--devices 2", "--devices 1", (1500, 2500)),
+    BrokenRun(
+        "devices", "lenet --data mnist-mini --batch 64", "--devices 2", "--devices 1", (300, 600), around=ONE_CORE
+    ),
     BrokenRun(
         "evaluation",
         "resnet18 --data mnist-mini --batch 64",
@@ -219,15 +225,17 @@ CASES = (
     ),
     BrokenRun(
         "checkpoint",
-        "resnet50 --data mnist-mini --batch 16",
+        "resnet50 --data mnist-mini --batch 32",
         "--set checkpoint.every=2ba",
         "--set checkpoint.every=auto",
-        (40, 60),
+        (20, 40),
     ),
     BrokenRun(
         "precision", "resnet18-cifar --data mnist-mini --batch 64", "--precision fp32", "--precision bf16", (9, 15)
     ),
-    BrokenRun("memory_format", "resnet18-cifar --data mnist-mini --batch 64", "--channels-first", "--channels-last"),
+    BrokenRun(
+        "memory_format", "resnet18-cifar --data mnist-mini --batch 64", "--channels-first", "--channels-last", (9, 15)
+    ),
     BrokenRun("compile", "resnet18 --data mnist-mini --batch 64", "--no-compile", "--compile"),
     BrokenRun(HEALTHY, "resnet18 --data mnist-mini --batch 128 --devices 1", updates=(20, 20)),
 )
