@@ -110,7 +110,8 @@ class BrokenRun:
         broken, repaired: further arguments of each.
         updates: of each run.
         around, around_repaired: of each run; the latter None where nothing changes.
-        from_update: the one at which the measured part begins, in both; None for after a third of the run.
+        by_clock_from: the update from which on both are measured by the clock, with evaluations and checkpoints; None
+            for the time of updates alone.
         by_arguments: the arguments that the doctor gives are all that its change needs.
     """
 
@@ -121,7 +122,7 @@ class BrokenRun:
     updates: tuple[int, int] = (60, 60)
     around: Surroundings = Surroundings()
     around_repaired: Surroundings | None = None
-    from_update: int | None = None
+    by_clock_from: int | None = None
     by_arguments: bool = True
 
 
@@ -184,8 +185,8 @@ CASES = (
         "shares",
         "resnet18 --data mnist-mini --batch 256",
         "--plan sample=2",
-        "--shares 3,1",
-        (15, 24),
+        "--shares auto",
+        (15, 30),
         around=_pair(second=0.4),
     ),
     BrokenRun(
@@ -221,7 +222,7 @@ CASES = (
         "--set evaluate_every=5ba",
         "--set evaluate_every=1ep",
         (93, 124),
-        from_update=62,
+        by_clock_from=62,
     ),
     BrokenRun(
         "checkpoint",
@@ -229,6 +230,7 @@ CASES = (
         "--set checkpoint.every=2ba",
         "--set checkpoint.every=auto",
         (20, 40),
+        by_clock_from=6,
     ),
     BrokenRun(
         "precision", "resnet18-cifar --data mnist-mini --batch 64", "--precision fp32", "--precision bf16", (9, 15)
