@@ -5,7 +5,7 @@
     python benchmarks/doctor.py --no-doctor                              only what putting right brings
 
 The run and the same run put right take turns for some rounds, each of fresh processes; images a second are those of
-the run's own metrics, by the clock, without its beginning, and the median over the rounds counts. In the same
+the run's own metrics without its beginning, and the median over the rounds counts. In the same
 surroundings the doctor is asked first. Where it gives arguments for the right cause, the run with these is measured
 too, and the predicted gain is compared with that. Emulated devices and slow storage need root; see
 `measuring/slow_storage.py`.
@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ class CaseRun:
         command = [*CONVOY, "train", *side.arguments, "--epochs", f"{updates}ba", "--out", str(run)]
         try:
             self._run(place, command)
-            rate = steady_rate(run / "metrics.jsonl", self.case.from_update, _batch(side.arguments))
+            rate = steady_rate(run / "metrics.jsonl", self.case.by_clock_from, _batch(side.arguments))
         finally:
             shutil.rmtree(run, ignore_errors=True)
         side.rates.append(rate)
@@ -236,22 +237,25 @@ class CaseRun:
             return (folder / "out-0").read_text(encoding="utf-8")
 
 
-def steady_rate(metrics: Path, from_update: int | None, batch: int) -> float:
-    """Images a second by the clock, evaluations and checkpoints with it: from a line of metrics to the last one.
+def steady_rate(metrics: Path, by_clock_from: int | None, batch: int) -> float:
+    """Images a second of a run without its beginning.
 
     Args:
         metrics: of the run.
-        from_update: of the first line; None for that after a third of the lines.
+        by_clock_from: the update from which on the clock counts, with evaluations and checkpoints; None for the time
+            of the updates alone, without the first third of them.
         batch: images of an update.
     """
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if line["split"] == "train"]
-    if from_update is None:
-        first = lines[min(-(-len(lines) // 3), len(lines) - 2)]
+    begin = lines[-1]["step"] / 3 if by_clock_from is None else by_clock_from
+    lines = [line for line in lines if line["step"] >= begin]
+    pairs = list(pairwise(lines))
+    if by_clock_from is None:
+        seconds = sum((two["step"] - one["step"]) * batch / two["images_per_s"] for one, two in pairs)
     else:
-        first = next(line for line in lines if line["step"] >= from_update)
-    last = lines[-1]
-    rate: float = (last["step"] - first["step"]) * batch / (last["time_s"] - first["time_s"])
+        seconds = lines[-1]["time_s"] - lines[0]["time_s"]
+    rate: float = (lines[-1]["step"] - lines[0]["step"]) * batch / seconds
     return rate
 
 

@@ -110,7 +110,8 @@ class BrokenRun:
         broken, repaired: further arguments of each.
         updates: of each run.
         around, around_repaired: of each run; the latter None where nothing changes.
-        from_update: the one at which the measured part begins, in both; None for after a third of the run.
+        by_clock_from: the update from which on both are measured by the clock, with evaluations and checkpoints; None
+            for the time of updates alone.
         by_arguments: the arguments that the doctor gives are all that its change needs.
     """
 
@@ -121,7 +122,7 @@ class BrokenRun:
     updates: tuple[int, int] = (60, 60)
     around: Surroundings = Surroundings()
     around_repaired: Surroundings | None = None
-    from_update: int | None = None
+    by_clock_from: int | None = None
     by_arguments: bool = True
 
 
@@ -166,22 +167,26 @@ CASES = (
         (12, 24),
     ),
     BrokenRun(
-        "plan", "resnet18-cifar --data mnist-mini --batch 64 --devices 2", "--plan filter=2", "--plan auto", (10, 10)
+        "plan",
+        "squeezenet1_1-cifar --data mnist-mini --batch 64 --devices 2",
+        "--plan filter=2",
+        "--plan sample=2",
+        (15, 30),
     ),
     BrokenRun(
         "link",
         "squeezenet1_1-cifar --data mnist-mini --batch 256 --plan sample=2",
-        updates=(9, 12),
-        around=_pair("40mbit", hosts=2),
+        updates=(7, 10),
+        around=_pair("60mbit", hosts=2),
         around_repaired=_pair("10gbit", hosts=2),
         by_arguments=False,
     ),
     BrokenRun(
         "shares",
-        "resnet18 --data mnist-mini --batch 192",
+        "resnet18 --data mnist-mini --batch 256",
         "--plan sample=2",
         "--shares auto",
-        (24, 36),
+        (15, 30),
         around=_pair(second=0.4),
     ),
     BrokenRun(
@@ -208,26 +213,31 @@ CASES = (
         around_repaired=Surroundings(cluster=Cluster.alike(1)),
         by_arguments=False,
     ),
-    BrokenRun("devices", "lenet --data mnist-mini --batch 8", "--devices 2", "--devices 1", (1500, 2500)),
+    BrokenRun(
+        "devices", "lenet --data mnist-mini --batch 64", "--devices 2", "--devices 1", (300, 600), around=ONE_CORE
+    ),
     BrokenRun(
         "evaluation",
         "resnet18 --data mnist-mini --batch 64",
         "--set evaluate_every=5ba",
         "--set evaluate_every=1ep",
         (93, 124),
-        from_update=62,
+        by_clock_from=62,
     ),
     BrokenRun(
         "checkpoint",
-        "resnet50 --data mnist-mini --batch 16",
+        "resnet50 --data mnist-mini --batch 32",
         "--set checkpoint.every=2ba",
         "--set checkpoint.every=auto",
-        (40, 60),
+        (20, 40),
+        by_clock_from=6,
     ),
     BrokenRun(
         "precision", "resnet18-cifar --data mnist-mini --batch 64", "--precision fp32", "--precision bf16", (9, 15)
     ),
-    BrokenRun("memory_format", "resnet18-cifar --data mnist-mini --batch 64", "--channels-first", "--channels-last"),
+    BrokenRun(
+        "memory_format", "resnet18-cifar --data mnist-mini --batch 64", "--channels-first", "--channels-last", (9, 15)
+    ),
     BrokenRun("compile", "resnet18 --data mnist-mini --batch 64", "--no-compile", "--compile"),
     BrokenRun(HEALTHY, "resnet18 --data mnist-mini --batch 128 --devices 1", updates=(20, 20)),
 )

@@ -70,6 +70,8 @@ def changes(session: Session) -> Iterator[Change]:
         if num_threads(recipe) != allowed:
             arguments = ("--set", f"threads={allowed}")
             yield Change("threads", arguments, {"threads": allowed}, another_training=not exact)
+        if num_threads(recipe) > allowed:  # what else is tried says nothing before that is mended
+            return
     if ranks.num > 1:
         single = {"devices": 1, "plan": None, "shares": None, "schedule": None}
         yield Change("devices", ("--devices", "1"), {"parallel": single}, alone=True)
