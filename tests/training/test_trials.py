@@ -84,7 +84,7 @@ LAYOUT = {"memory_format 1": ("--channels-last", False)}
     [
         ((), 1, False, LAYOUT | BATCHES),
         ((), 2, False, {"threads 1": ("--set threads=2", False)} | LAYOUT | BATCHES),
-        (("threads=3",), 2, False, {"threads 1": ("--set threads=2", False)} | LAYOUT | BATCHES),
+        (("threads=3",), 2, False, {"threads 1": ("--set threads=2", False)}),
         ((), 1, True, {"precision 1": ("--precision bf16", True)} | LAYOUT | BATCHES),
         (("precision=bf16",), 1, True, {"precision 1": ("--precision fp32", True)} | LAYOUT | BATCHES),
         (("channels_last=true",), 1, False, {"memory_format 1": ("--channels-first", False)} | BATCHES),
