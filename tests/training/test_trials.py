@@ -12,7 +12,7 @@ import torch
 
 from convoy.doctor.facts import Trial
 from convoy.errors import ConvoyError
-from convoy.launch.cores import own_cores
+from convoy.launch.cores import own_cores, pin
 from convoy.training import Session, trials
 from convoy.training.set_up import set_up
 from convoy.training.trials import Change, changes, tried
@@ -170,6 +170,8 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
 
     os.chdir(folder)
     with patch.object(trials, "changes", lambda session: iter(each)), cores_as_before():
+        cores = own_cores()
+        pin([cores[found.ranks.rank % len(cores)]])  # as ranks of a run are
         before = state()
         as_it_is, done = tried(found, set_up_or_fail, time.perf_counter() + 100)
         return Left(done, as_it_is, before, state())
