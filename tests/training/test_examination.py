@@ -77,6 +77,27 @@ def test_two_devices_know_the_same(data: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("parallel.plan=stage=2",),
+        ("parallel.plan=filter=2",),
+        ("parallel.shares=[3,1]", "batch=32"),
+        ("parallel.shares=auto", "batch=32"),
+        ("parallel.local_sgd=2",),
+        ("reproducible=true", "ema.decay=0.9"),
+        ("parallel.plan=auto",),
+    ],
+)
+def test_trainings_of_other_kinds(data: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    (facts, _), (other, _) = run_ranks(examined, 2, data, tmp_path, (*settings, *EACH), 8.0, "")
+    assert facts == other
+    assert facts.trials and facts.compute_s and facts.evaluation_s and facts.pictures
+    found = Diagnosis.of(facts)
+    assert found.text().count("\n") >= 1 and Diagnosis.from_document(found.to_document()) == found
+
+
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("broken", ["folder", "save"])
 def test_without_a_place_for_checkpoints_they_are_left_out(data: Path, tmp_path: Path, world: int, broken: str) -> None:
