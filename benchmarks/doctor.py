@@ -33,6 +33,8 @@ from typing import Any
 from measuring import machine
 from measuring.broken_runs import CASES, HEALTHY, BrokenRun, CannotBeSetUpError, DataSets, Place
 
+from convoy.cli.doctor import replaced
+
 CONVOY = (sys.executable, "-m", "convoy")
 NEAR, HARMLESS = 0.2, 1.05
 """How far a predicted gain may be from the measured one, and what may still be promised to a healthy run."""
@@ -183,7 +185,7 @@ class CaseRun:
         first = result.first
         if first is None or self.case.cause == HEALTHY or not result.is_named or not first["arguments"]:
             return
-        advised = [*result.sides["broken"].arguments, *first["arguments"]]
+        advised = replaced(result.sides["broken"].arguments, first["arguments"])
         if pack := _PACK.search(first["change"]):
             subprocess.run([*CONVOY, *shlex.split(pack[0])[1:]], cwd=self.work, check=True, capture_output=True)
         if self.case.by_arguments or pack:

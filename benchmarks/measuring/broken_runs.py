@@ -226,22 +226,24 @@ CASES = (
     ),
     BrokenRun(
         "checkpoint",
-        "resnet50 --data mnist-mini --batch 32",
+        "resnet18 --data mnist-mini --batch 64",
         "--set checkpoint.every=2ba",
         "--set checkpoint.every=auto",
-        (20, 40),
-        by_clock_from=6,
+        (16, 40),
+        by_clock_from=4,
     ),
     BrokenRun(
         "precision", "resnet18-cifar --data mnist-mini --batch 64", "--precision fp32", "--precision bf16", (9, 15)
     ),
     BrokenRun(
-        "memory_format", "resnet18-cifar --data mnist-mini --batch 64", "--channels-first", "--channels-last", (9, 15)
+        "memory_format",
+        "resnet18-cifar --data mnist-mini --batch 64",
+        "--channels-last",
+        "--channels-first",
+        (9, 15),
     ),
-    BrokenRun("compile", "resnet18 --data mnist-mini --batch 64", "--no-compile", "--compile"),
-    BrokenRun(HEALTHY, "resnet18 --data mnist-mini --batch 128 --devices 1", updates=(20, 20)),
+    BrokenRun(HEALTHY, "resnet18 --data mnist-mini --batch 128 --precision auto", updates=(20, 20)),
 )
-"""The first cause is the name of the case."""
 
 
 @dataclass

@@ -134,7 +134,7 @@ def test_verify_of_a_healthy_training_tries_nothing(
     ],
 )
 def test_what_is_tried_takes_the_place_of_what_was_given(line: str, arguments: str, wanted: str) -> None:
-    assert doctor._replaced(line.split(), arguments.split()) == wanted.split()
+    assert doctor.replaced(line.split(), arguments.split()) == wanted.split()
 
 
 @pytest.mark.slow

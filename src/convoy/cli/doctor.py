@@ -96,14 +96,14 @@ def _verify(what: Sequence[str], as_json: bool) -> int:
     found = _examination(what)
     place = next((place for place, one in enumerate(found.advice) if one.arguments), None)
     if place is not None:
-        changed = _examination([*_replaced(what, found.advice[place].arguments), "--seconds", "0"])
+        changed = _examination([*replaced(what, found.advice[place].arguments), "--seconds", "0"])
         tried = replace(found.advice[place], measured=changed.images_per_s / found.images_per_s)
         found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
     click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
     return 0
 
 
-def _replaced(what: Sequence[str], arguments: Sequence[str]) -> list[str]:
+def replaced(what: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """A command line with other arguments, without those that they take the place of."""
     changed = {key for key, _ in _settings(arguments) if key is not None}
     changed |= {key for one in changed for key in _WITH.get(one, ())}
