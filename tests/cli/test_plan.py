@@ -108,11 +108,13 @@ def test_slow_input_is_what_holds_a_plan_up(capsys: pytest.CaptureFixture[str]) 
     assert "Input-bound" in said(capsys, *LINE, "--score", "sample=2", "--images-per-second", "10")
 
 
+@pytest.mark.slow
 def test_devices_follow_from_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["plan", "lenet", "--batch", "32", "--score", "filter=2", "--link", "pcie4", "--json"]
     assert json.loads(said(capsys, *line))["devices"] == 2
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_microbatch_says_why_samples_stay_together(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "plan", "lenet", "--devices", "2", "--batch", "32", "--microbatches", "1", "--link", "pcie4")
     assert text.startswith("the batch is 1 microbatch, which stay whole")  # before the plan
@@ -126,11 +128,13 @@ def test_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "on</span> <bdi>1 device</bdi>" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_recipe_gives_model_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(said(capsys, "plan", "--recipe", "lenet-mnist", "--json"))
     assert (found["model"], found["batch"]) == ("lenet", 64)
 
 
+@pytest.mark.slow
 def test_a_factory_of_ones_own_with_one_channel(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(
         capsys, "plan", "tiny:TinyNet", "--batch", "16", "--image-size", "28", "--devices", "2", "--link", "pcie4"

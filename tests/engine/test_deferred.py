@@ -53,7 +53,14 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("plan", ["sample=2", "filter=2", "owt=2", "channel=2", "height=2", "stage=2"])
+PLANS = [
+    "filter=2",
+    "stage=2",
+    *(pytest.param(f"{axis}=2", marks=pytest.mark.slow) for axis in ("sample", "owt", "channel", "height")),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_parts_are_those_of_a_plain_network(plan: str) -> None:
     plain = run_ranks(state_and_loss, 2, "resnet18-cifar", plan, False)
     lean = run_ranks(state_and_loss, 2, "resnet18-cifar", plan, True)
@@ -162,6 +169,7 @@ def peak_mb(how: str, *given: str) -> float:
     return float(said[1].splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_no_rank_holds_the_whole() -> None:
     assert peak_mb("deferred", "stage=2") < WHOLE_MB / 2 + 75
 

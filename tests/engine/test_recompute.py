@@ -235,7 +235,7 @@ def compare_in_stages(
         ("stage=2", "microbatch", True),
         ("stage=2", "microbatch", ["blocks.0.*", "blocks.2.*"]),
         pytest.param("stage=2,sample=2", "microbatch", True, marks=pytest.mark.slow),
-        ("stage=2,sample=2", "sync", True),
+        pytest.param("stage=2,sample=2", "sync", True, marks=pytest.mark.slow),
     ],
 )
 def test_the_bits_are_the_same_in_stages(plan: str, batch_norm: str, recompute: Any) -> None:

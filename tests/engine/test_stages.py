@@ -162,6 +162,7 @@ def gradients_come_and_go() -> list[float]:
     return worst
 
 
+@pytest.mark.slow
 def test_what_has_a_gradient_may_change_from_pass_to_pass() -> None:
     for found in run_ranks(gradients_come_and_go, 2):
         assert max(found) < 1e-12, found
@@ -244,6 +245,7 @@ def without_samples() -> float:
     return worst_gradient(net, plain)
 
 
+@pytest.mark.slow
 def test_a_returned_tensor_without_samples_is_whole() -> None:
     for found in run_ranks(without_samples, 2):
         assert found < 1e-12

@@ -57,7 +57,10 @@ def check(factory: Factory) -> nn.Module:
     return model
 
 
-LARGE = [name for name in REGISTRY if name.startswith(("vgg", "alexnet", "resnet101", "resnet152")) and name != "vgg11"]
+LARGE = [
+    name for name in REGISTRY if name.startswith(("vgg", "alexnet", "resnet101", "resnet152", "densenet1", "densenet2"))
+]
+LARGE.remove("densenet121")
 
 
 @pytest.mark.parametrize(

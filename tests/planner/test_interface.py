@@ -40,6 +40,7 @@ def test_a_found_plan_is_a_plan(store: Path) -> None:
     assert any(store.iterdir())
 
 
+@pytest.mark.slow
 def test_links_that_are_not_at_hand_are_said_to_be_assumed(store: Path) -> None:
     found = convoy.plan(create("lenet"), IMAGES, devices=2, store=store)
     assert "assumed" in found.explain()
@@ -50,6 +51,7 @@ def test_a_plan_of_ones_own_is_scored(store: Path) -> None:
     assert str(found) in ("filter=2", "sample=2") and found.microbatches is None
 
 
+@pytest.mark.slow
 def test_a_plan_with_stages_says_how_many_parts_go_through_them(store: Path) -> None:
     found = convoy.plan(create("lenet"), IMAGES, devices=2, score="stage=2", link="pcie4", store=store)
     assert found.planned is not None and found.planned.best.staging is not None
@@ -73,6 +75,7 @@ def test_fixes_hold(store: Path) -> None:
     assert found.strategy("classifier.0", "linear") == ("filter",)
 
 
+@pytest.mark.slow
 def test_one_device_needs_no_links(store: Path) -> None:
     found = convoy.plan(create("lenet"), IMAGES, store=store)
     assert str(found) == "serial"

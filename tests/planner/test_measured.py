@@ -126,6 +126,7 @@ def resident_when_profiled(num_bytes: int) -> tuple[float, float]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_what_was_used_before_is_given_back_to_begin_with() -> None:
     ((before, after),) = run_ranks(resident_when_profiled, 1, 2**28)
     assert before - after > 2**27
@@ -138,6 +139,7 @@ def test_a_gpu_gives_back_what_its_cache_holds() -> None:
     emptied.assert_called_once_with()
 
 
+@pytest.mark.slow
 def test_any_other_failure_of_one_rank_is_one_sentence_of_all() -> None:
     for _, _, _, failure in run_ranks(planned_with_a_failure, 2, ValueError("odd shape"), 1, 1):
         assert failure == "rank 1 failed while profiling channel (ValueError: odd shape): -v shows where"
@@ -219,6 +221,7 @@ def test_the_plan_that_a_search_proposes_is_profiled_while_there_is_time() -> No
     assert profilings(0.0, 0.0) == begin[:2]
 
 
+@pytest.mark.slow
 def test_every_pass_of_profiling_is_told() -> None:
     said: list[tuple[str, int, int]] = []
     make_plan(lenet(), 1, Ranks(), progress=lambda *each: said.append(each))

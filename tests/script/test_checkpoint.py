@@ -123,7 +123,13 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[k] - b[k]).abs().max() / (1e-12 + b[k].abs().max())) for k in a if a[k].is_floating_point())
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
+SLOW = ("owt=2", "sample=3")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [*(plan for plan in PLANS if plan not in SLOW), *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW)],
+)
 def test_every_plan_goes_on_from_every_other(
     plan: str, folder: Path, uninterrupted: dict[str, dict[str, Tensor]]
 ) -> None:

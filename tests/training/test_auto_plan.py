@@ -115,7 +115,7 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
 STAGES = Plan.parse("stage=2")
 
 
-@pytest.mark.parametrize(("passes", "schedule"), [(4, "gpipe"), (2, "zero-bubble")])
+@pytest.mark.parametrize(("passes", "schedule"), [(4, "gpipe"), pytest.param(2, "zero-bubble", marks=pytest.mark.slow)])
 def test_stages_run_in_the_passes_and_the_order_that_were_predicted(
     data: Path, tmp_path: Path, passes: int, schedule: str
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_run_is_bit_by_bit_the_same(data: Path, tmp_path: Path, settings: dict
     assert (lean.digest, lean.curve) == (plain.digest, plain.curve)
 
 
+@pytest.mark.slow
 def test_weights_of_a_file_reach_it(data: Path, tmp_path: Path) -> None:
     torch.manual_seed(9)
     save_file(TinyNet().state_dict(), tmp_path / "given.safetensors")

@@ -53,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("fewer") / "data")
 
 
-@pytest.mark.parametrize("reproducible", ["true", "false"])
+@pytest.mark.parametrize("reproducible", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_four_three_two_four(data: Path, tmp_path: Path, reproducible: str) -> None:
     settings = SETTINGS | {"reproducible": reproducible}
     (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
@@ -109,7 +109,8 @@ def _without_weights_of_the_last_pass(*given: Any) -> Ended:
         return train_here(*given)
 
 
-@pytest.mark.parametrize("plan", [pytest.param("stage=2", marks=pytest.mark.slow), "stage=2,sample=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["stage=2", "stage=2,sample=2"])
 def test_zero_bubble_trains_as_one_device_does(data: Path, tmp_path: Path, plan: str) -> None:
     settings = {"epochs": "6ba", "clip_norm": "1"}
     (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
