@@ -22,6 +22,8 @@ SHOWN = 3
 """Changes that are said: the one that would help most, and the next two."""
 _LEAST_OF_BATCH = 1.1
 """The same of a larger batch, which changes what is learned."""
+_NEARLY = 0.9
+"""Part of the best gain that is enough for a batch that is smaller."""
 _PAUSES = 0.02
 """Part of the time that evaluations, or checkpoints, are advised to take."""
 _OTHER = 0.1
@@ -233,8 +235,11 @@ _TRIED: dict[Cause, str] = {
 
 
 def _tried(facts: Facts) -> Iterator[Advice]:
-    """What a trial of each change has shown."""
-    for trial in facts.trials:
+    """What a trial of each change has shown; of batches, the smallest that brings nearly as much as the best."""
+    batches = [trial for trial in facts.trials if trial.cause == "batch"]
+    enough = _NEARLY * max((_gain_of(facts, trial) for trial in batches), default=0.0)
+    batches = [trial for trial in batches if _gain_of(facts, trial) >= enough][:1]
+    for trial in (*(trial for trial in facts.trials if trial.cause != "batch"), *batches):
         yield Advice(
             trial.cause,
             " ".join(trial.arguments),

@@ -26,8 +26,8 @@ from convoy.training.step import TrainingStep, update_seconds
 SetUp = Callable[..., Session]
 _ENOUGH, _MOST = 3, 6
 """Measurements near the fastest that make an end, and after how many it ends in any case."""
-_LARGER = (2, 4)
-"""How many times as large batches are tried."""
+_LARGER, _SMALL = (2, 4, 16), 64
+"""How many times as large batches are tried, but only small ones more than 4 times as large."""
 _UPDATES = 12
 """Updates, about, that a trial takes."""
 
@@ -89,7 +89,7 @@ def changes(session: Session) -> Iterator[Change]:
         yield Change("memory_format", (option,), {"channels_last": not recipe.channels_last})
     for times in _LARGER:
         batch = times * recipe.batch
-        if batch <= len(session.data.train):
+        if batch <= len(session.data.train) and (times <= 4 or batch <= _SMALL * ranks.num):
             number = None if recipe.microbatches is None else times * recipe.microbatches
             settings = {"batch": batch, "microbatches": number}
             arguments = ("--batch", str(batch), *(() if number is None else ("--microbatches", str(number))))
@@ -119,7 +119,7 @@ def tried(
     before_s = as_it_is = _seconds(session, step)
     possible = list(changes(session))
     for number, change in enumerate(possible):
-        in_time = session.ranks.broadcast(time.perf_counter() + _UPDATES * as_it_is < ends)
+        in_time = session.ranks.broadcast(time.perf_counter() + _UPDATES * change.samples * as_it_is < ends)
         if not in_time:
             break
         say(f"trying {' '.join(change.arguments)}", number, len(possible))
