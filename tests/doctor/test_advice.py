@@ -85,6 +85,13 @@ def test_a_larger_batch_counts_by_samples() -> None:
     assert advise(replace(HEALTHY, trials=(Trial("batch", ("--batch", "128"), 1.9, 1.0, samples=2),))) == ()
 
 
+@pytest.mark.parametrize(("seconds", "wanted"), [((1.0, 1.9), "128"), ((1.5, 1.5), "256")])
+def test_of_batches_the_smallest_that_brings_nearly_as_much(seconds: tuple[float, float], wanted: str) -> None:
+    times = zip((2, 4), seconds, strict=True)
+    each = (Trial("batch", ("--batch", str(64 * n)), s, 1.0, samples=n, another_training=True) for n, s in times)
+    assert first(trials=tuple(each)).arguments == ("--batch", wanted)
+
+
 def test_what_computes_faster_does_not_help_where_pictures_are_late() -> None:
     late = {"update_s": 3.2, "ranks": waiting(2.2), "compute_s": 1.0, "workers": 1, "cores": 8.0}
     facts = replace(HEALTHY, **late, pictures=Pictures(cpu_s=0.05), trials=(Trial("precision", ("--x",), 0.5, 1.0),))

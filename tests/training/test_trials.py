@@ -92,6 +92,19 @@ LAYOUT = {"memory_format 1": ("--channels-last", False)}
         (("batch=32",), 1, False, LAYOUT | {"batch 2": ("--batch 64", True)}),
         (("batch=96",), 1, False, LAYOUT),
         (
+            ("batch=4", "microbatch=4"),
+            1,
+            False,
+            LAYOUT
+            | {"batch 2": ("--batch 8", True), "batch 4": ("--batch 16", True), "batch 16": ("--batch 64", True)},
+        ),
+        (
+            ("batch=5", "microbatch=5"),
+            1,
+            False,
+            LAYOUT | {"batch 2": ("--batch 10", True), "batch 4": ("--batch 20", True)},
+        ),
+        (
             ("batch=48", "microbatches=3"),
             1,
             False,
