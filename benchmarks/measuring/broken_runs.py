@@ -242,7 +242,9 @@ CASES = (
         "--channels-first",
         (9, 15),
     ),
-    BrokenRun(HEALTHY, "resnet18 --data mnist-mini --batch 128 --precision auto", updates=(20, 20)),
+    BrokenRun(
+        HEALTHY, "resnet18 --data mnist-mini --batch 128 --precision auto --set evaluate_every=5ep", updates=(20, 20)
+    ),
 )
 
 

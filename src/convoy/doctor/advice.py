@@ -285,13 +285,14 @@ def _shares(facts: Facts) -> Iterator[Advice]:
 
 
 def _link(facts: Facts) -> Iterator[Advice]:
-    """Ranks wait for what the link carries."""
-    if facts.devices < 2 or not facts.exchange_s:
+    """Ranks wait for what the link carries; within a host of CPUs they wait for each other, not for a link."""
+    if not facts.exchange_s or (len(facts.hosts) < 2 and facts.threads):
         return
     left = _SUFFICES * (facts.update_s - facts.exchange_s) / (1 - _SUFFICES)
     factor = max(1.0, facts.exchange_s / left) if left > 0 else math.inf
     share = rough_percent(facts.exchange_s / facts.update_s)
-    between = f" between {', '.join(facts.hosts)}" if len(facts.hosts) > 1 else ""
+    names = facts.hosts if len(set(facts.hosts)) == len(facts.hosts) else (plural(len(facts.hosts), "host"),)
+    between = f" between {', '.join(names)}" if len(facts.hosts) > 1 else ""
     rate = facts.link_bits_per_s
     rates = "" if rate is None else f" ({factor * rate / 1e9:.2g} Gbit/s in place of {rate / 1e9:.2g})"
     yield Advice(
@@ -378,7 +379,7 @@ def _lost_to_others(load: HostLoad, threads: int) -> float:
     others = load.others_cores or sum(other.cores for other in load.others)
     waited = (load.waited_s or 0.0) * others / max(others + load.run_cores, 1e-9)
     many = sum(other.cores > _OTHER for other in load.others)
-    return min(waited / load.wall_s / min(max(threads, 1), max(many, 1)), _MOST_LOST)
+    return min(waited / load.wall_s / min(max(threads, 1), max(many, 1)), others, _MOST_LOST)
 
 
 def _pauses(facts: Facts) -> Iterator[Advice]:

@@ -5,7 +5,6 @@ compute are tried; what concerns the input is measured picture by picture.
 """
 
 import math
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.collectives import all_reduce
 from convoy.data import Order
 from convoy.doctor.facts import Facts
+from convoy.doctor.host import network_place
 from convoy.doctor.pictures import measure_pictures
 from convoy.errors import ConvoyError
 from convoy.training.checkpoint_interval import Every
@@ -40,7 +40,7 @@ _WARM_UP, _WATCHED = 3, (5, 7, 9)
 """Updates that do not count, and those whose parts are looked at."""
 _MOST, _SAMPLES = 200, 1024
 """Updates that are measured, at most, and samples: more than lay ready when they began."""
-_LONGEST_S = 20.0
+_LONGEST_S = 15.0
 _PICTURES = 64
 _TEST_BATCHES = 4
 _MESSAGE = 2**22
@@ -53,15 +53,14 @@ _FREQUENT_S = 120.0
 def examine(
     session: Session, *, seconds: float = 60.0, say: Say = lambda *work: None, folder: Path | None = None
 ) -> Facts:
-    """Measure a training for about a minute. All ranks call it, and get the same.
+    """Measure a training, and try changes of it. All ranks call it, and get the same.
 
     Args:
         session: of the training; its weights change.
-        seconds: after which no other change is tried.
+        seconds: of trying changes, after which no other is begun.
         say: is told of the work: what, done, total.
         folder: where checkpoints would be written, or what it will lie in; None looks at none.
     """
-    ends = time.perf_counter() + seconds
     ranks, recipe = session.ranks, session.recipe
     session.model.train()
     facts = _as_it_runs(session, say)
@@ -71,7 +70,7 @@ def examine(
     if known:
         facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
     if ranks.num > 1:
-        hosts = tuple(dict.fromkeys(ranks.gather(socket.gethostname())))
+        hosts = tuple(name for name, _ in dict.fromkeys(ranks.gather(network_place())))
         facts = replace(facts, hosts=hosts, link_bits_per_s=_bits_per_s(session))
     say("timing an evaluation", 0, 1)
     facts = replace(facts, evaluation_s=_evaluation_s(session))
@@ -80,7 +79,9 @@ def examine(
         say("timing checkpoints", 0, 1)
         with suppress(OSError, ConvoyError):  # a full disk, or a folder that is not to be written to
             facts = replace(facts, checkpoint_s=_checkpoint_s(session, every, facts, folder), checkpoint_every=every)
-    compute_s, trials = tried(session, partial(set_up, keep=session.profiles is not None), ends, say)
+    compute_s, trials = tried(
+        session, partial(set_up, keep=session.profiles is not None), time.perf_counter() + seconds, say
+    )
     return ranks.broadcast(replace(facts, compute_s=min(compute_s, facts.update_s), trials=trials))
 
 

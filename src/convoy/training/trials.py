@@ -2,16 +2,20 @@
 
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 
+from convoy.comm.groups import meeting_store
 from convoy.comm.ranks import Ranks
 from convoy.doctor.facts import Cause, Trial
+from convoy.doctor.host import network_place
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.launch import cores
@@ -28,6 +32,8 @@ _ENOUGH, _MOST = 3, 6
 """Measurements near the fastest that make an end, and after how many it ends in any case."""
 _LARGER, _SMALL = (2, 4, 16), 64
 """How many times as large batches are tried, but only small ones more than 4 times as large."""
+_LONGEST = timedelta(minutes=10)
+"""That one rank may take for a trial while others wait."""
 _UPDATES = 12
 """Updates, about, that a trial takes."""
 
@@ -158,12 +164,20 @@ def _by_all(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> fl
 
 def _by_one(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> float | None:
     """By rank 0 with the cores of all on its host, while the others wait."""
-    every = ranks.gather(cores.own_cores()) if ranks.on_host == ranks.num else [cores.own_cores()]
-    taken = None
-    if ranks.rank == 0:
-        with _random_numbers_kept(session.device), _on(sorted({core for own in every for core in own})):
-            other = set_up(change.of(session.recipe), session.device, None, Ranks(), session.data)
-            taken = _seconds(other, other.step())
+    together = len(set(ranks.gather(network_place()))) == 1
+    every = ranks.gather(cores.own_cores()) if together else [cores.own_cores()]
+    taken, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
+    store = meeting_store()
+    if ranks.rank > 0 and store is not None:  # without a core: those who wait in a collective look again and again
+        store.wait([done], _LONGEST)
+    elif ranks.rank == 0:
+        try:
+            with _random_numbers_kept(session.device), _on(sorted({core for own in every for core in own})):
+                other = set_up(change.of(session.recipe), session.device, None, Ranks(), session.data)
+                taken = _seconds(other, other.step())
+        finally:
+            if store is not None:
+                store.set(done, "")
     return ranks.broadcast(taken)
 
 
