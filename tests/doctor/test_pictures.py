@@ -54,8 +54,8 @@ def measured(source: EncodedSource, samples: NDArray[np.int64] = SAMPLES, side: 
 def test_waiting_for_bytes_is_no_work() -> None:
     slow, fast = measured(Photos(WAIT_S)), measured(Photos())
     assert slow is not None and fast is not None
-    assert slow.read_s == pytest.approx(WAIT_S, rel=0.3)
-    assert fast.read_s < WAIT_S / 5
+    assert slow.read_s == pytest.approx(WAIT_S, rel=0.5)
+    assert fast.read_s < WAIT_S / 4
     assert fast.cpu_s / 4 < slow.cpu_s < WAIT_S
 
 
@@ -69,15 +69,15 @@ def test_work_of_reading_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(time, "sleep", compute)
     found = measured(Photos(WAIT_S))
-    assert found is not None and found.read_s < WAIT_S / 5 and found.least_read_s < WAIT_S / 2
+    assert found is not None and found.read_s < WAIT_S / 5 and found.least_read_s < 0.8 * WAIT_S
 
 
 def test_what_is_slow_to_answer_is_told_from_what_carries_little() -> None:
     answers, carries = measured(Photos(WAIT_S)), measured(Photos(WAIT_S, at_once=False))
     assert answers is not None and carries is not None
-    assert answers.read_s == pytest.approx(carries.read_s, rel=0.3)
+    assert answers.read_s == pytest.approx(carries.read_s, rel=0.5)
     assert answers.least_read_s < WAIT_S / 4  # eight readers
-    assert carries.least_read_s == pytest.approx(WAIT_S, rel=0.3)
+    assert carries.least_read_s == pytest.approx(WAIT_S, rel=0.5)
 
 
 def test_large_photographs_are_cheaper_once_they_are_packed() -> None:
@@ -111,7 +111,7 @@ def test_it_does_not_take_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pictures, "_MOST_S", 0.05)
     began = time.perf_counter()
     found = measured(Photos(0.04, at_once=False))
-    assert found is not None and found.read_s == pytest.approx(0.04, rel=0.3)
+    assert found is not None and found.read_s == pytest.approx(0.04, rel=0.5)
     assert time.perf_counter() - began < 1.5  # of 2.5 for all of them
 
 

@@ -47,7 +47,7 @@ def test_one_device_that_waits(data: Path) -> None:
     (facts,) = run_ranks(updates, 1, data, {0: (0, NUM)}, 2)
     (rank,) = facts.ranks
     assert (facts.devices, facts.plan, facts.batch, rank.samples) == (1, "serial", 16, 16)
-    assert rank.wait_s == facts.wait_s == pytest.approx(LATE_S, rel=0.3)
+    assert rank.wait_s == facts.wait_s == pytest.approx(LATE_S, rel=0.5)
     assert facts.update_s > rank.wait_s + rank.own_s / 2
     assert (facts.workers, facts.threads, facts.microbatches, facts.updates_per_epoch) == (0, 1, 2, 6)
     assert facts.evaluate_every == 6 and facts.parts["forward"] > 0
@@ -58,7 +58,7 @@ def test_one_device_that_waits(data: Path) -> None:
 def test_the_first_updates_do_not_count(data: Path) -> None:
     (with_them,) = run_ranks(updates, 1, data, {0: (0, 4)}, 0)
     (without,) = run_ranks(updates, 1, data, {0: (0, 4)}, 4)
-    assert with_them.wait_s == pytest.approx(LATE_S * 4 / NUM, rel=0.3)
+    assert LATE_S * 4 / NUM <= with_them.wait_s < 2 * LATE_S * 4 / NUM
     assert without.wait_s < LATE_S / 10
 
 
@@ -67,7 +67,7 @@ def test_of_two_ranks_the_late_one_is_told_from_the_one_that_waits_for_it(data: 
     assert replace(first, threads=0) == replace(second, threads=0)  # all know the same
     assert [rank.samples for rank in first.ranks] == [8, 8]
     on_time, late = first.ranks
-    assert late.wait_s == pytest.approx(LATE_S, rel=0.3) and on_time.wait_s < LATE_S / 3
+    assert late.wait_s == pytest.approx(LATE_S, rel=0.5) and on_time.wait_s < LATE_S / 3
     assert on_time.own_s < LATE_S / 2 < first.update_s  # it waits in the exchange, which is no work of its own
 
 
