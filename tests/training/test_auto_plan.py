@@ -19,6 +19,7 @@ from convoy.planner.workload import Workload
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.training import Session, auto_plan, load_recipe
+from convoy.training import step as training_step
 from convoy.training.environment import join_ranks
 from convoy.training.parallel import StagedTraining
 from convoy.training.set_up import set_up
@@ -71,12 +72,16 @@ def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tu
     def planner(*args: object, **options: object) -> Planned:
         return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
 
+    def timed(step: TrainingStep, image_shape: tuple[int, int, int], *rest: object, **options: object) -> float:
+        step(training_step.random_batch(step, image_shape, torch.device("cpu")), 0)
+        return remaining.pop(0)
+
     remaining = list(times)
     with (
         patch.object(auto_plan, "make_plan", planner),
         patch.object(auto_plan, "CLEAR", clear),
         patch.object(auto_plan, "measure_input", lambda *args: None),
-        patch.object(auto_plan.Choice, "_time", lambda self, step: (step(*batch_of(self, step)), remaining.pop(0))[1]),
+        patch.object(auto_plan, "update_seconds", timed),
     ):
         found = session(data, cache, "auto")
     plan, notes = str(found.plan), found.notes
@@ -119,13 +124,6 @@ def test_stages_run_in_the_passes_and_the_order_that_were_predicted(
         assert distance < 1e-5
 
 
-def batch_of(choice: auto_plan.Choice, step: object) -> tuple[Batch, int]:
-    samples = sum(len(piece.parts[step.rank]) for piece in step.passes)  # type: ignore[attr-defined]
-    size = choice.data.image_size
-    images = torch.zeros(samples, choice.data.channels, size, size, dtype=torch.uint8)
-    return Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples)), 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("times", "winner"), [((1.0, 2.0), "filter=2"), ((2.0, 1.0), "sample=2")])
 def test_the_winner_of_the_race_runs(data: Path, tmp_path: Path, times: tuple[float, ...], winner: str) -> None:
@@ -153,7 +151,10 @@ def last_of_four(data: Path, cache: Path) -> list[str]:
         plans = ("filter=2", "height=2", "width=2", "sample=2")
         return replace(planned, candidates=tuple(replace(planned.best, plan=Plan.parse(plan)) for plan in plans))
 
-    with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan.Choice, "_time", lambda self, step: 1.0):
+    with (
+        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "update_seconds", lambda *args, **options: 1.0),
+    ):
         return session(data, cache, "auto").notes
 
 
@@ -329,10 +330,9 @@ def test_on_a_gpu_racers_take_pinned_batches_and_are_ahead_of_it(monkeypatch: py
 
     step.rank, step.passes = 0, [SimpleNamespace(parts=[range(8)])]  # type: ignore[attr-defined]
     monkeypatch.setattr(Batch, "pin_memory", pinned)
-    monkeypatch.setattr(auto_plan, "wait_for", lambda device: happened.append("wait"))
+    monkeypatch.setattr(training_step, "wait_for", lambda device: happened.append("wait"))
     on_gpu, on_cpu = [(7, 0), (7, 1), (7, 2), (7, 3), "wait"], [(0, 0), "wait", (0, 1), "wait"]
     for device, first in (("cuda", on_gpu), ("cpu", on_cpu)):
         happened.clear()
-        choice = SimpleNamespace(device=torch.device(device), ranks=Ranks(), image_shape=(1, 4, 4))
-        assert auto_plan.Choice._time(choice, step) >= 0  # type: ignore[arg-type]
+        assert training_step.update_seconds(step, (1, 4, 4), torch.device(device), Ranks()) >= 0  # type: ignore[arg-type]
         assert happened[: len(first)] == first

@@ -43,7 +43,7 @@ def train_until(data: Path, out: Path, stop_at: int | None) -> tuple[str | None,
 
     with as_before() as patch:
         patch.setattr(EvaluationTally, "add", counted)
-        patch.setattr(Session, "_evaluation_batch", lambda self: 5)
+        patch.setattr(Session, "evaluation_batch", lambda self: 5)
         recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
         found = train(recipe, out, resume=True, device=device, ranks=ranks, reporter=Reporter())
     return found.signal, found.steps, count

@@ -21,6 +21,7 @@ VERBS = {
     "plan": ("convoy.cli.plan", "Find the fastest plan for a network on some devices, and say why."),
     "bench": ("convoy.cli.bench", "Measure how training scales over devices and plans, beside other tools."),
     "launch": ("convoy.cli.launch", "Train on several hosts: commands, or a job for Slurm or Kubernetes."),
+    "doctor": ("convoy.cli.doctor", "Say what holds a training back, and which change would help most."),
     "profile": ("convoy.cli.profile", "Show or clear the times that were measured for the planner."),
     "predict": ("convoy.cli.predict", "Classify pictures by a trained network."),
     "eval": ("convoy.cli.evaluate", "Evaluate a finished run, on its own data or other."),

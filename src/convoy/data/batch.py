@@ -86,7 +86,7 @@ class BatchMaker:
         self.geometry = geometry
         self.channels = channels
         self.seed = seed
-        self.skip_bad = skip_bad
+        self.skip_bad, self.decoder = skip_bad, decoder
         self.color = ColorAugment(geometry.augment, seed)
         crop = geometry.augment.crop
         self._central = geometry.resize == geometry.image_size and self._in_memory(geometry.image_size)

@@ -52,7 +52,7 @@ def training_batches(
             library.
         MachineError: a worker process died, or lacks memory.
     """
-    maker = _maker(data, config, data.train, seed)
+    maker = batch_maker(data, config, data.train, seed)
     part = slice(None) if positions is None else slice(positions.start, positions.stop)
 
     def requests() -> Generator[Request, None, None]:
@@ -87,7 +87,7 @@ def evaluation_batches(
     """
     if batch < 1:
         raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
-    maker = _maker(data, config, data.test, seed=0)
+    maker = batch_maker(data, config, data.test, seed=0)
     num_batches = -(-len(data.test) // (batch * num_parts))
     starts = range(part * batch, num_batches * num_parts * batch, num_parts * batch)
     requests = (Request(np.arange(start, max(start, min(start + batch, len(data.test))))) for start in starts)
@@ -104,7 +104,7 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     """
     if config.workers is not None:
         return config.workers, "as the recipe says"
-    if _maker(data, config, data.train, seed=0).vectorised:
+    if batch_maker(data, config, data.train, seed=0).vectorised:
         return 0, "pictures in memory need no worker processes"
     local = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     ranks = 1 if PINNED in os.environ else local  # cores to which a rank is pinned are its own
@@ -114,7 +114,8 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     ), f"min({cores} cores / {ranks} training process{'es' if ranks > 1 else ''}, {_MAX_AUTOMATIC})"
 
 
-def _maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
+def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
+    """What makes the batches of one of the splits. Raises ConvoyError as `BatchMaker`."""
     geometry = Geometry(data.image_size, data.resize, config.augment)
     return BatchMaker(
         source,

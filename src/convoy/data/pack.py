@@ -190,7 +190,7 @@ class _Shard:
             nonlocal statistics
             with path.open("wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
                 for sample, label in zip(self.samples, labels.tolist(), strict=True):
-                    stored = _stored(source, sample, options)
+                    stored = packed_picture(source, sample, options)
                     offsets.append(tar.offset + _TAR_BLOCK)
                     sizes.append(len(stored.data))
                     sums.append(zlib.crc32(stored.data))
@@ -280,7 +280,7 @@ def _write(shard: _Shard, folder: Path, labels: NDArray[np.int64]) -> None:
     shard.write(folder, _splits[shard.split], labels, _options)
 
 
-def _stored(source: Source, sample: int, options: PackOptions) -> _Stored:
+def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored:
     """A picture as the pack is to keep it: as it is where nothing is to be changed. Raises BadImage."""
     name = source.name(sample)
     data = source.read(sample) if isinstance(source, EncodedSource) else b""

@@ -52,6 +52,8 @@ def about(run: Run) -> list[str]:
     if devices > 1:
         how = " This measures it:" if bench_command(run) else " It takes convoy bench to measure it."
         said.append(f"{_speed_up(run.prediction, devices)}{'' if _is_settled(run) else how}")
+    if run.diagnosis is not None:
+        said.append(" ".join([run.diagnosis.sentence, *(f"{one.text}." for one in run.diagnosis.advice[:1])]))
     return said
 
 
@@ -176,6 +178,8 @@ def _gaps(run: Run) -> Iterator[str]:
 
 
 def _data_wait(run: Run) -> str:
+    if run.diagnosis is not None:  # which says it better
+        return ""
     share = run.summary.data_wait_share if run.summary is not None else None
     if share is None:
         shares = data_wait_shares(run)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from convoy.doctor.advice import Diagnosis
 from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.planner.comparison import Comparison
@@ -99,7 +100,7 @@ def _one_history(lines: list[MetricsLine]) -> tuple[list[MetricsLine], list[Metr
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run directory holds; `summary`, `evaluation`, `prediction` are None without their files.
+    """Everything that a run directory holds; what comes from a file of its own is None without that file.
 
     `training` says whether a process trains in it now; None where that cannot be told.
     """
@@ -112,6 +113,7 @@ class Run:
     summary: RunSummary | None
     evaluation: EvaluationFile | None
     prediction: Comparison | None = None
+    diagnosis: Diagnosis | None = None
     training: bool | None = None
 
     def setting(self, key: str) -> Any:
@@ -143,6 +145,7 @@ def read_run(path: Path) -> Run:
             summary=_read_model(path / "summary.json", RunSummary),
             evaluation=_read_evaluation(path / "evaluation.json"),
             prediction=_read_model(path / "prediction.json", Comparison),
+            diagnosis=_read_model(path / "diagnosis.json", Diagnosis),
             training=is_locked(path),
         )
     except OSError as error:

@@ -4,8 +4,6 @@ How long a rank's samples take to get ready, measured before a plan is made.
 """
 
 import copy
-import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -16,9 +14,8 @@ import torch
 from torch import nn
 
 from convoy.comm.ranks import Ranks
-from convoy.data import Batch, DataSet, Order, num_workers, training_batches
+from convoy.data import DataSet, Order, num_workers, training_batches
 from convoy.engine.allocation import release_freed_memory
-from convoy.engine.profiling import steady
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, Scored, make_plan
 from convoy.planner.cost.costs import HostCost
@@ -30,7 +27,7 @@ from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.training.recipe import Recipe
 from convoy.training.session import Prepared
-from convoy.training.step import InputPipeline, TrainingStep, wait_for
+from convoy.training.step import InputPipeline, TrainingStep, update_seconds, updates_in_a_row, wait_for
 from convoy.training.workloads import counts_of_passes, workload_in_passes
 from convoy.units import size
 
@@ -182,7 +179,7 @@ class Choice(Prepared):
             winner = min(took, key=lambda plan: took[plan])
             winner_s = took[winner]
             result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
-            least, most = (number * _in_a_row(self.device) for number in (_ENOUGH, _MOST))
+            least, most = (number * updates_in_a_row(self.device) for number in (_ENOUGH, _MOST))
             said.append(f"in a race over {least} to {most} updates each: {result}")
             said += [f"{plan} left the race: {error}" for plan, error in failures.items()]
         said[0] = ": ".join(filter(None, ("plan auto", planned.warning(winner_s), said[0])))
@@ -237,34 +234,8 @@ class Choice(Prepared):
         step = self.make_step(copy.deepcopy(self.model), plan, ranks, planned.shares(plan), staging)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
-        seconds = replace(self, ranks=ranks)._time(step)
+        seconds = update_seconds(step, self.image_shape, self.device, ranks, enough=_ENOUGH, most=_MOST)
         return max(seconds, waits) if ahead.beside else seconds + waits
-
-    def _time(self, step: TrainingStep) -> float:
-        samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
-        images = torch.randint(0, 256, (samples, *self.image_shape), dtype=torch.uint8)
-        batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
-        if self.device.type == "cuda":
-            batch = batch.pin_memory()  # as in training
-        updates = itertools.count()
-
-        in_a_row = _in_a_row(self.device)
-
-        def measure() -> float:
-            self.ranks.barrier()
-            began = time.perf_counter()
-            for _ in range(in_a_row):
-                step(batch, next(updates))
-            wait_for(self.device)
-            own = (time.perf_counter() - began) / in_a_row
-            return max(self.ranks.gather(own))  # all know the same, and end together
-
-        return statistics.median(steady(measure, lambda seconds: seconds, enough=_ENOUGH, most=_MOST))
-
-
-def _in_a_row(device: torch.device) -> int:
-    """Updates between two looks at the clock: the host of a GPU is ahead of it in all but the first."""
-    return 4 if device.type == "cuda" else 1
 
 
 def _each(seconds: float) -> str:

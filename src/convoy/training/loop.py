@@ -3,8 +3,8 @@
 import math
 import time
 from collections.abc import Generator
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 import torch
@@ -12,11 +12,14 @@ import torch
 from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import current
+from convoy.doctor.advice import WORTH_SAYING, Diagnosis
+from convoy.doctor.facts import Facts
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.training.checkpoint_interval import Automatic, Every, Young
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver
+from convoy.training.checkup import LEAST, UPDATES, Checkup
 from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
@@ -87,6 +90,7 @@ class Loop:
         auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
+        self._checkup = Checkup(session)
         self._skipped_in_a_row = 0
         self._extends = False
 
@@ -176,6 +180,7 @@ class Loop:
                 self._evaluate()
             self._save()
             self._finish_saving(or_raise=self._stop.signal is not None)
+            self._diagnose(at_end=True)
         return self._stop.signal
 
     def _do_updates(self, total: int) -> None:
@@ -201,9 +206,9 @@ class Loop:
         self.session.model.train()
         left = self.session.quantities.total_updates - self.done
         with closing(self.session.batches(self.done, left, self._more_workers)) as batches:
-            asked = self._ask()
+            self._ask()
             for batch in batches:
-                self.window.wait_s += time.perf_counter() - asked
+                self.window.wait_s += self._checkup.got()
                 self.window.bad += [(self.done, sample, reason) for sample, reason in batch.bad]
                 with self._observed(step):
                     result = step(batch, self.done)
@@ -214,6 +219,7 @@ class Loop:
                         if averaged is not None:
                             averaged.update(self.session.model)
                 self.done += 1
+                self._checkup.add(result)
                 self.window.add(result, step.num_samples)
                 self._after_update()
                 yield
@@ -223,7 +229,7 @@ class Loop:
                     if self._speed.done:
                         self._divide_anew(self._speed)
                         return
-                asked = self._ask()
+                self._ask()
 
     def _skipped(self, bad: NonFiniteUpdate) -> None:
         """An update was not made.
@@ -239,13 +245,13 @@ class Loop:
         if number <= TOLD:
             self._tell(f"{bad}: left out, with {number} so far{'; others are only counted' if number == TOLD else ''}")
 
-    def _ask(self) -> float:
-        """The next batch is asked for: when that is."""
+    def _ask(self) -> None:
+        """The next batch is asked for."""
         current.update = self.done
         current.to("data")
         if self._observation is not None and self._speed is None:
             self._observation.begin()
-        return time.perf_counter()
+        self._checkup.ask()
 
     def _observed(self, step: TrainingStep) -> AbstractContextManager[None]:
         """Around an update, which is looked at if it is its turn."""
@@ -267,6 +273,26 @@ class Loop:
             except OSError as error:
                 self._tell(f"{self.run.prediction} could not be written ({error.strerror})")
 
+    def _diagnose(self, at_end: bool = False) -> None:
+        """See what holds the run back, keep it, and say it once if that is much. All ranks call it."""
+        if self.comparison is None or self._checkup.num < LEAST:
+            return
+        facts = self._with_pauses(self._checkup.facts(self.comparison, since=LEAST // 2))
+        if self.session.ranks.rank > 0:
+            return
+        found = Diagnosis.of(facts)
+        with suppress(OSError):  # a full disk is no reason to stop a training
+            write_json(self.run.diagnosis, found.to_document())
+        if not at_end and found.advice and found.advice[0].gain > WORTH_SAYING:
+            self._tell(f"{found.sentence} {found.advice[0].text}; convoy doctor {self.run.path} looks closer")
+
+    def _with_pauses(self, facts: Facts) -> Facts:
+        """With what evaluations and checkpoints have taken."""
+        tally, evaluation = self.saver.tally, self.evaluation
+        if evaluation is not None:
+            facts = replace(facts, evaluation_s=evaluation.seconds)
+        return replace(facts, checkpoint_s=tally.waited_s / tally.written) if tally.written else facts
+
     def _after_update(self) -> None:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
         quantities = self.session.quantities
@@ -278,6 +304,8 @@ class Loop:
         self.window.pause()
         if self._observation is not None and self._observation.done:
             self._conclude()
+        if self._checkup.num == UPDATES:
+            self._diagnose()
         if self.done % quantities.evaluate_every == 0 and self.done < total:
             self._evaluate()
         if self.saver.due(self.done) and self.done < total:
@@ -295,6 +323,7 @@ class Loop:
         self.reporter.say(session.notes[-1])
 
     def _more_workers(self, number: int) -> None:
+        self._checkup.told(number)
         self._tell(f"data workers: {number} from update {self.done + 1:,} on, as batches were waited for")
 
     def _tell(self, sentence: str) -> None:

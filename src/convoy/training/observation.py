@@ -68,9 +68,20 @@ class Observation:
     Args:
         session: of the run.
         clock: by default that of the session's device.
+        watched, apart: numbers of the updates that are watched as they are, and with gradients sent after the backward
+            pass.
+        last: the update after which nobody looks any more.
     """
 
-    def __init__(self, session: Session, clock: DeviceClock | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        clock: DeviceClock | None = None,
+        watched: Sequence[int] = WATCHED,
+        apart: Sequence[int] = APART,
+        last: int = LAST,
+    ) -> None:
+        self._numbers, self._numbers_apart, self._last = watched, apart, last
         self._session = session
         self._clock = clock or DeviceClock(session.device)
         self._unseen = _why_unseen(session)
@@ -84,7 +95,7 @@ class Observation:
     @property
     def done(self) -> bool:
         """Whether enough has been seen."""
-        return self._count > LAST
+        return self._count > self._last
 
     def begin(self) -> None:
         """The data of the next update is asked for."""
@@ -92,7 +103,7 @@ class Observation:
         if self.done:
             return
         self._now = None
-        if self._count in WATCHED or self._count in APART:
+        if self._count in self._numbers or self._count in self._numbers_apart:
             self._now = WatchedUpdate(self._clock)
             self._now.mark("input")
         else:
@@ -108,7 +119,7 @@ class Observation:
             if self._count > WARM_UP:
                 self._timed.append((self._began, self._clock.now()))
         else:
-            apart = self._count in APART
+            apart = self._count in self._numbers_apart
             with self._watching(step, self._now, apart):
                 yield
             (self._apart if apart else self._watched).append(self._now)
@@ -158,7 +169,7 @@ class Observation:
         )
         placement = self._typed(self._watched[0].placements[0]) if timelines and self._watched[0].placements else None
         self._watched, self._apart, self._timed = [], [], []
-        self._count = LAST + 1
+        self._count = self._last + 1
         everyone = ranks.gather(seen)
         step: list[Timeline] = []
         if timelines and trace_file is not None:

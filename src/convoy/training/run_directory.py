@@ -63,6 +63,7 @@ class RunDirectory:
         plan: the plan by which the devices divided the work, the last time.
         prediction: what was predicted of an update, beside what was measured.
         trace: the same for viewers of traces: one of the updates that were watched, and the predicted one.
+        diagnosis: what holds it back, and what would help.
         metrics: one JSON object a line.
         checkpoints: folder of the checkpoints.
         weights: the final weights, whole tensors under the model's own names.
@@ -78,6 +79,7 @@ class RunDirectory:
         self.plan = path / "plan.yaml"
         self.prediction = path / "prediction.json"
         self.trace = path / "trace.json"
+        self.diagnosis = path / "diagnosis.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights.safetensors"

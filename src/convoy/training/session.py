@@ -100,7 +100,7 @@ class Session(Prepared):
         Raises:
             StoppedError: it was asked to stop. Nothing has changed.
         """
-        ranks, size = self.ranks, self._evaluation_batch()
+        ranks, size = self.ranks, self.evaluation_batch()
         samples = range(len(self.data.test))
 
         def announce(number: int) -> int:
@@ -132,7 +132,7 @@ class Session(Prepared):
                 is_asked_to_stop,
             )
 
-    def _evaluation_batch(self) -> int:
+    def evaluation_batch(self) -> int:
         """Samples of a pass: as many as in training, but no more than a rank's even share."""
         num, merge = len(self.quantities.sizes), self.merge
         largest = sum(self.quantities.sizes[: -(-num // -(-num // merge))])

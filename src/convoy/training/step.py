@@ -1,6 +1,8 @@
 """One weight update of the global batch: passes over its microbatches, gradients, optimizer."""
 
 import contextlib
+import itertools
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 
 from convoy.comm.position import current
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Normalize, mix
+from convoy.engine.profiling import steady
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
@@ -268,3 +272,49 @@ def _deterministic() -> Iterator[None]:
             f"reproducible: torch has no deterministic {name}, which this network needs on this device: leave "
             "reproducible away, train on the CPU (--device cpu), or use another layer"
         ) from error
+
+
+def update_seconds(
+    step: TrainingStep,
+    image_shape: tuple[int, int, int],
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    enough: int = 3,
+    most: int = 8,
+) -> float:
+    """Seconds of an update of the slowest rank, of random images that are ready. All ranks call it.
+
+    Args:
+        step: that does it.
+        image_shape: channels, height, width.
+        device: of the step.
+        ranks: that do it together.
+        enough, most: measurements near the fastest that make an end, and after how many it ends in any case.
+    """
+    batch = random_batch(step, image_shape, device)
+    updates, in_a_row = itertools.count(), updates_in_a_row(device)
+
+    def measure() -> float:
+        ranks.barrier()
+        began = time.perf_counter()
+        for _ in range(in_a_row):
+            step(batch, next(updates))
+        wait_for(device)
+        own = (time.perf_counter() - began) / in_a_row
+        return max(ranks.gather(own))  # all know the same, and end together
+
+    return statistics.median(steady(measure, lambda seconds: seconds, enough=enough, most=most))
+
+
+def random_batch(step: TrainingStep, image_shape: tuple[int, int, int], device: torch.device) -> Batch:
+    """A rank's samples of a global batch, of random images."""
+    samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
+    images = torch.randint(0, 256, (samples, *image_shape), dtype=torch.uint8)
+    batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
+    return batch.pin_memory() if device.type == "cuda" else batch  # as in training
+
+
+def updates_in_a_row(device: torch.device) -> int:
+    """Updates between two looks at the clock: the host of a GPU is ahead of it in all but the first."""
+    return 4 if device.type == "cuda" else 1

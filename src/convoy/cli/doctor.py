@@ -1,0 +1,137 @@
+"""`convoy doctor`: what holds a training back, and the one change that would help most."""
+
+import difflib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from convoy.cli import options
+from convoy.cli.requests import KEYS, TrainRequest
+from convoy.cli.train import command as train
+from convoy.doctor.advice import Diagnosis
+from convoy.errors import ConvoyError
+from convoy.late import waiting_for
+from convoy.launch import find_place
+from convoy.training.run_directory import RunDirectory
+
+_DIVISION = ("parallel.plan", "parallel.shares", "parallel.schedule")
+_WITH = {"parallel.devices": _DIVISION, "parallel.plan": _DIVISION, "microbatch": ("microbatches",)}
+"""Keys that are not said any more where another one is said anew."""
+
+
+@click.command(
+    "doctor",
+    context_settings={"ignore_unknown_options": True},
+    epilog="""\b
+Examples:
+  convoy doctor train resnet18 --data photos/          # what this command would wait for
+  convoy doctor train resnet50 --data photos/ --devices 4 --verify
+  convoy doctor runs/photos                            # the same of a run, as it was begun
+  convoy doctor runs/photos --devices 2 --json         # with other options of convoy train
+""",
+)
+@click.option("--verify", is_flag=True, help="Try the first change, and print what it brings beside the prediction.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Try changes for so long; 0: none."
+)
+@options.as_json
+@click.argument("what", nargs=-1, type=click.UNPROCESSED, metavar="RUN|train [OPTIONS OF convoy train]", required=True)
+@click.pass_obj
+def command(arguments: Sequence[str], /, verify: bool, seconds: float, as_json: bool, what: tuple[str, ...]) -> int:
+    """Say what holds a training back, and which changes would help most.
+
+    It trains for about a minute, and tries changes, without leaving a run. Each change is said with the option that
+    makes it, and with the gain that is predicted. What it looks at: docs/doctor.md.
+    """
+    request = request_of(arguments, what)
+    place = find_place()
+    if place is None:  # ranks find mistakes together
+        request.check()
+    elif verify:
+        raise ConvoyError(
+            f"--verify starts the training a second time, but here {place.source} has started it: leave it out, or "
+            "give the change that is advised to the command yourself"
+        )
+    if verify:
+        return _verify([*what, "--seconds", f"{seconds:g}"], as_json)
+    with waiting_for("loading PyTorch"):
+        from convoy.cli.doctor_run import run  # with torch, for which no mistake is to wait
+    return run(request, seconds, as_json)
+
+
+def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
+    """The training that is asked about: that of a command line of `convoy train`, or of a run with other options.
+
+    Raises:
+        ConvoyError: there is no such run.
+    """
+    first, *rest = what
+    if first.startswith("-"):
+        own = [name for option in command.params for name in option.opts]
+        near = difflib.get_close_matches(first, own)
+        raise click.NoSuchOption(first, possibilities=near, ctx=click.get_current_context())
+    if first != "train":
+        run = RunDirectory(Path(first))
+        if not run.is_run():
+            raise ConvoyError(
+                f"{first} is no run directory: name one, or write convoy doctor train MODEL with the options of "
+                "convoy train"
+            )
+        rest = ["--recipe", str(run.config), *rest]
+    values: dict[str, Any] = train.make_context("convoy train", rest, obj=arguments).params
+    for option in ("resume", "extend", "out"):
+        if values.get(option):
+            raise ConvoyError(f"--{option} is for a run, but the doctor leaves none: leave it out")
+    return TrainRequest.of(arguments, values)
+
+
+def _verify(what: Sequence[str], as_json: bool) -> int:
+    """Examine, then do the same with the first change: each in processes of its own, so that nothing is left over."""
+    found = _examination(what)
+    place = next((place for place, one in enumerate(found.advice) if one.arguments), None)
+    if place is not None:
+        changed = _examination([*replaced(what, found.advice[place].arguments), "--seconds", "0"])
+        tried = replace(found.advice[place], measured=changed.images_per_s / found.images_per_s)
+        found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
+    click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
+    return 0
+
+
+def replaced(what: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """A command line with other arguments, without those that they take the place of."""
+    changed = {key for key, _ in _settings(arguments) if key is not None}
+    changed |= {key for one in changed for key in _WITH.get(one, ())}
+    kept = [word for key, words in _settings(what) if key not in changed for word in words]
+    return [*kept, *arguments]
+
+
+def _settings(line: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
+    """Each option, with its value, and the key of the recipe that it sets; and each other word."""
+    known = {name: option for option in train.params for name in (*option.opts, *option.secondary_opts)}
+    words = iter(line)
+    for word in words:
+        name, _, value = word.partition("=")
+        option, taken = known.get(name) if word.startswith("-") else None, [word]
+        if isinstance(option, click.Option) and not option.is_flag and name == word:
+            taken += [value := next(words, "")]
+        key = None if option is None else KEYS.get(option.name or "")
+        yield value.partition("=")[0] if option is not None and option.name == "settings" else key, taken
+
+
+def _examination(what: Sequence[str]) -> Diagnosis:
+    """What `convoy doctor --json` says.
+
+    Raises:
+        SystemExit: it has ended otherwise, and has said why.
+    """
+    command = [sys.executable, "-m", "convoy", "doctor", *what, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    return Diagnosis.from_document(json.loads(done.stdout))

@@ -1,0 +1,413 @@
+"""From what was measured of a training to what holds it back, and what would help: one rule for each cause."""
+
+import math
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from convoy.doctor.facts import Cause, Facts, InputModel, Pictures, Trial
+from convoy.doctor.gpu import GpuLoad
+from convoy.doctor.host import HostLoad
+from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
+
+LEAST = 1.03
+"""Gain from which on a change is mentioned; smaller ones are lost in what a machine varies by."""
+WORTH_SAYING = 1.15
+"""The same of what a run says by itself."""
+SHOWN = 3
+"""Changes that are said: the one that would help most, and the next two."""
+_LEAST_OF_BATCH = 1.1
+"""The same of a larger batch, which changes what is learned."""
+_NEARLY = 0.9
+"""Part of the best gain that is enough for a batch that is smaller."""
+_PAUSES = 0.02
+"""Part of the time that evaluations, or checkpoints, are advised to take."""
+_OTHER = 0.1
+"""Cores that another process uses where it counts by itself."""
+_MOST_LOST = 0.95
+"""Part of the time that a change is said to save, at most."""
+_GPU_IDLE = 0.25
+"""Part of the time in which a GPU does nothing from which on its host is what holds it up."""
+_SUFFICES = 0.05
+"""Part of an update for which ranks still wait where a link suffices."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change, and what it would bring.
+
+    Attributes:
+        cause: what it would mend.
+        change: what to do, as one would say it.
+        arguments: the same as arguments of `convoy train`; empty where no option does it.
+        gain: how many times as many training images a second there would be, as predicted.
+        sentence: what holds the training back so far.
+        another_training: it changes what is learned, or its last bits.
+        measured: the gain that was found when the change was tried.
+    """
+
+    cause: Cause
+    change: str
+    arguments: tuple[str, ...]
+    gain: float
+    sentence: str
+    another_training: bool = False
+    measured: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The change and its gain, in a line."""
+        other = " (another training)" if self.another_training else ""
+        tried = "" if self.measured is None else f", {times_as_fast(self.measured)} when tried"
+        return f"{self.change}{other}: {times_as_fast(self.gain)} (predicted){tried}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What holds a training back, as `convoy doctor --json` prints it and `diagnosis.json` of a run keeps it.
+
+    Attributes:
+        images_per_s: of the training, evaluations and checkpoints included.
+        update_s: seconds of an update, without these.
+        parts: of an update, as in `Facts`.
+        sentence: what holds it back.
+        advice: what would make it faster, the most helpful first.
+    """
+
+    model: str
+    data: str
+    devices: int
+    plan: str
+    batch: int
+    images_per_s: float
+    update_s: float
+    parts: dict[str, float]
+    sentence: str
+    advice: tuple[Advice, ...] = ()
+
+    @staticmethod
+    def of(facts: Facts) -> "Diagnosis":
+        """What follows from the facts."""
+        found = advise(facts)
+        return Diagnosis(
+            facts.model,
+            facts.data,
+            facts.devices,
+            facts.plan,
+            facts.batch,
+            facts.images_per_s,
+            facts.update_s,
+            facts.parts,
+            found[0].sentence if found else _healthy(facts),
+            found,
+        )
+
+    def to_document(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_document(document: Any) -> "Diagnosis":
+        """The same back."""
+        return TypeAdapter(Diagnosis).validate_python(document)
+
+    def text(self) -> str:
+        """Lines for people: how fast it is, what holds it back, and the first changes."""
+        where = "on one device" if self.devices == 1 else f"on {self.devices} devices, plan {self.plan}"
+        pace = f"{per_second(self.images_per_s)} images a second, {seconds(self.update_s)} for an update"
+        said = [f"{self.model} {where}: {pace} of {self.batch:,}", self.sentence]
+        return "\n".join([*said, *(f"{number}. {one.text}" for number, one in enumerate(self.advice[:SHOWN], 1))])
+
+
+def advise(facts: Facts) -> tuple[Advice, ...]:
+    """What would make the training faster, the most helpful first; of every cause the best.
+
+    A change of the experiment itself has to bring twice as much, in orders of magnitude, as one that leaves the results
+    what they are.
+    """
+    best: dict[Cause, Advice] = {}
+    for rule in _RULES:
+        for advice in rule(facts):
+            least = _LEAST_OF_BATCH if advice.cause == "batch" else LEAST
+            if advice.gain >= least and (advice.cause not in best or advice.gain > best[advice.cause].gain):
+                best[advice.cause] = advice
+    return tuple(sorted(best.values(), key=lambda one: -(one.gain ** (0.5 if one.another_training else 1.0))))
+
+
+def _healthy(facts: Facts) -> str:
+    most = ""
+    if facts.parts:
+        largest = max(facts.parts, key=lambda part: facts.parts[part])
+        most = f"; most of an update, {rough_percent(facts.share(largest))}, is {largest}"
+    return f"None of the changes that were looked at would make it {rough_percent(LEAST - 1)} faster{most}."
+
+
+def input_model(facts: Facts) -> InputModel:
+    """What an update takes, fitted to how long it took."""
+    slowest = max(facts.ranks, key=lambda rank: rank.wait_s)
+    compute = facts.compute_s if facts.compute_s is not None else facts.update_s - slowest.wait_s
+    pictures, samples = facts.pictures, max(1, slowest.samples)
+    if pictures is None:  # as long as the waits tell
+        made = facts.update_s * facts.workers if facts.workers else slowest.wait_s
+        pictures = Pictures(cpu_s=made / samples if slowest.wait_s > 0 else 0.0)
+    read = pictures.read_s, pictures.least_read_s
+    return InputModel(compute, samples, *read, pictures.cpu_s, facts.workers, facts.threads, facts.cores)
+
+
+def _saving(facts: Facts, saved_s: float) -> float:
+    """How many times as fast it is without so many seconds of each update."""
+    left = facts.total_s - saved_s
+    return facts.total_s / max(left, (1 - _MOST_LOST) * facts.total_s)
+
+
+def _beside(facts: Facts, **changes: Any) -> float:
+    """The gain of other input, as the model has it."""
+    model = input_model(facts)
+    now = model()
+    return _saving(facts, facts.update_s * (1 - model(**changes) / now)) if now else 1.0
+
+
+def _input(facts: Facts) -> Iterator[Advice]:
+    """Too few workers, slow storage, decoding."""
+    pictures, model = facts.pictures, input_model(facts)
+    if facts.wait_s < 0.01 * facts.update_s or (pictures is not None and pictures.in_memory):
+        return
+    waits = f"Training waits for pictures for {rough_percent(facts.wait_s / facts.update_s)} of its time"
+    made = 1 / (model.read_s + model.cpu_s) if model.cpu_s else math.inf
+    by = f"{plural(facts.workers, 'process', 'processes')} make" if facts.workers else "the process that trains makes"
+    each = f"{by} them, at {per_second(made)} a second each" if facts.workers else f"{by} them itself"
+    more = 1.0
+    if (number := model.most_workers) > facts.workers:
+        more = _beside(facts, workers=number)
+        yield Advice(
+            "workers",
+            f"--workers {number}",
+            ("--workers", str(number)),
+            more,
+            f"{waits}: {each}, and there are cores to spare.",
+        )
+    if pictures is None and more < LEAST:  # what decoding takes is not known
+        yield Advice(
+            "decoding",
+            f"convoy data pack {shlex.quote(facts.data)} PACK, then --data PACK",
+            (),
+            _saving(facts, facts.wait_s),
+            f"{waits}: {each}.",
+            another_training=True,
+        )
+    if pictures is None:
+        return
+    if pictures.read_s > pictures.cpu_s / 4:
+        share = rough_percent(pictures.read_s / (pictures.read_s + pictures.cpu_s))
+        yield Advice(
+            "storage",
+            "pictures on a faster disk, such as a local one, or packed (convoy data pack)",
+            (),
+            _beside(facts, read_s=0.0, least_read_s=0.0),
+            f"{waits}: {share} of what a picture takes is waiting for the storage, {seconds(pictures.read_s)}.",
+        )
+    slow = f"{waits}: decoding and augmenting one takes {seconds(pictures.cpu_s)} of a core."
+    pack = f"convoy data pack {shlex.quote(facts.data)} PACK --short-side {pictures.short_side}"
+    for taken, what in ((pictures.packed_s, pack), (pictures.raw_s, f"{pack} --raw")):
+        if taken is not None:
+            gain = _beside(facts, cpu_s=taken)
+            yield Advice("decoding", f"{what}, then --data PACK", (), gain, slow, another_training=True)
+    if pictures.turbo_s is not None:
+        arguments = ("--set", "data.decoder=turbo")
+        gain = _beside(facts, cpu_s=pictures.turbo_s)
+        yield Advice("decoding", " ".join(arguments), arguments, gain, slow, another_training=True)
+
+
+_TRIED: dict[Cause, str] = {
+    "batch": "The batch is too small: what an update costs whatever its size is too much of it",
+    "microbatch": "The microbatches are too small for the layers to compute at their pace",
+    "plan": "The plan divides the work badly for this network on these devices",
+    "precision": "Layers compute in a precision that is slow here",
+    "memory_format": "Layers compute in a memory format that is slow here",
+    "compile": "Much of an update is small operations that torch.compile would join",
+    "threads": "Threads and cores do not go together",
+    "devices": "The network is too small for several devices: they wait for each other longer than they save",
+}
+
+
+def _tried(facts: Facts) -> Iterator[Advice]:
+    """What a trial of each change has shown; of batches, the smallest that brings nearly as much as the best."""
+    batches = [trial for trial in facts.trials if trial.cause == "batch"]
+    enough = _NEARLY * max((_gain_of(facts, trial) for trial in batches), default=0.0)
+    batches = [trial for trial in batches if _gain_of(facts, trial) >= enough][:1]
+    for trial in (*(trial for trial in facts.trials if trial.cause != "batch"), *batches):
+        yield Advice(
+            trial.cause,
+            " ".join(trial.arguments),
+            trial.arguments,
+            _gain_of(facts, trial),
+            f"{_TRIED[trial.cause]}: an update takes {seconds(trial.before_s)}, and "
+            f"{seconds(trial.seconds / trial.samples)} for as many samples with the change, input apart.",
+            trial.another_training,
+        )
+
+
+def _gain_of(facts: Facts, trial: Trial) -> float:
+    """Of a trial in the training, whose input and pauses stay as they are."""
+    model = input_model(facts)
+    ratio = trial.seconds / trial.before_s if trial.before_s else 1.0
+    now = model()
+    after = model(compute_s=model.compute_s * ratio, samples=round(model.samples * trial.samples))
+    update_s = facts.update_s * after / now if now else facts.update_s
+    return trial.samples * facts.total_s / (update_s + facts.pauses_s * trial.samples)
+
+
+def _shares(facts: Facts) -> Iterator[Advice]:
+    """Devices that are not equally fast, and get equal parts."""
+    ranks = [rank for rank in facts.ranks if rank.samples and rank.own_s]
+    if len(ranks) < 2 or len(ranks) < len(facts.ranks) or sum(rank.samples for rank in ranks) != facts.batch:
+        return
+    of_sample = [rank.own_s / rank.samples for rank in ranks]
+    of_microbatch = [each * facts.batch / facts.microbatches for each in of_sample]
+    counts = [1] * len(ranks)
+    for _ in range(facts.microbatches - len(ranks)):
+        next_rank = min(range(len(ranks)), key=lambda rank: (counts[rank] + 1) * of_microbatch[rank])
+        counts[next_rank] += 1
+    after = max(count * each for count, each in zip(counts, of_microbatch, strict=True))
+    slowest, fastest = max(of_sample), min(of_sample)
+    yield Advice(
+        "shares",
+        "--shares auto",
+        ("--shares", "auto"),
+        _saving(facts, max(rank.own_s for rank in ranks) - after),
+        f"Rank {of_sample.index(slowest)} takes {slowest / fastest:.2g} times as long for a sample as the fastest, and "
+        "the others wait for it.",
+    )
+
+
+def _link(facts: Facts) -> Iterator[Advice]:
+    """Ranks wait for what the link carries; within a host of CPUs they wait for each other, not for a link."""
+    if not facts.exchange_s or (len(facts.hosts) < 2 and facts.threads):
+        return
+    left = _SUFFICES * (facts.update_s - facts.exchange_s) / (1 - _SUFFICES)
+    factor = max(1.0, facts.exchange_s / left) if left > 0 else math.inf
+    share = rough_percent(facts.exchange_s / facts.update_s)
+    names = facts.hosts if len(set(facts.hosts)) == len(facts.hosts) else (plural(len(facts.hosts), "host"),)
+    between = f" between {', '.join(names)}" if len(facts.hosts) > 1 else ""
+    rate = facts.link_bits_per_s
+    rates = "" if rate is None else f" ({factor * rate / 1e9:.2g} Gbit/s in place of {rate / 1e9:.2g})"
+    yield Advice(
+        "link",
+        f"a link{between} {factor:.2g} times as fast{rates}",
+        (),
+        _saving(facts, facts.exchange_s - left),
+        f"Devices wait for the link{between} for {share} of an update.",
+    )
+
+
+def _host(facts: Facts) -> Iterator[Advice]:
+    """Cores that others have, or a control group keeps; memory that is swapped."""
+    for number, rank in enumerate(facts.ranks):
+        load = rank.load
+        if load is None or not load.wall_s:
+            continue
+        where = f" of rank {number}" if len(facts.ranks) > 1 else ""
+        if load.others and load.waited_s:
+            other = load.others[0]
+            lost = _lost_to_others(load, facts.threads) * facts.update_s
+            yield Advice(
+                "busy",
+                f"end {other.name} (process {other.pid}), or give the training other cores",
+                (),
+                _saving(facts, lost),
+                f"Other processes use the cores{where}: {other.name} (process {other.pid}) has {other.cores:.2g} of "
+                f"{load.cores:.2g}, and the training waits for a core for {rough_percent(lost / facts.update_s)} of "
+                "its time.",
+            )
+        if load.gpu is not None:
+            yield from _gpu(facts, load.gpu, load.wall_s, where)
+        if load.hot_s:
+            lost = min(load.hot_s / load.wall_s, _MOST_LOST) * facts.update_s / 2  # at half its clock, about
+            hot = f"The processor{where} is too hot, and runs slower for {rough_percent(load.hot_s / load.wall_s)} of"
+            yield Advice("limit", "better cooling", (), _saving(facts, lost), f"{hot} the time.")
+        if load.throttled_s:
+            lost = min(load.throttled_s / load.wall_s, _MOST_LOST) * facts.update_s
+            yield Advice(
+                "limit",
+                "a higher CPU limit (the control group's quota)",
+                (),
+                _saving(facts, lost),
+                f"A control group's CPU limit{where} stops the training for {rough_percent(lost / facts.update_s)} of "
+                "its time.",
+            )
+        if load.swapped_bytes and load.memory_pressure_s:
+            lost = min(load.memory_pressure_s / load.wall_s, _MOST_LOST) * facts.update_s
+            yield Advice(
+                "swap",
+                "less memory: --recompute, fewer --workers, or a smaller batch",
+                (),
+                _saving(facts, lost),
+                f"Memory is swapped{where}: processes wait for it for {rough_percent(lost / facts.update_s)} of the "
+                "time.",
+            )
+
+
+def _gpu(facts: Facts, gpu: GpuLoad, wall_s: float, where: str) -> Iterator[Advice]:
+    """A GPU that others use, that is held down, or that waits for its host. Not measured on one."""
+    if gpu.others:
+        other = gpu.others[0]
+        text = f"Another process computes on the GPU{where}: {other.name} (process {other.pid})."
+        yield Advice("busy", f"end {other.name} (process {other.pid})", (), 2.0, text)
+    if gpu.throttled_s and gpu.clock:
+        reason = max(gpu.throttled_s, key=lambda name: gpu.throttled_s[name])
+        lost = min(gpu.throttled_s[reason] / wall_s, 1.0) * (1 - gpu.clock) * facts.update_s
+        text = f"The GPU{where} is held at {rough_percent(gpu.clock)} of its clock ({reason})."
+        yield Advice("limit", "better cooling, or a higher power limit", (), _saving(facts, lost), text)
+    if gpu.utilization is not None and facts.wait_s + facts.exchange_s < _GPU_IDLE * facts.update_s / 2:
+        idle = 1 - gpu.utilization
+        if idle > _GPU_IDLE:
+            text = (
+                f"The GPU{where} is idle for {rough_percent(idle)} of the time, and waits for its host to give it work."
+            )
+            yield Advice("host", "--compile", ("--compile",), _saving(facts, idle * facts.update_s), text)
+
+
+def _lost_to_others(load: HostLoad, threads: int) -> float:
+    """The part of the time in which a training with so many threads waits for cores that others have.
+
+    Its threads wait for each other: where one other process slows one of them, all are slowed.
+    """
+    others = load.others_cores or sum(other.cores for other in load.others)
+    waited = (load.waited_s or 0.0) * others / max(others + load.run_cores, 1e-9)
+    many = sum(other.cores > _OTHER for other in load.others)
+    return min(waited / load.wall_s / min(max(threads, 1), max(many, 1)), others, _MOST_LOST)
+
+
+def _pauses(facts: Facts) -> Iterator[Advice]:
+    """Evaluations and checkpoints that come too often."""
+    if facts.evaluation_s and facts.evaluate_every:
+        every = max(facts.evaluate_every, math.ceil(facts.evaluation_s / (_PAUSES * facts.update_s)))
+        every = -(-min(every, facts.total_updates) // facts.updates_per_epoch) * facts.updates_per_epoch
+        written = f"{every // facts.updates_per_epoch}ep"
+        saved = facts.evaluation_s * (1 / facts.evaluate_every - 1 / every)
+        yield Advice(
+            "evaluation",
+            f"--set evaluate_every={written}",
+            ("--set", f"evaluate_every={written}"),
+            _saving(facts, saved),
+            f"An evaluation takes {seconds(facts.evaluation_s)} and comes every "
+            f"{plural(facts.evaluate_every, 'update')}, which take "
+            f"{seconds(facts.update_s * facts.evaluate_every)}.",
+        )
+    if facts.checkpoint_s and facts.checkpoint_every:
+        saved = facts.checkpoint_s / facts.checkpoint_every
+        yield Advice(
+            "checkpoint",
+            "--set checkpoint.every=auto",
+            ("--set", "checkpoint.every=auto"),
+            _saving(facts, saved * (1 - _PAUSES)),
+            f"Training waits {seconds(facts.checkpoint_s)} for a checkpoint every "
+            f"{plural(facts.checkpoint_every, 'update')}.",
+        )
+
+
+_RULES: tuple[Callable[[Facts], Iterator[Advice]], ...] = (_input, _tried, _shares, _link, _host, _pauses)

@@ -1,0 +1,216 @@
+"""What was measured of a training: the doctor's rules see this and nothing else."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from convoy.doctor.host import HostLoad
+
+Cause = Literal[
+    "workers",
+    "storage",
+    "decoding",
+    "batch",
+    "microbatch",
+    "plan",
+    "link",
+    "shares",
+    "precision",
+    "memory_format",
+    "compile",
+    "threads",
+    "busy",
+    "limit",
+    "swap",
+    "host",
+    "devices",
+    "evaluation",
+    "checkpoint",
+]
+"""What can hold a training back; `host` is a GPU that waits to be given work."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What making one picture for a batch takes in one process, in seconds.
+
+    Attributes:
+        read_s: waiting for its bytes.
+        least_read_s: the same for each of several that are read at once, divided by their number: what the storage
+            gives at most.
+        cpu_s: of the processor, to read, decode and augment it.
+        packed_s: the same once `convoy data pack` has stored it with `short_side`; None where that was not tried.
+        raw_s: the same with raw pixels.
+        turbo_s: with the decoder by libjpeg-turbo; None where it is in use already, or not installed.
+        in_memory: whether pictures lie decoded in memory, where one is only copied.
+        short_side: pixels.
+    """
+
+    read_s: float = 0.0
+    least_read_s: float = 0.0
+    cpu_s: float = 0.0
+    packed_s: float | None = None
+    raw_s: float | None = None
+    turbo_s: float | None = None
+    in_memory: bool = False
+    short_side: int = 256
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One rank's part of an update.
+
+    Attributes:
+        samples: of a global batch.
+        wait_s: waiting for its batch, as a mean over the updates.
+        own_s: its own work, without waits for other ranks; 0 where that is not known, as on a GPU.
+        load: what its host did meanwhile; None where nobody looked.
+    """
+
+    samples: int
+    wait_s: float = 0.0
+    own_s: float = 0.0
+    load: HostLoad | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Updates with one thing changed, beside those of the training as it is; without their input.
+
+    Attributes:
+        cause: what the change would mend.
+        arguments: of the command line, that make the change.
+        seconds: of an update with the change.
+        before_s: of one as it is, measured in turns with it.
+        samples: of an update with the change, beside those of one as it is.
+        another_training: the change is one of the experiment: it changes what is learned, or its last bits.
+    """
+
+    cause: Cause
+    arguments: tuple[str, ...]
+    seconds: float
+    before_s: float
+    samples: float = 1.0
+    another_training: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a training as it runs.
+
+    Attributes:
+        update_s: seconds of an update of the slowest rank, with its input, without pauses.
+        parts: seconds of an update by name (`convoy.plans.timeline.PARTS`), of one rank.
+        ranks: all ranks.
+        compute_s: seconds of an update whose input is ready; None where that was not measured apart.
+        workers: processes of each rank that make pictures ready; 0 where the rank does it itself.
+        asked_workers: whether somebody has said how many.
+        cores: that each rank's processes may use together.
+        threads: of each rank that compute.
+        microbatches: of an update, all ranks together.
+        pictures: None where nobody looked.
+        trials: changes that were tried.
+        evaluation_s, checkpoint_s: that training waits for one; None where that is not known.
+        evaluate_every, checkpoint_every: updates between two of them; None where it is measured how often they come.
+        updates_per_epoch, total_updates: of the run.
+        hosts: on which the ranks are.
+        link_bits_per_s: that an all-reduce of all ranks moves each way; None where nobody looked.
+        one_device_s: seconds of an update on one device, as predicted.
+    """
+
+    model: str
+    data: str
+    devices: int
+    plan: str
+    batch: int
+    update_s: float
+    ranks: tuple[RankFacts, ...]
+    parts: dict[str, float] = field(default_factory=dict)
+    compute_s: float | None = None
+    workers: int = 0
+    asked_workers: bool = False
+    cores: float = 1.0
+    threads: int = 1
+    microbatches: int = 1
+    pictures: Pictures | None = None
+    trials: tuple[Trial, ...] = ()
+    evaluation_s: float | None = None
+    evaluate_every: int | None = None
+    checkpoint_s: float | None = None
+    checkpoint_every: int | None = None
+    updates_per_epoch: int = 1
+    total_updates: int = 1
+    hosts: tuple[str, ...] = ()
+    link_bits_per_s: float | None = None
+    one_device_s: float | None = None
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of an update in which the rank that waits longest waits for its batch."""
+        return max(rank.wait_s for rank in self.ranks)
+
+    @property
+    def pauses_s(self) -> float:
+        """Seconds of evaluations and checkpoints, for each update."""
+        pairs = (self.evaluation_s, self.evaluate_every), (self.checkpoint_s, self.checkpoint_every)
+        return sum((seconds or 0.0) / every for seconds, every in pairs if every)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds for each update, pauses included."""
+        return self.update_s + self.pauses_s
+
+    @property
+    def images_per_s(self) -> float:
+        """Training images a second, pauses included."""
+        return self.batch / self.total_s if self.total_s else 0.0
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of an update in which a rank waits for what other ranks send."""
+        return self.update_s * (self.share("waiting") + self.share("stages"))
+
+    def share(self, part: str) -> float:
+        """What a part is of an update; those whose parts are looked at take longer than others."""
+        return self.parts[part] / sum(self.parts.values()) if self.parts.get(part) else 0.0
+
+
+@dataclass(frozen=True)
+class InputModel:
+    """How long an update is, as it follows from what it computes and from how its pictures are made.
+
+    Workers make pictures while the rank computes: an update takes as long as the slower of both. Where they share
+    cores, it takes as long as these need for the work of both. Without workers one follows the other.
+
+    Attributes:
+        compute_s: of the processor's or GPU's time for an update whose input is ready.
+        samples: of a rank.
+        read_s, least_read_s, cpu_s: of a picture (`Pictures`).
+        threads: that compute on the cores; 0 where a GPU does.
+    """
+
+    compute_s: float
+    samples: int
+    read_s: float
+    least_read_s: float
+    cpu_s: float
+    workers: int
+    threads: float
+    cores: float
+
+    def __call__(self, **changes: Any) -> float:
+        """Seconds of an update, with some attributes changed."""
+        one = replace(self, **changes)
+        made = one.samples * (one.read_s + one.cpu_s)
+        if not one.workers:
+            return one.compute_s + made
+        work = one.compute_s * min(one.threads, one.cores) + one.samples * one.cpu_s
+        return max(one.compute_s, made / one.workers, one.samples * one.least_read_s, work / one.cores)
+
+    @property
+    def most_workers(self) -> int:
+        """Workers from which on more bring nothing."""
+        numbers: Sequence[int] = range(1, max(2, 4 * math.ceil(self.cores)) + 1)
+        best = min(self(workers=number) for number in numbers)
+        return next(number for number in numbers if self(workers=number) <= 1.02 * best)

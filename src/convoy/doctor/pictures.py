@@ -1,0 +1,165 @@
+"""What making a picture ready for a batch costs: waiting for its bytes, decoding it, and the same from a pack of it."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from convoy.data.batch import BatchMaker
+from convoy.data.config import DataConfig
+from convoy.data.dataset import DataSet
+from convoy.data.decode import BadImage
+from convoy.data.loader import batch_maker
+from convoy.data.pack import PackOptions, packed_picture
+from convoy.data.sources import EncodedSource
+from convoy.doctor.facts import Pictures
+from convoy.errors import ConvoyError
+
+_MOST_S = 4.0
+"""Seconds that measuring may take, each kind."""
+_READERS = 8
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+@dataclass(frozen=True)
+class _Spent:
+    """Seconds of this thread: by the clock, of the processor, and in which another had the core."""
+
+    wall: float
+    cpu: float
+    preempted: float
+
+    @classmethod
+    def now(cls) -> "_Spent":
+        try:
+            preempted = int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            preempted = 0.0
+        return cls(time.perf_counter(), time.thread_time(), preempted)
+
+    def __sub__(self, other: "_Spent") -> "_Spent":
+        return _Spent(self.wall - other.wall, self.cpu - other.cpu, self.preempted - other.preempted)
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which this thread waited for something else than a core."""
+        return max(0.0, self.wall - self.cpu - self.preempted)
+
+
+class _Stored(EncodedSource):
+    """Pictures as a pack would keep them, in memory."""
+
+    def __init__(self, files: list[bytes]) -> None:
+        self.labels = np.zeros(len(files), np.int64)
+        self._files = files
+
+    def read(self, sample: int) -> bytes:
+        return self._files[sample]
+
+    def name(self, sample: int) -> str:
+        return f"picture {sample}"
+
+
+def measure_pictures(data: DataSet, config: DataConfig, samples: NDArray[np.int64], seed: int) -> Pictures | None:
+    """Make some pictures ready in this process, as a worker would.
+
+    Args:
+        data: of the run.
+        config: the recipe's section.
+        samples: numbers of training samples that nobody has read yet, so that they come from where they are stored.
+        seed: of the augmentation.
+
+    Returns:
+        Seconds a picture; None where a picture cannot be read.
+    """
+    try:
+        maker = batch_maker(data, config, data.train, seed)
+        side = max(data.resize, data.image_size)
+        if not isinstance(data.train, EncodedSource):
+            return Pictures(cpu_s=_cpu(maker, samples), in_memory=maker.vectorised, short_side=side)
+        half = max(1, len(samples) // 2)
+        read_s, read = _reading(data.train, samples[:half])
+        found = Pictures(read_s, _at_once(data.train, samples[half:]), _cpu(maker, read), short_side=side)
+        if maker.decoder != "turbo" and find_spec("simplejpeg") is not None and find_spec("cv2") is not None:
+            turbo = batch_maker(data, config.model_copy(update={"decoder": "turbo"}), data.train, seed)
+            found = replace(found, turbo_s=_cpu(turbo, read))
+        packed = [_packed(maker, data.train, read, PackOptions(side, raw)) for raw in (False, True)]
+        return replace(found, packed_s=packed[0], raw_s=packed[1])
+    except (BadImage, ConvoyError):
+        return None
+
+
+def _reading(source: EncodedSource, samples: NDArray[np.int64]) -> tuple[float, NDArray[np.int64]]:
+    """Seconds that a picture's bytes are waited for, and the samples that were read."""
+    began, read = _Spent.now(), 0
+    while read < len(samples) and time.perf_counter() - began.wall < _MOST_S:
+        source.read(int(samples[read]))
+        read += 1
+    return (_Spent.now() - began).idle / max(1, read), samples[:read]
+
+
+def _at_once(source: EncodedSource, samples: NDArray[np.int64]) -> float:
+    """Seconds for each of several pictures that are read at once."""
+    began = _Spent.now()
+    with ThreadPoolExecutor(_READERS) as readers:
+        read = list(readers.map(partial(_read_until, source, began.wall + _MOST_S), samples.tolist()))
+    spent = _Spent.now() - began
+    return max(0.0, spent.wall - sum(seconds for _, seconds in read)) / max(1, sum(done for done, _ in read))
+
+
+def _read_until(source: EncodedSource, ends: float, sample: int) -> tuple[bool, float]:
+    """Whether a picture was read, which is not begun after a time, and seconds of the processor for it."""
+    before = time.thread_time()
+    if before_end := time.perf_counter() < ends:
+        source.read(sample)
+    return before_end, time.thread_time() - before
+
+
+def _cpu(maker: BatchMaker, samples: NDArray[np.int64]) -> float:
+    """Seconds of the processor that a picture takes, the median of some: the first loads what is needed."""
+    taken: list[float] = []
+    if maker.vectorised:
+        return _taken(lambda: maker.training(samples, 0), len(samples))
+    images = np.empty((1, *maker.shape), np.uint8)
+    began = time.perf_counter()
+    for place in range(len(samples)):
+        before = time.thread_time()
+        maker.fill(images, samples[place : place + 1], 0)
+        taken.append(time.thread_time() - before)
+        if time.perf_counter() - began > _MOST_S:
+            break
+    return float(np.mean(taken[1:] or taken))
+
+
+def _taken(work: Callable[[], object], number: int) -> float:
+    work()
+    before = time.thread_time()
+    work()
+    return (time.thread_time() - before) / max(1, number)
+
+
+def _packed(maker: BatchMaker, source: EncodedSource, samples: NDArray[np.int64], options: PackOptions) -> float | None:
+    """Seconds of the processor for a picture from a pack; None where packing changes nothing."""
+    kept = [source.read(sample) for sample in samples.tolist()]
+    began, files = time.perf_counter(), []
+    for sample in samples.tolist():
+        files.append(packed_picture(source, sample, options).data)
+        if time.perf_counter() - began > _MOST_S:
+            break
+    if all(before == after for before, after in zip(kept, files, strict=False)):
+        return None
+    other = BatchMaker(
+        _Stored(files),
+        maker.geometry,
+        maker.channels,
+        seed=maker.seed,
+        skip_bad=False,
+        decoder=maker.decoder,
+    )
+    return _cpu(other, np.arange(len(files)))

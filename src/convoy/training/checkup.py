@@ -1,0 +1,102 @@
+"""What a session's updates tell of what holds them back: how long they take and wait, and what its host does."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean
+
+from convoy.data import num_workers
+from convoy.doctor.facts import Facts, RankFacts
+from convoy.doctor.host import HostWatch
+from convoy.launch import cores
+from convoy.planner.comparison import Comparison
+from convoy.training.derived import num_threads
+from convoy.training.session import Session
+from convoy.training.step import StepResult
+
+UPDATES = 100
+"""Of a run, after which it is said what holds it back; so many are remembered."""
+LEAST = 10
+"""Updates of which less says nothing."""
+
+
+@dataclass
+class Checkup:
+    """Collects what one rank sees of its updates, and remembers the last of them; all ranks make the same calls.
+
+    Attributes:
+        num: updates that were seen.
+        workers: processes of this rank that make pictures ready, by now.
+    """
+
+    session: Session
+
+    def __post_init__(self) -> None:
+        self.workers = num_workers(self.session.data, self.session.recipe.data)[0]
+        self.begin()
+
+    def begin(self) -> None:
+        """From now on updates count."""
+        self.num = 0
+        self._seconds, self._waits, self._own = (deque[float](maxlen=UPDATES) for _ in range(3))
+        self._watch = HostWatch(self.session.device)
+        self._asked = self._waited_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """That they took."""
+        return sum(self._seconds)
+
+    def told(self, workers: int) -> None:
+        """Other worker processes have started: there are so many."""
+        self.workers = workers
+
+    def ask(self) -> None:
+        """The batch of an update is asked for."""
+        self._asked = time.perf_counter()
+
+    def got(self) -> float:
+        """It is there: seconds that it was waited for."""
+        self._waited_s = time.perf_counter() - self._asked
+        return self._waited_s
+
+    def add(self, result: StepResult) -> None:
+        """The update is done."""
+        self.num += 1
+        self._seconds.append(time.perf_counter() - self._asked)
+        self._waits.append(self._waited_s)
+        self._own.append(result.own_s)
+
+    def facts(self, comparison: Comparison, since: int = 0) -> Facts:
+        """What all ranks have seen. All ranks call it.
+
+        Args:
+            comparison: of parts of an update.
+            since: of the updates that are remembered, those that do not count: in the first ones of a training,
+                batches lie ready that were made before.
+        """
+        session, load = self.session, self._watch.read()
+        recipe, quantities, ranks = session.recipe, session.quantities, session.ranks
+        samples = len(session.division.positions(ranks.sample_rank))
+        waits, own, seconds = (fmean(islice(each, since, None)) for each in (self._waits, self._own, self._seconds))
+        everyone = ranks.gather((RankFacts(samples, waits, own, load), seconds, self.workers))
+        return Facts(
+            model=recipe.model.name,
+            data=str(recipe.data.path),
+            devices=ranks.num,
+            plan=str(session.plan),
+            batch=recipe.batch,
+            update_s=max(seconds for _, seconds, _ in everyone),
+            parts={name: both.measured_s for name, both in comparison.parts.items() if both.measured_s},
+            ranks=tuple(one for one, _, _ in everyone),
+            workers=max(workers for _, _, workers in everyone),
+            cores=min(float(len(cores.own_cores())), cores.cores_allowed()),
+            threads=num_threads(recipe) if session.device.type == "cpu" else 0,
+            microbatches=len(quantities.sizes),
+            evaluate_every=quantities.evaluate_every,
+            checkpoint_every=quantities.checkpoint_every,
+            updates_per_epoch=quantities.updates_per_epoch,
+            total_updates=quantities.total_updates,
+            one_device_s=comparison.one_device_s,
+        )

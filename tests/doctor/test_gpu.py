@@ -1,0 +1,76 @@
+"""What `nvidia-smi` says of a GPU, of drivers old and new, and where it is of no use."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.doctor import gpu
+from convoy.doctor.gpu import GpuProcess, GpuWatch
+from convoy.doctor.host import HostWatch
+
+# It knows the names of fields that its driver knows, and fails where it is asked for others.
+NVIDIA_SMI = """#!/bin/sh
+echo "$@" >> {folder}/asked
+case "$*" in
+  *compute-apps*) cat {folder}/processes ;;
+  *counters*) [ {driver} = 2025 ] && cat {folder}/counters && rm {folder}/counters && exit
+              [ {driver} = 2025 ] && cat {folder}/later && exit
+              echo 'Field is not a valid field to query.'; exit 2 ;;
+  *clocks_event*) [ {driver} = 2023 ] && echo '1980, 1980, 41, 7, 512, 0x0000000000000001' && exit; exit 2 ;;
+  *clocks_throttle*) [ {driver} = 2020 ] && echo '[N/A], 1530, [N/A], [N/A], 512, [N/A]' && exit; exit 2 ;;
+esac
+"""
+
+
+def watch(folder: Path, monkeypatch: pytest.MonkeyPatch, driver: int, script: str = NVIDIA_SMI) -> GpuWatch:
+    (folder / "counters").write_text("1980, 1980, 60, 99, 1024, 0x0000000000000000, 1000000, 500000, [N/A]\n")
+    (folder / "later").write_text("990, 1980, 87, 99, 2048, 0x0000000000000044, 1000000, 2500000, [N/A]\n")
+    (folder / "processes").write_text(
+        f"{os.getpid()}, python, 900\n77, /opt/other job/bin/render, 100\n78, python, [N/A]\n79, python, 400\n"
+    )
+    program = folder / "nvidia-smi"
+    program.write_text(script.format(folder=folder, driver=driver))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu, "_identifier", lambda device: "GPU-1")
+    return GpuWatch(torch.device("cuda"))
+
+
+def test_a_gpu_that_throttles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = watch(tmp_path, monkeypatch, 2025).read(lambda pid: pid in (os.getpid(), 79))
+    assert load is not None
+    assert load.throttled == ("sw_power_cap", "hw_thermal_slowdown")
+    assert load.throttled_s == {"sw_power_cap": 0.0, "sw_thermal_slowdown": 2.0}
+    assert (load.clock, load.temperature_c, load.utilization, load.used_bytes) == (0.5, 87, 0.99, 2**31)
+    assert load.others == (GpuProcess("render", 77, 100 * 2**20), GpuProcess("python", 78, 0))
+    assert "-i GPU-1 --query-gpu=clocks.sm," in (tmp_path / "asked").read_text()
+
+
+def test_older_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = watch(tmp_path, monkeypatch, 2023).read(lambda pid: True)
+    assert load is not None
+    assert (load.throttled, load.throttled_s, load.clock) == (("gpu_idle",), {}, 1.0)
+    load = watch(tmp_path, monkeypatch, 2020).read(lambda pid: True)
+    assert load is not None
+    assert (load.throttled, load.clock, load.temperature_c, load.used_bytes) == ((), None, None, 2**29)
+
+
+def test_processes_of_another_name_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = watch(tmp_path, monkeypatch, 2023)
+    (tmp_path / "processes").write_text("4711, python, 900\n")
+    load = found.read(lambda pid: False)
+    assert load is not None
+    assert load.others == ()
+
+
+@pytest.mark.parametrize("script", ["#!/bin/sh\nexit 9\n", "#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\necho\n", "gone"])
+def test_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(gpu, "_TIMEOUT_S", 0.1)
+    assert watch(tmp_path, monkeypatch, 2025, script).read(lambda pid: False) is None
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("cuda", 63)])
+def test_no_gpu(device: torch.device | None) -> None:
+    assert HostWatch(device).read().gpu is None

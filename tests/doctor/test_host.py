@@ -1,0 +1,215 @@
+"""What a machine does beside a run is seen: on this one, and on made-up ones."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convoy.bench.emulated.quota import made_groups
+from convoy.doctor import host
+from convoy.doctor.host import HostLoad, HostWatch, OtherProcess
+from convoy.errors import ConvoyError
+
+LINUX = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's counters")
+# Other tests have the cores as well: bounds are far below what is seen on a machine that is not used.
+SECONDS = 1.0
+
+# It waits for what starts beside it, is busy for a while, and says what it saw.
+WATCHED = """
+import json, os, sys, time
+from dataclasses import asdict
+from convoy.doctor.host import HostWatch
+group, ours, seconds = sys.argv[1], [int(pid) for pid in sys.argv[2].split()], float(sys.argv[3])
+if group:
+    open(f"{group}/cgroup.procs", "w").write(str(os.getpid()))
+watch = HostWatch(ours=ours)
+until = time.perf_counter() + seconds
+while time.perf_counter() < until:
+    sum(range(1000))
+load = watch.read()
+print(json.dumps({**asdict(load), "got": load.got}))
+"""
+BUSY = "print(flush=True)\nwhile True: sum(range(1000))"
+
+
+def watched(core: int | None, group: str = "", ours: str = "", environment: Mapping[str, str] = {}) -> dict[str, Any]:
+    pinned = [] if core is None else ["taskset", "-c", str(core)]
+    done = subprocess.run(
+        [*pinned, sys.executable, "-c", WATCHED, group, ours, str(SECONDS)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@contextmanager
+def busy(core: int, environment: Mapping[str, str] = {}) -> Iterator[int]:
+    """The number of a process that keeps a core busy."""
+    command = ["taskset", "-c", str(core), sys.executable, "-c", BUSY]
+    with subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def core() -> int:
+    return min(os.sched_getaffinity(0))
+
+
+@LINUX
+def test_a_process_on_the_same_core_is_named(core: int) -> None:
+    with busy(core) as pid:
+        load = watched(core)
+    assert load["cores"] == 1
+    assert load["waited_s"] > 0.3 * SECONDS
+    assert load["got"] < 0.7
+    assert {other["pid"]: other["cores"] > 0.05 for other in load["others"]}.get(pid)
+    assert load["others_cores"] > 0.05
+
+
+@LINUX
+@pytest.mark.parametrize("known_by", ["number", "variables"])
+def test_a_rank_of_the_same_run_is_not(core: int, known_by: str) -> None:
+    run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if known_by == "variables" else {}
+    with busy(core, run) as pid:
+        load = watched(core, ours=str(pid) if known_by == "number" else "", environment=run)
+    assert load["waited_s"] > 0.3 * SECONDS
+    assert pid not in {other["pid"] for other in load["others"]}
+    assert load["run_cores"] > 0.05
+
+
+@LINUX
+def test_a_rank_of_another_run_is_named(core: int) -> None:
+    with busy(core, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}) as pid:
+        load = watched(core, environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2"})
+    assert pid in {other["pid"] for other in load["others"]}
+
+
+@LINUX
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_process_on_another_core_is_not(core: int) -> None:
+    with busy(max(os.sched_getaffinity(0))) as pid:
+        load = watched(core)
+    assert pid not in {other["pid"] for other in load["others"]}
+
+
+@LINUX
+def test_a_quota_is_seen() -> None:
+    try:
+        with made_groups("convoy-watch-", [0.5]) as groups:
+            load = watched(None, str(groups[0]))
+    except ConvoyError as error:
+        pytest.skip(str(error))
+    assert load["cores"] == pytest.approx(0.5)
+    assert load["throttled_s"] > 0.05 * SECONDS  # less where others have the cores as well
+    assert load["waited_s"] >= load["throttled_s"]
+    assert load["got"] < 0.6
+
+
+def made(machine: Path, files: Mapping[str, str]) -> Path:
+    """A machine whose files say this."""
+    for name, text in files.items():
+        (machine / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine / name).write_text(text)
+    return machine
+
+
+def stat(pid: int, name: str, parent: int, ticks: int, flags: int = 0) -> dict[str, str]:
+    numbers = [parent, *[0] * 4, flags, *[0] * 4, ticks, *[0] * 7, 7, *[0] * 20]
+    return {f"proc/{pid}/stat": f"{pid} ({name}) R {' '.join(map(str, numbers))}"}
+
+
+GROUPS = {
+    1: {
+        "proc/self/cgroup": "3:cpu,cpuacct:/job\n2:memory:/job\n",
+        "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "150000",
+        "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
+    },
+    2: {"proc/self/cgroup": "0::/pod/job\n", "sys/fs/cgroup/pod/cpu.max": "150000 100000"},
+}
+THROTTLED = {
+    1: ("sys/fs/cgroup/cpu/job/cpu.stat", "nr_throttled {n}\nthrottled_time {n}500000000\n"),
+    2: ("sys/fs/cgroup/pod/cpu.stat", "usage_usec 9\nthrottled_usec {n}500000\n"),
+}
+PRESSURE = {1: "proc/pressure/memory", 2: "sys/fs/cgroup/pod/job/memory.pressure"}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    monkeypatch.setattr(host, "own_cores", lambda: [0, 1])
+    monkeypatch.setattr(os, "sysconf", {"SC_CLK_TCK": 100, "SC_PAGE_SIZE": 4096}.__getitem__)
+    own, file = os.getpid(), THROTTLED[version][0]
+
+    def counters(n: int) -> dict[str, str]:
+        core = " ".join(str(n * ticks) for ticks in (10_000, 0, 0, 9, 9, 0, 0, 50, 0, 0))
+        return {
+            "proc/self/task/1/schedstat": f"5 {n}000000000 1",
+            file: THROTTLED[version][1].format(n=n),
+            "proc/stat": f"cpu  1 2\ncpu0 {core}\ncpu1 {core}\ncpu2 {core}\nintr 1\n",
+            "proc/vmstat": f"pswpin {n}\npswpout {2 * n}\nzswpin {n}\n",
+            "proc/self/status": "VmSwap:\t      12 kB\n",
+            PRESSURE[version]: f"some avg10=0.00 total=9\nfull avg10=0.00 avg60=0.00 avg300=0.00 total={n}250000\n",
+            "sys/devices/system/cpu/cpu1/thermal_throttle/core_throttle_total_time_ms": f"{n}500",
+            "sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq": "1200000",
+            "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "3000000",
+            **stat(own, "python", 1, 100 * n),
+            **stat(4_000_001, "worker", own, 100_000 * n),
+            **stat(4_000_002, "odd ) name", 1, 200_000 * n),
+            **stat(4_000_003, "elsewhere", 1, 200_000 * n),
+            "proc/4000003/status": "Cpus_allowed_list:\t2,4-6\n",
+            **stat(4_000_004, "kworker", 2, 200_000 * n, 0x0020_8040),
+        }
+
+    machine = made(tmp_path, {**GROUPS[version], **counters(1)})
+    watch = HostWatch(machine=machine)
+    made(machine, counters(3))
+    load = watch.read()
+    assert load.cores == 1.5
+    assert load.waited_s == 2
+    assert load.throttled_s == 2
+    assert load.stolen_s == 2
+    assert load.swapped_bytes == 8 * 4096
+    assert load.own_swap_bytes == 12 * 1024
+    assert load.memory_pressure_s == 2
+    assert load.hot_s == 2
+    assert load.slowdown_clock == 0.4
+    assert load.others == (OtherProcess("odd ) name", 4_000_002, 4000 / load.wall_s),)
+    assert load.run_cores == pytest.approx(2000 / load.wall_s)
+    assert load.gpu is None
+
+
+def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
+    load = HostWatch(machine=tmp_path).read()
+    assert (load.waited_s, load.throttled_s, load.others_cores, load.memory_pressure_s) == (None,) * 4
+    assert (load.others, load.stolen_s, load.swapped_bytes, load.slowdown_clock, load.gpu) == ((), 0, 0, None, None)
+    assert load.got == 1
+
+
+def test_a_machine_that_says_something_else(tmp_path: Path) -> None:
+    garbled = ("stat", "vmstat", "self/task/1/schedstat", "self/cgroup", "pressure/memory", "12/stat", "self/environ")
+    for text in ("", "?", "0 0 0", "cpu0 x\n"):
+        load = HostWatch(machine=made(tmp_path, {f"proc/{name}": text for name in garbled})).read()
+        assert load.got == 1
+        assert load.others == ()
+
+
+def test_throttled_time_is_part_of_the_time_waited() -> None:
+    def got(waited: float | None, throttled: float | None) -> float:
+        rest = dict.fromkeys(HostLoad.__dataclass_fields__)
+        return HostLoad(**{**rest, "cpu_s": 1.0, "waited_s": waited, "throttled_s": throttled}).got  # type: ignore[arg-type]
+
+    assert [got(1.0, 0.9), got(None, 1.0), got(3.0, None), got(0.0, 0.0)] == [0.5, 0.5, 0.25, 1.0]

@@ -1,0 +1,90 @@
+"""What updates tell of a training: every rank's waits, without those for other ranks, and its first updates apart."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from convoy.doctor.facts import Facts
+from convoy.training.checkup import UPDATES, Checkup
+from convoy.training.observation import Observation
+from ranks import run_ranks
+from tiny import write_mnist
+from training.examined import session
+
+LATE_S = 0.03
+NUM = 12
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("checkup") / "data")
+
+
+def updates(data: Path, late: dict[int, tuple[int, int]], since: int, settings: tuple[str, ...] = ()) -> Facts:
+    """What is seen of some updates, where each rank's batches come late from one update to another."""
+    found = session(data, *settings)
+    checkup, step, observation = Checkup(found), found.step(), Observation(found)
+    first, last = late.get(found.ranks.rank, (0, 0))
+    batches = found.batches(0, NUM)
+    for done in range(NUM):
+        observation.begin()
+        checkup.ask()
+        batch = next(batches)
+        time.sleep(LATE_S if first <= done < last else 0.0)
+        waited = checkup.got()
+        assert waited >= (LATE_S if first <= done < last else 0.0)
+        with observation.update(step):
+            result = step(batch, done)
+        checkup.add(result)
+    batches.close()
+    assert checkup.num == NUM and checkup.seconds > 0
+    return checkup.facts(observation.conclude(None, None), since)
+
+
+def test_one_device_that_waits(data: Path) -> None:
+    (facts,) = run_ranks(updates, 1, data, {0: (0, NUM)}, 2)
+    (rank,) = facts.ranks
+    assert (facts.devices, facts.plan, facts.batch, rank.samples) == (1, "serial", 16, 16)
+    assert rank.wait_s == facts.wait_s == pytest.approx(LATE_S, rel=0.5)
+    assert facts.update_s > rank.wait_s + rank.own_s / 2
+    assert (facts.workers, facts.threads, facts.microbatches, facts.updates_per_epoch) == (0, 1, 2, 6)
+    assert facts.evaluate_every == 6 and facts.parts["forward"] > 0
+    assert facts.evaluation_s is facts.pictures is facts.compute_s is None
+    assert rank.load is not None and rank.load.wall_s > 0
+
+
+def test_the_first_updates_do_not_count(data: Path) -> None:
+    (with_them,) = run_ranks(updates, 1, data, {0: (0, 4)}, 0)
+    (without,) = run_ranks(updates, 1, data, {0: (0, 4)}, 4)
+    assert LATE_S * 4 / NUM <= with_them.wait_s < 2 * LATE_S * 4 / NUM
+    assert without.wait_s < LATE_S / 10
+
+
+def test_of_two_ranks_the_late_one_is_told_from_the_one_that_waits_for_it(data: Path) -> None:
+    first, second = run_ranks(updates, 2, data, {1: (0, NUM)}, 2)
+    assert replace(first, threads=0) == replace(second, threads=0)  # all know the same
+    assert [rank.samples for rank in first.ranks] == [8, 8]
+    on_time, late = first.ranks
+    assert late.wait_s == pytest.approx(LATE_S, rel=0.5) and on_time.wait_s < LATE_S / 3
+    assert on_time.own_s < LATE_S / 2 < first.update_s  # it waits in the exchange, which is no work of its own
+
+
+def remembered(data: Path) -> tuple[int, float]:
+    found = session(data)
+    checkup, step = Checkup(found), found.step()
+    for done, batch in enumerate(found.batches(0, 2)):
+        checkup.ask()
+        checkup.got()
+        result = step(batch, done)
+    for _ in range(2 * UPDATES):
+        checkup.ask()
+        checkup.add(result)
+    checkup.told(3)
+    facts = checkup.facts(Observation(found).conclude(None, None), since=UPDATES - 1)
+    return checkup.num, facts.workers
+
+
+def test_the_last_updates_are_remembered(data: Path) -> None:
+    assert run_ranks(remembered, 1, data) == [(2 * UPDATES, 3)]

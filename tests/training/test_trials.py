@@ -1,0 +1,270 @@
+"""Changes that are tried: which, that each is what its option makes of the recipe, and that nothing is left of them."""
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from convoy.doctor.facts import Trial
+from convoy.errors import ConvoyError
+from convoy.launch.cores import own_cores, pin
+from convoy.training import Session, trials
+from convoy.training.set_up import set_up
+from convoy.training.trials import Change, changes, tried
+from ranks import run_ranks
+from tiny import write_mnist
+from training.examined import cores_as_before, session
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("trials") / "data")
+
+
+def offered(data: Path, settings: tuple[str, ...], cores: int, bf16: bool) -> dict[str, tuple[str, bool]]:
+    """Arguments of what would be tried on a machine with some cores, and whether it is another training."""
+    found = session(data, *settings)
+    machine = {"own_cores": lambda: list(range(cores)), "cores_allowed": lambda: float(cores)}
+    with (
+        patch.multiple(trials.cores, **machine),
+        patch.object(trials, "has_bf16", lambda device: bf16),
+        cores_as_before(),
+    ):
+        each = list(changes(found))
+        for change in each:
+            by_options(found, change)
+    return {f"{one.cause} {one.samples}": (" ".join(one.arguments), one.another_training) for one in each}
+
+
+def by_options(found: Session, change: Change) -> None:
+    """The change makes of the recipe what its arguments would."""
+    keys = {
+        "batch": "batch",
+        "microbatches": "microbatches",
+        "precision": "precision",
+        "devices": "parallel.devices",
+        "plan": "parallel.plan",
+    }
+    words, settings = list(change.arguments), []
+    while words:
+        name = words.pop(0).removeprefix("--")
+        if name in ("channels-last", "channels-first"):
+            settings.append(f"channels_last={str(name == 'channels-last').lower()}")
+        elif name == "set":
+            settings.append(words.pop(0))
+        else:
+            settings.append(f"{keys[name]}={words.pop(0)}")
+    recipe, changed = found.recipe, change.of(found.recipe)
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        own: Any = changed
+        for part in key.split("."):
+            own = getattr(own, part)
+        assert str(own).lower() == value, key
+        path = key.split(".")[0]
+        recipe = recipe.model_copy(update={path: getattr(changed, path)})
+    allowed = {"microbatches"} if change.cause == "microbatch" else set()
+    differ = {name for name, value in changed if value != getattr(recipe, name)}
+    assert differ <= allowed
+    section = {name for name, value in changed.parallel if value != getattr(found.recipe.parallel, name)}
+    assert section <= {"devices", "plan", "shares", "schedule"}
+
+
+BATCHES = {"batch 2": ("--batch 32", True), "batch 4": ("--batch 64", True)}
+LAYOUT = {"memory_format 1": ("--channels-last", False)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "bf16", "wanted"),
+    [
+        ((), 1, False, LAYOUT | BATCHES),
+        ((), 2, False, {"threads 1": ("--set threads=2", False)} | LAYOUT | BATCHES),
+        (("threads=3",), 2, False, {"threads 1": ("--set threads=2", False)}),
+        ((), 1, True, {"precision 1": ("--precision bf16", True)} | LAYOUT | BATCHES),
+        (("precision=bf16",), 1, True, {"precision 1": ("--precision fp32", True)} | LAYOUT | BATCHES),
+        (("channels_last=true",), 1, False, {"memory_format 1": ("--channels-first", False)} | BATCHES),
+        (("reproducible=true",), 2, True, {"threads 1": ("--set threads=2", True)} | BATCHES),
+        (("batch=32",), 1, False, LAYOUT | {"batch 2": ("--batch 64", True)}),
+        (("batch=96",), 1, False, LAYOUT),
+        (
+            ("batch=4", "microbatch=4"),
+            1,
+            False,
+            LAYOUT
+            | {"batch 2": ("--batch 8", True), "batch 4": ("--batch 16", True), "batch 16": ("--batch 64", True)},
+        ),
+        (
+            ("batch=5", "microbatch=5"),
+            1,
+            False,
+            LAYOUT | {"batch 2": ("--batch 10", True), "batch 4": ("--batch 20", True)},
+        ),
+        (
+            ("batch=48", "microbatches=3"),
+            1,
+            False,
+            LAYOUT | {"batch 2": ("--batch 96 --microbatches 6", True)},
+        ),
+    ],
+)
+def test_what_is_tried_on_one_device(
+    data: Path, settings: tuple[str, ...], cores: int, bf16: bool, wanted: dict[str, tuple[str, bool]]
+) -> None:
+    (found,) = run_ranks(offered, 1, data, settings, cores, bf16)
+    assert {name: what for name, what in found.items() if not name.startswith("microbatch")} == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ((), {"devices 1": ("--devices 1", False), "plan 1": ("--plan auto", False)}),
+        (("reproducible=true",), {"devices 1": ("--devices 1", False)}),
+    ],
+)
+def test_what_is_tried_on_two(data: Path, settings: tuple[str, ...], wanted: dict[str, tuple[str, bool]]) -> None:
+    found, other = run_ranks(offered, 2, data, settings, 1, False)
+    assert found == other
+    assert {name: what for name, what in found.items() if name in ("devices 1", "plan 1")} == wanted
+
+
+def test_a_larger_microbatch_is_no_more_than_a_ranks_share(data: Path) -> None:
+    found, _ = run_ranks(offered, 2, data, ("batch=32", "microbatch=2"), 1, False)
+    assert found.get("microbatch 1", ("--set microbatch=16", True)) == ("--set microbatch=16", True)
+
+
+LAST = Change("memory_format", ("--channels-last",), {"channels_last": True})
+
+
+@dataclass
+class Left:
+    """What there is after trials, on a rank."""
+
+    trials: tuple[Trial, ...]
+    as_it_is: float
+    before: list[Any] = field(default_factory=list)
+    after: list[Any] = field(default_factory=list)
+
+
+def state() -> list[Any]:
+    return [
+        torch.get_num_threads(),
+        own_cores(),
+        os.environ.get("CONVOY_CORES"),
+        torch.are_deterministic_algorithms_enabled(),
+    ]
+
+
+def some(data: Path, folder: Path, failing: str, how: str) -> Left:
+    """Some trials, of which one fails: on rank 1 alone, on rank 0 alone, or on both, by a mistake or otherwise."""
+    found = session(data)
+    each = [
+        LAST,
+        Change("devices", ("--devices", "1"), {"parallel": {"devices": 1, "plan": None}}, alone=True),
+        Change("batch", ("--batch", "32"), {"batch": 32}, 2),
+        Change("threads", ("--set", "threads=2"), {"threads": 2}),
+    ]
+
+    def set_up_or_fail(recipe: Any, device: Any, say: Any, ranks: Any, data: Any) -> Session:
+        changed = {
+            "memory_format": recipe.channels_last != found.recipe.channels_last,
+            "devices": ranks.num < found.ranks.num or recipe.parallel.devices == 1 != found.recipe.parallel.devices,
+            "batch": recipe.batch == 32,
+        }.get(failing, False)
+        if changed and how == "mistake":
+            raise ConvoyError("it does not go with this network")
+        if changed and how == f"rank {found.ranks.rank}":
+            raise RuntimeError("the network cannot do this")
+        return set_up(recipe, device, say, ranks, data)
+
+    os.chdir(folder)
+    with patch.object(trials, "changes", lambda session: iter(each)), cores_as_before():
+        cores = own_cores()
+        pin([cores[found.ranks.rank % len(cores)]])  # as ranks of a run are
+        before = state()
+        as_it_is, done = tried(found, set_up_or_fail, time.perf_counter() + 100)
+        return Left(done, as_it_is, before, state())
+
+
+@pytest.mark.parametrize(
+    ("failing", "how", "world"),
+    [
+        pytest.param("", "", 1, marks=pytest.mark.slow),
+        ("", "", 2),
+        pytest.param("memory_format", "rank 1", 2, marks=pytest.mark.slow),
+        ("devices", "rank 0", 2),
+        pytest.param("batch", "mistake", 2, marks=pytest.mark.slow),
+        ("batch", "rank 0", 1),
+    ],
+)
+def test_a_change_that_fails_is_left_out_and_nothing_is_left_of_any(
+    data: Path, tmp_path: Path, failing: str, how: str, world: int
+) -> None:
+    found = run_ranks(some, world, data, tmp_path, failing, how)
+    wanted = [cause for cause in ("memory_format", "devices", "batch", "threads") if cause != failing]
+    for left in found:
+        assert [trial.cause for trial in left.trials] == wanted
+        assert left.trials == found[0].trials and left.as_it_is == found[0].as_it_is  # all ranks know the same
+        assert left.before == left.after
+        assert all(0 < trial.seconds < 5 and 0 < trial.before_s < 5 for trial in left.trials)
+        assert {trial.cause: trial.samples for trial in left.trials}.get("batch", 2) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def random_numbers(data: Path) -> list[bool]:
+    """Whether they go on as if nobody had tried anything, after each kind of trial."""
+    found = session(data)
+    alone = Change("devices", ("--devices", "1"), {"parallel": {"devices": 1, "plan": None}}, alone=True)
+    same = []
+    for change, work in ((LAST, trials._by_all), (alone, trials._by_one)):
+        before = torch.get_rng_state()
+        with cores_as_before():
+            found.ranks.trying("trying", lambda ranks, work=work, change=change: work(found, set_up, change, ranks))
+        same.append(torch.equal(before, torch.get_rng_state()))
+    return same
+
+
+def test_random_numbers_go_on(data: Path) -> None:
+    assert run_ranks(random_numbers, 2, data) == [[True, True]] * 2
+
+
+def out_of_time(data: Path) -> tuple[float, tuple[Trial, ...]]:
+    return tried(session(data), set_up, time.perf_counter() - 1)
+
+
+def test_without_time_only_what_is_is_timed(data: Path) -> None:
+    for as_it_is, done in run_ranks(out_of_time, 2, data):
+        assert as_it_is > 0 and done == ()
+
+
+def slower(data: Path) -> tuple[Trial, ...]:
+    """A change that has an update wait for 50 ms."""
+    found = session(data)
+
+    def with_a_wait(*args: Any) -> Session:
+        other = set_up(*args)
+        step = other.step()
+
+        def late(*batch: Any) -> Any:
+            time.sleep(0.05)
+            return type(step).__call__(step, *batch)
+
+        class Late(type(step)):  # type: ignore[misc]
+            __call__ = staticmethod(late)
+
+        wrapped = object.__new__(Late)
+        wrapped.__dict__ = step.__dict__
+        object.__setattr__(other, "step", lambda: wrapped)
+        return other
+
+    with patch.object(trials, "changes", lambda session: iter([LAST])), cores_as_before():
+        return tried(found, with_a_wait, time.perf_counter() + 100)[1]
+
+
+def test_a_change_is_measured_as_it_runs(data: Path) -> None:
+    ((trial,),) = run_ranks(slower, 1, data)
+    assert trial.seconds > 0.05 > 2 * trial.before_s
