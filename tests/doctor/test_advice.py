@@ -161,6 +161,8 @@ def test_workers_on_the_cores_of_the_training_bring_nothing() -> None:
     assert model() == model(workers=4) == pytest.approx(1.64)
     assert model(cores=2.0) == pytest.approx(1.0)
     assert model(workers=0) == pytest.approx(1.64)
+    assert model(threads=2, cores=2.0) == pytest.approx(1.64)  # the other thread waits for the one that is late
+    assert model(threads=2, cores=2.0, workers=2) == pytest.approx(1.32)
 
 
 NO_LOAD = HostLoad(

@@ -180,8 +180,8 @@ class Facts:
 class InputModel:
     """How long an update is, as it follows from what it computes and from how its pictures are made.
 
-    Workers make pictures while the rank computes: an update takes as long as the slower of both. Where they share
-    cores, it takes as long as these need for the work of both. Without workers one follows the other.
+    Workers make pictures while the rank computes: an update takes as long as the slower of both. Where they share the
+    cores of threads that compute, these are late, and the others wait for them. Without workers one follows the other.
 
     Attributes:
         compute_s: of the processor's or GPU's time for an update whose input is ready.
@@ -205,8 +205,13 @@ class InputModel:
         made = one.samples * (one.read_s + one.cpu_s)
         if not one.workers:
             return one.compute_s + made
-        work = one.compute_s * min(one.threads, one.cores) + one.samples * one.cpu_s
-        return max(one.compute_s, made / one.workers, one.samples * one.least_read_s, work / one.cores)
+        shared, work = min(one.threads, one.cores), one.samples * one.cpu_s
+        if shared:  # a thread that shares its core is late, and all others wait for it
+            slowed = min(one.workers, shared)
+            shared_s = (one.compute_s + work / slowed) / (1 + (one.cores - shared) / slowed)
+        else:
+            shared_s = work / one.cores
+        return max(one.compute_s, made / one.workers, one.samples * one.least_read_s, shared_s)
 
     @property
     def most_workers(self) -> int:
