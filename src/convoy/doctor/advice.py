@@ -22,6 +22,8 @@ SHOWN = 3
 """Changes that are said: the one that would help most, and the next two."""
 _LEAST_OF_BATCH = 1.1
 """The same of a larger batch, which changes what is learned."""
+_WAITING = 0.01
+"""Part of an update from which on pictures are waited for, or in the way."""
 _NEARLY = 0.9
 """Part of the best gain that is enough for a batch that is smaller."""
 _PAUSES = 0.02
@@ -174,9 +176,14 @@ def _beside(facts: Facts, **changes: Any) -> float:
 def _input(facts: Facts) -> Iterator[Advice]:
     """Too few workers, slow storage, decoding."""
     pictures, model = facts.pictures, input_model(facts)
-    if facts.wait_s < 0.01 * facts.update_s or (pictures is not None and pictures.in_memory):
-        return
     waits = f"Training waits for pictures for {rough_percent(facts.wait_s / facts.update_s)} of its time"
+    if pictures is not None and pictures.in_memory:
+        return
+    if facts.wait_s < _WAITING * facts.update_s:
+        if facts.compute_s is None or facts.compute_s > (1 - _WAITING) * facts.update_s:
+            return
+        ready = f"an update takes {seconds(facts.update_s)}, and {seconds(facts.compute_s)} where they are ready"
+        waits = f"Processes that make pictures take cores from the training: {ready}"
     made = 1 / (model.read_s + model.cpu_s) if model.cpu_s else math.inf
     by = f"{plural(facts.workers, 'process', 'processes')} make" if facts.workers else "the process that trains makes"
     each = f"{by} them, at {per_second(made)} a second each" if facts.workers else f"{by} them itself"
@@ -329,7 +336,7 @@ def _host(facts: Facts) -> Iterator[Advice]:
             lost = min(load.hot_s / load.wall_s, _MOST_LOST) * facts.update_s / 2  # at half its clock, about
             hot = f"The processor{where} is too hot, and runs slower for {rough_percent(load.hot_s / load.wall_s)} of"
             yield Advice("limit", "better cooling", (), _saving(facts, lost), f"{hot} the time.")
-        if load.throttled_s:
+        if load.throttled_s and all(rank.load is not None and rank.load.throttled_s for rank in facts.ranks):
             lost = min(load.throttled_s / load.wall_s, _MOST_LOST) * facts.update_s
             yield Advice(
                 "limit",

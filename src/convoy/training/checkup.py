@@ -8,7 +8,7 @@ from statistics import fmean
 
 from convoy.data import num_workers
 from convoy.doctor.facts import Facts, RankFacts
-from convoy.doctor.host import HostWatch
+from convoy.doctor.host import HostLoad, HostWatch
 from convoy.launch import cores
 from convoy.planner.comparison import Comparison
 from convoy.training.derived import num_threads
@@ -41,6 +41,7 @@ class Checkup:
         self.num = 0
         self._seconds, self._waits, self._own = (deque[float](maxlen=UPDATES) for _ in range(3))
         self._watch = HostWatch(self.session.device)
+        self._load: HostLoad | None = None
         self._asked = self._waited_s = 0.0
 
     @property
@@ -68,6 +69,12 @@ class Checkup:
         self._waits.append(self._waited_s)
         self._own.append(result.own_s)
 
+    def look(self) -> HostLoad:
+        """What the host has done: as long as the processes that make pictures are there to be counted. Once only."""
+        if self._load is None:
+            self._load = self._watch.read()
+        return self._load
+
     def facts(self, comparison: Comparison, since: int = 0) -> Facts:
         """What all ranks have seen. All ranks call it.
 
@@ -76,7 +83,7 @@ class Checkup:
             since: of the updates that are remembered, those that do not count: in the first ones of a training,
                 batches lie ready that were made before.
         """
-        session, load = self.session, self._watch.read()
+        session, load = self.session, self.look()
         recipe, quantities, ranks = session.recipe, session.quantities, session.ranks
         samples = len(session.division.positions(ranks.sample_rank))
         waits, own, seconds = (fmean(islice(each, since, None)) for each in (self._waits, self._own, self._seconds))
