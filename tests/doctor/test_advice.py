@@ -7,6 +7,7 @@ import pytest
 
 from convoy.doctor.advice import Diagnosis, advise
 from convoy.doctor.facts import Facts, InputModel, Pictures, RankFacts, Trial
+from convoy.doctor.gpu import GpuLoad, GpuProcess
 from convoy.doctor.host import HostLoad, OtherProcess
 
 HEALTHY = Facts(
@@ -129,8 +130,38 @@ def test_other_processes_on_the_cores_are_named() -> None:
 
 
 def test_a_quota_is_a_limit() -> None:
-    found = first(ranks=(RankFacts(64, own_s=0.99, load=replace(NO_LOAD, throttled_s=4.0)),))
+    found = first(ranks=(RankFacts(64, own_s=0.99, load=replace(NO_LOAD, cpu_s=6.0, throttled_s=4.0)),))
     assert found.cause == "limit" and found.gain == pytest.approx(1 / 0.6, rel=0.02)
+
+
+def test_a_quota_counts_once_for_all_cores_and_ranks() -> None:
+    threads = replace(NO_LOAD, cores=4.0, cpu_s=20.0, throttled_s=20.0)  # four threads, two cores' time
+    assert first(ranks=(RankFacts(64, own_s=0.99, load=threads),)).gain == pytest.approx(2.0, rel=0.02)
+    rank = RankFacts(32, own_s=0.99, load=replace(NO_LOAD, cpu_s=5.0, throttled_s=10.0))  # one group has both ranks
+    assert first(devices=2, ranks=(rank, rank)).gain == pytest.approx(2.0, rel=0.02)
+
+
+def test_another_process_on_the_gpu_counts_by_what_it_computes() -> None:
+    gpu = GpuLoad({}, 1.0, (GpuProcess("python", 77, 2**30),), 0.0)
+    facts = replace(HEALTHY, threads=0, ranks=(RankFacts(64, load=replace(NO_LOAD, gpu=gpu)),))
+    assert advise(facts) == ()
+    busy = replace(NO_LOAD, gpu=replace(gpu, others_busy=0.5))
+    found = advise(replace(facts, ranks=(RankFacts(64, load=busy),)))[0]
+    assert (found.cause, found.gain) == ("busy", 1.5) and "python (process 77)" in found.change
+
+
+def test_stages_that_wait_for_each_other_do_not_wait_for_a_link() -> None:
+    ranks = RankFacts(64, own_s=0.7), RankFacts(64, own_s=0.7)
+    parts = {"forward": 0.25, "backward": 0.5, "stages": 0.25}
+    facts = replace(HEALTHY, devices=2, plan="stage=2", ranks=ranks, threads=0, parts=parts, bubble=0.25)
+    assert advise(facts) == ()
+    assert causes(replace(facts, bubble=0.05)) == ["link"]
+
+
+def test_of_a_run_only_pictures_that_a_pack_would_help_are_to_be_packed() -> None:
+    late = {"update_s": 1.5, "ranks": waiting(0.5), "compute_s": None, "workers": 1, "cores": 1.0, "pictures": None}
+    assert causes(replace(HEALTHY, **late)) == ["decoding"]
+    assert causes(replace(HEALTHY, **late, can_pack=False)) == []
 
 
 def test_memory_that_is_swapped_is_said() -> None:
@@ -171,15 +202,11 @@ NO_LOAD = HostLoad(
     cores=1.0,
     waited_s=0.0,
     throttled_s=0.0,
-    stolen_s=0.0,
     others=(),
     others_cores=0.0,
     run_cores=0.0,
     swapped_bytes=0,
-    own_swap_bytes=0,
-    major_faults=0,
     memory_pressure_s=0.0,
     hot_s=None,
-    slowdown_clock=None,
     gpu=None,
 )

@@ -3,10 +3,12 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from convoy.doctor.facts import Facts
+from convoy.doctor.facts import Facts, Pictures
+from convoy.doctor.host import HostWatch
 from convoy.training.checkup import UPDATES, Checkup
 from convoy.training.observation import Observation
 from ranks import run_ranks
@@ -51,7 +53,8 @@ def test_one_device_that_waits(data: Path) -> None:
     assert facts.update_s > rank.wait_s + rank.own_s / 2
     assert (facts.workers, facts.threads, facts.microbatches, facts.updates_per_epoch) == (0, 1, 2, 6)
     assert facts.evaluate_every == 6 and facts.parts["forward"] > 0
-    assert facts.evaluation_s is facts.pictures is facts.compute_s is None
+    assert facts.evaluation_s is facts.compute_s is None
+    assert facts.pictures == Pictures(in_memory=True) and not facts.can_pack  # nothing is to be said of their making
     assert rank.load is not None and rank.load.wall_s > 0
 
 
@@ -88,3 +91,14 @@ def remembered(data: Path) -> tuple[int, float]:
 
 def test_the_last_updates_are_remembered(data: Path) -> None:
     assert run_ranks(remembered, 1, data) == [(2 * UPDATES, 3)]
+
+
+def unseen(data: Path) -> bool:
+    with patch.object(HostWatch, "_count", side_effect=ValueError("no number")):
+        checkup = Checkup(session(data))
+        checkup.begin()
+        return checkup.look() is None
+
+
+def test_a_machine_that_cannot_be_looked_at_ends_nothing(data: Path) -> None:
+    assert run_ranks(unseen, 1, data) == [True]

@@ -131,6 +131,17 @@ def test_a_full_disk_does_not_end_a_run(data: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
+def without_a_diagnosis(data: Path, out: Path) -> Ended:
+    with patch.object(Diagnosis, "of", side_effect=ZeroDivisionError("division by zero")):
+        return train_here(data, out, SETTINGS)
+
+
+def test_what_cannot_be_diagnosed_does_not_end_a_run(data: Path, tmp_path: Path) -> None:
+    ended = run_ranks(without_a_diagnosis, 2, data, tmp_path / "run")[0]
+    assert any("is not known (ZeroDivisionError: division by zero)" in sentence for sentence in ended.said)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
 def broken_off(data: Path, out: Path) -> None:
     own = Loop._after_update
 

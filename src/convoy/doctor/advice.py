@@ -32,8 +32,6 @@ _OTHER = 0.1
 """Cores that another process uses where it counts by itself."""
 _MOST_LOST = 0.95
 """Part of the time that a change is said to save, at most."""
-_GPU_IDLE = 0.25
-"""Part of the time in which a GPU does nothing from which on its host is what holds it up."""
 _SUFFICES = 0.05
 """Part of an update for which ranks still wait where a link suffices."""
 
@@ -197,7 +195,7 @@ def _input(facts: Facts) -> Iterator[Advice]:
             more,
             f"{waits}: {each}, and there are cores to spare.",
         )
-    if pictures is None and more < LEAST:  # what decoding takes is not known
+    if pictures is None and facts.can_pack and more < LEAST:  # what decoding takes is not known
         yield Advice(
             "decoding",
             f"convoy data pack {shlex.quote(facts.data)} PACK, then --data PACK",
@@ -337,7 +335,7 @@ def _host(facts: Facts) -> Iterator[Advice]:
             hot = f"The processor{where} is too hot, and runs slower for {rough_percent(load.hot_s / load.wall_s)} of"
             yield Advice("limit", "better cooling", (), _saving(facts, lost), f"{hot} the time.")
         if load.throttled_s and all(rank.load is not None and rank.load.throttled_s for rank in facts.ranks):
-            lost = min(load.throttled_s / load.wall_s, _MOST_LOST) * facts.update_s
+            lost = min(_lost_to_a_quota(facts, load), _MOST_LOST) * facts.update_s
             yield Advice(
                 "limit",
                 "a higher CPU limit (the control group's quota)",
@@ -359,23 +357,23 @@ def _host(facts: Facts) -> Iterator[Advice]:
 
 
 def _gpu(facts: Facts, gpu: GpuLoad, wall_s: float, where: str) -> Iterator[Advice]:
-    """A GPU that others use, that is held down, or that waits for its host. Not measured on one."""
-    if gpu.others:
+    """A GPU that others use, or that is held down. Not measured on one."""
+    if gpu.others and gpu.others_busy:
         other = gpu.others[0]
         text = f"Another process computes on the GPU{where}: {other.name} (process {other.pid})."
-        yield Advice("busy", f"end {other.name} (process {other.pid})", (), 2.0, text)
+        # the GPU serves processes in turns
+        yield Advice("busy", f"end {other.name} (process {other.pid})", (), 1 + gpu.others_busy, text)
     if gpu.throttled_s and gpu.clock:
         reason = max(gpu.throttled_s, key=lambda name: gpu.throttled_s[name])
         lost = min(gpu.throttled_s[reason] / wall_s, 1.0) * (1 - gpu.clock) * facts.update_s
         text = f"The GPU{where} is held at {rough_percent(gpu.clock)} of its clock ({reason})."
         yield Advice("limit", "better cooling, or a higher power limit", (), _saving(facts, lost), text)
-    if gpu.utilization is not None and facts.wait_s + facts.exchange_s < _GPU_IDLE * facts.update_s / 2:
-        idle = 1 - gpu.utilization
-        if idle > _GPU_IDLE:
-            text = (
-                f"The GPU{where} is idle for {rough_percent(idle)} of the time, and waits for its host to give it work."
-            )
-            yield Advice("host", "--compile", ("--compile",), _saving(facts, idle * facts.update_s), text)
+
+
+def _lost_to_a_quota(facts: Facts, load: HostLoad) -> float:
+    """The part of the time in which a rank is held back: the kernel counts every core that a control group keeps."""
+    held = (load.throttled_s or 0.0) * max(1, len(facts.hosts)) / len(facts.ranks)  # ranks of a host share the group
+    return held / max(load.wall_s, held + load.cpu_s + load.run_cores * load.wall_s)
 
 
 def _lost_to_others(load: HostLoad, threads: int) -> float:

@@ -23,12 +23,11 @@ Cause = Literal[
     "busy",
     "limit",
     "swap",
-    "host",
     "devices",
     "evaluation",
     "checkpoint",
 ]
-"""What can hold a training back; `host` is a GPU that waits to be given work."""
+"""What can hold a training back."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +104,18 @@ class Facts:
         ranks: all ranks.
         compute_s: seconds of an update whose input is ready; None where that was not measured apart.
         workers: processes of each rank that make pictures ready; 0 where the rank does it itself.
-        asked_workers: whether somebody has said how many.
         cores: that each rank's processes may use together.
         threads: of each rank that compute.
         microbatches: of an update, all ranks together.
         pictures: None where nobody looked.
+        can_pack: whether a pack may make their decoding faster: they are compressed, and not from a pack.
         trials: changes that were tried.
         evaluation_s, checkpoint_s: that training waits for one; None where that is not known.
         evaluate_every, checkpoint_every: updates between two of them; None where it is measured how often they come.
         updates_per_epoch, total_updates: of the run.
         hosts: on which the ranks are.
         link_bits_per_s: that an all-reduce of all ranks moves each way; None where nobody looked.
-        one_device_s: seconds of an update on one device, as predicted.
+        bubble: part of an update in which a stage has nothing to do, however fast its link is.
     """
 
     model: str
@@ -129,11 +128,11 @@ class Facts:
     parts: dict[str, float] = field(default_factory=dict)
     compute_s: float | None = None
     workers: int = 0
-    asked_workers: bool = False
     cores: float = 1.0
     threads: int = 1
     microbatches: int = 1
     pictures: Pictures | None = None
+    can_pack: bool = True
     trials: tuple[Trial, ...] = ()
     evaluation_s: float | None = None
     evaluate_every: int | None = None
@@ -143,7 +142,7 @@ class Facts:
     total_updates: int = 1
     hosts: tuple[str, ...] = ()
     link_bits_per_s: float | None = None
-    one_device_s: float | None = None
+    bubble: float = 0.0
 
     @property
     def wait_s(self) -> float:
@@ -168,8 +167,8 @@ class Facts:
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of an update in which a rank waits for what other ranks send."""
-        return self.update_s * (self.share("waiting") + self.share("stages"))
+        """Seconds of an update in which a rank waits for what other ranks send, though they could have sent it."""
+        return self.update_s * (self.share("waiting") + max(0.0, self.share("stages") - self.bubble))
 
     def share(self, part: str) -> float:
         """What a part is of an update; those whose parts are looked at take longer than others."""

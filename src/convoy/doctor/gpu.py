@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,24 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 _TIMEOUT_S = 5.0
-_REASONS = (  # bits of NVML's clocks event reasons
-    "gpu_idle",
-    "applications_clocks_setting",
-    "sw_power_cap",
-    "hw_slowdown",
-    "sync_boost",
-    "sw_thermal_slowdown",
-    "hw_thermal_slowdown",
-    "hw_power_brake_slowdown",
-    "display_clock_setting",
-)
+_SAMPLED_S = 1.1
+"""Utilization is that of the last second, at most."""
 _COUNTED = ("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown")
-_FIELDS = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "utilization.gpu", "memory.used")
-_REASON_FIELDS = (  # as drivers of 2025, of 2023 and before call them
-    ("clocks_event_reasons.active", *(f"clocks_event_reasons_counters.{name}" for name in _COUNTED)),
-    ("clocks_event_reasons.active",),
-    ("clocks_throttle_reasons.active",),
-)
+_FIELDS = ("clocks.sm", "clocks.max.sm", "utilization.gpu")
+_COUNTERS = tuple(f"clocks_event_reasons_counters.{name}" for name in _COUNTED)
+"""Which drivers before 2025 do not have."""
 
 
 @dataclass(frozen=True)
@@ -54,25 +43,18 @@ class GpuLoad:
     """What `nvidia-smi` says of a GPU.
 
     Attributes:
-        throttled: why its clock was held down when it was read, as NVML names the reasons (`sw_power_cap`,
-            `hw_thermal_slowdown`, `gpu_idle`, ...). They are to be read while it computes.
         throttled_s: seconds of the interval for which `sw_power_cap`, `sw_thermal_slowdown` and `hw_thermal_slowdown`
             held; empty where the driver does not count them.
         clock: the multiprocessors' clock over their highest one; None where the driver does not say.
-        temperature_c: in degrees Celsius, or None.
-        utilization: share of the last second or less in which a kernel ran, or None.
-        used_bytes: of its memory, by all processes.
         others: processes that compute on it and are no part of the run, those with the most memory first. Empty where
             process numbers are not those of the driver, as in most containers.
+        others_busy: share of the time in which they compute, while the run does not.
     """
 
-    throttled: tuple[str, ...]
     throttled_s: Mapping[str, float]
     clock: float | None
-    temperature_c: float | None
-    utilization: float | None
-    used_bytes: int
     others: tuple[GpuProcess, ...]
+    others_busy: float
 
 
 class GpuWatch:
@@ -87,7 +69,7 @@ class GpuWatch:
         self._begin = _counters(self._name)
 
     def read(self, is_ours: Callable[[int], bool]) -> GpuLoad | None:
-        """What has happened since the beginning; None where nobody can say.
+        """What has happened since the beginning; None where nobody can say. Nothing of the run computes meanwhile.
 
         Args:
             is_ours: whether the process of a number is part of the run.
@@ -95,26 +77,23 @@ class GpuWatch:
         said = _counters(self._name)
         if not said:
             return None
-        active = next(text for name, text in said.items() if name.endswith("reasons.active"))
-        bits = int(active, 16) if active.startswith("0x") else 0
         clock, highest = number_of(said["clocks.sm"]), number_of(said["clocks.max.sm"])
-        utilization = number_of(said["utilization.gpu"])
         processes = {process.pid: process for process in _processes(self._name)}
-        others = [process for pid, process in processes.items() if not is_ours(pid)]
+        # where this process is not listed, numbers are of another name space
+        known = processes.items() if os.getpid() in processes else ()
+        others = sorted((one for pid, one in known if not is_ours(pid)), key=lambda one: -one.used_bytes)
+        if others:
+            time.sleep(_SAMPLED_S)
+        busy = number_of(_counters(self._name).get("utilization.gpu", "")) if others else None
         return GpuLoad(
-            throttled=tuple(name for place, name in enumerate(_REASONS) if bits >> place & 1),
             throttled_s=dict(self._times(said)),
             clock=clock / highest if clock is not None and highest else None,
-            temperature_c=number_of(said["temperature.gpu"]),
-            utilization=None if utilization is None else utilization / 100,
-            used_bytes=_bytes(said["memory.used"]),
-            # where this process is not listed, numbers are of another name space
-            others=tuple(sorted(others, key=lambda other: -other.used_bytes)) if os.getpid() in processes else (),
+            others=tuple(others),
+            others_busy=(busy or 0.0) / 100,
         )
 
     def _times(self, said: Mapping[str, str]) -> Iterator[tuple[str, float]]:
-        for name in _COUNTED:
-            key = f"clocks_event_reasons_counters.{name}"
+        for name, key in zip(_COUNTED, _COUNTERS, strict=True):
             now, begin = number_of(said.get(key, "")), number_of(self._begin.get(key, ""))
             if now is not None and begin is not None:
                 yield name, (now - begin) / 1e6
@@ -140,8 +119,8 @@ def _identifier(device: "torch.device | None") -> str:
 
 
 def _counters(gpu: str) -> dict[str, str]:
-    for reasons in _REASON_FIELDS if gpu else ():
-        fields = (*_FIELDS, *reasons)
+    for counters in (_COUNTERS, ()) if gpu else ():
+        fields = (*_FIELDS, *counters)
         lines = _smi("-i", gpu, f"--query-gpu={','.join(fields)}")
         if lines and len(lines[0]) == len(fields):
             return dict(zip(fields, lines[0], strict=True))

@@ -8,7 +8,6 @@ later. What a machine does not tell (another system, a sandbox, an older kernel)
 import contextlib
 import os
 import re
-import resource
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,19 +57,15 @@ class HostLoad:
             or a quota was used up. Threads that have ended are not counted. None where the kernel does not say.
         throttled_s: seconds for which a quota of its control groups held them back, summed over cores. None where no
             group counts it.
-        stolen_s: seconds that the hypervisor gave to other virtual machines, summed over this process's cores.
         others: processes that are no part of the run and kept these cores busy, the busiest first.
         others_cores: how many of these cores all that is no part of the run kept busy, also short-lived processes,
             the kernel, and processes outside of the container. None where the kernel does not say.
         run_cores: how many of them the rest of the run kept busy: data workers, other ranks.
         swapped_bytes: swapped in and out on the machine in the interval, by any process.
-        own_swap_bytes: of this process, swapped out when read.
-        major_faults: pages for which this process waited for a disk, whether swap or files.
         memory_pressure_s: seconds for which all work of this process's control group, or of the machine where groups
             do not say, waited for memory. None where the kernel does not say.
         hot_s: seconds for which one of its cores was slowed because it was hot, the most of them; None where the
             processor does not say.
-        slowdown_clock: clock of the fastest of its cores over their highest one when read, or None.
         gpu: of the device; None where it is no NVIDIA GPU.
     """
 
@@ -79,16 +74,12 @@ class HostLoad:
     cores: float
     waited_s: float | None
     throttled_s: float | None
-    stolen_s: float
     others: tuple[OtherProcess, ...]
     others_cores: float | None
     run_cores: float
     swapped_bytes: int
-    own_swap_bytes: int
-    major_faults: int
     memory_pressure_s: float | None
     hot_s: float | None
-    slowdown_clock: float | None
     gpu: GpuLoad | None
 
     @property
@@ -138,12 +129,6 @@ class HostWatch:
         cpu = now.cpu - begin.cpu
         others, run = self._elsewhere(begin, now, cores)
         busy = wall * len(cores) - _added(now.idle, begin.idle, cores)
-        folder = self._sys / "devices/system/cpu"
-        clocks = [
-            _number(folder / f"cpu{core}/cpufreq/scaling_cur_freq") / highest
-            for core in cores
-            if (highest := _number(folder / f"cpu{core}/cpufreq/cpuinfo_max_freq"))
-        ]
         heat = [now.hot[core] - begin.hot[core] for core in cores if core in now.hot and core in begin.hot]
         throttled = [now.throttled[name] - begin.throttled.get(name, 0.0) for name in now.throttled]
         waited = [
@@ -157,33 +142,26 @@ class HostWatch:
             cores=min(len(cores), cores_allowed(self._proc / "self/cgroup", self._sys / "fs/cgroup")),
             waited_s=sum(waited) if waited else None,
             throttled_s=max(throttled, default=None),
-            stolen_s=_added(now.stolen, begin.stolen, cores),
             others=others,
             others_cores=max(busy - cpu - run, 0.0) / wall if any(now.idle.values()) else None,
             run_cores=run / wall,
             swapped_bytes=now.swapped - begin.swapped,
-            own_swap_bytes=_lines(self._proc / "self/status").get("VmSwap:", 0) * 1024,
-            major_faults=now.major_faults - begin.major_faults,
             memory_pressure_s=None if now.pressure is None or begin.pressure is None else now.pressure - begin.pressure,
             hot_s=max(heat, default=None),
-            slowdown_clock=max(clocks, default=None),
             gpu=self._gpu.read(partial(self._is_ours, self._family(begin, now))),
         )
 
     def _count(self) -> "_Counters":
-        idle, stolen = _core_times(text_of(self._proc / "stat"))
         pages = _lines(self._proc / "vmstat")
         return _Counters(
             time=time.perf_counter(),
             cpu=time.process_time(),
             waited=dict(self._waits()),
             throttled=dict(self._throttled()),
-            idle=idle,
-            stolen=stolen,
+            idle=_idle_times(text_of(self._proc / "stat")),
             processes=dict(self._processes()),
             swapped=sum(pages.get(name, 0) for name in ("pswpin", "pswpout", "zswpin", "zswpout"))
             * os.sysconf("SC_PAGE_SIZE"),
-            major_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
             pressure=self._pressure(),
             hot=dict(self._heat()),
         )
@@ -298,33 +276,30 @@ class _Process:
 
 @dataclass(frozen=True)
 class _Counters:
-    """What the counters say at one time: seconds but for `swapped`, in bytes, and faults."""
+    """What the counters say at one time: seconds, but for `swapped`, in bytes."""
 
     time: float
     cpu: float
     waited: dict[str, float]
     throttled: dict[str, float]
     idle: dict[int, float]
-    stolen: dict[int, float]
     processes: dict[int, _Process]
     swapped: int
-    major_faults: int
     pressure: float | None
     hot: dict[int, float]
 
 
-def _core_times(stat: str) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds in which each core did nothing here, and those of them that were stolen from it.
+def _idle_times(stat: str) -> dict[int, float]:
+    """Seconds in which each core did nothing here: those that a hypervisor gave to other machines are among them.
 
     Idle time is measured, where busy time is sampled, which errs with what runs in step with the kernel's ticks.
     """
     ticks = os.sysconf("SC_CLK_TCK")
-    idle, stolen = {}, {}
+    idle = {}
     for name, numbers in re.findall(r"^cpu(\d+) ([\d ]+)$", stat, re.MULTILINE):
         nothing, disk, _, _, steal = (*map(int, numbers.split()[3:8]), *[0] * 5)[:5]
         idle[int(name)] = (nothing + disk + steal) / ticks
-        stolen[int(name)] = steal / ticks
-    return idle, stolen
+    return idle
 
 
 def _added(now: Mapping[int, float], begin: Mapping[int, float], cores: Iterable[int]) -> float:

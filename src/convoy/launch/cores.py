@@ -126,7 +126,7 @@ def cores_allowed(membership: Path = MEMBERSHIP, root: Path = ROOT) -> float:
 def text_of(file: Path) -> str:
     """What a file of the system says; nothing where it is not there."""
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 

@@ -2,16 +2,22 @@
 
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
 
 from convoy.data import num_workers
-from convoy.doctor.facts import Facts, RankFacts
+from convoy.data.loader import batch_maker
+from convoy.data.packed import PackedSource
+from convoy.data.sources import EncodedSource
+from convoy.doctor.facts import Facts, Pictures, RankFacts
 from convoy.doctor.host import HostLoad, HostWatch
 from convoy.launch import cores
 from convoy.planner.comparison import Comparison
+from convoy.plans.schedule import bubble
 from convoy.training.derived import num_threads
+from convoy.training.parallel import StagedTraining
 from convoy.training.session import Session
 from convoy.training.step import StepResult
 
@@ -26,11 +32,13 @@ class Checkup:
     """Collects what one rank sees of its updates, and remembers the last of them; all ranks make the same calls.
 
     Attributes:
+        gpu: whether the GPU is looked at as well, by `nvidia-smi`, which may take seconds.
         num: updates that were seen.
         workers: processes of this rank that make pictures ready, by now.
     """
 
     session: Session
+    gpu: bool = False
 
     def __post_init__(self) -> None:
         self.workers = num_workers(self.session.data, self.session.recipe.data)[0]
@@ -40,7 +48,9 @@ class Checkup:
         """From now on updates count."""
         self.num = 0
         self._seconds, self._waits, self._own = (deque[float](maxlen=UPDATES) for _ in range(3))
-        self._watch = HostWatch(self.session.device)
+        self._watch: HostWatch | None = None
+        with suppress(Exception):  # a look at the machine is no reason to stop a training
+            self._watch = HostWatch(self.session.device if self.gpu else None)
         self._load: HostLoad | None = None
         self._asked = self._waited_s = 0.0
 
@@ -69,10 +79,11 @@ class Checkup:
         self._waits.append(self._waited_s)
         self._own.append(result.own_s)
 
-    def look(self) -> HostLoad:
+    def look(self) -> HostLoad | None:
         """What the host has done: as long as the processes that make pictures are there to be counted. Once only."""
-        if self._load is None:
-            self._load = self._watch.read()
+        if self._load is None and self._watch is not None:
+            with suppress(Exception):  # as above
+                self._load = self._watch.read()
         return self._load
 
     def facts(self, comparison: Comparison, since: int = 0) -> Facts:
@@ -85,8 +96,11 @@ class Checkup:
         """
         session, load = self.session, self.look()
         recipe, quantities, ranks = session.recipe, session.quantities, session.ranks
+        network, passes = session.network, len(session.division.passes(session.merge))
         samples = len(session.division.positions(ranks.sample_rank))
         waits, own, seconds = (fmean(islice(each, since, None)) for each in (self._waits, self._own, self._seconds))
+        source = session.data.train
+        in_memory = batch_maker(session.data, recipe.data, source, recipe.seed).vectorised
         everyone = ranks.gather((RankFacts(samples, waits, own, load), seconds, self.workers))
         return Facts(
             model=recipe.model.name,
@@ -101,9 +115,13 @@ class Checkup:
             cores=min(float(len(cores.own_cores())), cores.cores_allowed()),
             threads=num_threads(recipe) if session.device.type == "cpu" else 0,
             microbatches=len(quantities.sizes),
+            pictures=Pictures(in_memory=True) if in_memory else None,
+            can_pack=isinstance(source, EncodedSource) and not isinstance(source, PackedSource),
             evaluate_every=quantities.evaluate_every,
             checkpoint_every=quantities.checkpoint_every,
             updates_per_epoch=quantities.updates_per_epoch,
             total_updates=quantities.total_updates,
-            one_device_s=comparison.one_device_s,
+            bubble=bubble(network.schedule, passes, session.plan.num_stages)
+            if isinstance(network, StagedTraining)
+            else 0.0,
         )

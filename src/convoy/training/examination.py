@@ -96,7 +96,7 @@ def _fresh(session: Session) -> NDArray[np.int64]:
 def _as_it_runs(session: Session, say: Say) -> Facts:
     """Updates with their input, as they come."""
     ranks, batch = session.ranks, session.recipe.batch
-    step, checkup = session.step(), Checkup(session)
+    step, checkup = session.step(), Checkup(session, gpu=True)
     observation = Observation(session, watched=_WATCHED, apart=(), last=max(_WATCHED))
     total = _WARM_UP + LEAST
     done = 0

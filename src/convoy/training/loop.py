@@ -280,8 +280,12 @@ class Loop:
         facts = self._with_pauses(self._checkup.facts(self.comparison, since=LEAST // 2))
         if self.session.ranks.rank > 0:
             return
-        found = Diagnosis.of(facts)
-        with suppress(OSError):  # a full disk is no reason to stop a training
+        try:
+            found = Diagnosis.of(facts)
+        except Exception as error:  # no reason to stop a training
+            self._tell(f"what holds the run back is not known ({type(error).__name__}: {error})")
+            return
+        with suppress(OSError):  # neither is a full disk
             write_json(self.run.diagnosis, found.to_document())
         if not at_end and found.advice and found.advice[0].gain > WORTH_SAYING:
             self._tell(f"{found.sentence} {found.advice[0].text}; convoy doctor {self.run.path} looks closer")

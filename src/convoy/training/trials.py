@@ -123,7 +123,7 @@ def tried(
     """
     step, found = session.step(), list[Trial]()
     before_s = as_it_is = _seconds(session, step)
-    possible = list(changes(session))
+    possible = session.ranks.broadcast(list(changes(session)))  # others may have other cores
     for number, change in enumerate(possible):
         in_time = session.ranks.broadcast(time.perf_counter() + _UPDATES * change.samples * as_it_is < ends)
         if not in_time:
