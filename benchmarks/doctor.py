@@ -176,6 +176,8 @@ class CaseRun:
 
     def _ask(self, place: Place, result: Result) -> None:
         command = [*CONVOY, "doctor", "train", *result.sides["broken"].arguments, "--json"]
+        if not any(word.startswith("evaluate_every=") for word in command):  # what is measured is without evaluations
+            command += ["--set", "evaluate_every=20ep"]
         try:
             said = self._run(place, command)
             result.answer = json.loads(said)

@@ -56,7 +56,7 @@ def test_without_workers_pictures_and_training_take_turns() -> None:
 
 def test_where_all_cores_decode_pictures_are_to_be_packed() -> None:
     pictures = Pictures(cpu_s=0.05, packed_s=0.02, raw_s=0.01)
-    found = first(update_s=3.2, ranks=waiting(2.2), compute_s=1.0, workers=1, cores=1.0, pictures=pictures)
+    found = first(update_s=4.2, ranks=waiting(3.2), compute_s=1.0, workers=1, cores=1.0, pictures=pictures)
     assert found.cause == "decoding" and "--raw" in found.change
     assert found.gain == pytest.approx((1.0 + 64 * 0.05) / (1.0 + 64 * 0.01), rel=0.01)
 

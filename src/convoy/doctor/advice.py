@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -22,6 +22,8 @@ SHOWN = 3
 """Changes that are said: the one that would help most, and the next two."""
 _LEAST_OF_BATCH = 1.1
 """The same of a larger batch, which changes what is learned."""
+_STEPS = 20
+"""Of a doubling, in which what a picture takes is fitted."""
 _WAITING = 0.01
 """Part of an update from which on pictures are waited for, or in the way."""
 _NEARLY = 0.9
@@ -155,7 +157,10 @@ def input_model(facts: Facts) -> InputModel:
         made = facts.update_s * facts.workers if facts.workers else slowest.wait_s
         pictures = Pictures(cpu_s=made / samples if slowest.wait_s > 0 else 0.0)
     read = pictures.read_s, pictures.least_read_s
-    return InputModel(compute, samples, *read, pictures.cpu_s, facts.workers, facts.threads, facts.cores)
+    model = InputModel(compute, samples, *read, pictures.cpu_s, facts.workers, facts.threads, facts.cores)
+    # Beside other processes, and in other caches, a picture takes another time than by itself.
+    fitted = [model.cpu_s * 2 ** (step / _STEPS) for step in range(-_STEPS, _STEPS + 1)]
+    return replace(model, cpu_s=min(fitted, key=lambda cpu_s: abs(model(cpu_s=cpu_s) - facts.update_s)))
 
 
 def _saving(facts: Facts, saved_s: float) -> float:
@@ -165,10 +170,13 @@ def _saving(facts: Facts, saved_s: float) -> float:
 
 
 def _beside(facts: Facts, **changes: Any) -> float:
-    """The gain of other input, as the model has it."""
+    """The gain of other input, as the model has it; evaluations take their pictures from there as well."""
     model = input_model(facts)
     now = model()
-    return _saving(facts, facts.update_s * (1 - model(**changes) / now)) if now else 1.0
+    if "cpu_s" in changes and facts.pictures is not None and facts.pictures.cpu_s:
+        changes["cpu_s"] *= model.cpu_s / facts.pictures.cpu_s
+    taken = facts.update_s + (facts.evaluation_s or 0.0) / (facts.evaluate_every or math.inf)
+    return _saving(facts, taken * (1 - model(**changes) / now)) if now else 1.0
 
 
 def _input(facts: Facts) -> Iterator[Advice]:

@@ -38,7 +38,7 @@ Say = Callable[[str, int, int], None]
 
 _WARM_UP, _WATCHED = 3, (5, 7, 9)
 """Updates that do not count, and those whose parts are looked at."""
-_MOST, _SAMPLES = 200, 1024
+_MOST, _SAMPLES = 200, 2048
 """Updates that are measured, at most, and samples: more than lay ready when they began."""
 _LONGEST_S = 15.0
 _PICTURES = 64
