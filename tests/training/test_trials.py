@@ -268,3 +268,19 @@ def slower(data: Path) -> tuple[Trial, ...]:
 def test_a_change_is_measured_as_it_runs(data: Path) -> None:
     ((trial,),) = run_ranks(slower, 1, data)
     assert trial.seconds > 0.05 > 2 * trial.before_s
+
+
+def unlike(data: Path) -> list[tuple[str, float]]:
+    """What is tried where each rank has other cores."""
+    found = session(data)
+
+    def offers(of: Session) -> list[Change]:
+        return [Change("batch", (f"--batch {of.ranks.rank}",)), *[Change("plan", ())] * of.ranks.rank]
+
+    with patch.object(trials, "changes", offers), patch.object(trials, "_by_all", lambda *rest: 1.0):
+        _, done = tried(found, set_up, time.perf_counter() + 60)
+    return [(trial.arguments[0], trial.seconds) for trial in done]
+
+
+def test_ranks_with_other_cores_try_the_same(data: Path) -> None:
+    assert run_ranks(unlike, 2, data) == [[("--batch 0", 1.0)]] * 2
