@@ -16,7 +16,8 @@ from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.decode import BadImage
 from convoy.data.loader import batch_maker
-from convoy.data.pack import PackOptions, packed_picture
+from convoy.data.pack import packed_picture
+from convoy.data.pack_format import PackOptions
 from convoy.data.sources import EncodedSource
 from convoy.doctor.facts import Pictures
 from convoy.errors import ConvoyError
