@@ -28,6 +28,8 @@ _WAITING = 0.01
 """Part of an update from which on pictures are waited for, or in the way."""
 _NEARLY = 0.9
 """Part of the best gain that is enough for a batch that is smaller."""
+_FEWER = 1.1
+"""How many times as much one device has to bring as another change."""
 _PAUSES = 0.02
 """Part of the time that evaluations, or checkpoints, are advised to take."""
 _OTHER = 0.1
@@ -129,7 +131,7 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
     """What would make the training faster, the most helpful first; of every cause the best.
 
     A change of the experiment itself has to bring twice as much, in orders of magnitude, as one that leaves the results
-    what they are.
+    what they are, and fewer devices more than another plan for those there are.
     """
     best: dict[Cause, Advice] = {}
     for rule in _RULES:
@@ -137,7 +139,13 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
             least = _LEAST_OF_BATCH if advice.cause == "batch" else LEAST
             if advice.gain >= least and (advice.cause not in best or advice.gain > best[advice.cause].gain):
                 best[advice.cause] = advice
-    return tuple(sorted(best.values(), key=lambda one: -(one.gain ** (0.5 if one.another_training else 1.0))))
+    return tuple(sorted(best.values(), key=_rank))
+
+
+def _rank(one: Advice) -> float:
+    """By which changes are in order."""
+    gain = one.gain ** (0.5 if one.another_training else 1.0)
+    return -gain / (_FEWER if one.cause == "devices" else 1.0)
 
 
 def _healthy(facts: Facts) -> str:
