@@ -20,8 +20,8 @@ WORTH_SAYING = 1.15
 """The same of what a run says by itself."""
 SHOWN = 3
 """Changes that are said: the one that would help most, and the next two."""
-_LEAST_OF_BATCH = 1.1
-"""The same of a larger batch, which changes what is learned."""
+_LEAST_OF_ANOTHER = 1.1
+"""The same of a change that makes another training."""
 _STEPS = 20
 """Of a doubling, in which what a picture takes is fitted."""
 _WAITING = 0.01
@@ -136,7 +136,7 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
     best: dict[Cause, Advice] = {}
     for rule in _RULES:
         for advice in rule(facts):
-            least = _LEAST_OF_BATCH if advice.cause == "batch" else LEAST
+            least = _LEAST_OF_ANOTHER if advice.another_training else LEAST
             if advice.gain >= least and (advice.cause not in best or advice.gain > best[advice.cause].gain):
                 best[advice.cause] = advice
     return tuple(sorted(best.values(), key=_rank))
@@ -144,7 +144,7 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
 
 def _rank(one: Advice) -> float:
     """By which changes are in order."""
-    gain = one.gain ** (0.5 if one.another_training else 1.0)
+    gain = math.sqrt(one.gain) if one.another_training else one.gain
     return -gain / (_FEWER if one.cause == "devices" else 1.0)
 
 
