@@ -193,6 +193,17 @@ class _Stream:
     def synchronize(self) -> None: ...
 
 
+class _Moment:
+    """`torch.cuda.Event` of a GPU that computes nothing: it has always passed."""
+
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
 Taken = TypeVar("Taken", nn.Module, Tensor)
 
 
@@ -207,8 +218,7 @@ class FakeGpu(Counter):
 
     def __enter__(self) -> "FakeGpu":
         for owner, name, value in (
-            *((owner, "synchronize", None) for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event)),
-            *((torch.cuda, name, None) for name in ("set_device", "empty_cache", "set_rng_state")),
+            *((torch.cuda, name, None) for name in ("synchronize", "set_device", "empty_cache", "set_rng_state")),
             (torch.cuda, "current_device", 0),
             (torch.cuda, "current_stream", _Stream()),
             (torch.cuda, "stream", nullcontext()),
@@ -219,6 +229,7 @@ class FakeGpu(Counter):
         ):
             self._stack.enter_context(mock.patch.object(owner, name, lambda *_, value=value: value))
         self._stack.enter_context(mock.patch.object(torch.cuda, "Stream", _Stream))
+        self._stack.enter_context(mock.patch.object(torch.cuda, "Event", _Moment))
         self._stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()))
         self._stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _place, create=True))
         self._stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(_is_here), create=True))
