@@ -27,7 +27,7 @@ from convoy.data import (
     open_data,
     training_batches,
 )
-from convoy.data.batch import Filled
+from convoy.data.batch import BatchMaker, Filled
 from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError, MachineError
 from data.made import encoded, picture, tar_members, write_folder, write_mnist, write_parquet, write_tar
@@ -394,17 +394,13 @@ def test_a_batch_of_nothing_is_refused_at_once(photos):
         evaluation_batches(open_data(config(photos)), config(photos), batch=0)
 
 
-def test_the_loader_adds_little_to_a_batch_in_memory(tmp_path):
-    """A net of LeNet's size takes 7 ms for a batch of 128 on two cores; a batch must cost far less."""
-    write_mnist(tmp_path, num_train=2000)
+def test_a_batch_in_memory_is_made_at_once(tmp_path, monkeypatch):
+    """Neither picture by picture nor by a worker, which would cost more than an update of a small network."""
+    write_mnist(tmp_path)
+    monkeypatch.setattr(BatchMaker, "fill", lambda *_: pytest.fail("picture by picture"))
     for augment in (AugmentConfig(), AugmentConfig(crop="pad", flip=True)):
         section = DataConfig(path=str(tmp_path), augment=augment)
-        data = open_data(section)
-        order = Order(len(data.train), 128, seed=0)
-        times = []
-        with closing(training_batches(data, section, order, first_update=0, num_updates=100, seed=0)) as made:
-            start = time.perf_counter()
-            for _ in made:
-                times.append(time.perf_counter() - start)
-                start = time.perf_counter()
-        assert sorted(times)[50] < 0.0035
+        assert num_workers(open_data(section), section)[0] == 0
+        assert len(batches(section, batch=12)) == 12
+    with pytest.raises(pytest.fail.Exception, match="picture by picture"):
+        batches(section.model_copy(update={"augment": AugmentConfig(color_jitter=0.1)}), batch=12)

@@ -1,15 +1,19 @@
 """What a picture costs: waiting for its bytes is told from work on it, for storage of either kind."""
 
+import io
 import threading
-import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 
 from convoy.data import AugmentConfig, DataConfig, open_data, turbo
+from convoy.data.batch import BatchMaker, Filled
 from convoy.data.dataset import DataSet
 from convoy.data.decode import BadImage
 from convoy.data.sources import EncodedSource
@@ -17,82 +21,136 @@ from convoy.doctor import pictures
 from convoy.doctor.facts import Pictures
 from convoy.doctor.pictures import measure_pictures
 from data.made import encoded, picture
+from made_time import MadeTime, made_time
 from tiny import write_mnist
 
-WAIT_S = 0.01
+WAIT_S, WORK_S = 0.01, 0.004
+"""Seconds that a picture's bytes take, and the work on one."""
 SAMPLES = np.arange(32)
 
 
-class Photos(EncodedSource):
-    """JPEG files whose bytes have to be waited for, one after another or several at once."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MadeTime]:
+    """Nothing takes time but what a test says, and no other process has the core."""
+    monkeypatch.setattr(pictures, "_SCHEDSTAT", tmp_path / "none")
+    with made_time(pictures) as clock:
+        yield clock
 
-    def __init__(self, wait_s: float = 0.0, at_once: bool = True, bad: int = -1, side: int = 96) -> None:
+
+Working = Callable[[Callable[[bytes], float]], None]
+
+
+@pytest.fixture
+def working(clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> Working:
+    """Says how long the work on a picture of some bytes takes."""
+    fill = BatchMaker.fill
+
+    def work(seconds: Callable[[bytes], float]) -> None:
+        def taking(maker: BatchMaker, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int) -> Filled:
+            assert isinstance(maker.source, EncodedSource)
+            clock.work(sum(seconds(maker.source.read(sample)) for sample in samples.tolist()))
+            return fill(maker, images, samples, epoch)
+
+        monkeypatch.setattr(BatchMaker, "fill", taking)
+
+    return work
+
+
+class Photos(EncodedSource):
+    """JPEG files.
+
+    Args:
+        arrive: waits for the bytes of one.
+        bad: sample that cannot be read.
+        side: pixels.
+    """
+
+    def __init__(self, arrive: Callable[[], None] = lambda: None, bad: int = -1, side: int = 96) -> None:
         self.labels = np.zeros(len(SAMPLES), np.int64)
         self._file = encoded(picture(width=side, height=side), "JPEG", quality=95)
-        self._wait_s, self._bad, self._line = wait_s, bad, None if at_once else threading.Lock()
+        self._arrive, self._bad = arrive, bad
 
     def read(self, sample: int) -> bytes:
         if sample == self._bad:
             raise BadImage("photo", "is cut off")
-        if self._line is None:
-            time.sleep(self._wait_s)
-        else:
-            with self._line:
-                time.sleep(self._wait_s)
+        self._arrive()
         return self._file
 
     def name(self, sample: int) -> str:
         return f"photo {sample}"
 
 
-def measured(source: EncodedSource, samples: NDArray[np.int64] = SAMPLES, side: int = 48) -> Pictures | None:
+def measured(source: EncodedSource, samples: NDArray[np.int64] = SAMPLES, side: int = 48) -> Pictures:
+    found = measured_if_readable(source, samples, side)
+    assert found is not None
+    return found
+
+
+def measured_if_readable(source: EncodedSource, samples: NDArray[np.int64], side: int = 48) -> Pictures | None:
     data = DataSet("photos", ["a", "b"], source, source, side, 3, (0.5,) * 3, (0.5,) * 3, side + 8)
     config = DataConfig(path="photos", augment=AugmentConfig(crop="random-resized", flip=True))
     return measure_pictures(data, config, samples, seed=3)
 
 
-def test_waiting_for_bytes_is_no_work() -> None:
-    slow, fast = measured(Photos(WAIT_S)), measured(Photos())
-    assert slow is not None and fast is not None
-    assert slow.read_s == pytest.approx(WAIT_S, rel=0.5)
-    assert fast.read_s < WAIT_S / 4
-    assert fast.cpu_s / 4 < slow.cpu_s < WAIT_S
+def test_waiting_for_bytes_is_no_work(clock: MadeTime, working: Working) -> None:
+    working(lambda file: WORK_S)
+    found = measured(Photos(partial(clock.sleep, WAIT_S)))
+    assert found.read_s == pytest.approx(WAIT_S)
+    assert [found.cpu_s, found.packed_s, found.raw_s] == pytest.approx([WORK_S] * 3)
 
 
-def test_work_of_reading_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: a read that computes for as long."""
-
-    def compute(seconds: float) -> None:
-        ends = time.thread_time() + seconds
-        while time.thread_time() < ends:
-            pass
-
-    monkeypatch.setattr(time, "sleep", compute)
-    found = measured(Photos(WAIT_S))
-    assert found is not None and found.read_s < WAIT_S / 5 and found.least_read_s < 0.8 * WAIT_S
+def test_work_of_reading_is_no_waiting(clock: MadeTime) -> None:
+    """A read that computes for as long."""
+    found = measured(Photos(partial(clock.work, WAIT_S)))
+    assert found.read_s == pytest.approx(0) and found.least_read_s == pytest.approx(0)
+    assert found.cpu_s == pytest.approx(WAIT_S)
 
 
-def test_what_is_slow_to_answer_is_told_from_what_carries_little() -> None:
-    answers, carries = measured(Photos(WAIT_S)), measured(Photos(WAIT_S, at_once=False))
-    assert answers is not None and carries is not None
-    assert answers.read_s == pytest.approx(carries.read_s, rel=0.5)
-    assert answers.least_read_s < 0.4 * WAIT_S  # eight readers
-    assert carries.least_read_s == pytest.approx(WAIT_S, rel=0.5)
+def test_nor_is_that_another_process_has_the_core(clock: MadeTime, tmp_path: Path) -> None:
+    def arrive() -> None:
+        """It waits for a core for a third of the time."""
+        clock.sleep(WAIT_S)
+        (tmp_path / "none").write_text(f"5 {round(clock.now * 1e9 / 3)} 1")
+
+    assert measured(Photos(arrive)).read_s == pytest.approx(WAIT_S * 2 / 3)
 
 
-def test_large_photographs_are_cheaper_once_they_are_packed() -> None:
+def test_what_is_slow_to_answer_is_told_from_what_carries_little(clock: MadeTime) -> None:
+    """Eight readers ask at once: one storage answers them together, the other one after the other."""
+    together = threading.Barrier(8, action=partial(clock.sleep, WAIT_S), timeout=60)
+
+    def answer() -> None:
+        if threading.current_thread() is threading.main_thread():
+            clock.sleep(WAIT_S)
+        else:
+            together.wait()
+
+    answers, carries = measured(Photos(answer)), measured(Photos(partial(clock.sleep, WAIT_S)))
+    assert [answers.read_s, carries.read_s] == pytest.approx([WAIT_S] * 2)
+    assert answers.least_read_s == pytest.approx(WAIT_S / 8)
+    assert carries.least_read_s == pytest.approx(WAIT_S)
+
+
+def test_large_photographs_are_smaller_once_they_are_packed(working: Working) -> None:
+    """Work takes as long as there are pixels, but for raw ones a tenth of it."""
+
+    def seconds(file: bytes) -> float:
+        image = Image.open(io.BytesIO(file))
+        return image.width * image.height * (1e-9 if image.format == "PPM" else 1e-8)
+
+    working(seconds)
     found = measured(Photos(side=480))
-    assert found is not None and found.packed_s is not None and found.raw_s is not None
-    assert found.raw_s < found.packed_s < 0.6 * found.cpu_s
+    assert found.cpu_s == pytest.approx(480**2 * 1e-8)
+    assert (found.packed_s, found.raw_s) == (pytest.approx(56**2 * 1e-8), pytest.approx(56**2 * 1e-9))
     assert found.short_side == 56
-    assert (found.turbo_s is None) == bool(turbo.missing())
+    assert found.turbo_s == (None if turbo.missing() else found.cpu_s)
 
 
 def test_packing_what_is_packed_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Photos()
     monkeypatch.setattr(pictures, "packed_picture", lambda source, sample, options: Stored(source.read(sample)))
     found = measured(source)
-    assert found is not None and found.packed_s is None and found.raw_s is None
+    assert found.packed_s is None and found.raw_s is None
 
 
 class Stored:
@@ -103,29 +161,40 @@ class Stored:
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_few_pictures_suffice(number: int) -> None:
     found = measured(Photos(), SAMPLES[:number])
-    assert found is not None and found.cpu_s > 0
+    assert found.cpu_s > 0
     assert all(np.isfinite(each) for each in (found.read_s, found.least_read_s, found.packed_s))
 
 
-def test_it_does_not_take_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_take_longer_than_it_may(clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "_MOST_S", 0.05)
-    began = time.perf_counter()
-    found = measured(Photos(0.04, at_once=False))
-    assert found is not None and found.read_s == pytest.approx(0.04, rel=0.5)
-    assert time.perf_counter() - began < 1.5  # of 2.5 for all of them
+    reads: list[int] = []
+
+    def arrive() -> None:
+        reads.append(1)
+        clock.sleep(0.04)
+
+    found = measured(Photos(arrive))
+    assert found.read_s == pytest.approx(0.04)
+    # Two, at once one and one more for each reader, and twice two for each way to keep them: all would be over 100.
+    assert len(reads) <= 2 + 9 + 2 * (1 if turbo.missing() else 2) + 2 * 4
 
 
 @pytest.mark.parametrize("bad", [0, 20])
 def test_a_picture_that_cannot_be_read_is_no_measurement(bad: int) -> None:
-    assert measured(Photos(bad=bad)) is None
+    assert measured_if_readable(Photos(bad=bad), SAMPLES) is None
 
 
-def test_pictures_in_memory(tmp_path: Path) -> None:
+def test_pictures_in_memory(tmp_path: Path, clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch takes longer, as it does with what is loaded for it."""
+    training, fill = BatchMaker.training, BatchMaker.fill
+    seconds = iter((1.0, 32e-6))
+    monkeypatch.setattr(BatchMaker, "training", lambda *args: (clock.work(next(seconds)), training(*args))[1])
+    monkeypatch.setattr(BatchMaker, "fill", lambda *args: (clock.work(WORK_S), fill(*args))[1])
     data = open_data(DataConfig(path=str(write_mnist(tmp_path / "data"))))
     plain = measure_pictures(data, DataConfig(path="data"), SAMPLES, seed=3)
     assert plain is not None and plain.in_memory
-    assert 0 < plain.cpu_s < 1e-3
+    assert plain.cpu_s == pytest.approx(1e-6)
     assert plain.read_s == 0 and plain.packed_s is None and plain.turbo_s is None
     cut = DataConfig(path="data", augment=AugmentConfig(crop="random-resized"))
     resized = measure_pictures(replace(data, resize=32), cut, SAMPLES, seed=3)
-    assert resized is not None and not resized.in_memory and resized.cpu_s > plain.cpu_s
+    assert resized is not None and not resized.in_memory and resized.cpu_s == pytest.approx(WORK_S)

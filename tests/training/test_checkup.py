@@ -1,21 +1,27 @@
 """What updates tell of a training: every rank's waits, without those for other ranks, and its first updates apart."""
 
-import time
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
+from convoy.comm import collectives
 from convoy.doctor.facts import Facts, Pictures
 from convoy.doctor.host import HostWatch
+from convoy.training import checkup as checkup_module
+from convoy.training import step as step_module
 from convoy.training.checkup import UPDATES, Checkup
 from convoy.training.observation import Observation
+from made_time import MadeTime, made_time
 from ranks import run_ranks
 from tiny import write_mnist
 from training.examined import session
 
-LATE_S = 0.03
+LATE_S, OWN_S, EXCHANGE_S = 0.03, 0.01, 0.5
+"""Seconds by which a batch comes late, of an update's own work, and of every wait for other ranks."""
 NUM = 12
 
 
@@ -24,33 +30,45 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("checkup") / "data")
 
 
+def exchanging(clock: MadeTime) -> SimpleNamespace:
+    """The time of the collectives, which look at it as a wait begins and as it ends."""
+    looks = itertools.cycle((0.0, EXCHANGE_S))
+
+    def monotonic() -> float:
+        clock.sleep(next(looks))
+        return clock.now
+
+    return SimpleNamespace(monotonic=monotonic)
+
+
 def updates(data: Path, late: dict[int, tuple[int, int]], since: int, settings: tuple[str, ...] = ()) -> Facts:
     """What is seen of some updates, where each rank's batches come late from one update to another."""
     found = session(data, *settings)
-    checkup, step, observation = Checkup(found), found.step(), Observation(found)
-    first, last = late.get(found.ranks.rank, (0, 0))
-    batches = found.batches(0, NUM)
-    for done in range(NUM):
-        observation.begin()
-        checkup.ask()
-        batch = next(batches)
-        time.sleep(LATE_S if first <= done < last else 0.0)
-        waited = checkup.got()
-        assert waited >= (LATE_S if first <= done < last else 0.0)
-        with observation.update(step):
-            result = step(batch, done)
-        checkup.add(result)
-    batches.close()
-    assert checkup.num == NUM and checkup.seconds > 0
-    return checkup.facts(observation.conclude(None, None), since)
+    with made_time(checkup_module, step_module) as clock, patch.object(collectives, "time", exchanging(clock)):
+        found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(OWN_S))
+        checkup, step, observation = Checkup(found), found.step(), Observation(found)
+        first, last = late.get(found.ranks.rank, (0, 0))
+        batches = found.batches(0, NUM)
+        for done in range(NUM):
+            observation.begin()
+            checkup.ask()
+            batch = next(batches)
+            clock.sleep(LATE_S if first <= done < last else 0.0)
+            assert checkup.got() == pytest.approx(LATE_S if first <= done < last else 0.0)
+            with observation.update(step):
+                result = step(batch, done)
+            checkup.add(result)
+        batches.close()
+        assert checkup.num == NUM and checkup.seconds == pytest.approx(clock.now)
+        return checkup.facts(observation.conclude(None, None), since)
 
 
 def test_one_device_that_waits(data: Path) -> None:
     (facts,) = run_ranks(updates, 1, data, {0: (0, NUM)}, 2)
     (rank,) = facts.ranks
     assert (facts.devices, facts.plan, facts.batch, rank.samples) == (1, "serial", 16, 16)
-    assert rank.wait_s == facts.wait_s == pytest.approx(LATE_S, rel=0.5)
-    assert facts.update_s > rank.wait_s + rank.own_s / 2
+    assert rank.wait_s == facts.wait_s == pytest.approx(LATE_S)
+    assert rank.own_s == pytest.approx(OWN_S) and facts.update_s == pytest.approx(LATE_S + OWN_S)
     assert (facts.workers, facts.threads, facts.microbatches, facts.updates_per_epoch) == (0, 1, 2, 6)
     assert facts.evaluate_every == 6 and facts.parts["forward"] > 0
     assert facts.evaluation_s is facts.compute_s is None
@@ -61,8 +79,8 @@ def test_one_device_that_waits(data: Path) -> None:
 def test_the_first_updates_do_not_count(data: Path) -> None:
     (with_them,) = run_ranks(updates, 1, data, {0: (0, 4)}, 0)
     (without,) = run_ranks(updates, 1, data, {0: (0, 4)}, 4)
-    assert LATE_S * 4 / NUM <= with_them.wait_s < 2 * LATE_S * 4 / NUM
-    assert without.wait_s < LATE_S / 10
+    assert with_them.wait_s == pytest.approx(LATE_S * 4 / NUM)
+    assert without.wait_s == pytest.approx(0)
 
 
 def test_of_two_ranks_the_late_one_is_told_from_the_one_that_waits_for_it(data: Path) -> None:
@@ -70,8 +88,9 @@ def test_of_two_ranks_the_late_one_is_told_from_the_one_that_waits_for_it(data: 
     assert replace(first, threads=0) == replace(second, threads=0)  # all know the same
     assert [rank.samples for rank in first.ranks] == [8, 8]
     on_time, late = first.ranks
-    assert late.wait_s == pytest.approx(LATE_S, rel=0.5) and on_time.wait_s < LATE_S / 3
-    assert on_time.own_s < LATE_S / 2 < first.update_s  # it waits in the exchange, which is no work of its own
+    assert late.wait_s == pytest.approx(LATE_S) and on_time.wait_s == pytest.approx(0)
+    assert [rank.own_s for rank in first.ranks] == pytest.approx([OWN_S] * 2)  # an exchange is no work of its own
+    assert first.update_s >= LATE_S + OWN_S + EXCHANGE_S
 
 
 def remembered(data: Path) -> tuple[int, float]:

@@ -1,7 +1,7 @@
 """Changes that are tried: which, that each is what its option makes of the recipe, and that nothing is left of them."""
 
+import math
 import os
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from convoy.doctor.facts import Trial
 from convoy.errors import ConvoyError
 from convoy.launch.cores import own_cores, pin
-from convoy.training import Session, trials
+from convoy.training import Session, step, trials
 from convoy.training.set_up import set_up
 from convoy.training.trials import Change, changes, tried
+from made_time import made_time
 from ranks import run_ranks
 from tiny import write_mnist
 from training.examined import cores_as_before, session
@@ -170,6 +171,7 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
     ]
 
     def set_up_or_fail(recipe: Any, device: Any, say: Any, ranks: Any, data: Any) -> Session:
+        """Each update of what is tried takes 2 s, of what is there a second."""
         changed = {
             "memory_format": recipe.channels_last != found.recipe.channels_last,
             "devices": ranks.num < found.ranks.num or recipe.parallel.devices == 1 != found.recipe.parallel.devices,
@@ -179,14 +181,17 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
             raise ConvoyError("it does not go with this network")
         if changed and how == f"rank {found.ranks.rank}":
             raise RuntimeError("the network cannot do this")
-        return set_up(recipe, device, say, ranks, data)
+        other = set_up(recipe, device, say, ranks, data)
+        other.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(2.0))
+        return other
 
     os.chdir(folder)
-    with patch.object(trials, "changes", lambda session: iter(each)), cores_as_before():
+    with made_time(trials, step) as clock, patch.object(trials, "changes", lambda _: iter(each)), cores_as_before():
+        found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
         cores = own_cores()
         pin([cores[found.ranks.rank % len(cores)]])  # as ranks of a run are
         before = state()
-        as_it_is, done = tried(found, set_up_or_fail, time.perf_counter() + 100)
+        as_it_is, done = tried(found, set_up_or_fail, clock.now + 1000)
         return Left(done, as_it_is, before, state())
 
 
@@ -210,7 +215,7 @@ def test_a_change_that_fails_is_left_out_and_nothing_is_left_of_any(
         assert [trial.cause for trial in left.trials] == wanted
         assert left.trials == found[0].trials and left.as_it_is == found[0].as_it_is  # all ranks know the same
         assert left.before == left.after
-        assert all(0 < trial.seconds < 5 and 0 < trial.before_s < 5 for trial in left.trials)
+        assert all((trial.seconds, trial.before_s) == (2.0, 1.0) for trial in left.trials) and left.as_it_is == 1.0
         assert {trial.cause: trial.samples for trial in left.trials}.get("batch", 2) == 2
     assert not list(tmp_path.iterdir())
 
@@ -232,42 +237,19 @@ def test_random_numbers_go_on(data: Path) -> None:
     assert run_ranks(random_numbers, 2, data) == [[True, True]] * 2
 
 
-def out_of_time(data: Path) -> tuple[float, tuple[Trial, ...]]:
-    return tried(session(data), set_up, time.perf_counter() - 1)
-
-
-def test_without_time_only_what_is_is_timed(data: Path) -> None:
-    for as_it_is, done in run_ranks(out_of_time, 2, data):
-        assert as_it_is > 0 and done == ()
-
-
-def slower(data: Path) -> tuple[Trial, ...]:
-    """A change that has an update wait for 50 ms."""
+def tried_in(data: Path, seconds: float) -> tuple[float, int]:
+    """Seconds of an update, which takes one, and how many changes are tried in some."""
     found = session(data)
-
-    def with_a_wait(*args: Any) -> Session:
-        other = set_up(*args)
-        step = other.step()
-
-        def late(*batch: Any) -> Any:
-            time.sleep(0.05)
-            return type(step).__call__(step, *batch)
-
-        class Late(type(step)):  # type: ignore[misc]
-            __call__ = staticmethod(late)
-
-        wrapped = object.__new__(Late)
-        wrapped.__dict__ = step.__dict__
-        object.__setattr__(other, "step", lambda: wrapped)
-        return other
-
-    with patch.object(trials, "changes", lambda session: iter([LAST])), cores_as_before():
-        return tried(found, with_a_wait, time.perf_counter() + 100)[1]
+    with made_time(trials, step) as clock, patch.object(trials, "changes", lambda _: iter([LAST, LAST])):
+        found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
+        as_it_is, done = tried(found, set_up, clock.now + seconds)
+    return as_it_is, len(done)
 
 
-def test_a_change_is_measured_as_it_runs(data: Path) -> None:
-    ((trial,),) = run_ranks(slower, 1, data)
-    assert trial.seconds > 0.05 > 2 * trial.before_s
+@pytest.mark.parametrize(("seconds", "number"), [(-1, 0), (15, 0), (16, 1)])
+def test_what_there_is_time_for_is_tried(data: Path, seconds: float, number: int) -> None:
+    """To time what is takes three updates, and it is said of a change that it takes twelve."""
+    assert run_ranks(tried_in, 2, data, seconds) == [(1.0, number)] * 2
 
 
 def unlike(data: Path) -> list[tuple[str, float]]:
@@ -278,7 +260,7 @@ def unlike(data: Path) -> list[tuple[str, float]]:
         return [Change("batch", (f"--batch {of.ranks.rank}",)), *[Change("plan", ())] * of.ranks.rank]
 
     with patch.object(trials, "changes", offers), patch.object(trials, "_by_all", lambda *rest: 1.0):
-        _, done = tried(found, set_up, time.perf_counter() + 60)
+        _, done = tried(found, set_up, math.inf)
     return [(trial.arguments[0], trial.seconds) for trial in done]
 
 
