@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import atexit
+import gc
 import os
 import signal
 import tempfile
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         used = {getattr(value, "__module__", None) for value in vars(item.module).values()}
         for mark in {_MARKS[name] for name in used & _MARKS.keys()}:
             item.add_marker(mark)
+
+
+def pytest_collection_finish() -> None:
+    """Planning and training look for garbage: not among what torch and thousands of tests keep, half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

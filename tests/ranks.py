@@ -17,6 +17,7 @@ RankFailed with the traceback of the first rank that failed, or with the stack o
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -252,3 +253,5 @@ def _load(name: str, file: str) -> None:
         except BaseException:
             del sys.modules[name]
             raise
+        gc.collect()
+        gc.freeze()  # what modules keep is no garbage, and need not be looked through
