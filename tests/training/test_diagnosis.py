@@ -11,14 +11,18 @@ import pytest
 
 from convoy.doctor.advice import WORTH_SAYING, Advice, Diagnosis
 from convoy.errors import ConvoyError
-from convoy.training import loop
-from convoy.training.checkup import UPDATES
+from convoy.training import checkup, evaluate, loop, step
+from convoy.training.evaluate import EvaluationTally
 from convoy.training.loop import Loop
+from convoy.training.step import TrainingStep
+from made_time import made_time
 from ranks import RankFailed, run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, train_here
 
-LENGTH = 2 * UPDATES + 10
+UPDATES = 70
+"""After which these runs say it: a hundred take longer."""
+LENGTH = UPDATES + 40
 SETTINGS = {
     "epochs": f"{LENGTH}ba",
     "log_every": "50ba",
@@ -32,6 +36,11 @@ LOOKS_CLOSER = "looks closer"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("diagnosis") / "data")
+
+
+def trained(data: Path, out: Path, settings: dict[str, str] = {}, resume: bool = False) -> Ended:
+    with patch.object(loop, "UPDATES", UPDATES):
+        return train_here(data, out, SETTINGS | settings, resume)
 
 
 @contextlib.contextmanager
@@ -57,12 +66,12 @@ def run(
     data: Path, out: Path, gain: float | None, settings: dict[str, str]
 ) -> tuple[Ended, list[tuple[int, bool, bool]]]:
     with looked_at(gain) as calls:
-        return train_here(data, out, SETTINGS | settings), calls
+        return trained(data, out, settings), calls
 
 
 def plain(data: Path, out: Path, settings: dict[str, str]) -> Ended:
     with patch.object(Loop, "_diagnose", lambda self, at_end=False: None):
-        return train_here(data, out, SETTINGS | settings)
+        return trained(data, out, settings)
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -92,13 +101,16 @@ def test_little_is_not_said(data: Path, tmp_path: Path, gain: float | None) -> N
     assert [one.gain for one in found.advice] == ([] if gain is None else [gain])
 
 
-def as_it_is(data: Path, out: Path, settings: dict[str, str]) -> Ended:
-    return train_here(data, out, SETTINGS | settings)
+def evaluating(data: Path, out: Path) -> Ended:
+    """An update takes a tenth of a second, and so does each batch of an evaluation after every second update."""
+    with made_time(checkup, evaluate, step) as clock:
+        update, batch = (clock.before(work, lambda: 0.1) for work in (TrainingStep.__call__, EvaluationTally.add))
+        with patch.object(TrainingStep, "__call__", update), patch.object(EvaluationTally, "add", batch):
+            return trained(data, out, {"evaluate_every": "2ba"})
 
 
-def test_evaluations_that_come_too_often_are_found(tmp_path: Path) -> None:
-    data = write_mnist(tmp_path / "data", num_test=400)
-    (ended,) = run_ranks(as_it_is, 1, data, tmp_path / "run", {"evaluate_every": "1ba"})
+def test_evaluations_that_come_too_often_are_found(data: Path, tmp_path: Path) -> None:
+    (ended,) = run_ranks(evaluating, 1, data, tmp_path / "run")
     found = Diagnosis.from_document(json.loads((tmp_path / "run" / "diagnosis.json").read_text()))
     (advice,) = [one for one in found.advice if one.cause == "evaluation"]
     assert advice.gain > 1.5 and advice.arguments[0] == "--set"
@@ -107,9 +119,9 @@ def test_evaluations_that_come_too_often_are_found(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_few_updates_is_not_diagnosed(data: Path, tmp_path: Path) -> None:
-    run_ranks(as_it_is, 1, data, tmp_path / "run", {"epochs": "8ba", "checkpoint.every": "8ba"})
+    run_ranks(trained, 1, data, tmp_path / "run", {"epochs": "8ba", "checkpoint.every": "8ba"})
     assert not (tmp_path / "run" / "diagnosis.json").exists()
-    run_ranks(as_it_is, 1, data, tmp_path / "longer", {"epochs": "40ba", "checkpoint.every": "40ba"})
+    run_ranks(trained, 1, data, tmp_path / "longer", {"epochs": "40ba", "checkpoint.every": "40ba"})
     assert (tmp_path / "longer" / "diagnosis.json").is_file()
 
 
@@ -122,7 +134,7 @@ def on_a_full_disk(data: Path, out: Path) -> Ended:
         own(path, document)
 
     with patch.object(loop, "write_json", write):
-        return train_here(data, out, SETTINGS)
+        return trained(data, out)
 
 
 def test_a_full_disk_does_not_end_a_run(data: Path, tmp_path: Path) -> None:
@@ -133,7 +145,7 @@ def test_a_full_disk_does_not_end_a_run(data: Path, tmp_path: Path) -> None:
 
 def without_a_diagnosis(data: Path, out: Path) -> Ended:
     with patch.object(Diagnosis, "of", side_effect=ZeroDivisionError("division by zero")):
-        return train_here(data, out, SETTINGS)
+        return trained(data, out)
 
 
 def test_what_cannot_be_diagnosed_does_not_end_a_run(data: Path, tmp_path: Path) -> None:
@@ -147,15 +159,11 @@ def broken_off(data: Path, out: Path) -> None:
 
     def fail(self: Loop) -> None:
         own(self)
-        if self.done == UPDATES + 30:
+        if self.done == UPDATES + 25:
             raise ConvoyError("the power is off")
 
     with patch.object(Loop, "_after_update", fail):
-        train_here(data, out, SETTINGS)
-
-
-def resumed(data: Path, out: Path) -> Ended:
-    return train_here(data, out, SETTINGS, resume=True)
+        trained(data, out)
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -165,7 +173,7 @@ def test_a_run_that_resumes_is_diagnosed_anew(data: Path, tmp_path: Path, world:
         run_ranks(broken_off, world, data, out)
     before = (out / "diagnosis.json").read_text()
     (out / "diagnosis.json").write_text("{")  # as if it had been cut off
-    ended = run_ranks(resumed, world, data, out)[0]
-    assert ended.digest == run_ranks(as_it_is, world, data, tmp_path / "whole", {})[0].digest
+    ended = run_ranks(trained, world, data, out, {}, True)[0]
+    assert ended.digest == run_ranks(trained, world, data, tmp_path / "whole", {})[0].digest
     again = Diagnosis.from_document(json.loads((out / "diagnosis.json").read_text()))
     assert again.model == Diagnosis.from_document(json.loads(before)).model == "tiny:TinyNet"
