@@ -53,6 +53,12 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
+def both(name: str, plan: str, own_seed: bool = False) -> tuple[bool, bool, bool]:
+    """Whether parts, gradients and random numbers are those of a plain network."""
+    plain, lean = (state_and_loss(name, plan, as_deferred, own_seed) for as_deferred in (False, True))
+    return same(plain[0], lean[0]), same(plain[1], lean[1]), torch.equal(plain[2], lean[2])
+
+
 PLANS = [
     "filter=2",
     "stage=2",
@@ -62,18 +68,11 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_parts_are_those_of_a_plain_network(plan: str) -> None:
-    plain = run_ranks(state_and_loss, 2, "resnet18-cifar", plan, False)
-    lean = run_ranks(state_and_loss, 2, "resnet18-cifar", plan, True)
-    for (start, gradients, after), (own_start, own_gradients, own_after) in zip(plain, lean, strict=True):
-        assert same(start, own_start)
-        assert same(gradients, own_gradients)
-        assert torch.equal(after, own_after)
+    assert run_ranks(both, 2, "resnet18-cifar", plan) == [(True, True, True)] * 2
 
 
 def test_rank_0_counts_where_seeds_differ() -> None:
-    plain = run_ranks(state_and_loss, 2, "resnet18-cifar", "filter=2", False, True)
-    lean = run_ranks(state_and_loss, 2, "resnet18-cifar", "filter=2", True, True)
-    assert all(same(one[0], other[0]) for one, other in zip(plain, lean, strict=True))
+    assert all(parts for parts, *_ in run_ranks(both, 2, "resnet18-cifar", "filter=2", True))
 
 
 def made(plan: str, own_seed: bool) -> int:
