@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from convoy.cli import main
 from processes import children
 from started import Started, command, curve, digest, finish, resume, steps, wait_for
 from tiny import write_mnist
+from whole_runs import as_before
 
 UPDATES = "30ba"
 
@@ -125,11 +127,14 @@ def test_under_torchrun_a_run_is_known_again(
     assert digest(out) == digest(serial)
 
 
-def test_a_run_of_others_is_not_gone_on_with(serial: Path, data: Path) -> None:
-    before = digest(serial)
-    found = finish(command(data, serial, "--devices", "2", "--max-restarts", "2", epochs=UPDATES), 2)
-    assert f"{serial} already holds a run, which is finished: choose another --out" in found.stderr
-    assert digest(serial) == before
+def test_a_run_of_others_is_not_gone_on_with(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with as_before():
+        assert main(command(data, out, epochs="2ba")[3:]) == 0
+    before = digest(out)
+    found = finish(command(data, out, "--devices", "2", "--max-restarts", "2", epochs=UPDATES), 2)
+    assert f"{out} already holds a run, which is finished: choose another --out" in found.stderr
+    assert digest(out) == before
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_weights_do_not_depend_on_what_is_computed_again(data: Path, tmp_path: P
         assert (found.digest, found.curve) == (serial.digest, serial.curve)
 
 
-@pytest.mark.parametrize(("num", "shares"), [(2, None), (4, None), (2, "[3,1]")])
+@pytest.mark.parametrize(("num", "shares"), [(2, None), pytest.param(4, None, marks=pytest.mark.slow), (2, "[3,1]")])
 def test_the_sample_axis_of_a_hybrid_plan_may_have_any_size(
     data: Path, tmp_path: Path, divided: Ended, num: int, shares: str | None
 ) -> None:

@@ -93,7 +93,9 @@ def test_stages_come_and_go(data: Path, tmp_path: Path) -> None:
     assert any((one["name"], one["value"]) == ("schedule", "1f1b") for one in summary["derived"])
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "lamb", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", ["lamb", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lars", "adamw"))]
+)
 def test_optimizers_see_whole_tensors_of_other_stages(data: Path, tmp_path: Path, optimizer: str) -> None:
     settings = {"epochs": "4ba", "optimizer.name": optimizer, "optimizer.lr": "0.01", "ema.decay": "0.9"}
     settings |= {"reproducible": "true"}
