@@ -39,15 +39,19 @@ def placed_under(graph, plan, parts=None):
     return place(graph, plan, batch, output_names(graph))
 
 
-def brute_force(graph, mesh, costs, domains, parts=None):
-    """Seconds of every plan, by its strategies; each placed and priced by itself."""
+def every_placement(graph, mesh, domains, parts=None):
+    """Every plan that can be placed, by its strategies."""
     from convoy.errors import ConvoyError
 
-    found = {}
     for strategies in itertools.product(*domains.values()):
         plan = Given(mesh, dict(zip(domains, strategies, strict=True)))
         try:
-            found[strategies] = additive_seconds(placed_under(graph, plan, parts), costs)
+            yield strategies, placed_under(graph, plan, parts)
         except ConvoyError:
             continue
-    return found
+
+
+def brute_force(graph, mesh, costs, domains, parts=None):
+    """Seconds of every plan, by its strategies; each placed and priced by itself."""
+    placements = every_placement(graph, mesh, domains, parts)
+    return {strategies: additive_seconds(placement, costs) for strategies, placement in placements}

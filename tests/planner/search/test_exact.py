@@ -9,7 +9,7 @@ from convoy.planner.search.prices import AXIS_STRATEGIES, CHOOSING, redistributi
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from planner.search.nets import Branches, Chain, Halves, Nested, Residual, Twice, captured
-from planner.search.synthetic import Roofline, brute_force, placed_under
+from planner.search.synthetic import Roofline, brute_force, every_placement, placed_under
 from small_nets import Permuted, SqueezeExcite
 
 # rates between those where computing and those where sending decides, so that the best plans are mixed
@@ -29,7 +29,6 @@ def _domains(graph, mesh, among):
     return {layer: list(itertools.product(among, repeat=len(mesh.sizes))) for layer in layers}
 
 
-@pytest.mark.parametrize("costs", COSTS, ids=["even", "slow", "links"])
 @pytest.mark.parametrize(
     ("model", "mesh", "among"),
     [
@@ -52,12 +51,14 @@ def _domains(graph, mesh, among):
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "forward") else str(getattr(value, "sizes", "")) or None,
 )
-def test_no_plan_costs_less(model, mesh, among, costs):
+def test_no_plan_costs_less(model, mesh, among):
     graph = captured(model)
-    every = brute_force(graph, mesh, costs, _domains(graph, mesh, among))
-    found = search(graph, mesh.num_devices, costs, on=[mesh], among=among, tolerance=0.0)
-    assert found.exact
-    assert found.best.seconds == pytest.approx(min(every.values()), rel=1e-12)
+    placements = every_placement(graph, mesh, _domains(graph, mesh, among))
+    every = [[additive_seconds(placement, costs) for costs in COSTS] for _, placement in placements]
+    for costs, seconds in zip(COSTS, zip(*every, strict=True), strict=True):
+        found = search(graph, mesh.num_devices, costs, on=[mesh], among=among, tolerance=0.0)
+        assert found.exact
+        assert found.best.seconds == pytest.approx(min(seconds), rel=1e-12)
 
 
 @pytest.mark.slow
