@@ -1,6 +1,7 @@
 """What the first of many GPUs does in an update, counted without one: `benchmarks/gpu_ranks.py` and passes of plans."""
 
 import argparse
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -155,10 +156,11 @@ def _of_lists(events: list[Any]) -> list[Any]:
     return [event for event in events if "context.py" not in event.line]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(
-    "name", [name if name in ("resized", "shuffled") else pytest.param(name, marks=pytest.mark.slow) for name in NETS]
-)
+QUICK = [*(("resized", plan) for plan in PLANS), ("shuffled", "filter=4")]
+OTHERS = [case for case in itertools.product(NETS, PLANS) if case not in QUICK]
+
+
+@pytest.mark.parametrize(("name", "plan"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)])
 def test_no_pass_waits_for_the_gpu_or_gives_it_lists(name: str, plan: str) -> None:
     seen = _pass(NETS[name], plan)
     assert not seen.synchronizations, lines(seen.synchronizations)

@@ -38,9 +38,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("diagnosis") / "data")
 
 
-def trained(data: Path, out: Path, settings: dict[str, str] = {}, resume: bool = False) -> Ended:
+def trained(data: Path, out: Path, settings: dict[str, str] | None = None, resume: bool = False) -> Ended:
     with patch.object(loop, "UPDATES", UPDATES):
-        return train_here(data, out, SETTINGS | settings, resume)
+        return train_here(data, out, SETTINGS | (settings or {}), resume)
 
 
 @contextlib.contextmanager
