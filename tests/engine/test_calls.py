@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -203,13 +204,13 @@ def test_a_share_taken_out_of_all_inputs_is_noticed() -> None:
 
 def alone(what: str) -> str | None:
     net, mine = ranks_net("filter=2")
-    agreement.PATIENCE_S = 0.2
     loss_of(net, mine).backward()
     calls = {"state": convoy.state_dict, "gradients": convoy.gradients, "clip": lambda n: convoy.clip_grad_norm_(n, 1)}
     try:
-        if rank() == 0:
-            calls[what](net)
-        loss_of(net, mine)
+        with patch.object(agreement, "PATIENCE_S", 0.2):
+            if rank() == 0:
+                calls[what](net)
+            loss_of(net, mine)
     except ConvoyError as error:
         return str(error)
     return None

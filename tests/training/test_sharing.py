@@ -2,6 +2,7 @@
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ SAMPLES = 8
 
 def _run(plan: str, worth: int) -> tuple[RunState, bool]:
     """A network under the plan, its optimizer divided if that is worth while from so many bytes on."""
-    sharded._WORTH = worth
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 5)).double()
     network = ParallelNetwork(
@@ -33,7 +33,8 @@ def _run(plan: str, worth: int) -> tuple[RunState, bool]:
         seed=0,
         method=Method(),
     )
-    optimizer = network.share(AdamW(model.parameters(), lr=0.01))
+    with patch.object(sharded, "_WORTH", worth):
+        optimizer = network.share(AdamW(model.parameters(), lr=0.01))
     state = RunState(network, optimizer, torch.amp.GradScaler("cpu", enabled=False))
     return state, isinstance(optimizer, ShardedOptimizer)
 
