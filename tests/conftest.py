@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from short import measure_shortly
+
 # A shell starts background jobs with SIGINT ignored, and processes pass that on to their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -44,6 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Planning and training look for garbage: not among what torch and thousands of tests keep, half a second each."""
+    measure_shortly()
     gc.collect()
     gc.freeze()
 

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from convoy.comm.groups import leave
+from short import measure_shortly
 
 _PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.nn", "torch.testing", "torch._dynamo"]
 _PRELOAD += ["convoy.engine", "convoy.training"]
@@ -186,6 +187,7 @@ def _variables(rank: int, world: int, port: int) -> dict[str, str]:
 
 def _serve(pipe: Connection, stacks: str) -> None:
     """A process of the pool: one task after another until the parent is gone."""
+    measure_shortly()
     with Path(stacks).open("w") as file:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file=file)
