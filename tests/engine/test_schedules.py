@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -78,6 +79,17 @@ def loss_of(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 
 def scheduled(plan: Any, schedule: str, microbatches: int, sabotage: str = "") -> list[float]:
     """The worst differences of three updates from a plain loop over the same parts: losses, inputs, weights."""
+    compute = PostponedGradients.compute
+
+    def without_those_of_the_last_part(self: PostponedGradients, last: int) -> list[Tensor]:
+        return compute(self, min(last, microbatches - 2))
+
+    wrong = patch.object(PostponedGradients, "compute", without_those_of_the_last_part)
+    with wrong if sabotage == "weights" else nullcontext():
+        return differences(plan, schedule, microbatches, sabotage)
+
+
+def differences(plan: Any, schedule: str, microbatches: int, sabotage: str) -> list[float]:
     torch.manual_seed(0)
     model = Branches().double()
     plain = copy.deepcopy(model)
@@ -86,9 +98,6 @@ def scheduled(plan: Any, schedule: str, microbatches: int, sabotage: str = "") -
     net = convoy.parallelize(model, plan, example=x[:2], batch_norm="microbatch", seed=5, microbatches=microbatches)
     network = network_of(net)
     assert isinstance(network, StagedNetwork)
-    if sabotage == "weights":  # those of the last part are left out
-        before_last = PostponedGradients.compute
-        PostponedGradients.compute = lambda self, last: before_last(self, min(last, microbatches - 2))  # type: ignore[method-assign]
     if sabotage == "parts":  # the second part of the batch is given twice
         before = network._announced
 
@@ -274,12 +283,10 @@ class Backward(TorchDispatchMode):
 
 
 def waiting_gradients(at_once: bool) -> int:
-    if not at_once:
-        guard._AT_ONCE = 0
     model = nn.Sequential(*(nn.Conv2d(4, 4, 1, bias=False) for _ in range(6)))
     x, y = torch.randn(6, 4, 5, 5), torch.zeros(6, 5, 5, dtype=torch.int64)
     net = convoy.parallelize(model, "stage=2", x[:2], microbatches=6)
-    with Backward() as backward:
+    with Backward() as backward, patch.object(guard, "_AT_ONCE", guard._AT_ONCE if at_once else 0):
         convoy.forward_backward(net, x, y, F.cross_entropy)
     return backward.count
 

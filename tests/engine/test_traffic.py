@@ -22,15 +22,15 @@ SAMPLES = 12
 class Counter:
     """Adds up the bytes that this process gives to torch's collectives; whole numbers (sizes) are not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         os.environ[SWITCH] = "0"
         self.sent = 0
-        collectives._SMALL = 0
+        patch.setattr(collectives, "_SMALL", 0)
         for owner, name, count in [
             (dist, "all_reduce", self._all_reduce),
             (dist, "isend", self._send),
         ]:
-            setattr(owner, name, self._counting(getattr(owner, name), count))
+            patch.setattr(owner, name, self._counting(getattr(owner, name), count))
 
     def take(self) -> int:
         sent, self.sent = self.sent, 0
@@ -53,7 +53,11 @@ class Counter:
 
 def _sent(plan, steps=2):
     """Bytes of this rank in the forward pass, in the backward pass, and what was said of both."""
-    counter = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        return _counted(plan, steps, Counter(patch))
+
+
+def _counted(plan, steps, counter):
     torch.manual_seed(0)
     rank = dist.get_rank()
     images = torch.randn(SAMPLES, 3, 16, 16)
