@@ -10,9 +10,8 @@
 
 The processes are forked from a server that has torch imported and live until the session ends, so that a run takes
 milliseconds. Each run joins a new gloo group, by one store for all runs, and leaves it; torchrun's variables, the
-seed, the default dtype and one thread are set before. A failing or hanging rank raises RankFailed with the traceback of
-the first rank that failed, or with the stack of every rank that did not come back; and has all processes replaced,
-unless all ranks have raised, as where something is refused: then none waits for another, and they live on.
+seed, the default dtype and one thread are set before. A failing or hanging rank has all processes replaced and raises
+RankFailed with the traceback of the first rank that failed, or with the stack of every rank that did not come back.
 """
 
 import atexit
@@ -48,9 +47,7 @@ _START_S = 300.0
 
 
 class RankFailed(AssertionError):  # noqa: N818 (it is the failure of a test)
-    """A rank raised, died or did not come back; or all raised."""
-
-    all_raised = False
+    """A rank raised, died or did not come back."""
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, join: bool = True) -> list:
@@ -122,15 +119,13 @@ class _Pool:
                 variables = _variables(rank, world, store.port)
                 worker.pipe.send((_run, (module.__name__, name, payload, variables, timeout, run)))
             return self._collect(workers, name, time.monotonic() + timeout)
-        except BaseException as error:
-            if not (isinstance(error, RankFailed) and error.all_raised):
-                self.close()
+        except BaseException:
+            self.close()
             raise
 
     def _collect(self, workers: list[_Worker], name: str, deadline: float) -> list:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        raised = 0
         ranks = {worker.pipe: rank for rank, worker in enumerate(workers)}
         while len(results) + len(failures) < len(workers):
             left = [pipe for pipe, rank in ranks.items() if rank not in results and rank not in failures]
@@ -152,15 +147,12 @@ class _Pool:
                     results[rank] = value
                 else:
                     failures[rank] = f"rank {rank} failed:\n{value}"
-                    raised += 1
                     deadline = min(deadline, time.monotonic() + 0.3)  # others may know more
         if len(results) == len(workers):
             return [results[rank] for rank in range(len(workers))]
         left = sorted(set(range(len(workers))) - set(results) - set(failures))
         stuck = [f"rank {rank} did not come back, it is at:\n{workers[rank].stack()}" for rank in left]
-        error = RankFailed("\n".join([f"{name} on {len(workers)} ranks", *failures.values(), *stuck]))
-        error.all_raised = raised == len(workers)
-        raise error
+        raise RankFailed("\n".join([f"{name} on {len(workers)} ranks", *failures.values(), *stuck]))
 
     def close(self) -> None:
         for worker in self.workers:

@@ -47,30 +47,6 @@ def test_a_failing_rank_is_named_and_the_next_run_works():
     assert run_ranks(_sum, 2, 0.0) == [1, 1]
 
 
-def _refuse():
-    raise ValueError(f"as asked by {os.getpid()}")
-
-
-def _refuse_alone():
-    if dist.get_rank() == 1:
-        raise ValueError("as asked")
-    time.sleep(60)
-
-
-def _number():
-    return os.getpid()
-
-
-def test_ranks_that_all_raise_live_on_and_others_do_not():
-    before = run_ranks(_number, 2)
-    with pytest.raises(RankFailed, match=f"as asked by {before[0]}"):
-        run_ranks(_refuse, 2)
-    assert run_ranks(_number, 2) == before
-    with pytest.raises(RankFailed, match="rank 0 did not come back"):
-        run_ranks(_refuse_alone, 2)
-    assert not set(run_ranks(_number, 2)) & set(before)
-
-
 @pytest.mark.slow
 def test_hanging_and_dead_ranks_are_named():
     with pytest.raises(RankFailed, match=r"(?s)on 2 ranks.*rank 1 did not.*_hang"):
