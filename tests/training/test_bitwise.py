@@ -102,7 +102,7 @@ def _without_the_tree(data: Path, out: Path) -> Ended:
         return train_here(data, out, SETTINGS)
 
 
-@pytest.mark.parametrize("num", [2, 8])
+@pytest.mark.parametrize("num", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_another_order_of_additions_would_be_noticed(data: Path, tmp_path: Path, serial: Ended, num: int) -> None:
     (found, *_) = run_ranks(_without_the_tree, num, data, tmp_path / "run", timeout=120)
     assert found.digest != serial.digest

@@ -119,7 +119,10 @@ def test_the_graph_tells_what_a_trial_shows(name: str) -> None:
     assert told.owned == (told.draws and owns_draws(getattr(tiny, name)(), (1, 28, 28), CPU, 2))
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet18-cifar", "googlenet", "vgg11_bn-cifar", "squeezenet1_0"])
+@pytest.mark.parametrize(
+    "name",
+    ["lenet", "resnet18-cifar", pytest.param("googlenet", marks=pytest.mark.slow), "vgg11_bn-cifar", "squeezenet1_0"],
+)
 def test_the_graph_tells_how_much_stays(name: str) -> None:
     shape = models.describe(name).input_shape
     assert shape is not None

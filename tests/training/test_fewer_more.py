@@ -53,7 +53,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("fewer") / "data")
 
 
-@pytest.mark.parametrize("reproducible", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reproducible", ["true", "false"])
 def test_four_three_two_four(data: Path, tmp_path: Path, reproducible: str) -> None:
     settings = SETTINGS | {"reproducible": reproducible}
     (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
