@@ -82,7 +82,7 @@ def test_it_is_said_once_and_changes_nothing(data: Path, tmp_path: Path, world: 
     assert all(is_there for *_, is_there in calls)
     said = [sentence for sentence in set(ended.said) if LOOKS_CLOSER in sentence]
     assert said == [
-        "It is small. --batch 48: 1.16 × as many samples a second (predicted); "
+        "It is small. What would help most: --batch 48: 1.16 × as many samples a second (predicted). "
         f"convoy doctor {tmp_path / 'run'} looks closer"
     ]
     assert ended.said.count(said[0]) == 2  # as it is said, and among the notes that stay

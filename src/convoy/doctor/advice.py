@@ -152,8 +152,8 @@ def _healthy(facts: Facts) -> str:
     most = ""
     if facts.parts:
         largest = max(facts.parts, key=lambda part: facts.parts[part])
-        most = f"; most of an update, {rough_percent(facts.share(largest))}, is {largest}"
-    return f"None of the changes that were looked at would make it {rough_percent(LEAST - 1)} faster{most}."
+        most = f"; the largest part of an update, {rough_percent(facts.share(largest))}, is {largest}"
+    return f"None of the changes that were looked at would make it {100 * (LEAST - 1):.0f} % faster{most}."
 
 
 def input_model(facts: Facts) -> InputModel:
@@ -244,7 +244,7 @@ def _input(facts: Facts) -> Iterator[Advice]:
 
 
 _TRIED: dict[Cause, str] = {
-    "batch": "The batch is too small: what an update costs whatever its size is too much of it",
+    "batch": "The batch is too small: what every update costs, whatever its size, takes much of it",
     "microbatch": "The microbatches are too small for the layers to compute at their pace",
     "plan": "The plan divides the work badly for this network on these devices",
     "precision": "Layers compute in a precision that is slow here",
@@ -267,7 +267,7 @@ def _tried(facts: Facts) -> Iterator[Advice]:
             trial.arguments,
             _gain_of(facts, trial),
             f"{_TRIED[trial.cause]}: an update takes {seconds(trial.before_s)}, and "
-            f"{seconds(trial.seconds / trial.samples)} for as many samples with the change, input apart.",
+            f"{seconds(trial.seconds / trial.samples)} for as many samples with the change, both without their input.",
             trial.another_training,
         )
 
@@ -333,16 +333,18 @@ def _host(facts: Facts) -> Iterator[Advice]:
             continue
         where = f" of rank {number}" if len(facts.ranks) > 1 else ""
         if load.others and load.waited_s:
-            other = load.others[0]
+            named = f"{load.others[0].name} (process {load.others[0].pid})"
+            if len(load.others) > 1:
+                named += f" and {plural(len(load.others) - 1, 'other')}"
             lost = _lost_to_others(load, facts.threads) * facts.update_s
+            have = load.others_cores or sum(other.cores for other in load.others)
             yield Advice(
                 "busy",
-                f"end {other.name} (process {other.pid}), or give the training other cores",
+                f"end {named}, or give the training other cores",
                 (),
                 _saving(facts, lost),
-                f"Other processes use the cores{where}: {other.name} (process {other.pid}) has {other.cores:.2g} of "
-                f"{load.cores:.2g}, and the training waits for a core for {rough_percent(lost / facts.update_s)} of "
-                "its time.",
+                f"Other processes keep {have:.2g} of {load.cores:.2g} cores busy{where}, {named}: the training waits "
+                f"for a core for {rough_percent(lost / facts.update_s)} of its time.",
             )
         if load.gpu is not None:
             yield from _gpu(facts, load.gpu, load.wall_s, where)

@@ -49,11 +49,15 @@ def about(run: Run) -> list[str]:
     right = units.percent(top1, units.percent_places(images))
     of = f" of {units.plural(images, 'test image')}" if images else " of the test images"
     said = [f"{model} recognizes {right}{of}{length}{time}{where}."]
-    if devices > 1:
+    if run.diagnosis is not None:
+        said.append(
+            " ".join(
+                [run.diagnosis.sentence, *(f"What would help most: {one.text}." for one in run.diagnosis.advice[:1])]
+            )
+        )
+    if devices > 1:  # last, as the command that measures it stands below
         how = " This measures it:" if bench_command(run) else " It takes convoy bench to measure it."
         said.append(f"{_speed_up(run.prediction, devices)}{'' if _is_settled(run) else how}")
-    if run.diagnosis is not None:
-        said.append(" ".join([run.diagnosis.sentence, *(f"{one.text}." for one in run.diagnosis.advice[:1])]))
     return said
 
 

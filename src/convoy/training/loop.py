@@ -288,7 +288,8 @@ class Loop:
         with suppress(OSError):  # neither is a full disk
             write_json(self.run.diagnosis, found.to_document())
         if not at_end and found.advice and found.advice[0].gain > WORTH_SAYING:
-            self._tell(f"{found.sentence} {found.advice[0].text}; convoy doctor {self.run.path} looks closer")
+            first = f"{found.sentence} What would help most: {found.advice[0].text}."
+            self._tell(f"{first} convoy doctor {self.run.path} looks closer")
 
     def _with_pauses(self, facts: Facts) -> Facts:
         """With what evaluations and checkpoints have taken."""
