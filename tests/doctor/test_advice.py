@@ -132,12 +132,9 @@ def test_other_processes_on_the_cores_are_named() -> None:
     found = first(ranks=(RankFacts(64, own_s=0.99, load=load),))
     assert found.cause == "busy" and "blender (process 77)" in found.change
     assert found.gain == pytest.approx(2.0, rel=0.02)
-    others = OtherProcess("blender", 77, 0.3), OtherProcess("python", 78, 0.2)
-    assert "blender (process 77) and 1 other" in first(ranks=(rank_with(replace(load, others=others)),)).change
-
-
-def rank_with(load: HostLoad) -> RankFacts:
-    return RankFacts(64, own_s=0.99, load=load)
+    two = replace(load, others=(OtherProcess("blender", 77, 0.3), OtherProcess("python", 78, 0.2)))
+    found = first(ranks=(RankFacts(64, own_s=0.99, load=two),))
+    assert "blender (process 77) and 1 other" in found.change
 
 
 def test_a_quota_is_a_limit() -> None:
