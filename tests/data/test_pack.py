@@ -22,7 +22,7 @@ from convoy.data.dataset import open_files
 from convoy.data.decode import open_picture, suffix_of
 from convoy.data.pack_format import INDEX, UNFINISHED, PackOptions, Statistics, index_file
 from convoy.data.packed import Pack, PackedSource, damaged, unpack
-from convoy.errors import ConvoyError, MachineError
+from convoy.errors import ConvoyError
 from data.made import encoded, picture, tar_members, write_cifar, write_folder, write_mnist, write_parquet, write_tar
 
 
@@ -170,6 +170,43 @@ def test_a_broken_picture_is_named_and_the_rest_goes_on_when_it_is_mended(tmp_pa
     assert not (tmp_path / "packed" / UNFINISHED).exists()
 
 
+def test_a_pack_is_finished_before_its_notes_are_removed(tmp_path, photos, monkeypatch):
+    def stopped(folder, ignore_errors=False):
+        if Path(folder).exists():
+            next(file for file in Path(folder).iterdir() if file.name != "lock").unlink()
+            if not ignore_errors:
+                raise OSError(errno.ENOTEMPTY, "of a network file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pack.shutil, "rmtree", stopped)
+        packed(photos, tmp_path / "packed")
+    assert torch.equal(images(tmp_path / "packed"), images(photos))
+    with pytest.raises(ConvoyError, match="is a finished pack"):
+        packed(photos, tmp_path / "packed")
+
+
+def test_notes_of_something_unknown_are_not_used(tmp_path, photos, monkeypatch):
+    """As after the power failed while they were removed."""
+    monkeypatch.setattr(pack, "PER_SHARD", 5)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(pack, "index_file", lambda *_: 1 / 0)
+        packed(photos, tmp_path / "packed", PackOptions(short_side=35))
+    (tmp_path / "packed" / UNFINISHED / "what.json").unlink()
+    packed(photos, tmp_path / "packed", PackOptions(short_side=20))
+    packed(photos, tmp_path / "whole", PackOptions(short_side=20))
+    assert torch.equal(images(tmp_path / "packed"), images(tmp_path / "whole"))
+
+
+def test_who_comes_second_finds_a_finished_pack(tmp_path, photos, monkeypatch):
+    """Both have seen that there is none; then the first one ends."""
+    packed(photos, tmp_path / "packed")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "packed").iterdir()}
+    (tmp_path / "packed" / UNFINISHED).mkdir()
+    with pytest.raises(ConvoyError, match="is a finished pack"):
+        packed(photos, tmp_path / "packed", PackOptions(short_side=20))
+    assert {file.name: file.read_bytes() for file in (tmp_path / "packed").iterdir()} == before
+
+
 KILLED = """
 import sys, time
 from pathlib import Path
@@ -286,6 +323,39 @@ def test_unpacking_gives_the_folder_back(tmp_path, photos):
         assert all((photos / name / path).read_bytes() == file.read_bytes() for path, file in found.items())
     with pytest.raises(ConvoyError, match="is not an empty folder"):
         unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", None)
+
+
+def test_unpacked_files_end_as_in_the_original_where_the_format_is_the_same(tmp_path):
+    folder = tmp_path / "source" / "a"
+    folder.mkdir(parents=True)
+    jpeg, png = encoded(picture(), "JPEG"), encoded(picture())
+    files = {"x.JPEG": jpeg, "x.jpg": jpeg, "y.jpeg": jpeg, "y.png": png, "z.TIFF": encoded(picture(), "TIFF")}
+    for name, content in (files | {"wrong.png": jpeg}).items():
+        (folder / name).write_bytes(content)
+    for options, ends in (
+        (PackOptions(), {*files, "wrong.jpg"}),
+        (PackOptions(raw=True), {"x.ppm", "x-000000002.ppm", "y.ppm", "y-000000004.ppm", "z.ppm", "wrong.ppm"}),
+    ):
+        to = tmp_path / str(options.raw)
+        packed(tmp_path / "source", to, options)
+        unpack(Pack.open(to), to / "back", None)
+        assert {file.name for file in (to / "back" / "a").iterdir()} == ends
+    assert (tmp_path / "False" / "back" / "a" / "x.JPEG").read_bytes() == jpeg
+
+
+def test_a_run_says_what_to_do_about_a_damaged_picture_in_a_pack(tmp_path):
+    write_folder(tmp_path / "source", ("a", "b"), num=6)  # without a split of their own
+    packed(tmp_path / "source", tmp_path / "packed")
+    tar = tmp_path / "packed" / "data-000000.tar"
+    content = bytearray(tar.read_bytes())
+    for _, offset, size in Pack.open(tmp_path / "packed").source("data")._places.array.tolist():
+        content[offset : offset + size // 2] = bytes(size // 2)
+    tar.write_bytes(content)
+    for workers in (0, 1):
+        with pytest.raises(
+            ConvoyError, match=r"jpg is no picture .*: fetch the pack again, or pack again, or set data.bad_images=skip"
+        ):
+            images(tmp_path / "packed", workers=workers)
 
 
 def test_names_of_others_lead_nowhere(tmp_path):
@@ -421,12 +491,16 @@ def test_a_full_disk_is_named_and_packing_goes_on_afterwards(tmp_path, photos, m
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch, pytest.raises(MachineError, match=r"packed cannot be written \(No space left"):
-        patch.setattr(pack, "write_text", full)
-        packed(photos, tmp_path / "packed")
+    for writes in ("write_json", "write_text"):  # as packing begins, and at its end
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ConvoyError, match=r"packed cannot be written \(No space lef"),
+        ):
+            patch.setattr(pack, writes, full)
+            packed(photos, tmp_path / "packed")
     assert not (tmp_path / "packed" / INDEX).exists()
     assert packed(photos, tmp_path / "packed")["train"].images == 15
-    with monkeypatch.context() as patch, pytest.raises(MachineError, match=r"back cannot be written \(No space left"):
+    with monkeypatch.context() as patch, pytest.raises(ConvoyError, match=r"back cannot be written \(No space left"):
         patch.setattr(Path, "write_bytes", full)
         unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", None)
     assert not (tmp_path / "back").exists()

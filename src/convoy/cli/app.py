@@ -29,7 +29,7 @@ VERBS = {
     "report": ("convoy.cli.report", "Write the report of a run again."),
     "models": ("convoy.cli.models", "List the networks with parameters and FLOPs."),
     "recipes": ("convoy.cli.recipes", "List the built-in recipes, print one, or list every key."),
-    "data": ("convoy.cli.data", "Say what is in a data set, and check its pictures."),
+    "data": ("convoy.cli.data", "Say what is in a data set, check its pictures, or pack it."),
 }
 
 

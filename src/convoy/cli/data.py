@@ -1,8 +1,10 @@
 """`convoy data`: what a data set holds, before training on it; and packs, which load faster."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import click
 from convoy.cli import options
 from convoy.cli.options import LazyGroup
 from convoy.errors import ConvoyError
-from convoy.files import MNIST_MINI, existing, expanded
+from convoy.files import MNIST_MINI, existing
 from convoy.late import waiting_for
+from convoy.units import size
 
 VERBS = {
     "show": ("convoy.cli.data:show", "Say what is in a data set, and check its pictures."),
@@ -66,13 +69,17 @@ def show(path: str, check: bool, as_json: bool) -> int:
 
     With --check every picture is decoded, and those that cannot be are named; the exit status is then 1.
     """
-    existing(path)
+    with _named("PATH"):
+        folder = existing(path)
     with waiting_for("loading PyTorch"):
         from convoy.data import BadImage, open_data  # with torch, for which no mistake is to wait
+        from convoy.data.packed import Pack
         from convoy.training import load_recipe
 
     settings = ["model.name=lenet", f"data.path={path}", "data.bad_images=skip"]  # one after the other, below
-    data = open_data(load_recipe("default", settings).data)
+    with _named("PATH"):
+        data = open_data(load_recipe("default", settings).data)
+    stored = str(Pack.open(folder).options) if data.format == "pack" else ""
     rows = []
     bad: list[str] = []
     known = 0
@@ -100,8 +107,10 @@ def show(path: str, check: bool, as_json: bool) -> int:
             bad += unreadable
         else:
             known += len(getattr(source, "bad", ()))
-        rows.append(row)
+        rows.append(row | ({"stored": stored} if stored and as_json else {}))
     options.show(rows, as_json, right=("images", "classes", "not readable"))
+    if stored and not as_json:
+        click.echo(f"stored: {stored}")
     for sentence in bad:
         click.echo(sentence, err=True)
     if known:
@@ -124,7 +133,10 @@ same command goes on where it stopped.
 @click.argument("source")
 @click.argument("dest", type=options.OutputPath())
 @click.option(
-    "--short-side", metavar="PIXELS", type=click.IntRange(8, 8192), help="Make larger pictures that small, as JPEG."
+    "--short-side",
+    metavar="PIXELS",
+    type=click.IntRange(8, 8192),
+    help="Make larger pictures that small; stored as JPEG, or as pixels with --raw.",
 )
 @click.option("--raw", is_flag=True, help="Store pixels: several times the bytes, and no decoding.")
 @click.option(
@@ -141,36 +153,45 @@ def pack(
     Without options the files of the pictures stay as they are, and so does every pixel. A picture that cannot be read
     is named, and ends the command.
     """
-    click_context = click.get_current_context()
-    if raw and click_context.get_parameter_source("quality") is not click.core.ParameterSource.DEFAULT:
-        raise ConvoyError("--quality is of JPEG, and --raw stores none: leave one of them out")
-    path = existing(source)
+    source_of_quality = click.get_current_context().get_parameter_source("quality")
+    if source_of_quality is not click.core.ParameterSource.DEFAULT:
+        if raw:
+            raise ConvoyError("--quality is of JPEG, and --raw stores none: leave one of them out")
+        if short_side is None:
+            raise ConvoyError("--quality is of pictures that --short-side makes smaller: give both, or leave it out")
+    with _named("SOURCE"):
+        path = existing(source)
     if source != MNIST_MINI and path.resolve() in (dest.resolve(), *dest.resolve().parents):
         raise ConvoyError(f"{dest} lies in the data set itself: name a folder beside it for the pack")
     from convoy.data.config import DataConfig
     from convoy.data.dataset import open_files
     from convoy.data.pack import pack as write
     from convoy.data.pack_format import PackOptions
-    from convoy.launch.cores import cores_allowed, own_cores
+    from convoy.launch.cores import own_share
 
-    with _progress(as_json) as progress:
+    with _progress(as_json) as progress, _named("SOURCE"):
         kind, opened = open_files(DataConfig(path=source), progress)
-        cores = processes or max(int(min(len(own_cores()), cores_allowed())), 1)
-        statistics = write(kind, opened, dest, PackOptions(short_side, raw, quality), progress, cores)
+        cores = processes or max(int(own_share()), 1)
+        tell = partial(click.echo, err=True)
+        statistics = write(kind, opened, dest, PackOptions(short_side, raw, quality), progress, cores, tell)
     rows = [
-        {
-            "pack": str(dest),
-            "split": split,
-            "images": one.images,
-            "original bytes": one.original_bytes,
-            "stored bytes": one.stored_bytes,
-            "mean": " ".join(f"{value:.3f}" for value in one.mean),
-            "std": " ".join(f"{value:.3f}" for value in one.std),
-        }
+        {"split": split, "images": one.images}
+        | ({"original_bytes": one.original_bytes} if one.original_bytes else {})
+        | {"stored_bytes": one.stored_bytes, "mean": list(one.mean), "std": list(one.std)}
         for split, one in statistics.items()
     ]
-    options.show(rows, as_json, right=("images", "original bytes", "stored bytes"))
+    if as_json:
+        options.show([{"pack": str(dest)} | row for row in rows], as_json)
+    else:
+        options.show([_in_words(row) for row in rows], right=("images", "original", "stored"))
     return 0
+
+
+def _in_words(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `convoy data pack` for a terminal of 80 columns: sizes with their units, numbers of channels as text."""
+    sizes = {key: size(row[f"{key}_bytes"]) for key in ("original", "stored") if f"{key}_bytes" in row}
+    numbers = {key: " ".join(f"{value:.3f}" for value in row[key]) for key in ("mean", "std")}
+    return {key: row[key] for key in ("split", "images")} | sizes | numbers
 
 
 @click.command("verify", epilog="\b\nExample:\n  convoy data verify packed/\n")
@@ -178,8 +199,11 @@ def pack(
 @options.as_json
 @options.verbose
 def verify(path: Path, as_json: bool) -> int:
-    """Read every picture of PACK and compare it with its checksum. What differs is named; the exit status is then 1."""
-    found = _opened(path)
+    """Read every picture of PACK and compare it with its checksum.
+
+    What differs, and shards that are missing or of another size, is named; the exit status is then 1.
+    """
+    found = _opened(path, to_verify=True)
     from convoy.data.packed import damaged
 
     with _progress(as_json) as progress:
@@ -216,14 +240,23 @@ def unpack(path: Path, dest: Path) -> int:
     return 0
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path, to_verify: bool = False) -> Any:
     from convoy.data.packed import Pack, is_pack
 
-    if not expanded(path).exists():
-        existing(str(path))
+    existing(str(path), "name a folder that convoy data pack has written")
     if not is_pack(path):
         raise ConvoyError(f"{path} is no pack: convoy data pack SOURCE DEST writes one")
-    return Pack.open(path)
+    return Pack.open(path, to_verify=to_verify)
+
+
+@contextmanager
+def _named(argument: str) -> Iterator[None]:
+    """Sentences on a data set say how `convoy train` is given it; here it is an argument."""
+    try:
+        yield
+    except ConvoyError as error:
+        error.args = (re.sub(r"set (--data|data\.path) to", f"set {argument} to", error.args[0]),)
+        raise
 
 
 @contextmanager

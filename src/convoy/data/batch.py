@@ -239,7 +239,7 @@ class BatchMaker:
 
     def _accept(self, bad: BadImage) -> str:
         if not self.skip_bad:
-            raise refusal(bad)
+            raise refusal(bad, self.source)
         return bad.reason
 
     def batch(self, images: NDArray[np.uint8], filled: Filled, epoch: int) -> Batch:

@@ -58,10 +58,12 @@ def open_picture(data: bytes, name: str) -> Image.Image:
         return image
 
 
-def suffix_of(image: Image.Image) -> str:
-    """The usual end of the name of the file that a picture was opened from."""
+def suffix_of(image: Image.Image, own: str = "") -> str:
+    """The end of the name of the file that a picture was opened from: its own, where that is one of the format."""
     # Of several pictures in a JPEG file, as cameras write them, Pillow says MPO.
-    return dict(zip(_FORMATS, _SUFFIXES, strict=True)).get(image.format or "", ".jpg")
+    usual = dict(zip(_FORMATS, _SUFFIXES, strict=True)).get(image.format or "", ".jpg")
+    known = Image.registered_extensions()
+    return own if known.get(own.lower()) == known[usual] else usual
 
 
 def too_large(width: int, height: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from convoy.data.sources import Source
-from convoy.errors import ConvoyError, MachineError
+from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
 _WORDS = {
@@ -50,11 +50,11 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turns a failure of the operating system, as a full disk, into a MachineError that names the folder."""
+    """Turns a failure of the operating system, as a full disk, into a ConvoyError that names the folder."""
     try:
         yield
     except OSError as error:
-        raise MachineError(
+        raise ConvoyError(
             f"{shown(folder)} cannot be written ({error.strerror or error}): mend that, and run the same again"
         ) from error
 

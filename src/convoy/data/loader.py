@@ -1,6 +1,5 @@
 """Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
 
-import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 
@@ -14,7 +13,7 @@ from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError
-from convoy.launch.cores import PINNED, cores_allowed, own_cores
+from convoy.launch.cores import own_share
 
 _MAX_AUTOMATIC = 32
 
@@ -106,12 +105,8 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
         return config.workers, "as the recipe says"
     if batch_maker(data, config, data.train, seed=0).vectorised:
         return 0, "pictures in memory need no worker processes"
-    local = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
-    ranks = 1 if PINNED in os.environ else local  # cores to which a rank is pinned are its own
-    cores = int(min(len(own_cores()), cores_allowed() * ranks / local))
-    return min(
-        max(cores // ranks, 1), _MAX_AUTOMATIC
-    ), f"min({cores} cores / {ranks} training process{'es' if ranks > 1 else ''}, {_MAX_AUTOMATIC})"
+    share = own_share()
+    return min(max(int(share), 1), _MAX_AUTOMATIC), f"min({share:.3g} cores of this process, {_MAX_AUTOMATIC})"
 
 
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:

@@ -7,7 +7,7 @@ import multiprocessing
 import shutil
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -42,6 +42,8 @@ from convoy.errors import ConvoyError, MachineError
 from convoy.files import unwritable, write_atomically, write_json, write_text
 
 _TAR_BLOCK = 512
+_FINISHED = ".packed"
+"""What the folder of notes is called from the moment on in which the pack is finished, until it is removed."""
 
 
 class _Stored(NamedTuple):
@@ -53,7 +55,13 @@ class _Stored(NamedTuple):
 
 
 def pack(
-    kind: str, opened: Opened, folder: Path, options: PackOptions, progress: Progress | None, processes: int
+    kind: str,
+    opened: Opened,
+    folder: Path,
+    options: PackOptions,
+    progress: Progress | None,
+    processes: int,
+    tell: Callable[[str], object] = lambda sentence: None,
 ) -> dict[str, Statistics]:
     """Write a data set as a pack, or finish one that was interrupted.
 
@@ -64,6 +72,7 @@ def pack(
         options: how pictures are stored.
         progress: is told how far it is.
         processes: that decode and encode.
+        tell: is told from where an interrupted pack goes on.
 
     Returns:
         The statistics of each split.
@@ -88,7 +97,7 @@ def pack(
             for split, source in splits.items()
             for number, start in enumerate(range(0, len(source), PER_SHARD))
         ]
-        _write_shards(folder, splits, shards, options, progress, processes)
+        _write_shards(folder, splits, shards, options, progress, processes, tell)
         write_text(folder / CLASS_NAMES, "".join(f"{name}\n" for name in opened.classes))
         known = {shard: shard.known(folder) for shard in shards}
         statistics: dict[str, Statistics] = {}
@@ -102,7 +111,6 @@ def pack(
             "shards": {shard.name: (folder / shard.name).stat().st_size for shard in shards},
         }
         write_atomically(folder / INDEX, lambda path: path.write_bytes(index_file(arrays, document)))
-        shutil.rmtree(folder / UNFINISHED)
     return statistics
 
 
@@ -130,27 +138,42 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
         raise ConvoyError(f"{shown(folder)} is not empty: name a new folder for the pack")
     if (reason := unwritable(folder)) is not None:
         raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder for the pack")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    with (unfinished / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConvoyError(f"another process packs into {shown(folder)}: wait for it, or end it") from None
-        except OSError:
-            pass  # a file system without locks
-        begun = unfinished / "what.json"
-        if not begun.exists():
-            write_json(begun, what)
-        elif (before := json.loads(begun.read_text(encoding="utf-8"))) != json.loads(json.dumps(what)):
-            differ = " and ".join(key for key in what if before.get(key) != json.loads(json.dumps(what[key])))
+    finished = folder / _FINISHED
+    with writing(folder):
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with (unfinished / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConvoyError(f"another process packs into {shown(folder)}: wait for it, or end it") from None
+            except OSError:
+                pass  # a file system without locks
+            _go_on(folder, unfinished, what)
+            yield
+            shutil.rmtree(finished, ignore_errors=True)
+            unfinished.rename(finished)  # at once, where a removal may stop halfway
+    shutil.rmtree(finished, ignore_errors=True)
+
+
+def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
+    """Begin, or see that what was begun is the same. Raises ConvoyError."""
+    begun, wanted = unfinished / "what.json", json.loads(json.dumps(what))
+    if begun.exists():
+        before = json.loads(begun.read_text(encoding="utf-8"))
+        if differ := " and ".join(key for key in wanted if before.get(key) != wanted[key]):
             raise ConvoyError(
                 f"{shown(folder)} holds an unfinished pack of something else (other {differ}): finish it as it was "
                 "begun, or remove it"
             )
-        for stale in folder.glob(".*.tmp"):
-            stale.unlink()
-        with writing(folder):
-            yield
+    elif (folder / INDEX).exists():  # since this process looked
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise ConvoyError(f"{shown(folder)} is a finished pack: remove it, or name another folder")
+    else:
+        for note in unfinished.glob("*.npz"):  # of nobody knows what
+            note.unlink()
+        write_json(begun, what)
+    for stale in folder.glob(".*.tmp"):
+        stale.unlink()
 
 
 @dataclass(frozen=True)
@@ -224,11 +247,14 @@ def _write_shards(
     options: PackOptions,
     progress: Progress | None,
     processes: int,
+    tell: Callable[[str], object],
 ) -> None:
     """Write those that are not complete."""
     left = [shard for shard in shards if not shard.is_complete(folder)]
     total = sum(len(source) for source in splits.values())
     done = total - sum(len(shard.samples) for shard in left)
+    if done:
+        tell(f"going on after {done:,} of {total:,} pictures")
     if progress:
         progress("packing", done, total)
     if not left:

@@ -23,7 +23,7 @@ from convoy.data.sources import Source
 INDEX, UNFINISHED = "index.safetensors", ".packing"
 VERSION = 1
 SPLITS = (["train", "test"], ["data"])
-"""Names in shards and index; a shard of a data set without a split of its own has none of the words for one."""
+"""Names in shards and index. `data` is of an original without a split, so that readers see no split in the name."""
 PER_SHARD = 2048
 
 
@@ -88,15 +88,20 @@ class Statistics:
         )
 
     @property
+    def channels(self) -> int:
+        """1 where all pictures are gray, else 3."""
+        return 1 if len(set(self.sums)) == len(set(self.squares)) == 1 else 3
+
+    @property
     def mean(self) -> tuple[float, ...]:
         """Of each channel, pixels from 0 to 1."""
-        return tuple(round(each / max(self.pixels, 1) / 255, 4) for each in self.sums)
+        return tuple(round(each / max(self.pixels, 1) / 255, 4) for each in self.sums[: self.channels])
 
     @property
     def std(self) -> tuple[float, ...]:
         """Standard deviation of each channel, pixels from 0 to 1."""
-        means = (each / max(self.pixels, 1) for each in self.sums)
-        pairs = zip(self.squares, means, strict=True)
+        means = [each / max(self.pixels, 1) for each in self.sums[: self.channels]]
+        pairs = zip(self.squares, means, strict=False)
         return tuple(round(max(each / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for each, mean in pairs)
 
 

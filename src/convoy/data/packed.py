@@ -33,6 +33,8 @@ _UNPACKING = ".unpacking"
 class PackedSource(TarSource):
     """The pictures of a split of a pack, under the names that they have in the original."""
 
+    mend = "fetch the pack again, or pack again"
+
     def name(self, sample: int) -> str:
         """Of the original."""
         return printable(self._names[sample])
@@ -61,8 +63,8 @@ class Pack:
     _checksums: dict[str, int]
 
     @classmethod
-    def open(cls, path: Path) -> "Pack":
-        """Look at its index, and whether all shards are there.
+    def open(cls, path: Path, *, to_verify: bool = False) -> "Pack":
+        """Look at its index, and, unless it is to be verified, whether all shards are there.
 
         Raises:
             ConvoyError: the pack is not finished, or damaged, or of a later version.
@@ -91,17 +93,26 @@ class Pack:
             raise
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
             raise _damaged(index) from None
-        for name, size in shards.items():
-            with reading(path / name):
-                now = (path / name).stat().st_size
-            if now != size:
-                raise ConvoyError(
-                    f"{shown(path / name)} has {now:,} bytes instead of {size:,}: fetch the pack again, or pack again"
-                )
+        if not to_verify and (wrong := pack.wrong_shards()):
+            raise ConvoyError(next(iter(wrong.values())))
         return pack
 
     def __str__(self) -> str:
         return f"a pack of {self.name} ({self.format}; {self.options})"
+
+    def wrong_shards(self) -> dict[str, str]:
+        """A sentence for each shard, by its name, that is missing or of another size than it was written with."""
+        wrong = {}
+        for name, size in self._shards.items():
+            try:
+                with reading(self.path / name):
+                    now = (self.path / name).stat().st_size
+            except ConvoyError as error:
+                wrong[name] = str(error)
+                continue
+            if now != size:
+                wrong[name] = f"{shown(self.path / name)} has {now:,} bytes instead of {size:,}: {PackedSource.mend}"
+        return wrong
 
     def arrays(self, split: str, *names: str) -> list[NDArray[Any]]:
         """Those of a split in the index: shard, offset, size, crc32, label, names, name_end. Raises ConvoyError."""
@@ -150,13 +161,16 @@ def is_pack(path: Path) -> bool:
 
 
 def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
-    """A sentence for each picture whose bytes are not those that were packed; every one is read."""
+    """A sentence for each shard that is missing or of another size, and, of the others, for each picture whose bytes
+    are not those that were packed; every one is read."""
+    wrong = pack.wrong_shards()
+    yield from wrong.values()
     done, total = 0, sum(each.images for each in pack.statistics.values())
     for split in pack.statistics:
-        source, (crc32,) = pack.source(split), pack.arrays(split, "crc32")
+        source, (crc32, shard) = pack.source(split), pack.arrays(split, "crc32", "shard")
         for sample in range(len(source)):
             try:
-                if zlib.crc32(source.read(sample)) != crc32[sample]:
+                if shard_name(split, shard[sample]) not in wrong and zlib.crc32(source.read(sample)) != crc32[sample]:
                     yield f"{source.place(sample)} is not what was packed: its checksum differs"
             except BadImage as bad:
                 yield str(bad)
@@ -168,8 +182,9 @@ def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
 def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     """Write the pictures of a pack as a folder for each class, below one for each split.
 
-    Names of files are those of the original as far as these can be: what stands in a name never leads out of the
-    folder. Until all are written they lie in a hidden folder, which the next attempt removes.
+    Names of files are those of the original as far as these can be: they end as the format that is stored does, and
+    what stands in a name never leads out of the folder. Until all are written they lie in a hidden folder, which the
+    next attempt removes.
 
     Args:
         pack: which.
@@ -216,14 +231,16 @@ def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
                 data = source.read(sample)
                 if zlib.crc32(data) != crc32[sample]:
                     raise BadImage(source.place(sample), "is not what was packed (its checksum differs)")
-                suffix = suffix_of(open_picture(data, source.place(sample)))
+                image = open_picture(data, source.place(sample))
             except BadImage as bad:
-                raise ConvoyError(f"{bad}: fetch the pack again, or pack again") from None
+                raise ConvoyError(f"{bad}: {source.mend}") from None
             stem, dot, end = source.name(sample).rpartition("/")[2].rpartition(".")
-            stem = _plain_name(stem if f".{end.lower()}" in SUFFIXES else f"{stem}{dot}{end}")
-            while not stem or (label, stem.lower()) in taken:
+            if f".{end.lower()}" not in SUFFIXES:
+                stem, end = f"{stem}{dot}{end}", ""
+            stem, suffix = _plain_name(stem), suffix_of(image, f".{end}")
+            while not stem or (label, f"{stem}{suffix}".lower()) in taken:
                 stem = f"{stem}-{sample:09d}".lstrip("-")
-            taken.add((label, stem.lower()))
+            taken.add((label, f"{stem}{suffix}".lower()))
             (below / folders[label] / f"{stem}{suffix}").write_bytes(data)
             done += 1
             if progress and (done % _EVERY == 0 or done == total):

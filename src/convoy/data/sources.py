@@ -18,9 +18,10 @@ Progress = Callable[[str, int, int], None]
 
 
 class Source(ABC):
-    """Labelled pictures, numbered from 0: `labels` are int64 [N]."""
+    """Labelled pictures, numbered from 0: `labels` are int64 [N]; `mend` says what to do about one that is bad."""
 
     labels: NDArray[np.int64]
+    mend = "mend or remove it"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -125,7 +126,7 @@ class EncodedSource(Source):
 
 class _Subset(EncodedSource):
     def __init__(self, source: EncodedSource, samples: NDArray[np.int64]) -> None:
-        self.source = source
+        self.source, self.mend = source, source.mend
         self._samples = SharedNumbers(samples)
         self.labels = source.labels[samples]
 
@@ -190,7 +191,7 @@ def decode_all(
             image = source.load(sample)
         except BadImage as reason:
             if not skip_bad:
-                raise refusal(reason) from None
+                raise refusal(reason, source) from None
             bad[sample] = reason.reason
             continue
         if image.size != (width, height):
@@ -201,6 +202,6 @@ def decode_all(
     return PixelSource(pixels, source.labels, source.name, bad)
 
 
-def refusal(bad: BadImage) -> ConvoyError:
+def refusal(bad: BadImage, source: Source) -> ConvoyError:
     """The refusal of a picture when bad ones are not to be skipped."""
-    return ConvoyError(f"{bad}: mend or remove it, or set data.bad_images=skip (--bad-images skip)")
+    return ConvoyError(f"{bad}: {source.mend}, or set data.bad_images=skip (--bad-images skip)")
