@@ -3,6 +3,7 @@
     python benchmarks/stages.py time --cases resnet50 --devices 2 --link 200mbit
     python benchmarks/stages.py time --cases unet --speeds 1,0.5 --link 1gbit       unequal devices
     python benchmarks/stages.py memory                                              four times a device's memory
+    python benchmarks/stages.py memory --cases resnet50,vgg16 --no-limit            beside the prediction
     python benchmarks/stages.py exact --networks lenet,unet
 
 `time`: every device is in a host of its own and has one thread; two have a core each, four half a core. One device is
@@ -23,13 +24,14 @@ from typing import Any
 from measuring import machine, ranks
 from measuring.link import bits_per_second
 from measuring.results import markdown, predictions
-from measuring.stage_cases import CASES
+from measuring.stage_cases import CASES, StageCase
 from measuring.stage_exactness import KINDS, PLANS, SCHEDULES, table
 from measuring.stage_exactness import SUBJECTS as EXACT
 from measuring.stage_runs import StageRun
 
 from convoy.bench.emulated import Cluster, ClusterDevice, emulate
 from convoy.errors import ConvoyError
+from convoy.plans.schedule import Schedule
 
 PEERS = ("torch", "rows")
 SPEEDS = {2: 1.0, 4: 0.5}
@@ -103,24 +105,33 @@ def _exact(arguments: argparse.Namespace) -> None:
 def _memory(arguments: argparse.Namespace) -> None:
     from measuring import stage_memory as memory
 
+    if unknown := set(arguments.cases) - set(memory.CASES):
+        raise ConvoyError(f"there is no case {min(unknown)}: there are {', '.join(memory.CASES)}")
     about = machine.describe()
-    case = memory.CASE
-    print(f"{about['date']}: `{about['command']}`\n\n{machine.sentence(about)}\n")
-    print(
-        f"{case.model}, {case.image_size} px, global batch {case.batch}, {memory.PARTS} parts; most of each process:\n"
-    )
+    print(f"{about['date']}: `{about['command']}`\n\n{machine.sentence(about)}\n\nThe most of each process:\n")
     base = max(memory.peaks(memory.TINY, "1f1b").bytes)
     print(f"- with hardly any network: {base / 2**20:.0f} MiB", flush=True)
-    alone = memory.peaks(case, "")
-    print(f"- one device, one pass: {alone}", flush=True)
-    limit = alone.bytes[0] // memory.DEVICES
-    print(f"- one device with a limit of {limit / 2**20:.0f} MiB: {memory.peaks(case, '', limit)}", flush=True)
-    for schedule in ("1f1b", "gpipe"):
+
+    def beside(case: StageCase, schedule: Schedule) -> None:
         free = memory.peaks(case, schedule)
-        said = [each + base for each in memory.predicted(schedule)]
+        said = [each + base for each in memory.predicted(case, schedule)]
         errors = ", ".join(f"{one / other - 1:+.0%}" for one, other in zip(said, free.bytes, strict=True))
-        print(f"- {memory.PLAN}, {schedule}: {free}; predicted {memory.Peaks(tuple(said))} ({errors})")
-        print(f"- {memory.PLAN}, {schedule}, each with that limit: {memory.peaks(case, schedule, limit)}", flush=True)
+        print(f"- {memory.PLAN}, {schedule}: {free}; predicted {memory.Peaks(tuple(said))} ({errors})", flush=True)
+
+    for name in arguments.cases:
+        case = memory.CASES[name]
+        print(f"\n{name}, {case.image_size} px, global batch {case.batch}, {memory.PARTS} parts:\n")
+        if not arguments.limited:
+            beside(case, "1f1b")
+            continue
+        alone = memory.peaks(case, "")
+        print(f"- one device, one pass: {alone}", flush=True)
+        limit = alone.bytes[0] // memory.DEVICES
+        print(f"- one device with a limit of {limit / 2**20:.0f} MiB: {memory.peaks(case, '', limit)}", flush=True)
+        for schedule in ("1f1b", "gpipe"):
+            beside(case, schedule)
+            limited = memory.peaks(case, schedule, limit)
+            print(f"- {memory.PLAN}, {schedule}, each with that limit: {limited}", flush=True)
 
 
 def _store(folder: Path, name: str, document: dict[str, Any], tables: Sequence[str]) -> None:
@@ -145,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     time.add_argument("--out", type=Path, default=Path("stages-results"), help="folder for JSON and Markdown")
     memory = verbs.add_parser("memory", help="a network of four times a device's memory")
     memory.set_defaults(run=_memory)
+    memory.add_argument("--cases", type=_names, default=["resnet152"], help="of measuring/stage_memory.py")
+    memory.add_argument("--no-limit", dest="limited", action="store_false", help="only 1F1B beside its prediction")
     exact = verbs.add_parser("exact", help="distance from one device in float64")
     exact.set_defaults(run=_exact)
     exact.add_argument("--networks", type=_names, default=list(EXACT), help=f"of {', '.join(EXACT)}")

@@ -14,11 +14,21 @@ from measuring.memory_limits import memory_groups
 from measuring.ranks import Limits, RankFailed, run_ranks
 from measuring.results import SERIAL
 from measuring.sides import Arrangement
-from measuring.stage_cases import StageCase
+from measuring.stage_cases import UNET, StageCase
 from measuring.stage_sides import StageSide, train
 from measuring.training import batch, build
 
 CASE = StageCase("resnet152", "resnet152", 96, 64, updates=1, batch_norm=True, microbatch=4)
+CASES = {
+    case.name: case
+    for case in (
+        CASE,
+        StageCase("resnet50", "resnet50", 64, 64, updates=1, batch_norm=True, microbatch=4),
+        StageCase("densenet121", "densenet121", 64, 32, updates=1, batch_norm=True, microbatch=2),
+        StageCase("vgg16", "vgg16", 64, 32, updates=1),
+        StageCase("unet", UNET, 64, 64, updates=1, options={"groups": 8}, dense=True),
+    )
+}
 TINY = replace(CASE, model="squeezenet1_1-cifar", image_size=16, batch_norm=False, microbatch=0)
 """What is left of a rank's memory with hardly any network in it: Python, torch, the connections."""
 DEVICES, PARTS = 4, 16
@@ -55,16 +65,21 @@ def peaks(case: StageCase, schedule: str, limit: int | None = None) -> Peaks:
         return Peaks(tuple(group.peak for group in groups))
 
 
-def predicted(schedule: Schedule) -> Sequence[int]:
+def predicted(case: StageCase, schedule: Schedule) -> Sequence[int]:
     """Bytes of weights, gradients, momentum and activations of each stage."""
-    return run_ranks(partial(_predicted, schedule), 1)[0]  # type: ignore[no-any-return]
+    return run_ranks(partial(_predicted, case, schedule), 1)[0]  # type: ignore[no-any-return]
 
 
-def _predicted(schedule: Schedule) -> list[int]:
+def _predicted(case: StageCase, schedule: Schedule) -> list[int]:
     arrangement = Arrangement()
-    images, _ = batch(CASE, arrangement)
+    images, _ = batch(case, arrangement)
     workload = workload_of(
-        build(CASE, arrangement), images, CASE.batch, passes=PARTS, batch_norm="microbatch", microbatch=CASE.microbatch
+        build(case, arrangement),
+        images,
+        case.batch,
+        passes=PARTS,
+        batch_norm="microbatch" if case.microbatch else "sync",
+        microbatch=case.microbatch,
     )
     found = score(
         replace(workload, schedules=(schedule,)), PLAN, Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])

@@ -65,6 +65,8 @@ def test_stages_have_a_bubble_and_a_table(tmp_path: Path, capsys: pytest.Capture
     keys = {"begins", "ranks", "takes", "received_bytes", "computes_s", "waits_s", "sent_bytes", "memory"}
     assert [set(stage) for stage in found["stages"]] == [keys] * 2
     assert 0 < found["bubble"] < 1 and found["schedule"] in ("gpipe", "1f1b") and 1 <= found["passes"] <= 8
+    for schedule in ("gpipe", "zero-bubble"):
+        assert f", schedule {schedule}" in said(capsys, *line, "--schedule", schedule)
     again = said(capsys, *line, "--recompute")
     assert "the backward pass computes " in again and "the backward pass computes " not in text
     error = said(capsys, *line[:-1], "stage=40", "--devices", "40", "--batch", "80", status=2)

@@ -49,6 +49,12 @@ def test_hosts_and_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_
     assert "2x(2xmine) over 25gbit" in said(capsys, *line)
 
 
+def test_the_schedule_is_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "lenet", "--on", "2xt4", "--batch", "64", "--score", "stage=2"]
+    assert ", schedule 1f1b" in said(capsys, *line)
+    assert ", schedule zero-bubble" in said(capsys, *line, "--schedule", "zero-bubble")
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -59,6 +65,8 @@ def test_hosts_and_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_
         (["--on", "2xt4", "--between", "10gbit"], "is one host"),
         (["--on", "2x(2xt4)", "--between", "string"], "is no link"),
         (["--on", "2xt4", "--images", "0"], "at least 1"),
+        (["--score", "sample=2", "--schedule", "gpipe"], "--schedule is for plans with stages, and --score names none"),
+        (["--schedule", "quick"], "--schedule is quick, but must be 1f1b"),
         (["--on", "2xt4", "--score", "sample=3"], "--score sample=3 is for 3 devices, but 2xt4 has 2"),
         (["--on", "512xt4"], "too small for 512 devices"),
         (["--between", "10gbit"], "name one with --on"),

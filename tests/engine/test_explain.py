@@ -63,7 +63,16 @@ def explained(kind: str) -> tuple[str, str]:
     else:
         net, plan = Coupled(UNSEEN["choice"]), {"mesh": {"gpu": 2}, "layers": {"conv": {"gpu": "filter"}}}
     net = convoy.parallelize(net, plan, example)
-    return convoy.explain(net), convoy.explain(net.eval())
+    training, evaluation = convoy.explain(net), convoy.explain(net.eval())
+    if kind == "stages":
+        convoy.forward_backward(net.train(), example, example, lambda y, x: y.mean(), schedule="zero-bubble")
+        said = convoy.explain(net)
+        assert "2 parts, schedule zero-bubble: stages of equal work wait 14 % of the time" in said, said
+        net.eval()(example)
+        assert convoy.explain(net.train()) == said
+        net(example)
+        assert convoy.explain(net) == training
+    return training, evaluation
 
 
 def test_alexnet_is_explained_as_in_the_handbook() -> None:
@@ -96,7 +105,7 @@ stage  begins at  ranks  takes the output of  forward  backward  parameters  act
 
 2 other calls follow the layout given, without sending anything
 activations are GPipe's, of all parts of a pass; 1F1B keeps at most those of 2 parts in stage 1, down to 1 in stage 2
-a rank's samples go through the stages in 2 parts: stages of equal work wait 33 % of the time
+a rank's samples go through the stages in 2 parts, schedule gpipe: stages of equal work wait 33 % of the time
 a rank sends 2.3 kB in the forward pass, 2.3 kB in the backward pass
 a rank of stage 2 holds most in all: 11.6 kB of 12.5 kB of parameters, \
 11.6 kB of gradients, 2.3 kB of activations kept for the backward pass

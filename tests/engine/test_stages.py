@@ -251,8 +251,63 @@ def test_a_returned_tensor_without_samples_is_whole() -> None:
         assert found < 1e-12
 
 
+class Unsendable(nn.Module):
+    """Its second layer gives what stages cannot send."""
+
+    def __init__(self, function: str, *args: Any, returns: bool = False) -> None:
+        super().__init__()
+        self.first, self.strange, self.plain = nn.Conv2d(3, 4, 3), Calls(function, *args), Calls("abs")
+        self.last = nn.LazyLinear(4)
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        strange = self.strange(self.first(x))
+        y = self.last(self.plain(strange).flatten(1))
+        return (y, strange) if self.returns else y
+
+
+class Calls(nn.Module):
+    """A method of tensors as a layer."""
+
+    def __init__(self, function: str, *args: Any) -> None:
+        super().__init__()
+        self.function, self.args = function, args
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(torch if hasattr(torch, self.function) else torch.fft, self.function)(x, *self.args)
+
+
+NINE = ("reshape", (-1, 1, 1, 1, 1, 1, 4, 6, 6))
+
+
+def unsendable(begins: str, function: str, *args: Any) -> float:
+    plain = Unsendable(function, *args)
+    x = torch.randn(8, 3, 8, 8)
+    plain(x)  # makes the last layer
+    plain, x = plain.double(), x.double()
+    net = convoy.parallelize(copy.deepcopy(plain), {"mesh": {"stage": 2}, "stages": [begins]}, x[:4])
+    for each in (net, plain):
+        each(x).square().mean().backward()
+    return worst_gradient(net, plain)
+
+
+@pytest.mark.parametrize(("call", "what"), [(("fft2",), "complex128"), (NINE, "of 9 dimensions")])
+def test_what_stages_cannot_send_is_refused_at_its_cut_alone(call: tuple[Any, ...], what: str) -> None:
+    sentence = f"layer strange gives a tensor that is {what}, which stage 1 cannot send to stage 2: begin a stage elsew"
+    with pytest.raises(RankFailed, match=sentence):
+        run_ranks(unsendable, 2, "plain", *call)
+    for found in run_ranks(unsendable, 2, "last", *call):
+        assert found < 1e-12
+
+
 def mistaken(kind: str) -> None:
-    if kind == "no parts":
+    if kind == "complex":
+        net, x = Unsendable("fft2", returns=True), torch.zeros(4, 3, 8, 8)
+        net(x)
+        convoy.parallelize(net, {"mesh": {"stage": 2}, "stages": ["strange"]}, x)(x)
+    elif kind == "compiled":
+        two_heads("last", compile=True)
+    elif kind == "no parts":
         two_heads("last", microbatches=0)
     elif kind == "parts":
         convoy.parallelize(WithPenalty(), "stage=2", torch.zeros(4, 4), microbatches=2)
@@ -267,6 +322,8 @@ def mistaken(kind: str) -> None:
     [
         ("no parts", r"microbatches=0 must be at least 1"),
         ("parts", r"returns a tensor in which there are no samples, so a pass cannot be cut into 2 parts"),
+        ("compiled", r"in stages is not compiled, .*: leave compile away, or choose a plan without stages"),
+        ("complex", r"returns a tensor that is complex64, which the last stage cannot send to the others"),
         ("no_grad", r"call it outside of torch\.no_grad"),
     ],
 )

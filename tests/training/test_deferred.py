@@ -18,8 +18,7 @@ from convoy.training import build, load_recipe, set_up
 from convoy.training.build import build_for, probed
 from ranks import run_ranks
 from tiny import TinyNet, write_mnist
-from training.test_fewer_more import stage
-from whole_runs import Ended, as_before, train_here
+from whole_runs import Ended, as_before, train_here, train_until
 
 CPU = torch.device("cpu")
 SETTINGS = {"epochs": "6ba", "checkpoint.every": "3ba", "reproducible": "true"}
@@ -74,7 +73,7 @@ def test_weights_of_a_file_reach_it(data: Path, tmp_path: Path) -> None:
 
 def resumed(data: Path, out: Path, settings: dict[str, str], after: int | None) -> Ended | None:
     with large(0):
-        return stage(data, out, SETTINGS | settings, after)
+        return train_until(data, out, SETTINGS | settings, after)
 
 
 def test_it_goes_on_from_a_checkpoint(data: Path, tmp_path: Path) -> None:

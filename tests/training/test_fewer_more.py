@@ -1,51 +1,21 @@
 """Ranks that get fewer and more during one run, each time after a crash between two checkpoints."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
-from convoy.training import RunDirectory, loop
+from convoy.training import RunDirectory
 from ranks import run_ranks
 from tiny import write_mnist
-from whole_runs import Ended, as_before, train_here
+from whole_runs import train_here, train_until
 
 SETTINGS = {"epochs": "16ba", "checkpoint.every": "2ba", "evaluate_every": "5ba"}
 STAGES = ((4, 5), (3, 8), (2, 13), (4, None))
 """Ranks, and the updates after which they end without a word."""
-
-
-class Crashed(Exception):  # noqa: N818
-    """The ranks are gone."""
-
-
-@contextmanager
-def crash(after: int | None) -> Iterator[None]:
-    with as_before() as patch:
-        log = loop.Loop._end_window
-
-        def logged(self: loop.Loop) -> None:
-            log(self)
-            if self.done == after:
-                raise Crashed
-
-        patch.setattr(loop.Loop, "_end_window", logged)
-        yield
-
-
-def stage(data: Path, out: Path, settings: dict[str, str], after: int | None) -> Ended | None:
-    try:
-        with crash(after):
-            return train_here(data, out, settings, resume=True)
-    except Crashed:
-        return None
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +29,7 @@ def test_four_three_two_four(data: Path, tmp_path: Path, reproducible: str) -> N
     settings = SETTINGS | {"reproducible": reproducible}
     (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
     for ranks, after in STAGES:
-        found = run_ranks(stage, ranks, data, tmp_path / "run", settings, after)
+        found = run_ranks(train_until, ranks, data, tmp_path / "run", settings, after)
     ended = found[0]
     assert ended is not None
     going_on = re.match(r"going on after (\d+) of 16 updates", ended.said[0])
@@ -83,7 +53,7 @@ def test_stages_come_and_go(data: Path, tmp_path: Path) -> None:
         ("stage=3", 3, 11),
         ("stage=2", 2, None),
     ):
-        found = run_ranks(stage, ranks, data, tmp_path / "run", settings | {"parallel.plan": plan}, after)
+        found = run_ranks(train_until, ranks, data, tmp_path / "run", settings | {"parallel.plan": plan}, after)
     ended = found[0]
     assert ended is not None
     assert (ended.digest, ended.curve) == (serial.digest, serial.curve)
@@ -103,24 +73,3 @@ def test_optimizers_see_whole_tensors_of_other_stages(data: Path, tmp_path: Path
     (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
     found = run_ranks(train_here, 4, data, tmp_path / "run", settings | {"parallel.plan": "stage=2,sample=2"})[0]
     assert (found.digest, found.curve) == (serial.digest, serial.curve)
-
-
-def _without_weights_of_the_last_pass(*given: Any) -> Ended:
-    with as_before() as patch:
-        compute = PostponedGradients.compute
-        patch.setattr(PostponedGradients, "compute", lambda self, last: compute(self, min(last, 2)))
-        return train_here(*given)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["stage=2", "stage=2,sample=2"])
-def test_zero_bubble_trains_as_one_device_does(data: Path, tmp_path: Path, plan: str) -> None:
-    settings = {"epochs": "6ba", "clip_norm": "1"}
-    (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
-    settings |= {"parallel.plan": plan, "parallel.schedule": "zero-bubble"}
-    ranks = Plan.parse(plan).mesh.num_devices
-    for found in run_ranks(train_here, ranks, data, tmp_path / "run", settings):
-        assert found.curve == pytest.approx(serial.curve, rel=1e-5)
-    assert any("zero-bubble, stages wait about" in note for note in RunDirectory(tmp_path / "run").summary()["notes"])
-    (wrong, *_) = run_ranks(_without_weights_of_the_last_pass, ranks, data, tmp_path / "wrong", settings)
-    assert wrong.curve != pytest.approx(serial.curve, rel=1e-3)

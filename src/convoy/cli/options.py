@@ -1,4 +1,4 @@
-"""Shared by several verbs: options, groups of verbs, tables, and the files that options name."""
+"""Shared by several verbs: options, groups of verbs, tables, the files that options name, and the end by a signal."""
 
 import csv
 import difflib
@@ -6,8 +6,11 @@ import importlib
 import io
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -27,6 +30,25 @@ def command_of(arguments: Sequence[str]) -> str:
 def is_verbose(arguments: Sequence[str]) -> bool:
     """Whether it asks for the traceback of an error."""
     return "-v" in arguments or "--verbose" in arguments
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def sigterm_as_interrupt(stop: Callable[[int, FrameType | None], None] = _interrupt) -> Iterator[None]:
+    """Take SIGTERM as Ctrl-C, and Ctrl-C also where the shell has it ignored, so that what was made is removed.
+
+    Args:
+        stop: is called with either signal.
+    """
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class LazyGroup(click.Group):
@@ -146,6 +168,9 @@ recompute = click.option(
     flag_value="true",
     callback=lambda context, option, text: patterns(text),
     help="Less memory: compute activations again in the backward pass, all or those of layers, as 'layer1.*'.",
+)
+schedule = click.option(
+    "--schedule", metavar="ORDER", help="Through stages: 1f1b (least memory), gpipe, zero-bubble (least waiting)."
 )
 run_argument = click.argument("run", type=OutputPath())
 

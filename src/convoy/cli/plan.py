@@ -59,6 +59,7 @@ Examples:
 @options.precision
 @options.channels_last
 @options.recompute
+@options.schedule
 @options.cores_per_device
 @click.option("--out", metavar="FILE", type=options.OutputPath(), help="Write the plan as YAML, for --plan.")
 @click.option("--html", metavar="FILE", type=options.OutputPath(), help="Write the explanation as a page.")

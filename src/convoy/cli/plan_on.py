@@ -20,6 +20,7 @@ from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
 from convoy.report.machines_page import machines_page
 from convoy.training.recipe import Recipe
+from convoy.training.workloads import schedules_of
 from convoy.units import plural, table
 
 IMAGENET = 1_281_167
@@ -111,7 +112,7 @@ def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: 
     except Exception:  # a network of the user's that computes with its weights as it is made
         model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
     channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
-    return workload_of(
+    found = workload_of(
         model.train(),
         torch.empty(1, channels, pixels, pixels),
         recipe.batch,
@@ -120,6 +121,7 @@ def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: 
         microbatch=microbatch,
         precision=PRECISIONS[precision],
     )
+    return replace(found, schedules=schedules_of(recipe))
 
 
 def _training(request: PlanRequest, recipe: Recipe) -> tuple[float, str]:

@@ -60,6 +60,21 @@ def _overrides(values: Mapping[str, Any], names: Collection[str]) -> list[str]:
     return [f"{key}={values[name]}" for name, key in KEYS.items() if name in names and values[name] is not None]
 
 
+def _loaded(
+    recipe: str | None, overrides: Sequence[str], arguments: Sequence[str], notes: list[str] | None = None
+) -> Recipe:
+    """A recipe; where a key in it is wrong that an option has set, the error names the option."""
+    try:
+        return load_recipe(recipe or "default", overrides, notes)
+    except ConvoyError as error:
+        sentence, given = str(error), {argument.partition("=")[0] for argument in arguments}
+        for name, key in KEYS.items():
+            option = f"--{name.replace('_', '-')}"
+            if key == f"parallel.{name}" and option in given and sentence.startswith(f"{key} is "):
+                raise ConvoyError(option + sentence.removeprefix(key)) from error
+        raise
+
+
 @dataclass
 class TrainRequest:
     """A command line of `convoy train`: keys of the recipe are in `overrides`, other options under their names.
@@ -230,19 +245,7 @@ class TrainRequest:
         elif self.model is None and recipe is None:
             raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         self.notes = []
-        try:
-            return load_recipe(recipe or "default", overrides, self.notes)
-        except ConvoyError as error:
-            raise ConvoyError(self._as_typed(str(error))) from error
-
-    def _as_typed(self, sentence: str) -> str:
-        """A sentence about a key, with the option that has set it in place of a key of another name."""
-        options = {argument.partition("=")[0] for argument in self.arguments}
-        for name, key in KEYS.items():
-            option = f"--{name.replace('_', '-')}"
-            if key == f"parallel.{name}" and option in options and sentence.startswith(f"{key} is "):
-                return option + sentence.removeprefix(key)
-        return sentence
+        return _loaded(recipe, overrides, self.arguments, self.notes)
 
 
 def new_length(old: RunDirectory, more: str) -> Duration:
@@ -361,6 +364,11 @@ class PlanRequest:
         return self.plans[0].mesh.num_devices if self.plans else 1
 
     @property
+    def _keys(self) -> set[str]:
+        """Keys of the recipe that the command line sets."""
+        return {override.partition("=")[0] for override in self.overrides}
+
+    @property
     def memory(self) -> float | None:
         """The memory limit in bytes.
 
@@ -388,6 +396,8 @@ class PlanRequest:
         _ = self.memory  # refuses a text that is no size
         if self.score and self.fix:
             raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
+        if "parallel.schedule" in self._keys and self.plans and all(plan.num_stages == 1 for plan in self.plans):
+            raise ConvoyError("--schedule is for plans with stages, and --score names none: leave it out")
         for fix in self.fix:
             parse_fix(fix)
         number = self.num_devices
@@ -428,7 +438,7 @@ class PlanRequest:
             if value is not None:
                 raise ConvoyError(f"{option} is for devices at hand, but --on names others: drop one of the two")
         for option, key, why in _NOT_PREDICTED:
-            if any(override.startswith(f"{key}=") for override in self.overrides):
+            if key in self._keys:
                 raise ConvoyError(f"{option} is not for --on: {why}; leave it out")
         if self.compare and self.score:
             raise ConvoyError("--score is for one machine, but --compare names more: drop one of the two")
@@ -451,7 +461,7 @@ class PlanRequest:
             ConvoyError: there is none, a value is wrong, or its batch cannot be divided over the devices.
         """
         named = [f"model.name={self.model}"] if self.model is not None else []
-        recipe = load_recipe(self.recipe or "default", [*named, "data.path=mnist-mini", *self.overrides])
+        recipe = _loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
         if recipe.batch < self.num_devices:
             raise ConvoyError(
                 f"a batch of {recipe.batch} is too small for {self.num_devices} devices: raise --batch, or plan for "

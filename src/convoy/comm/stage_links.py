@@ -17,12 +17,9 @@ from convoy.comm.collectives import Pending, broadcast, gather_ints, start_recei
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
-from convoy.plans.stages import Crossing
+from convoy.plans.stages import DTYPES, MOST_DIMS, Crossing
 
-_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool]
-_DTYPES += [torch.uint8, torch.int8, torch.int16]
-_MOST_DIMS = 8
-_NOTHING = [-1] * (_MOST_DIMS + 3)
+_NOTHING = [-1] * (MOST_DIMS + 3)
 """In place of a kind: a gradient that there is not, as the loss does not depend on the value."""
 
 
@@ -40,13 +37,13 @@ class Kind:
 
     def numbers(self) -> list[int]:
         """As many for every kind."""
-        rest = [0] * (_MOST_DIMS - len(self.strides))
-        return [_DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *rest]
+        rest = [0] * (MOST_DIMS - len(self.strides))
+        return [DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *rest]
 
     @staticmethod
     def read(numbers: Sequence[int]) -> "Kind":
         dtype, needs_gradient, dims, *strides = numbers
-        return Kind(_DTYPES[dtype], bool(needs_gradient), tuple(strides[:dims]))
+        return Kind(DTYPES[dtype], bool(needs_gradient), tuple(strides[:dims]))
 
     def to_send(self, x: Tensor) -> Tensor:
         """The numbers of a tensor as they are sent: flat, in the order in which they lie."""
@@ -200,7 +197,7 @@ class StageLinks:
             known = self._received[back][key] = {}
             for sender in dict.fromkeys(_sender(crossing, back) for crossing, _ in wanted):
                 own = [crossing.value for crossing, _ in wanted if _sender(crossing, back) == sender]
-                rows = torch.empty(len(own), _MOST_DIMS + 3, dtype=torch.int64)
+                rows = torch.empty(len(own), MOST_DIMS + 3, dtype=torch.int64)
                 start_receive(rows, sender, self._way(back)).wait()
                 known |= zip(own, (None if row == _NOTHING else Kind.read(row) for row in rows.tolist()), strict=True)
         found: list[Arriving | None] = []
@@ -217,7 +214,7 @@ class StageLinks:
     def from_last(self, x: Tensor | None, shape: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
         """What the last stage has, on all ranks, and whether it has a gradient there; others give its shape."""
         last = self._number - 1
-        numbers = Kind.of(x).numbers() if x is not None else [0] * (_MOST_DIMS + 3)
+        numbers = Kind.of(x).numbers() if x is not None else [0] * (MOST_DIMS + 3)
         kind = Kind.read(gather_ints(numbers, self.group)[last])
         if x is not None:
             broadcast(kind.to_send(x.detach()), self.group, last)

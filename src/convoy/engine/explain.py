@@ -22,7 +22,7 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     For every layer its strategy, how its output lies over the ranks, what is sent for its input, and the bytes that a
     rank sends and holds; which layers run whole on every rank, and why; how the network was captured. It holds for the
     mode that the network is in, and for as many samples on each rank as the example had, unless `samples` says
-    otherwise. No rank waits for another.
+    otherwise. How long stages wait is said for the schedule of the last training pass. No rank waits for another.
 
     >>> print(convoy.explain(net))  # doctest: +ELLIPSIS
     plan sample=2
@@ -51,8 +51,11 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     notes = [] if said is None else [said]
     if staged is not None and isinstance(network, StagedNetwork):
         parts = network.example_parts(samples)
-        waits = f"stages of equal work wait {rough_percent(bubble('gpipe', parts, staged.number))} of the time"
-        notes.append(f"a rank's samples go through the stages in {plural(parts, 'part')}: {waits}")
+        share = rough_percent(bubble(network.schedule, parts, staged.number))
+        notes.append(
+            f"a rank's samples go through the stages in {plural(parts, 'part')}, schedule {network.schedule}: stages "
+            f"of equal work wait {share} of the time"
+        )
     return text_of_placement(placement, memory, plan, network.captured, staged, notes)
 
 

@@ -155,7 +155,7 @@ def parallelize(
             one after the other; by default four for each stage, or one where the samples of a pass are computed with
             together, as by batch norm over the global batch.
         compile: run the code between the communications of training passes through `torch.compile`; the first pass of
-            every batch size takes long.
+            every batch size takes long. Refused under plans with stages.
         recompute: drop activations after the forward pass and compute them again in the backward pass, which takes
             less memory and more time: True for those of all layers, or patterns of layers' names, such as
             `["layer1.*", "layer2.*"]` (Chen et al., 2016). Results stay the same. Where the network itself asks for it,
@@ -208,6 +208,11 @@ def take_part(
     keep_freed_memory(examples[0].device)
     parsed = Plan.parse(plan, num_devices=num_ranks())
     check_devices(parsed.mesh, num_ranks())
+    if compile and parsed.num_stages > 1:
+        raise ConvoyError(
+            "a network in stages is not compiled, as torch.compile has given the layers of a stage wrong gradients: "
+            "leave compile away, or choose a plan without stages"
+        )
     groups = Groups(parsed.mesh)
     context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):

@@ -18,6 +18,7 @@ from convoy.engine.network import Network
 from convoy.engine.program import Program
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Ref
+from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves
 from convoy.ops import work
 from convoy.ops.postponed import PostponedGradients
@@ -93,6 +94,8 @@ class Stage(Network):
             for name, stage in self.stages.owners(graph).items():
                 if self._owners_of.setdefault(name, stage) != stage:
                     raise ConvoyError(f"{name} is used in two stages, by one in training and by another in evaluation")
+            outputs = dict.fromkeys(ref.name for ref in leaves(graph.output, Ref))
+            StagedGraph(graph, tuple(outputs), self.stages.of_calls(graph), number)  # refuses what cannot be sent
         self._whole_layouts = self.layouts
         self.layouts = {
             name: self._of_one_stage(layout, self.shapes[name][0], self._owners_of.get(name))
@@ -204,16 +207,7 @@ class Stage(Network):
         self.send_gradients(flight)
 
     def begin_update(self, schedule: Schedule, parts: int) -> list[Action]:
-        """Say in which order the next parts are run; what this stage is to do.
-
-        Raises:
-            ConvoyError: the network is compiled, and the schedule postpones them.
-        """
-        if schedule == "zero-bubble" and self.compile:
-            raise ConvoyError(
-                "the schedule zero-bubble takes the backward passes of layers apart, which --compile joins: choose "
-                "the schedule 1f1b, or do not compile"
-            )
+        """Say in which order the next parts are run; what this stage is to do."""
         self.context.postponed = PostponedGradients() if schedule == "zero-bubble" else None
         self._order, self._first = (schedule, parts), self._begun
         return actions(schedule, parts, self.stage, self.stages.number)

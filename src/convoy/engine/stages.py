@@ -6,7 +6,7 @@ its work (`plans/schedule.py`). Parts go forward in their order, and back in the
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -28,6 +28,7 @@ from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule
+from convoy.plans.stages import why_not_sent
 
 
 @dataclass
@@ -39,6 +40,7 @@ class StagedNetwork(Stage):
     """
 
     microbatches: int | None = None
+    schedule: Schedule = field(default="gpipe", init=False)  # of the last training; plain loops have gpipe
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,6 +70,8 @@ class StagedNetwork(Stage):
         inputs, samples = self.open_pass(inputs)
         parts = self._parts(inputs, samples, form)
         self.begin_update("gpipe", parts)
+        if self.model.training:
+            self.schedule = "gpipe"
         sizes = self._sizes(samples, parts)
         flights = [
             self.forward_pass(own, now, form, then)
@@ -97,6 +101,7 @@ class StagedNetwork(Stage):
         terms: list[Tensor] = []
         given: list[tuple[Tensor, ...]] = []
         start = 0
+        self.schedule = schedule
         for kind, number in self.begin_update(schedule, parts):
             last = number == parts - 1
             pausing = nullcontext() if self.reducer is None else self.reducer.paused()
@@ -255,6 +260,11 @@ class StagedNetwork(Stage):
         """What the last stage gives, on all ranks, and what of it has a gradient."""
         values, differentiable = [], []
         for name in names:
+            if why := why_not_sent(flights[0].placement.graph.values[name]):
+                raise ConvoyError(
+                    f"the network returns a tensor that is {why}, which the last stage cannot send to the others: let "
+                    "it return another, or call convoy.forward_backward, which leaves outputs in the last stage"
+                )
             parts = [flight.outputs[name] for flight in flights] if self.is_last else []
             own = (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
             shapes = [

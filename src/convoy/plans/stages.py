@@ -10,11 +10,29 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+import torch
+
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Graph, Ref
+from convoy.graph.graph import Graph, Ref, Value
 from convoy.graph.tree import leaves
 from convoy.plans.place import Placement
 from convoy.terminal import did_you_mean
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool]
+DTYPES += [torch.uint8, torch.int8, torch.int16]
+MOST_DIMS = 8
+"""What stages send each other."""
+
+
+def why_not_sent(value: Value) -> str:
+    """Why a stage cannot send a value to another, in words; empty where it can.
+
+    >>> why_not_sent(Value("x", (2, 3), torch.complex64))
+    'complex64'
+    """
+    if value.dtype not in DTYPES:
+        return str(value.dtype).removeprefix("torch.")
+    return f"of {len(value.shape)} dimensions" if len(value.shape) > MOST_DIMS else ""
 
 
 def cut_points(graph: Graph) -> tuple[int, ...]:
@@ -174,12 +192,25 @@ class StagedGraph:
         outputs: names of the values that it returns.
         stages: of the calls, in order.
         number: of stages.
+
+    Raises:
+        ConvoyError: a value that crosses is of a type or of more dimensions than stages send.
     """
 
     graph: Graph
     outputs: tuple[str, ...]
     stages: tuple[int, ...]
     number: int
+
+    def __post_init__(self) -> None:
+        for crossing in self.crossings:
+            if why := why_not_sent(self.graph.values[crossing.value]):
+                where = f"layer {crossing.layer}" if crossing.layer else "the network itself"
+                raise ConvoyError(
+                    f"{where} gives a tensor that is {why}, which stage {crossing.source + 1} cannot send to stage "
+                    f"{crossing.target + 1}: begin a stage elsewhere, by the list stages of a YAML plan, or divide "
+                    "otherwise"
+                )
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from convoy.engine import Probe, microbatch_sizes
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, this_device
-from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES
+from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule
 from convoy.training.build import divisible_sizes, merged, probed
 from convoy.training.derived import num_microbatches
 from convoy.training.division import divide, soonest
@@ -53,7 +53,7 @@ def counts_of_passes(
     """Into how many passes through stages an update may be divided; none where the batch has given parts.
 
     Args:
-        recipe: how it is trained.
+        recipe: how it is trained; stages are out of the question where it is compiled.
         model: its network.
         sizes: samples of every microbatch.
         merge: microbatches that a device takes in a pass.
@@ -61,7 +61,7 @@ def counts_of_passes(
         found: what the network showed when it was tried.
     """
     asked = recipe.parallel.shares
-    if devices == 1 or (isinstance(asked, tuple) and len(asked) > 1):
+    if devices == 1 or recipe.compile or (isinstance(asked, tuple) and len(asked) > 1):
         return ()
     finest, _ = divisible_sizes(recipe, model, devices, found, useful=recipe.batch)
     together = merge * max(sizes) // max(finest) * devices
@@ -110,9 +110,7 @@ def workload_in_passes(
         found = in_passes(passes)
         return replace(found, microbatch=min(found.microbatch, found.samples) if len(sizes) >= passes else 0)
 
-    asked = recipe.parallel.schedule
-    fixed = recipe.reproducible or recipe.compile  # the backward pass of a layer stays in one piece
-    schedules = (asked,) if asked is not None else tuple(one for one in SCHEDULES if one != "zero-bubble" or not fixed)
+    schedules = schedules_of(recipe)
 
     def in_passes(passes: int) -> Workload:
         return replace(divided(passes), counts=tuple(counts), in_passes=through_stages, schedules=schedules)
@@ -132,6 +130,14 @@ def workload_in_passes(
         return replace(in_passes(math.ceil(max(counts) / merge)), shares=counts, bound=bound, alone=even.alone or even)
 
     return even if devices == 1 else replace(even, by_speed=by_speed)
+
+
+def schedules_of(recipe: Recipe) -> tuple[Schedule, ...]:
+    """The orders of passes through stages that the recipe allows."""
+    if recipe.parallel.schedule is not None:
+        return (recipe.parallel.schedule,)
+    fixed = recipe.reproducible or recipe.compile  # the backward pass of a layer stays in one piece
+    return tuple(one for one in SCHEDULES if one != "zero-bubble" or not fixed)
 
 
 def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:

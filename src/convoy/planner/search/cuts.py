@@ -28,7 +28,7 @@ from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs
 from convoy.plans.place import COMPUTE, Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
-from convoy.plans.stages import cut_points
+from convoy.plans.stages import cut_points, why_not_sent
 from convoy.plans.traffic import needs_gradient
 
 Numbers = NDArray[np.float64]
@@ -68,14 +68,16 @@ _FINE = 160
 
 
 def cuts_of(graph: Graph) -> tuple[int, ...]:
-    """The calls before which a stage may begin, and those at both ends. No weight or buffer is used on both sides."""
+    """The calls before which a stage may begin, and those at both ends. No weight or buffer is used on both sides, and
+    no value that cannot be sent."""
     points = cut_points(graph)
     if len(points) > _FINE:
         points = tuple(point for point in points if graph.calls[point].op in COMPUTE)
     uses: dict[str, list[int]] = {}
     for number, call in enumerate(graph.calls):
-        for name in call.inputs:
-            if graph.values[name].origin in ("parameter", "buffer"):
+        for name in (*call.inputs, *call.outputs):
+            value = graph.values[name]
+            if value.origin in ("parameter", "buffer") or (value.origin == "call" and why_not_sent(value)):
                 uses.setdefault(name, []).append(number)
     shared = [(own[0], own[-1]) for own in uses.values() if own[0] < own[-1]]
     inside = (point for point in points if not any(first < point <= last for first, last in shared))
