@@ -29,7 +29,8 @@ addEventListener("load", () => {
       (text) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)),
     dark: matchMedia("(prefers-color-scheme: dark)").matches,
     paper: getComputedStyle(document.body).backgroundColor,
-    sideways: [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1).length,
+    cut: [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1)
+      .map((one) => getComputedStyle(one).backgroundImage !== "none"),
     buttons: [...document.querySelectorAll("button")].filter((button) => !button.hidden).length,
   };
   console.log("PROBE" + JSON.stringify(found));
@@ -93,6 +94,13 @@ def test_the_page_is_whole_quiet_and_fits(tmp_path: Path, width: int, dark: bool
     assert 11 <= found["text"] <= 17
     assert found["dark"] == dark
     assert found["paper"] == ("rgb(18, 21, 26)" if dark else "rgb(255, 255, 255)")
+
+
+def test_tables_fit_a_narrow_page_or_show_that_they_scroll(tmp_path: Path) -> None:
+    report = write_report(complete_run(tmp_path))
+    assert look(report, tmp_path / "profile", width=400)[0]["cut"] == []
+    found = look(report, tmp_path / "profile", width=240)[0]["cut"]
+    assert found and all(found)
 
 
 def test_the_probe_notices_a_bad_page(tmp_path: Path) -> None:

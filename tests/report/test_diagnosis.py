@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from convoy.doctor.advice import Advice, Diagnosis
+from convoy.doctor.advice import Advice
+from convoy.doctor.diagnosis import Diagnosis
 from convoy.errors import ConvoyError
 from convoy.report.remarks import about, remarks
 from convoy.report.report import write_report
@@ -49,6 +50,9 @@ def test_it_is_said_after_the_result_with_the_first_change(tmp_path: Path) -> No
     healthy = replace(FOUND, sentence="None of the changes helps.", advice=())
     (run / "diagnosis.json").write_text(json.dumps(healthy.to_document()), encoding="utf-8")
     assert about(read_run(run))[1] == "None of the changes helps."
+    later = replace(FOUND, updates=(406, 1500))
+    (run / "diagnosis.json").write_text(json.dumps(later.to_document()), encoding="utf-8")
+    assert about(read_run(run))[1] == f"In updates 406 to 1,500: {FIRST}"
     (run / "diagnosis.json").unlink()
     assert sentence not in write_report(run).read_text(encoding="utf-8")
 

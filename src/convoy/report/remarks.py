@@ -50,8 +50,7 @@ def about(run: Run) -> list[str]:
     of = f" of {units.plural(images, 'test image')}" if images else " of the test images"
     said = [f"{model} recognizes {right}{of}{length}{time}{where}."]
     if run.diagnosis is not None:
-        help_most = [f"What would help most: {one.text}." for one in run.diagnosis.advice[:1]]
-        said.append(" ".join([run.diagnosis.sentence, *help_most]))
+        said.append(run.diagnosis.brief)
     if devices > 1:  # last, as the command that measures it stands below
         how = " This measures it:" if bench_command(run) else " It takes convoy bench to measure it."
         said.append(f"{_speed_up(run.prediction, devices)}{'' if _is_settled(run) else how}")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from convoy.doctor.advice import Diagnosis
+from convoy.doctor.diagnosis import Diagnosis
 from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.planner.comparison import Comparison
