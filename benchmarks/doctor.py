@@ -2,6 +2,7 @@
 
     python benchmarks/doctor.py --photographs FOLDER
     python benchmarks/doctor.py --cases batch,threads,healthy --rounds 5
+    python benchmarks/doctor.py --others --photographs FOLDER               other networks, with the same faults
     python benchmarks/doctor.py --no-doctor                              only what putting right brings
 
 The run and the same run put right take turns for some rounds, each of fresh processes; images a second are those of
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import machine
-from measuring.broken_runs import CASES, HEALTHY, BrokenRun, CannotBeSetUpError, DataSets, Place
+from measuring.broken_runs import CASES, HEALTHY, OTHERS, BrokenRun, CannotBeSetUpError, DataSets, Place
 
 from convoy.cli.doctor import replaced
 
@@ -333,7 +334,8 @@ def _say(text: str) -> None:
 
 def main() -> None:
     arguments = _parser().parse_args()
-    names = [case.cause for case in CASES]
+    cases = OTHERS if arguments.others else CASES
+    names = list(dict.fromkeys(case.cause for case in cases))
     chosen = names if arguments.cases is None else arguments.cases
     if unknown := sorted(set(chosen) - set(names)):
         raise SystemExit(f"there is no case {unknown[0]}: there are {', '.join(names)}")
@@ -345,12 +347,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, DataSets(arguments.photographs, Path(folder)) as data:
         os.environ["CONVOY_CACHE"] = f"{folder}/cache"  # what other runs have measured decides nothing
         work = Path(folder)
-        for name in chosen:
-            case = next(case for case in CASES if case.cause == name)
+        for case in (case for name in chosen for case in cases if case.cause == name):
             run = CaseRun(case, data, work, arguments.rounds, arguments.timeout, not arguments.no_doctor)
             results.append(run())
             if why := _why(results[-1]):
-                _say(f"{name}: {why}")
+                _say(f"{case.cause}: {why}")
             arguments.out.mkdir(parents=True, exist_ok=True)
             document = {"machine": about, "cases": [result.to_dict() for result in results]}
             (arguments.out / "doctor.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -362,6 +363,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=lambda text: text.split(","), help="some of them, with commas [default: all]")
+    parser.add_argument("--others", action="store_true", help="the faults in other networks and other amounts")
     parser.add_argument("--photographs", type=Path, help="folder of large JPEG files, for the cases that decode")
     parser.add_argument("--no-doctor", action="store_true", help="measure only")
     parser.add_argument("--rounds", type=int, default=3)

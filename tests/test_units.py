@@ -46,6 +46,7 @@ def words(text: str) -> str:
         (units.value(0.0), "0"),
         (units.value([32] * 4), "32, 32, 32, 32"),
         (units.value([1] * 10), "1, 1, 1, 1, 1, 1, 1, 1, … (10 in all)"),
+        (units.value({"image_size": 28, "mean": [0.1, 0.2]}), "image size: 28; mean: 0.1, 0.2"),
         (units.shorten("abc", 3), "abc"),
         (units.shorten("abcd", 3), "ab…"),
     ],

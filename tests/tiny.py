@@ -30,6 +30,17 @@ class TinyNet(nn.Module):
         return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
 
 
+class TinyDouble(TinyNet):
+    """Computes in float64."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return super().forward(x.double())
+
+
 class TinyDepth(nn.Module):
     """Random numbers outside of dropout layers: functional dropout, and stochastic depth as torchvision and timm have
     it."""

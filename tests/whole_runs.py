@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.training import load_recipe, train
+from convoy.training import load_recipe, loop, train
 from convoy.training.environment import join_ranks
 from convoy.training.progress import Reporter
 from convoy.training.watchdog import Watchdog
@@ -89,3 +89,24 @@ def train_here(
     digest = hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return Ended(digest, [line["loss"] for line in lines], [*words.said, *(note for each in notes for note in each)])
+
+
+class Crashed(Exception):  # noqa: N818
+    """The ranks are gone."""
+
+
+def train_until(data: Path, out: Path, settings: dict[str, str], after: int | None) -> Ended | None:
+    """Begin or go on with a run whose ranks end without a word after so many updates, if any are said."""
+    log = loop.Loop._end_window
+
+    def logged(self: loop.Loop) -> None:
+        log(self)
+        if self.done == after:
+            raise Crashed
+
+    with as_before() as patch:
+        patch.setattr(loop.Loop, "_end_window", logged)
+        try:
+            return train_here(data, out, settings, resume=True)
+        except Crashed:
+            return None

@@ -243,9 +243,129 @@ CASES = (
         (9, 15),
     ),
     BrokenRun(
-        HEALTHY, "resnet18 --data mnist-mini --batch 128 --precision auto --set evaluate_every=5ep", updates=(20, 20)
+        HEALTHY, "resnet18 --data mnist-mini --batch 128 --precision bf16 --set evaluate_every=5ep", updates=(20, 20)
     ),
 )
+
+OTHERS = (
+    BrokenRun(
+        "workers",
+        "resnet18 --data {photos} --batch 32 --set data.image_size=32 --set threads=1",
+        "--workers 0",
+        "--workers 1",
+        (20, 30),
+    ),
+    BrokenRun(
+        "storage",
+        "resnet18 --data {photos} --batch 32 --set data.image_size=48",
+        "--data {slow}",
+        updates=(14, 40),
+        by_arguments=False,
+    ),
+    BrokenRun(
+        "decoding",
+        "squeezenet1_0 --batch 32 --set data.image_size=48",
+        "--data {photos}",
+        "--data {packed}",
+        (40, 60),
+        by_arguments=False,
+    ),
+    BrokenRun("batch", "resnet18 --data mnist-mini --set threads=1", "--batch 2", "--batch 32", (200, 40)),
+    BrokenRun(
+        "microbatch",
+        "resnet18 --data mnist-mini --batch 96 --reproducible",
+        "--set microbatch=3",
+        "--set microbatch=48",
+        (15, 30),
+    ),
+    BrokenRun(
+        "plan",
+        "resnet18-cifar --data mnist-mini --batch 64 --devices 2",
+        "--plan filter=2",
+        "--plan sample=2",
+        (15, 30),
+    ),
+    BrokenRun(
+        "link",
+        "resnet18 --data mnist-mini --batch 512 --plan sample=2",
+        updates=(12, 20),
+        around=_pair("1gbit", hosts=2),
+        around_repaired=_pair("10gbit", hosts=2),
+        by_arguments=False,
+    ),
+    BrokenRun(
+        "shares",
+        "squeezenet1_1-cifar --data mnist-mini --batch 128 --set microbatch=16",
+        "--plan sample=2",
+        "--shares auto",
+        (15, 30),
+        around=_pair(second=0.6),
+    ),
+    BrokenRun(
+        "threads",
+        "squeezenet1_1 --data mnist-mini --batch 32",
+        "--set threads=4",
+        "--set threads=1",
+        (40, 60),
+        around=ONE_CORE,
+    ),
+    BrokenRun(
+        "busy",
+        "alexnet-cifar --data mnist-mini --batch 32",
+        updates=(15, 30),
+        around=Surroundings(cores=1, busy=True),
+        around_repaired=ONE_CORE,
+        by_arguments=False,
+    ),
+    *(
+        BrokenRun(
+            "busy",
+            command,
+            updates=updates,
+            around=Surroundings(busy=True),
+            around_repaired=Surroundings(),
+            by_arguments=False,
+        )
+        for command, updates in (
+            ("lenet --data mnist-mini --batch 128", (150, 400)),
+            ("resnet18-cifar --data mnist-mini --batch 32", (9, 18)),
+        )
+    ),
+    BrokenRun(
+        "limit",
+        "squeezenet1_1 --data mnist-mini --batch 128",
+        updates=(15, 40),
+        around=Surroundings(cluster=Cluster.alike(1, 0.3)),
+        around_repaired=Surroundings(cluster=Cluster.alike(1)),
+        by_arguments=False,
+    ),
+    BrokenRun(
+        "devices",
+        "cifar-quick --data mnist-mini --set data.image_size=32 --batch 64",
+        "--devices 2",
+        "--devices 1",
+        (200, 400),
+        around=ONE_CORE,
+    ),
+    BrokenRun(
+        "evaluation",
+        "squeezenet1_1 --data mnist-mini --batch 32",
+        "--set evaluate_every=8ba",
+        "--set evaluate_every=2ep",
+        (250, 375),
+        by_clock_from=125,
+    ),
+    BrokenRun(
+        "checkpoint",
+        "resnet50 --data mnist-mini --batch 16",
+        "--set checkpoint.every=3ba",
+        "--set checkpoint.every=auto",
+        (24, 60),
+        by_clock_from=4,
+    ),
+    BrokenRun(HEALTHY, "resnet18-cifar --data mnist-mini --batch 64 --devices 2 --precision auto", updates=(20, 20)),
+)
+"""The same faults in other networks, batches and amounts; no rule of the doctor was written with these at hand."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ are grouped by commas, a number that is not finite is unknown, and no more digit
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from convoy.errors import ConvoyError
 
@@ -214,4 +214,6 @@ def value(anything: object) -> str:
     if isinstance(anything, (list, tuple)):
         shown = ", ".join(value(item) for item in anything[:8])
         return f"{shown}, … ({count(len(anything))} in all)" if len(anything) > 8 else shown
+    if isinstance(anything, Mapping):
+        return "; ".join(f"{str(key).replace('_', ' ')}: {value(item)}" for key, item in anything.items())
     return UNKNOWN if anything is None else str(anything)

@@ -1,6 +1,7 @@
 """Ctrl-C when there is nothing to save yet, and when all is saved already, on two devices. Real processes."""
 
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,16 @@ def test_while_the_ranks_start(data: Path, tmp_path: Path, start: Callable[[list
     assert run.process.returncode == 1
     assert (output, errors) == ("", "SIGINT: stopped at once, without saving\n")
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_what_saves_nothing_does_not_speak_of_it(data: Path, start: Callable[[list[str]], Started]) -> None:
+    line = [sys.executable, "-m", "convoy", "doctor", "train", "tiny:TinyNet", "--data", str(data), "--batch", "24"]
+    asked = start([*line, "--devices", "2", "--microbatches", "2"])
+    wait_for(lambda: len(asked.ranks()) == 2, 60)
+    asked.process.send_signal(signal.SIGINT)
+    assert asked.end(60) == ("", "SIGINT: stopped at once\n")
+    assert asked.process.returncode == 1
 
 
 @pytest.mark.slow

@@ -2,21 +2,33 @@
 
 import dataclasses
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from convoy.cli import doctor, main
-from convoy.doctor.advice import Advice, Diagnosis
-from convoy.errors import MachineError
-from convoy.training import ConsoleReporter, load_recipe, train
+from convoy.cli import doctor, doctor_run, main
+from convoy.doctor.advice import Advice
+from convoy.doctor.diagnosis import Diagnosis
+from convoy.errors import ConvoyError, MachineError
+from convoy.terminal import Console
+from convoy.training import ConsoleReporter, Session, load_recipe, train
+from convoy.training.examination import Say
+from processes import alive, children
+from started import Started, wait_for
 from tiny import write_mnist
 
 SETTINGS = ["--set", "threads=1", "--batch", "24"]
+HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
+"""What hides a terminal's cursor, and what shows it."""
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +64,9 @@ def test_of_a_command_line_it_is_said_in_a_few_lines(data: Path, capsys: pytest.
     lines = said(["train", "tiny:TinyNet", "--data", str(data), "--seconds", "1", *SETTINGS], capsys).splitlines()
     assert lines[0].startswith("tiny:TinyNet on one device: ") and lines[0].endswith(" for an update of 24")
     assert lines[1].endswith(".")
-    assert len(lines) <= 5
-    assert all(line.startswith(f"{n}. ") and "(predicted)" in line for n, line in enumerate(lines[2:], 1))
+    changes = [line for line in lines[2:] if "(predicted)" in line]
+    assert len(changes) <= 3 and all(line.startswith(f"{n}. ") for n, line in enumerate(changes, 1))
+    assert all(line.startswith(("Another training: ", "With change ")) for line in lines[2 + len(changes) :])
 
 
 def test_json_is_all_that_is_printed(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +75,7 @@ def test_json_is_all_that_is_printed(data: Path, capsys: pytest.CaptureFixture[s
     assert all(list(one) == [field.name for field in dataclasses.fields(Advice)] for one in document["advice"])
     assert (document["model"], document["devices"], document["batch"]) == ("lenet", 1, 24)
     assert Diagnosis.from_document(document).to_document() == json.loads(json.dumps(document)) | {
-        "advice": tuple(one | {"arguments": tuple(one["arguments"])} for one in document["advice"])
+        "advice": tuple(one | {"arguments": tuple(one["arguments"]), "turns": ()} for one in document["advice"])
     }
 
 
@@ -94,21 +107,25 @@ FOUND = Diagnosis(
 def test_verify_tries_the_first_change_that_an_option_makes(
     monkeypatch: pytest.MonkeyPatch, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[list[str]] = []
+    paces = (100.0, 135.0, 131.0, 90.0)
+    asked: list[tuple[list[str], float]] = []
 
-    def examination(what: Sequence[str]) -> Diagnosis:
-        asked.append(list(what))
-        return FOUND if len(asked) == 1 else dataclasses.replace(FOUND, images_per_s=140.0)
+    def examination(what: Sequence[str], seconds: float) -> Diagnosis:
+        asked.append((list(what), seconds))
+        return dataclasses.replace(FOUND, images_per_s=paces[len(asked) - 1], command="convoy train lenet")
 
     monkeypatch.setattr(doctor, "_examination", examination)
     line = ["train", "lenet", "--data", str(data), "--batch", "24"]
     assert said([*line, "--verify", "--seconds", "7"], capsys).splitlines()[2:] == [
         "1. end x (process 7): 3.00 × as many samples a second (predicted)",
         "2. --set threads=2: 1.50 × as many samples a second (predicted), 1.40 × as many samples a second when tried",
+        "With change 2: convoy train lenet",
     ]
-    assert asked == [[*line, "--seconds", "7"], [*line, "--seconds", "7", "--set", "threads=2", "--seconds", "0"]]
+    changed = [*line, "--set", "threads=2"]
+    assert asked == [(line, 7), (changed, 0), (changed, 0), (line, 0)]
     asked.clear()
-    assert json.loads(said([*line, "--verify", "--json"], capsys))["advice"][1]["measured"] == pytest.approx(1.4)
+    found = json.loads(said([*line, "--verify", "--json"], capsys))["advice"][1]
+    assert found["measured"] == pytest.approx(1.4) and found["turns"] == list(paces)
 
 
 def test_verify_of_a_healthy_training_tries_nothing(
@@ -116,7 +133,7 @@ def test_verify_of_a_healthy_training_tries_nothing(
 ) -> None:
     asked: list[Any] = []
     healthy = dataclasses.replace(FOUND, advice=())
-    monkeypatch.setattr(doctor, "_examination", lambda what: (asked.append(what), healthy)[1])
+    monkeypatch.setattr(doctor, "_examination", lambda what, seconds: (asked.append(what), healthy)[1])
     assert len(said(["train", "lenet", "--data", str(data), "--verify"], capsys).splitlines()) == 2
     assert len(asked) == 1
 
@@ -135,6 +152,67 @@ def test_verify_of_a_healthy_training_tries_nothing(
 )
 def test_what_is_tried_takes_the_place_of_what_was_given(line: str, arguments: str, wanted: str) -> None:
     assert doctor.replaced(line.split(), arguments.split()) == wanted.split()
+
+
+def test_the_command_that_is_printed_trains_with_the_change(data: Path, run: Path) -> None:
+    line = ["lenet", "--data", str(data), "--set", "threads=1"]
+    for what, kept in ((["train", *line], line[:3]), ([str(run)], ["--recipe", str(run / "config.yaml")])):
+        command = doctor.with_command(what, FOUND).command
+        assert command is not None
+        _, verb, *words = shlex.split(command)
+        assert (verb, words) == ("train", [*kept, "--set", "threads=2"])
+        request = doctor.request_of([], ["train", *words])
+        request.check()
+        assert request.recipe_of().threads == 2
+    with pytest.raises(ConvoyError, match="twice"):  # the negative control: the change at the end of what was typed
+        doctor.request_of([], ["train", *line, "--set", "threads=2"]).check()
+    assert doctor.with_command(["train", *line], dataclasses.replace(FOUND, advice=FOUND.advice[:1])).command is None
+
+
+def test_sigterm_ends_it_with_a_sentence_and_a_cursor(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(session: Session, say: Say, **options: Any) -> None:
+        say("timing updates", 1, 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it has gone on")
+
+    def not_taken(number: int, frame: Any) -> None:
+        raise AssertionError("nobody has taken the signal")
+
+    monkeypatch.setattr(doctor_run, "examine", stopped)
+    monkeypatch.setattr(doctor_run, "Console", partial(Console, force_terminal=True))
+    before = signal.signal(signal.SIGTERM, not_taken)
+    try:
+        assert main(["doctor", "train", "tiny:TinyNet", "--data", str(data), "--batch", "24"]) == 1
+        assert signal.getsignal(signal.SIGTERM) is not_taken
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    out, err = capsys.readouterr()
+    assert err == "\nconvoy: interrupted\n"  # as Ctrl-C, after which a terminal's line is to end
+    assert out.count(HIDDEN) == out.count(SHOWN) > 0 and out.rindex(HIDDEN) < out.rindex(SHOWN)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_what_verify_has_started(data: Path, start: Callable[[list[str]], Started]) -> None:
+    line = [sys.executable, "-m", "convoy", "doctor", "--verify", "train", "tiny:TinyNet", "--data", str(data)]
+    verifying = start([*line, "--batch", "24"])
+    wait_for(lambda: bool(children(verifying.process.pid)), 60)
+    (child,) = children(verifying.process.pid)
+    time.sleep(5)  # so that it is loading, or at work
+    verifying.process.terminate()
+    assert verifying.end(60) == ("", "\nconvoy: interrupted\n")
+    assert verifying.process.returncode == 1 and not alive(child)
+
+
+def test_more_devices_than_cores_are_said_to_take_turns(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("convoy.launch.cores.own_cores", lambda: [0, 1])
+    monkeypatch.setattr("convoy.launch.start", lambda *of: 0)
+    for devices, words in ((3, ["3 devices share 2 cores and compute in turns: that is no faster than 2"]), (2, [])):
+        assert main(["doctor", str(run), "--plan", f"stage={devices}"]) == 0
+        assert capsys.readouterr().err.splitlines() == words
 
 
 @pytest.mark.slow
@@ -173,6 +251,7 @@ WRONG = {
     "an output": ("train lenet --data {data} --out x", "--out is for a run, but the doctor leaves none"),
     "negative time": ("--seconds -1 train lenet", "-1"),
     "no time": ("--seconds long train lenet", "'long' is not a valid float"),
+    "no number of seconds": ("train lenet --data {data} --seconds nan", "--seconds nan is no time: give a number"),
 }
 
 
@@ -208,7 +287,7 @@ def test_ranks_that_torchrun_has_started_do_not_verify(
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(["--help"], capsys)
     assert "convoy doctor train resnet18 --data photos/" in out and "convoy doctor runs/photos" in out
-    assert "--verify" in out and "--seconds" in out
+    assert "--verify" in out and "0: none, and nothing is said of batch" in " ".join(out.split())
 
 
 def test_what_breaks_in_the_machine_is_no_mistake(

@@ -47,6 +47,7 @@ WRONG = {
     "doctor train lenet --data mnist-mini --out x": "--out is for a run",
     "doctor train lenet --data missing --verify": "data set missing does not exist",
     "doctor train lenet --seconds -1": "-1",
+    "doctor train lenet --seconds nan": "--seconds nan is no time",
     "plan lenett": "did you mean lenet",
     "plan lenet --recipe defualt": "did you mean default",
     "plan lenet --fix fc1": "'fc1' fixes nothing",

@@ -1,11 +1,13 @@
 """What follows from facts: one broken training for each rule, and a healthy one."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from convoy.doctor.advice import Diagnosis, advise
+from convoy.doctor.advice import Advice, advise
+from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.facts import Facts, InputModel, Pictures, RankFacts, Trial
 from convoy.doctor.gpu import GpuLoad, GpuProcess
 from convoy.doctor.host import HostLoad, OtherProcess
@@ -98,6 +100,12 @@ def test_of_batches_the_smallest_that_brings_nearly_as_much(seconds: tuple[float
     assert first(trials=tuple(each)).arguments == ("--batch", wanted)
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(1.7, []), (1.5, ["batch"])])
+def test_a_larger_batch_has_to_bring_much(seconds: float, said: list[str]) -> None:
+    trial = Trial("batch", ("--batch", "128"), seconds, 1.0, samples=2, another_training=True)
+    assert causes(replace(HEALTHY, trials=(trial,))) == said
+
+
 def test_what_computes_faster_does_not_help_where_pictures_are_late() -> None:
     late = {"update_s": 3.2, "ranks": waiting(2.2), "compute_s": 1.0, "workers": 1, "cores": 8.0}
     facts = replace(HEALTHY, **late, pictures=Pictures(cpu_s=0.05), trials=(Trial("precision", ("--x",), 0.5, 1.0),))
@@ -137,6 +145,36 @@ def test_other_processes_on_the_cores_are_named() -> None:
     assert "blender (process 77) and 1 other" in found.change
 
 
+def busy_threads(*trials: Trial, threads: int = 2, waited_s: float = 8.0) -> Facts:
+    other = OtherProcess("blender", 77, 1.0)
+    load = replace(NO_LOAD, cores=2.0, waited_s=waited_s, others_cores=1.0, others=(other,))
+    pictures = Pictures(in_memory=True)
+    return replace(
+        HEALTHY, pictures=pictures, threads=threads, ranks=(RankFacts(64, own_s=0.99, load=load),), trials=trials
+    )
+
+
+def test_what_threads_lose_to_others_is_told_by_fewer_of_them() -> None:
+    trial = Trial("threads", ("--set", "threads=1"), 0.25, 1.0, threads=1)
+    found = {one.cause: one.gain for one in advise(busy_threads(trial))}
+    assert list(found) == ["busy", "threads"]
+    assert found["threads"] == pytest.approx(4.0, rel=0.05)
+    assert found["busy"] == pytest.approx(4.0 * 2**0.5, rel=0.05)
+    half = replace(trial, waited=0.5)  # and waited for a core for half of it
+    assert advise(busy_threads(half))[0].gain == pytest.approx(8.0 * 2**0.5, rel=0.05)
+
+
+def test_without_a_trial_as_much_is_said_of_threads_as_is_sure() -> None:
+    assert advise(busy_threads())[0].gain == pytest.approx(1 / (1 - 0.8 * 0.8), rel=0.02)
+    assert advise(busy_threads(threads=1, waited_s=5.0))[0].gain == pytest.approx(2.0, rel=0.02)
+
+
+def test_threads_beyond_the_cores_are_not_the_fault_of_others() -> None:
+    trial = Trial("threads", ("--set", "threads=2"), 0.25, 1.0, threads=2)
+    found = advise(busy_threads(trial, threads=8, waited_s=0.5))
+    assert found[0].cause == "threads" and all(one.gain < 1.1 for one in found[1:])
+
+
 def test_a_quota_is_a_limit() -> None:
     found = first(ranks=(RankFacts(64, own_s=0.99, load=replace(NO_LOAD, cpu_s=6.0, throttled_s=4.0)),))
     assert found.cause == "limit" and found.gain == pytest.approx(1 / 0.6, rel=0.02)
@@ -150,12 +188,30 @@ def test_a_quota_counts_once_for_all_cores_and_ranks() -> None:
 
 
 def test_another_process_on_the_gpu_counts_by_what_it_computes() -> None:
-    gpu = GpuLoad({}, 1.0, (GpuProcess("python", 77, 2**30),), 0.0)
+    gpu = GpuLoad({}, (GpuProcess("python", 77, 2**30),), 0.0)
     facts = replace(HEALTHY, threads=0, ranks=(RankFacts(64, load=replace(NO_LOAD, gpu=gpu)),))
     assert advise(facts) == ()
     busy = replace(NO_LOAD, gpu=replace(gpu, others_busy=0.5))
     found = advise(replace(facts, ranks=(RankFacts(64, load=busy),)))[0]
     assert (found.cause, found.gain) == ("busy", 1.5) and "python (process 77)" in found.change
+    hot = replace(NO_LOAD, gpu=replace(gpu, throttled_s={"sw_power_cap": 10.0}))
+    found = advise(replace(facts, ranks=(RankFacts(64, load=hot),)))[0]
+    assert found.cause == "limit" and found.gain == pytest.approx(1 / 0.9, rel=0.02)
+
+
+def test_one_device_reads_the_pictures_of_all() -> None:
+    """Four ranks' pictures are ready in time, and one rank's are not: there its device waits for them."""
+    late = {"devices": 4, "batch": 256, "threads": 0, "cores": 4.0, "workers": 1, "update_s": 0.7, "compute_s": 0.2}
+    ranks = tuple(RankFacts(64, wait_s=0.5, own_s=0.2) for _ in range(4))
+    alone = Trial("devices", ("--devices", "1"), 0.1, 0.2)
+    found = replace(HEALTHY, **late, ranks=ranks, pictures=Pictures(cpu_s=0.01), trials=(alone,))
+    assert "devices" not in causes(found)
+    assert "devices" in causes(replace(found, pictures=Pictures(in_memory=True), update_s=0.2, ranks=waiting(0.0)))
+
+
+def test_checkpoints_at_youngs_interval_cost_something_too() -> None:
+    found = first(checkpoint_s=20.0, checkpoint_every=100)
+    assert found.gain == pytest.approx(1.205 / (1.005 + (20 / (2 * 6 * 3600)) ** 0.5), rel=0.01)
 
 
 def test_stages_that_wait_for_each_other_do_not_wait_for_a_link() -> None:
@@ -172,6 +228,11 @@ def test_of_a_run_only_pictures_that_a_pack_would_help_are_to_be_packed() -> Non
     assert causes(replace(HEALTHY, **late, can_pack=False)) == []
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(0.94, []), (0.85, ["memory_format"])])
+def test_what_some_updates_have_shown_has_to_be_much(seconds: float, said: list[str]) -> None:
+    assert causes(replace(HEALTHY, trials=(Trial("memory_format", ("--channels-last",), seconds, 1.0),))) == said
+
+
 def test_memory_that_is_swapped_is_said() -> None:
     load = replace(NO_LOAD, swapped_bytes=2**30, memory_pressure_s=3.0)
     assert first(ranks=(RankFacts(64, own_s=0.99, load=load),)).cause == "swap"
@@ -183,14 +244,77 @@ def test_evaluations_that_come_too_often() -> None:
     assert found.gain == pytest.approx(2.0 / 1.005)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "advised"),
+    [(100, "evaluate_every=3ep"), (12, "evaluate_every=2ep"), (4, "evaluate_every=1ep")],
+)
+def test_a_run_keeps_five_evaluations_or_one_an_epoch(epochs: int, advised: str) -> None:
+    found = first(evaluate_every=5, updates_per_epoch=100, total_updates=100 * epochs)
+    assert found.arguments == ("--set", advised)
+    every_epoch = replace(HEALTHY, evaluate_every=100, updates_per_epoch=100, total_updates=400)
+    assert causes(every_epoch) == []
+
+
 def test_checkpoints_that_come_too_often() -> None:
     found = first(checkpoint_s=2.0, checkpoint_every=2)
     assert found.cause == "checkpoint" and found.gain == pytest.approx(2.0, rel=0.03)
 
 
 def test_a_diagnosis_is_the_same_after_a_file() -> None:
-    found = Diagnosis.of(replace(HEALTHY, evaluate_every=5))
+    found = Diagnosis.of(replace(HEALTHY, evaluate_every=5), (6, 100))
     assert Diagnosis.from_document(found.to_document()) == found
+    tried = replace(
+        found, advice=tuple(one.tried((1.0, 2.0, 3.0, 4.0)) for one in found.advice), command="convoy train"
+    )
+    assert tried.advice and Diagnosis.from_document(json.loads(json.dumps(tried.to_document()))) == tried
+
+
+def test_parts_of_other_updates_add_up_to_the_update() -> None:
+    found = Diagnosis.of(HEALTHY)
+    assert sum(HEALTHY.parts.values()) == pytest.approx(0.95)
+    assert sum(found.parts.values()) == pytest.approx(found.update_s)
+    assert found.parts["backward"] == pytest.approx(2 * found.parts["forward"])
+
+
+@pytest.mark.parametrize("every", [5, 100_000])
+def test_the_pace_is_that_of_a_runs_log_and_pauses_are_said(every: int) -> None:
+    first = Diagnosis.of(replace(HEALTHY, evaluate_every=every)).text().splitlines()[0]
+    pauses = " (32.0 with evaluations and checkpoints)" if every == 5 else ""
+    assert first == f"resnet18 on one device: 64.0 images a second{pauses}, 1.00 s for an update of 64"
+
+
+BATCH = Advice("batch", "--batch 256", ("--batch", "256"), 1.5, "It is small.", another_training=True)
+
+
+@pytest.mark.parametrize(
+    ("turns", "measured", "words"),
+    [
+        ((100.0, 150.0, 150.0, 100.0), 1.5, ""),
+        (
+            (100.0, 135.0, 120.0, 70.0),
+            1.5,
+            "100 images a second became 70.0 of the same training, so the measured gain",
+        ),
+        ((100.0, 200.0, 150.0, 100.0), 1.75, "200 images a second became 150 of the same training"),
+        ((100.0, 90.0, 80.0, 100.0), 0.85, "brings nothing here, so leave it out."),
+        ((140.0, 90.0, 80.0, 100.0), 0.708, "leave it out. The machine's speed changed meanwhile: 140 images"),
+    ],
+)
+def test_a_machine_that_slows_down_does_not_look_like_a_bad_change(
+    turns: tuple[float, ...], measured: float, words: str
+) -> None:
+    tried = BATCH.tried(turns)
+    assert tried.measured == pytest.approx(measured, abs=0.001)
+    assert words in tried.verdict and bool(words) == bool(tried.verdict)
+    said = replace(Diagnosis.of(HEALTHY), advice=(tried,), command="convoy train x").text()
+    assert (tried.verdict in said) and ("\nWith change 1: convoy train x" in said) == (measured > 1)
+
+
+def test_another_training_is_explained_where_it_is_said() -> None:
+    found = replace(Diagnosis.of(HEALTHY), advice=(BATCH,))
+    assert "Another training: what is learned changes" in found.text()
+    exact = replace(found, advice=(replace(BATCH, another_training=False),))
+    assert "nother training" not in exact.text()
 
 
 def test_workers_on_the_cores_of_the_training_bring_nothing() -> None:

@@ -18,14 +18,14 @@ case "$*" in
   *counters*) [ {driver} = 2025 ] && cat {folder}/counters && rm {folder}/counters && exit
               [ {driver} = 2025 ] && cat {folder}/later && exit
               echo 'Field is not a valid field to query.'; exit 2 ;;
-  *) [ {driver} = 2023 ] && echo '1980, 1980, 7' && exit; echo '[N/A], 1530, [N/A]' ;;
+  *) [ {driver} = 2023 ] && echo '7' && exit; echo '[N/A]' ;;
 esac
 """
 
 
 def watch(folder: Path, monkeypatch: pytest.MonkeyPatch, driver: int, script: str = NVIDIA_SMI) -> GpuWatch:
-    (folder / "counters").write_text("1980, 1980, 99, 1000000, 500000, [N/A]\n")
-    (folder / "later").write_text("990, 1980, 40, 1000000, 2500000, [N/A]\n")
+    (folder / "counters").write_text("99, 1000000, 500000, [N/A]\n")
+    (folder / "later").write_text("40, 1000000, 2500000, [N/A]\n")
     (folder / "processes").write_text(
         f"{os.getpid()}, python, 900\n77, /opt/other job/bin/render, 100\n78, python, [N/A]\n79, python, 400\n"
     )
@@ -42,18 +42,18 @@ def test_a_gpu_that_throttles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     load = watch(tmp_path, monkeypatch, 2025).read(lambda pid: pid in (os.getpid(), 79))
     assert load is not None
     assert load.throttled_s == {"sw_power_cap": 0.0, "sw_thermal_slowdown": 2.0}
-    assert (load.clock, load.others_busy) == (0.5, 0.4)
+    assert load.others_busy == 0.4
     assert load.others == (GpuProcess("render", 77, 100 * 2**20), GpuProcess("python", 78, 0))
-    assert "-i GPU-1 --query-gpu=clocks.sm," in (tmp_path / "asked").read_text()
+    assert "-i GPU-1 --query-gpu=utilization.gpu," in (tmp_path / "asked").read_text()
 
 
 def test_older_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = watch(tmp_path, monkeypatch, 2023).read(lambda pid: True)
     assert load is not None
-    assert (load.throttled_s, load.clock, load.others_busy) == ({}, 1.0, 0.0)  # no others, so it was not looked at
+    assert (load.throttled_s, load.others_busy) == ({}, 0.0)  # no others, so it was not looked at
     load = watch(tmp_path, monkeypatch, 2020).read(lambda pid: True)
     assert load is not None
-    assert (load.throttled_s, load.clock) == ({}, None)
+    assert load.throttled_s == {}
 
 
 def test_processes_of_another_name_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

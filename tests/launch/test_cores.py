@@ -66,3 +66,19 @@ def test_ranks_that_take_turns_are_told() -> None:
     assert cores.in_turns(2, 2) is None
     assert cores.in_turns(4, 2) == "4 devices share 2 cores and compute in turns: that is no faster than 2"
     assert cores.in_turns(2, 1) == "2 devices share one core and compute in turns: that is no faster than one"
+
+
+@pytest.mark.parametrize(
+    ("pinned", "ranks", "allowed", "share"),
+    [(False, 1, 16.0, 16.0), (False, 4, 16.0, 4.0), (True, 4, 64.0, 16.0), (False, 4, 4.0, 1.0), (True, 4, 4.0, 1.0)],
+)
+def test_ranks_share_cores_and_a_quota(
+    monkeypatch: pytest.MonkeyPatch, pinned: bool, ranks: int, allowed: float, share: float
+) -> None:
+    monkeypatch.setattr(cores, "own_cores", lambda: list(range(16)))
+    monkeypatch.setattr(cores, "cores_allowed", lambda: allowed)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.delenv(cores.PINNED, raising=False)
+    if pinned:
+        monkeypatch.setenv(cores.PINNED, "0-15")
+    assert cores.own_share() == share

@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from convoy.doctor.advice import WORTH_SAYING, Advice, Diagnosis
+from convoy.doctor.advice import Advice
+from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
 from convoy.errors import ConvoyError
 from convoy.training import checkup, evaluate, loop, step
 from convoy.training.evaluate import EvaluationTally
@@ -53,8 +54,8 @@ def looked_at(gain: float | None) -> Iterator[list[tuple[int, bool, bool]]]:
         own(self, at_end)
         calls.append((self.done, at_end, self.run.diagnosis.is_file()))
 
-    def advised(facts: Any) -> Diagnosis:
-        found = of(facts)
+    def advised(facts: Any, updates: tuple[int, int]) -> Diagnosis:
+        found = of(facts, updates)
         advice = () if gain is None else (Advice("batch", "--batch 48", ("--batch", "48"), gain, "It is small."),)
         return Diagnosis(**{**vars(found), "sentence": "It is small.", "advice": advice})
 
@@ -82,7 +83,8 @@ def test_it_is_said_once_and_changes_nothing(data: Path, tmp_path: Path, world: 
     assert all(is_there for *_, is_there in calls)
     said = [sentence for sentence in set(ended.said) if LOOKS_CLOSER in sentence]
     assert said == [
-        "It is small. What would help most: --batch 48: 1.16 × as many samples a second (predicted). "
+        f"In updates 6 to {UPDATES}: It is small. "
+        "What would help most: --batch 48: 1.16 × as many samples a second (predicted). "
         f"convoy doctor {tmp_path / 'run'} looks closer"
     ]
     assert ended.said.count(said[0]) == 2  # as it is said, and among the notes that stay

@@ -10,9 +10,10 @@ from unittest.mock import patch
 
 import pytest
 
-from convoy.doctor.advice import Diagnosis
-from convoy.doctor.facts import Facts
+from convoy.doctor.diagnosis import Diagnosis
+from convoy.doctor.facts import Facts, Trial
 from convoy.errors import ConvoyError
+from convoy.launch import cores
 from convoy.training import Session, checkup, examination, step, trials
 from convoy.training.checkpoints import Saver
 from convoy.training.evaluate import EvaluationTally
@@ -60,12 +61,15 @@ def examined(data: Path, folder: Path, settings: tuple[str, ...], seconds: float
 
 
 def by_the_clock(data: Path, folder: Path) -> tuple[Facts, list[str], int]:
-    """An update takes 10 ms, a batch of an evaluation 0.1 s, a checkpoint a second; and how many batches there were."""
+    """An update takes 10 ms, a batch of an evaluation 0.1 s, and a second in the first one, a checkpoint a second.
+
+    And how many batches of evaluations there were.
+    """
     os.chdir(folder)
     found, said, batches = session(data, *EACH), list[str](), itertools.count()
     with made_time(examination, checkup, step, trials) as clock, cores_as_before():
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(0.01))
-        counted = clock.before(EvaluationTally.add, lambda: 0.1 * (next(batches) >= 0))
+        counted = clock.before(EvaluationTally.add, lambda: 0.1 if next(batches) else 1.0)
         saved = clock.before(Saver.save, lambda: 1.0)
         with patch.object(EvaluationTally, "add", counted), patch.object(Saver, "save", saved):
             facts = examine(found, seconds=0.0, say=lambda what, *_: said.append(what), folder=folder / "runs" / "x")
@@ -76,13 +80,32 @@ def test_one_device(data: Path, tmp_path: Path) -> None:
     ((facts, said, batches),) = run_ranks(by_the_clock, 1, data, tmp_path)
     assert facts.pictures is not None and facts.pictures.in_memory
     assert facts.update_s == pytest.approx(0.01) == facts.compute_s
-    assert facts.evaluation_s == pytest.approx(0.1 * batches) and batches > 0
+    assert batches > 0 and facts.evaluation_s == pytest.approx(0.1 * batches / 2 + 0.5 * 1.0)  # half save the best
     assert facts.checkpoint_s == pytest.approx(1.0)
     assert facts.checkpoint_every == 1
     assert facts.trials == () and facts.hosts == ()
     assert said[:3] == ["timing updates", "timing pictures", "timing an evaluation"]
     assert Diagnosis.of(facts).advice[0].cause == "checkpoint"
     assert not list(tmp_path.iterdir())
+
+
+def beside_others(data: Path, threads: int) -> Facts:
+    """Two threads on two cores: an update takes 10 ms, and in a trial of fewer of them once 4 ms."""
+    found, told = session(data, "threads=2"), Trial("threads", (), 0.002, 0.004, threads=threads)
+    machine = {"own_cores": lambda: [0, 1], "cores_allowed": lambda: 2.0}
+    with (
+        made_time(examination, checkup, step) as clock,
+        patch.multiple(cores, **machine),
+        patch.object(examination, "tried", lambda *_: (0.004, (told,))),
+    ):
+        found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(0.01))
+        return examine(found, seconds=1.0)
+
+
+@pytest.mark.parametrize(("threads", "before_s"), [(1, 0.01), (2, 0.004)])
+def test_beside_others_many_updates_count(data: Path, threads: int, before_s: float) -> None:
+    (facts,) = run_ranks(beside_others, 1, data, threads)
+    assert facts.trials[0].before_s == pytest.approx(before_s) == facts.compute_s
 
 
 def test_two_devices_know_the_same(data: Path, tmp_path: Path) -> None:
@@ -125,7 +148,8 @@ def test_without_a_place_for_checkpoints_they_are_left_out(data: Path, tmp_path:
 
 @pytest.mark.parametrize("every", ["auto", "100000ba"])
 def test_checkpoints_that_cost_nothing_are_not_tried(data: Path, tmp_path: Path, every: str) -> None:
-    ((facts, said),) = run_ranks(examined, 1, data, tmp_path, (f"checkpoint.every={every}",), 0.0, "")
+    settings = (f"checkpoint.every={every}", "evaluate_every=100000ba")
+    ((facts, said),) = run_ranks(examined, 1, data, tmp_path, settings, 0.0, "")
     assert facts.checkpoint_s is None and "timing checkpoints" not in said
 
 

@@ -1,5 +1,6 @@
 """Changes that are tried: which, that each is what its option makes of the recipe, and that nothing is left of them."""
 
+import itertools
 import math
 import os
 from dataclasses import dataclass, field
@@ -27,7 +28,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mnist(tmp_path_factory.mktemp("trials") / "data")
 
 
-def offered(data: Path, settings: tuple[str, ...], cores: int, bf16: bool) -> dict[str, tuple[str, bool]]:
+def offered(
+    data: Path, settings: tuple[str, ...], cores: int, bf16: bool, taken: float = 0.0
+) -> dict[str, tuple[str, bool]]:
     """Arguments of what would be tried on a machine with some cores, and whether it is another training."""
     found = session(data, *settings)
     machine = {"own_cores": lambda: list(range(cores)), "cores_allowed": lambda: float(cores)}
@@ -36,7 +39,7 @@ def offered(data: Path, settings: tuple[str, ...], cores: int, bf16: bool) -> di
         patch.object(trials, "has_bf16", lambda device: bf16),
         cores_as_before(),
     ):
-        each = list(changes(found))
+        each = list(changes(found, taken))
         for change in each:
             by_options(found, change)
     return {f"{one.cause} {one.samples}": (" ".join(one.arguments), one.another_training) for one in each}
@@ -121,6 +124,15 @@ def test_what_is_tried_on_one_device(
 
 
 @pytest.mark.parametrize(
+    ("taken", "wanted"),
+    [(0.2, LAYOUT | BATCHES), (0.9, {"threads 1": ("--set threads=1", False)})],
+)
+def test_threads_leave_others_their_cores(data: Path, taken: float, wanted: dict[str, tuple[str, bool]]) -> None:
+    (found,) = run_ranks(offered, 1, data, ("threads=2",), 2, False, taken)
+    assert {name: what for name, what in found.items() if not name.startswith("microbatch")} == wanted
+
+
+@pytest.mark.parametrize(
     ("settings", "wanted"),
     [
         ((), {"devices 1": ("--devices 1", False), "plan 1": ("--plan auto", False)}),
@@ -186,7 +198,7 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
         return other
 
     os.chdir(folder)
-    with made_time(trials, step) as clock, patch.object(trials, "changes", lambda _: iter(each)), cores_as_before():
+    with made_time(trials, step) as clock, patch.object(trials, "changes", lambda *_: iter(each)), cores_as_before():
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
         cores = own_cores()
         pin([cores[found.ranks.rank % len(cores)]])  # as ranks of a run are
@@ -217,6 +229,7 @@ def test_a_change_that_fails_is_left_out_and_nothing_is_left_of_any(
         assert left.before == left.after
         assert all((trial.seconds, trial.before_s) == (2.0, 1.0) for trial in left.trials) and left.as_it_is == 1.0
         assert {trial.cause: trial.samples for trial in left.trials}.get("batch", 2) == 2
+        assert all((trial.threads is not None) == (trial.cause == "threads") for trial in left.trials)
     assert not list(tmp_path.iterdir())
 
 
@@ -240,7 +253,7 @@ def test_random_numbers_go_on(data: Path) -> None:
 def tried_in(data: Path, seconds: float) -> tuple[float, int]:
     """Seconds of an update, which takes one, and how many changes are tried in some."""
     found = session(data)
-    with made_time(trials, step) as clock, patch.object(trials, "changes", lambda _: iter([LAST, LAST])):
+    with made_time(trials, step) as clock, patch.object(trials, "changes", lambda *_: iter([LAST, LAST])):
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
         as_it_is, done = tried(found, set_up, clock.now + seconds)
     return as_it_is, len(done)
@@ -252,11 +265,35 @@ def test_what_there_is_time_for_is_tried(data: Path, seconds: float, number: int
     assert run_ranks(tried_in, 2, data, seconds) == [(1.0, number)] * 2
 
 
+def seconds_of(data: Path, each: tuple[float, ...], least_s: float) -> tuple[float, int]:
+    """Seconds of an update where they take as long as `each` says, the last of them ever after; and how many ran."""
+    found, number = session(data), itertools.count()
+    with made_time(step) as clock:
+        hook = lambda *_: clock.sleep(each[min(next(number), len(each) - 1)])  # noqa: E731
+        found.state.optimizer.register_step_pre_hook(hook)
+        ways = {"enough": 3, "most": 6, "least_s": least_s}
+        taken = step.update_seconds(found.step(), found.image_shape, found.device, found.ranks, **ways)
+    return taken, next(number)
+
+
+@pytest.mark.parametrize(
+    ("each", "least_s", "taken", "number"),
+    [
+        ((9.0, 5.0), 0.0, 5.0, 4),
+        ((1.73, 1.43, 1.48, 1.42, 1.30, 1.21), 0.0, 1.30, 6),  # they vary, and the fastest alone does not count
+        ((0.03,), 0.1, 0.03, 1 + 4 + 4),  # several in a row, as a system hands out cores for some hundredths
+    ],
+)
+def test_what_an_update_takes(data: Path, each: tuple[float, ...], least_s: float, taken: float, number: int) -> None:
+    ((found, done),) = run_ranks(seconds_of, 1, data, each, least_s)
+    assert found == pytest.approx(taken) and done == number
+
+
 def unlike(data: Path) -> list[tuple[str, float]]:
     """What is tried where each rank has other cores."""
     found = session(data)
 
-    def offers(of: Session) -> list[Change]:
+    def offers(of: Session, taken: float) -> list[Change]:
         return [Change("batch", (f"--batch {of.ranks.rank}",)), *[Change("plan", ())] * of.ranks.rank]
 
     with patch.object(trials, "changes", offers), patch.object(trials, "_by_all", lambda *rest: 1.0):

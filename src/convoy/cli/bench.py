@@ -1,10 +1,7 @@
 """`convoy bench`: how training scales over the devices at hand, as a table and a report."""
 
 import json
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -80,7 +77,7 @@ def command(arguments: Sequence[str], /, as_json: bool, recompute: str | None, *
 
     console = Console(stderr=True, highlight=False)
     try:
-        with _sigterm_as_interrupt(), ConsoleReporter(console, log_preparation=True) as reporter:
+        with options.sigterm_as_interrupt(), ConsoleReporter(console, log_preparation=True) as reporter:
             measure(ask, reporter.prepare, lambda text: console.print(text, markup=False, soft_wrap=True))
     except KeyboardInterrupt:
         click.echo(f"convoy: stopped; {ask.folder} keeps what was measured, the same command goes on", err=True)
@@ -102,18 +99,3 @@ def command(arguments: Sequence[str], /, as_json: bool, recompute: str | None, *
         click.echo(sentence)
     click.echo(f"report: {written.report}")
     return 0
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Take SIGTERM as Ctrl-C, and Ctrl-C also where the shell has it ignored, so that what was made is removed."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,11 +2,17 @@
 
 import difflib
 import json
+import math
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -14,8 +20,9 @@ import click
 from convoy.cli import options
 from convoy.cli.requests import KEYS, TrainRequest
 from convoy.cli.train import command as train
-from convoy.doctor.advice import Diagnosis
-from convoy.errors import ConvoyError
+from convoy.doctor.diagnosis import Diagnosis
+from convoy.errors import ConvoyError, MachineError
+from convoy.failure import end_of
 from convoy.late import waiting_for
 from convoy.launch import find_place
 from convoy.training.run_directory import RunDirectory
@@ -36,9 +43,17 @@ Examples:
   convoy doctor runs/photos --devices 2 --json         # with other options of convoy train
 """,
 )
-@click.option("--verify", is_flag=True, help="Try the first change, and print what it brings beside the prediction.")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Try changes for so long; 0: none."
+    "--verify",
+    is_flag=True,
+    help="Try the first change that an option makes, and print what it brings beside the prediction.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Try changes for so long; 0: none, and nothing is said of batch, precision, memory format, threads or plan.",
 )
 @options.as_json
 @click.argument("what", nargs=-1, type=click.UNPROCESSED, metavar="RUN|train [OPTIONS OF convoy train]", required=True)
@@ -46,9 +61,11 @@ Examples:
 def command(arguments: Sequence[str], /, verify: bool, seconds: float, as_json: bool, what: tuple[str, ...]) -> int:
     """Say what holds a training back, and which changes would help most.
 
-    It trains for about a minute, and tries changes, without leaving a run. Each change is said with the option that
-    makes it, and with the gain that is predicted. What it looks at: docs/doctor.md.
+    It trains, and tries changes, without leaving a run: for one to three minutes, and twice that with --verify. Each
+    change is said with the option that makes it, and with the gain that is predicted. What it looks at: docs/doctor.md.
     """
+    if math.isnan(seconds):
+        raise ConvoyError("--seconds nan is no time: give a number of seconds, e.g. 20, or 0 to try no change")
     request = request_of(arguments, what)
     place = find_place()
     if place is None:  # ranks find mistakes together
@@ -58,11 +75,12 @@ def command(arguments: Sequence[str], /, verify: bool, seconds: float, as_json: 
             f"--verify starts the training a second time, but here {place.source} has started it: leave it out, or "
             "give the change that is advised to the command yourself"
         )
-    if verify:
-        return _verify([*what, "--seconds", f"{seconds:g}"], as_json)
-    with waiting_for("loading PyTorch"):
-        from convoy.cli.doctor_run import run  # with torch, for which no mistake is to wait
-    return run(request, seconds, as_json)
+    with options.sigterm_as_interrupt() if place is None else nullcontext():
+        if verify:
+            return _verify(what, seconds, as_json)
+        with waiting_for("loading PyTorch"):
+            from convoy.cli.doctor_run import run  # with torch, for which no mistake is to wait
+        return run(request, partial(with_command, what), seconds, as_json)
 
 
 def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
@@ -71,7 +89,7 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
     Raises:
         ConvoyError: there is no such run.
     """
-    first, *rest = what
+    first = what[0]
     if first.startswith("-"):
         own = [name for option in command.params for name in option.opts]
         near = difflib.get_close_matches(first, own)
@@ -83,23 +101,45 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
                 f"{first} is no run directory: name one, or write convoy doctor train MODEL with the options of "
                 "convoy train"
             )
-        rest = ["--recipe", str(run.config), *rest]
-    values: dict[str, Any] = train.make_context("convoy train", rest, obj=arguments).params
+    values: dict[str, Any] = train.make_context("convoy train", _line(what), obj=arguments).params
     for option in ("resume", "extend", "out"):
         if values.get(option):
             raise ConvoyError(f"--{option} is for a run, but the doctor leaves none: leave it out")
     return TrainRequest.of(arguments, values)
 
 
-def _verify(what: Sequence[str], as_json: bool) -> int:
-    """Examine, then do the same with the first change: each in processes of its own, so that nothing is left over."""
-    found = _examination(what)
-    place = next((place for place, one in enumerate(found.advice) if one.arguments), None)
+def with_command(what: Sequence[str], found: Diagnosis) -> Diagnosis:
+    """The diagnosis with the command that trains with the first change.
+
+    Args:
+        what: was asked about: `train` with options, or a run with options.
+        found: of the training.
+    """
+    if found.possible is None:
+        return found
+    changed = replaced(_line(what), found.advice[found.possible].arguments)
+    return replace(found, command=shlex.join(["convoy", "train", *changed]))
+
+
+def _line(what: Sequence[str]) -> list[str]:
+    """Arguments of `convoy train` for what is asked about; a run is trained as it was begun, but for other options."""
+    first, *rest = what
+    return rest if first == "train" else ["--recipe", str(RunDirectory(Path(first)).config), *rest]
+
+
+def _verify(what: Sequence[str], seconds: float, as_json: bool) -> int:
+    """Examine, and compare the first change with the training as it is, each in processes of its own, so that nothing
+    is left over, and in turns, as a machine's speed may change within minutes."""
+    found = _examination(what, seconds)
+    place = found.possible
     if place is not None:
-        changed = _examination([*replaced(what, found.advice[place].arguments), "--seconds", "0"])
-        tried = replace(found.advice[place], measured=changed.images_per_s / found.images_per_s)
+        changed = replaced(what, found.advice[place].arguments)
+        others = [_examination(line, 0).images_per_s for line in (changed, changed, what)]
+        tried = found.advice[place].tried([found.images_per_s, *others])
         found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
     click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
+    if place is None and found.advice and not as_json:
+        click.echo("No option of convoy train makes any of these changes, so none was tried.")
     return 0
 
 
@@ -124,14 +164,27 @@ def _settings(line: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
         yield value.partition("=")[0] if option is not None and option.name == "settings" else key, taken
 
 
-def _examination(what: Sequence[str]) -> Diagnosis:
+def _examination(what: Sequence[str], seconds: float) -> Diagnosis:
     """What `convoy doctor --json` says.
 
     Raises:
         SystemExit: it has ended otherwise, and has said why.
+        KeyboardInterrupt: it was stopped before it could say that.
+        MachineError: it was killed.
     """
-    command = [sys.executable, "-m", "convoy", "doctor", *what, "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    return Diagnosis.from_document(json.loads(done.stdout))
+    command = [sys.executable, "-m", "convoy", "doctor", *what, "--seconds", f"{seconds:g}", "--json"]
+    # In a session of its own a terminal's Ctrl-C reaches it once.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    with process, options.sigterm_as_interrupt(hand_on):
+        said, _ = process.communicate()
+    if process.returncode in (-signal.SIGINT, -signal.SIGTERM):
+        raise KeyboardInterrupt
+    if process.returncode < 0:
+        raise MachineError(f"the training that was examined {end_of(process.returncode)}")
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return Diagnosis.from_document(json.loads(said))

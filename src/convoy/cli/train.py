@@ -66,11 +66,7 @@ Examples:
 )
 @click.option("--timeout", metavar="TIME", help="End when no rank moves for so long, e.g. 30s, 10min. [default: 5min]")
 @click.option("--interface", metavar="NAME", help="Talk to other ranks through it. [default: loopback, within a host]")
-@click.option(
-    "--schedule",
-    metavar="ORDER",
-    help="Through stages: 1f1b (least memory), gpipe, zero-bubble (least waiting).",
-)
+@options.schedule
 @click.option("--lost-group", metavar="WHAT", help="Where ranks left cannot form a model group: form or wait.")
 @click.option(
     "-v", "--verbose", is_flag=True, expose_value=False, help="Say how all numbers follow; the traceback of an error."

@@ -89,7 +89,7 @@ def run(request: TrainRequest) -> int:
 
 def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: float) -> int:
     place.check(request.devices)
-    with launch.as_rank(place) as hang:
+    with launch.as_rank(place, saves=True) as hang:
         ranks, own = join_ranks(collective_limit_s(timeout_s), request.device)
         with Watchdog(ranks, meeting_store(), hang, timeout_s, patient=True) as watchdog:
             jobs = tuple(dict.fromkeys(filter(None, ranks.gather(place.job))))

@@ -2,11 +2,10 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from convoy.doctor.facts import Cause, Facts, InputModel, Pictures, Trial
@@ -16,12 +15,10 @@ from convoy.units import per_second, plural, rough_percent, seconds, times_as_fa
 
 LEAST = 1.03
 """Gain from which on a change is mentioned; smaller ones are lost in what a machine varies by."""
-WORTH_SAYING = 1.15
-"""The same of what a run says by itself."""
-SHOWN = 3
-"""Changes that are said: the one that would help most, and the next two."""
-_LEAST_OF_ANOTHER = 1.1
-"""The same of a change that makes another training."""
+_LEAST_TRIED = 1.1
+"""The same of a change that makes another training, or that was tried: some updates of it err by a few hundredths."""
+_LEAST_OF_A_BATCH = 1.25
+"""The same of a larger batch, which is nearly always somewhat faster, and learns otherwise."""
 _STEPS = 20
 """Of a doubling, in which what a picture takes is fitted."""
 _WAITING = 0.01
@@ -31,11 +28,21 @@ _NEARLY = 0.9
 _FEWER = 1.1
 """How many times as much one device has to bring as another change."""
 _PAUSES = 0.02
-"""Part of the time that evaluations, or checkpoints, are advised to take."""
+"""Part of the time that evaluations are advised to take."""
+_EVALUATIONS = 5
+"""That a run keeps in any case: a curve needs points."""
 _OTHER = 0.1
 """Cores that another process uses where it counts by itself."""
+_THREADS = 0.5
+"""n threads are taken to be n ** 0.5 times as fast as one: of two 1.1 to 1.7 were measured."""
+_OF_SEVERAL = 0.8
+"""Part of what several threads wait for cores that is lost, at least."""
 _MOST_LOST = 0.95
 """Part of the time that a change is said to save, at most."""
+_STEADY = 1.25
+"""How many times as fast a machine is at one time as at another, at most, where a measured gain is certain."""
+_HELD = 0.1
+"""Part of its speed that a GPU loses while its clock is held down, about; not measured."""
 _SUFFICES = 0.05
 """Part of an update for which ranks still wait where a link suffices."""
 
@@ -52,6 +59,7 @@ class Advice:
         sentence: what holds the training back so far.
         another_training: it changes what is learned, or its last bits.
         measured: the gain that was found when the change was tried.
+        turns: images a second from which that is, in turns: as it is, changed, changed, as it is.
     """
 
     cause: Cause
@@ -61,6 +69,7 @@ class Advice:
     sentence: str
     another_training: bool = False
     measured: float | None = None
+    turns: tuple[float, ...] = ()
 
     @property
     def text(self) -> str:
@@ -69,62 +78,28 @@ class Advice:
         tried = "" if self.measured is None else f", {times_as_fast(self.measured)} when tried"
         return f"{self.change}{other}: {times_as_fast(self.gain)} (predicted){tried}"
 
+    @property
+    def verdict(self) -> str:
+        """What is to be said of the gain that was measured: that there is none, or that it is uncertain."""
+        said = []
+        if self.measured is not None and self.measured < 1:
+            said.append("The change that was tried brings nothing here, so leave it out.")
+        for one, other in (self.turns[::3], self.turns[1:3]) if self.turns else ():
+            if max(one, other) > _STEADY * min(one, other):
+                same = f"{per_second(one)} images a second became {per_second(other)} of the same training"
+                said.append(f"The machine's speed changed meanwhile: {same}, so the measured gain is uncertain.")
+                break
+        return " ".join(said)
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """What holds a training back, as `convoy doctor --json` prints it and `diagnosis.json` of a run keeps it.
+    def tried(self, turns: Sequence[float]) -> "Advice":
+        """The same with its measured gain.
 
-    Attributes:
-        images_per_s: of the training, evaluations and checkpoints included.
-        update_s: seconds of an update, without these.
-        parts: of an update, as in `Facts`.
-        sentence: what holds it back.
-        advice: what would make it faster, the most helpful first.
-    """
-
-    model: str
-    data: str
-    devices: int
-    plan: str
-    batch: int
-    images_per_s: float
-    update_s: float
-    parts: dict[str, float]
-    sentence: str
-    advice: tuple[Advice, ...] = ()
-
-    @staticmethod
-    def of(facts: Facts) -> "Diagnosis":
-        """What follows from the facts."""
-        found = advise(facts)
-        return Diagnosis(
-            facts.model,
-            facts.data,
-            facts.devices,
-            facts.plan,
-            facts.batch,
-            facts.images_per_s,
-            facts.update_s,
-            facts.parts,
-            found[0].sentence if found else _healthy(facts),
-            found,
-        )
-
-    def to_document(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def from_document(document: Any) -> "Diagnosis":
-        """The same back."""
-        return TypeAdapter(Diagnosis).validate_python(document)
-
-    def text(self) -> str:
-        """Lines for people: how fast it is, what holds it back, and the first changes."""
-        where = "on one device" if self.devices == 1 else f"on {self.devices} devices, plan {self.plan}"
-        pace = f"{per_second(self.images_per_s)} images a second, {seconds(self.update_s)} for an update"
-        said = [f"{self.model} {where}: {pace} of {self.batch:,}", self.sentence]
-        return "\n".join([*said, *(f"{number}. {one.text}" for number, one in enumerate(self.advice[:SHOWN], 1))])
+        Args:
+            turns: images a second as it is, changed, changed, as it is, so that a machine that slows down does not look
+                like a bad change.
+        """
+        before, changed, again, after = turns
+        return replace(self, measured=(changed + again) / (before + after), turns=tuple(turns))
 
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
@@ -136,24 +111,22 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
     best: dict[Cause, Advice] = {}
     for rule in _RULES:
         for advice in rule(facts):
-            least = _LEAST_OF_ANOTHER if advice.another_training else LEAST
-            if advice.gain >= least and (advice.cause not in best or advice.gain > best[advice.cause].gain):
+            if advice.gain >= _least(advice) and (advice.cause not in best or advice.gain > best[advice.cause].gain):
                 best[advice.cause] = advice
     return tuple(sorted(best.values(), key=_rank))
+
+
+def _least(one: Advice) -> float:
+    """The gain from which on a change is mentioned."""
+    if one.cause == "batch":
+        return _LEAST_OF_A_BATCH
+    return _LEAST_TRIED if one.another_training or one.cause in _TRIED else LEAST
 
 
 def _rank(one: Advice) -> float:
     """By which changes are in order."""
     gain = math.sqrt(one.gain) if one.another_training else one.gain
     return -gain / (_FEWER if one.cause == "devices" else 1.0)
-
-
-def _healthy(facts: Facts) -> str:
-    most = ""
-    if facts.parts:
-        largest = max(facts.parts, key=lambda part: facts.parts[part])
-        most = f"; the largest part of an update, {rough_percent(facts.share(largest))}, is {largest}"
-    return f"None of the changes that were looked at would make it {100 * (LEAST - 1):.0f} % faster{most}."
 
 
 def input_model(facts: Facts) -> InputModel:
@@ -222,7 +195,7 @@ def _input(facts: Facts) -> Iterator[Advice]:
         )
     if pictures is None:
         return
-    if pictures.read_s > pictures.cpu_s / 4:
+    if pictures.read_s and 4 * pictures.read_s >= pictures.read_s + pictures.cpu_s:
         share = rough_percent(pictures.read_s / (pictures.read_s + pictures.cpu_s))
         yield Advice(
             "storage",
@@ -247,10 +220,10 @@ _TRIED: dict[Cause, str] = {
     "batch": "The batch is too small: what every update costs, whatever its size, takes much of it",
     "microbatch": "The microbatches are too small for the layers to compute at their pace",
     "plan": "The plan divides the work badly for this network on these devices",
-    "precision": "Layers compute in a precision that is slow here",
-    "memory_format": "Layers compute in a memory format that is slow here",
+    "precision": "Another precision is faster here",
+    "memory_format": "Another memory format is faster here",
     "compile": "Much of an update is small operations that torch.compile would join",
-    "threads": "Threads and cores do not go together",
+    "threads": "More or fewer threads compute than there are cores free for them",
     "devices": "The network is too small for several devices: they wait for each other longer than they save",
 }
 
@@ -277,7 +250,11 @@ def _gain_of(facts: Facts, trial: Trial) -> float:
     model = input_model(facts)
     ratio = trial.seconds / trial.before_s if trial.before_s else 1.0
     now = model()
-    after = model(compute_s=model.compute_s * ratio, samples=round(model.samples * trial.samples))
+    changes = {"compute_s": model.compute_s * ratio, "samples": round(model.samples * trial.samples)}
+    if trial.cause == "devices":  # one reads for all, with the cores of all
+        ours = {"cores": model.cores, "threads": model.threads, "workers": model.workers}
+        changes |= {"samples": facts.batch} | {name: number * facts.devices for name, number in ours.items()}
+    after = model(**changes)
     update_s = facts.update_s * after / now if now else facts.update_s
     return trial.samples * facts.total_s / (update_s + facts.pauses_s * trial.samples)
 
@@ -336,15 +313,15 @@ def _host(facts: Facts) -> Iterator[Advice]:
             named = f"{load.others[0].name} (process {load.others[0].pid})"
             if len(load.others) > 1:
                 named += f" and {plural(len(load.others) - 1, 'other')}"
-            lost = _lost_to_others(load, facts.threads) * facts.update_s
+            lost = _lost_to_others(facts, load)
             have = load.others_cores or sum(other.cores for other in load.others)
             yield Advice(
                 "busy",
                 f"end {named}, or give the training other cores",
                 (),
-                _saving(facts, lost),
-                f"Other processes keep {have:.2g} of {load.cores:.2g} cores busy{where}, {named}: the training waits "
-                f"for a core for {rough_percent(lost / facts.update_s)} of its time.",
+                _saving(facts, lost * facts.total_s),
+                f"Other processes keep {have:.2g} of {load.cores:.2g} cores busy{where}, {named}: waiting for a core "
+                f"takes {rough_percent(lost)} of the training's time.",
             )
         if load.gpu is not None:
             yield from _gpu(facts, load.gpu, load.wall_s, where)
@@ -352,6 +329,7 @@ def _host(facts: Facts) -> Iterator[Advice]:
             lost = min(load.hot_s / load.wall_s, _MOST_LOST) * facts.update_s / 2  # at half its clock, about
             hot = f"The processor{where} is too hot, and runs slower for {rough_percent(load.hot_s / load.wall_s)} of"
             yield Advice("limit", "better cooling", (), _saving(facts, lost), f"{hot} the time.")
+        # A limit that only some ranks have makes unequal devices, which are for `_shares`.
         if load.throttled_s and all(rank.load is not None and rank.load.throttled_s for rank in facts.ranks):
             lost = min(_lost_to_a_quota(facts, load), _MOST_LOST) * facts.update_s
             yield Advice(
@@ -381,10 +359,11 @@ def _gpu(facts: Facts, gpu: GpuLoad, wall_s: float, where: str) -> Iterator[Advi
         text = f"Another process computes on the GPU{where}: {other.name} (process {other.pid})."
         # the GPU serves processes in turns
         yield Advice("busy", f"end {other.name} (process {other.pid})", (), 1 + gpu.others_busy, text)
-    if gpu.throttled_s and gpu.clock:
+    if gpu.throttled_s:
         reason = max(gpu.throttled_s, key=lambda name: gpu.throttled_s[name])
-        lost = min(gpu.throttled_s[reason] / wall_s, 1.0) * (1 - gpu.clock) * facts.update_s
-        text = f"The GPU{where} is held at {rough_percent(gpu.clock)} of its clock ({reason})."
+        part = min(gpu.throttled_s[reason] / wall_s, 1.0)
+        lost = part * _HELD * facts.update_s
+        text = f"The GPU{where} is held back for {rough_percent(part)} of the time ({reason})."
         yield Advice("limit", "better cooling, or a higher power limit", (), _saving(facts, lost), text)
 
 
@@ -394,28 +373,35 @@ def _lost_to_a_quota(facts: Facts, load: HostLoad) -> float:
     return held / max(load.wall_s, held + load.cpu_s + load.run_cores * load.wall_s)
 
 
-def _lost_to_others(load: HostLoad, threads: int) -> float:
-    """The part of the time in which a training with so many threads waits for cores that others have.
+def _lost_to_others(facts: Facts, load: HostLoad) -> float:
+    """The part of the time that a training loses as others have its cores.
 
-    Its threads wait for each other: where one other process slows one of them, all are slowed.
+    Its threads wait for each other, and some of them spin meanwhile: what is lost does not follow from how long they
+    wait. So a trial with as many threads as cores are free tells it, where there was one.
     """
     others = load.others_cores or sum(other.cores for other in load.others)
-    waited = (load.waited_s or 0.0) * others / max(others + load.run_cores, 1e-9)
-    many = sum(other.cores > _OTHER for other in load.others)
-    return min(waited / load.wall_s / min(max(threads, 1), max(many, 1)), others, _MOST_LOST)
+    for trial in facts.trials:
+        if trial.threads is not None and trial.threads < facts.threads <= facts.cores:
+            alone = (1 - trial.waited) * (trial.threads / facts.threads) ** _THREADS
+            gain = _gain_of(replace(facts, evaluate_every=None), replace(trial, seconds=trial.seconds * alone))
+            return min(1 - 1 / max(gain, 1.0), _MOST_LOST)
+    waited = (load.waited_s or 0.0) * others / max(others + load.run_cores, 1e-9) / load.wall_s
+    if facts.threads > 1:
+        many = sum(other.cores > _OTHER for other in load.others)
+        waited *= _OF_SEVERAL / math.sqrt(min(facts.threads, max(many, 1)))
+    return min(waited, others, _MOST_LOST)
 
 
 def _pauses(facts: Facts) -> Iterator[Advice]:
     """Evaluations and checkpoints that come too often."""
     if facts.evaluation_s and facts.evaluate_every:
-        every = max(facts.evaluate_every, math.ceil(facts.evaluation_s / (_PAUSES * facts.update_s)))
-        every = -(-min(every, facts.total_updates) // facts.updates_per_epoch) * facts.updates_per_epoch
-        written = f"{every // facts.updates_per_epoch}ep"
-        saved = facts.evaluation_s * (1 / facts.evaluate_every - 1 / every)
+        wanted = math.ceil(facts.evaluation_s / (_PAUSES * facts.update_s) / facts.updates_per_epoch)
+        epochs = max(1, min(wanted, facts.total_updates // (_EVALUATIONS * facts.updates_per_epoch)))
+        saved = facts.evaluation_s * max(0.0, 1 / facts.evaluate_every - 1 / (epochs * facts.updates_per_epoch))
         yield Advice(
             "evaluation",
-            f"--set evaluate_every={written}",
-            ("--set", f"evaluate_every={written}"),
+            f"--set evaluate_every={epochs}ep",
+            ("--set", f"evaluate_every={epochs}ep"),
             _saving(facts, saved),
             f"An evaluation takes {seconds(facts.evaluation_s)} and comes every "
             f"{plural(facts.evaluate_every, 'update')}, which take "
@@ -423,11 +409,12 @@ def _pauses(facts: Facts) -> Iterator[Advice]:
         )
     if facts.checkpoint_s and facts.checkpoint_every:
         saved = facts.checkpoint_s / facts.checkpoint_every
+        left = math.sqrt(facts.checkpoint_s / (2 * facts.mtbf_s)) * facts.update_s  # at Young's interval
         yield Advice(
             "checkpoint",
             "--set checkpoint.every=auto",
             ("--set", "checkpoint.every=auto"),
-            _saving(facts, saved * (1 - _PAUSES)),
+            _saving(facts, max(0.0, saved - left)),
             f"Training waits {seconds(facts.checkpoint_s)} for a checkpoint every "
             f"{plural(facts.checkpoint_every, 'update')}.",
         )

@@ -84,6 +84,8 @@ class Trial:
         before_s: of one as it is, measured in turns with it.
         samples: of an update with the change, beside those of one as it is.
         another_training: the change is one of the experiment: it changes what is learned, or its last bits.
+        threads: with which each rank computes, where the change is another number of them.
+        waited: part of the time with the change in which threads waited for a core.
     """
 
     cause: Cause
@@ -92,6 +94,8 @@ class Trial:
     before_s: float
     samples: float = 1.0
     another_training: bool = False
+    threads: int | None = None
+    waited: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,8 @@ class Facts:
         evaluation_s, checkpoint_s: that training waits for one; None where that is not known.
         evaluate_every, checkpoint_every: updates between two of them; None where it is measured how often they come.
         updates_per_epoch, total_updates: of the run.
-        hosts: on which the ranks are.
+        mtbf_s: mean time between failures, from which `checkpoint.every=auto` follows.
+        hosts: on which the ranks are; empty with one rank.
         link_bits_per_s: that an all-reduce of all ranks moves each way; None where nobody looked.
         bubble: part of an update in which a stage has nothing to do, however fast its link is.
     """
@@ -140,6 +145,7 @@ class Facts:
     checkpoint_every: int | None = None
     updates_per_epoch: int = 1
     total_updates: int = 1
+    mtbf_s: float = 6 * 3600.0
     hosts: tuple[str, ...] = ()
     link_bits_per_s: float | None = None
     bubble: float = 0.0

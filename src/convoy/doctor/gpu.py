@@ -18,7 +18,7 @@ _TIMEOUT_S = 5.0
 _SAMPLED_S = 1.1
 """Utilization is that of the last second, at most."""
 _COUNTED = ("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown")
-_FIELDS = ("clocks.sm", "clocks.max.sm", "utilization.gpu")
+_FIELDS = ("utilization.gpu",)
 _COUNTERS = tuple(f"clocks_event_reasons_counters.{name}" for name in _COUNTED)
 """Which drivers before 2025 do not have."""
 
@@ -45,14 +45,12 @@ class GpuLoad:
     Attributes:
         throttled_s: seconds of the interval for which `sw_power_cap`, `sw_thermal_slowdown` and `hw_thermal_slowdown`
             held; empty where the driver does not count them.
-        clock: the multiprocessors' clock over their highest one; None where the driver does not say.
         others: processes that compute on it and are no part of the run, those with the most memory first. Empty where
             process numbers are not those of the driver, as in most containers.
         others_busy: share of the time in which they compute, while the run does not.
     """
 
     throttled_s: Mapping[str, float]
-    clock: float | None
     others: tuple[GpuProcess, ...]
     others_busy: float
 
@@ -77,7 +75,6 @@ class GpuWatch:
         said = _counters(self._name)
         if not said:
             return None
-        clock, highest = number_of(said["clocks.sm"]), number_of(said["clocks.max.sm"])
         processes = {process.pid: process for process in _processes(self._name)}
         # where this process is not listed, numbers are of another name space
         known = processes.items() if os.getpid() in processes else ()
@@ -87,7 +84,6 @@ class GpuWatch:
         busy = number_of(_counters(self._name).get("utilization.gpu", "")) if others else None
         return GpuLoad(
             throttled_s=dict(self._times(said)),
-            clock=clock / highest if clock is not None and highest else None,
             others=tuple(others),
             others_busy=(busy or 0.0) / 100,
         )
@@ -140,7 +136,7 @@ def _smi(*arguments: str) -> list[list[str]]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return []
-    return [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return [line.split(", ") for line in done.stdout.splitlines() if line] if done.returncode == 0 else []
 
 
 def _bytes(mebibytes: str) -> int:

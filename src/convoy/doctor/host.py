@@ -82,17 +82,6 @@ class HostLoad:
     hot_s: float | None
     gpu: GpuLoad | None
 
-    @property
-    def got(self) -> float:
-        """The share of the processor time wanted that was got: cpu_s / (cpu_s + max(waited_s, throttled_s)).
-
-        A thread that a quota holds back is ready to run, so `waited_s` has `throttled_s` in it. More threads than cores
-        lower the share too, whoever started them: `others_cores` and `run_cores` tell which it is. Threads that spin
-        while they wait count as work, and stolen time is not in it. 1 where nothing was wanted.
-        """
-        wanted = self.cpu_s + max(self.waited_s or 0.0, self.throttled_s or 0.0)
-        return self.cpu_s / wanted if wanted > 0 else 1.0
-
 
 class HostWatch:
     """Counts from its making on what the machine does.
@@ -109,7 +98,7 @@ class HostWatch:
     Example:
         >>> watch = HostWatch()
         >>> load = watch.read()
-        >>> 0 <= load.got <= 1
+        >>> load.wall_s > 0
         True
     """
 

@@ -123,6 +123,16 @@ def cores_allowed(membership: Path = MEMBERSHIP, root: Path = ROOT) -> float:
     return found
 
 
+def own_share() -> float:
+    """How many cores' time this process and those that it starts may have.
+
+    Of the cores that it may run on and of what control groups leave time for, its part where ranks of a host share
+    them; cores to which a rank is pinned are its own.
+    """
+    local = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    return min(len(own_cores()) / (1 if PINNED in os.environ else local), cores_allowed() / local)
+
+
 def text_of(file: Path) -> str:
     """What a file of the system says; nothing where it is not there."""
     try:

@@ -86,11 +86,15 @@ Hang = Callable[[str], None]
 
 
 @contextmanager
-def as_rank(place: RankPlace) -> Iterator[Hang]:
+def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
     """Run as the rank at a place. An exception that leaves this context is reported and ends the process.
 
     A rank that `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; others
     print it themselves. Warnings of ranks other than 0 bear their number.
+
+    Args:
+        place: of the rank.
+        saves: whether one that is asked to stop may be expected to save something.
 
     Returns:
         A function that ends the rank where its main thread cannot.
@@ -110,7 +114,8 @@ def as_rank(place: RankPlace) -> Iterator[Hang]:
             yield hang
         except _StoppedEarly as stopped:
             ending.set()
-            _fail(Failure(place.rank, "interrupted", str(stopped), "", time.time()), folder)
+            sentence = f"{stopped}: stopped at once{', without saving' if saves else ''}"
+            _fail(Failure(place.rank, "interrupted", sentence, "", time.time()), folder)
         except (Exception, KeyboardInterrupt) as error:
             ending.set()
             if place.num_ranks == 1:
@@ -171,12 +176,11 @@ class _Terminated(BaseException):
 
 
 class _StoppedEarly(BaseException):
-    """The run is to stop, and has not begun or was asked before."""
+    """The run is to stop, and has not begun or was asked before: by this signal."""
 
 
 def _stop_early(number: int, frame: Any) -> None:
-    name = "SIGTERM" if number == STOP else signal.Signals(number).name
-    raise _StoppedEarly(f"{name}: stopped at once, without saving")
+    raise _StoppedEarly("SIGTERM" if number == STOP else signal.Signals(number).name)
 
 
 def _fail(failure: Failure, folder: Path | None) -> None:

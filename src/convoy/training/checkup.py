@@ -12,7 +12,7 @@ from convoy.data.loader import batch_maker
 from convoy.data.packed import PackedSource
 from convoy.data.sources import EncodedSource
 from convoy.doctor.facts import Facts, Pictures, RankFacts
-from convoy.doctor.host import HostLoad, HostWatch
+from convoy.doctor.host import HostLoad, HostWatch, network_place
 from convoy.launch import cores
 from convoy.planner.comparison import Comparison
 from convoy.plans.schedule import bubble
@@ -101,18 +101,18 @@ class Checkup:
         waits, own, seconds = (fmean(islice(each, since, None)) for each in (self._waits, self._own, self._seconds))
         source = session.data.train
         in_memory = batch_maker(session.data, recipe.data, source, recipe.seed).vectorised
-        everyone = ranks.gather((RankFacts(samples, waits, own, load), seconds, self.workers))
+        everyone = ranks.gather((RankFacts(samples, waits, own, load), seconds, self.workers, network_place()))
         return Facts(
             model=recipe.model.name,
             data=str(recipe.data.path),
             devices=ranks.num,
             plan=str(session.plan),
             batch=recipe.batch,
-            update_s=max(seconds for _, seconds, _ in everyone),
+            update_s=max(seconds for _, seconds, _, _ in everyone),
             parts={name: both.measured_s for name, both in comparison.parts.items() if both.measured_s},
-            ranks=tuple(one for one, _, _ in everyone),
-            workers=max(workers for _, _, workers in everyone),
-            cores=min(float(len(cores.own_cores())), cores.cores_allowed()),
+            ranks=tuple(one for one, _, _, _ in everyone),
+            workers=max(workers for _, _, workers, _ in everyone),
+            cores=cores.own_share(),
             threads=num_threads(recipe) if session.device.type == "cpu" else 0,
             microbatches=len(quantities.sizes),
             pictures=Pictures(in_memory=True) if in_memory else None,
@@ -121,6 +121,8 @@ class Checkup:
             checkpoint_every=quantities.checkpoint_every,
             updates_per_epoch=quantities.updates_per_epoch,
             total_updates=quantities.total_updates,
+            mtbf_s=recipe.checkpoint.mtbf.seconds,
+            hosts=tuple(name for name, _ in dict.fromkeys(where for *_, where in everyone)) if ranks.num > 1 else (),
             bubble=bubble(network.schedule, passes, session.plan.num_stages)
             if isinstance(network, StagedTraining)
             else 0.0,

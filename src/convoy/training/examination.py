@@ -21,7 +21,6 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.collectives import all_reduce
 from convoy.data import Order
 from convoy.doctor.facts import Facts
-from convoy.doctor.host import network_place
 from convoy.doctor.pictures import measure_pictures
 from convoy.errors import ConvoyError
 from convoy.training.checkpoint_interval import Every
@@ -36,8 +35,8 @@ from convoy.training.trials import tried
 
 Say = Callable[[str, int, int], None]
 
-_WARM_UP, _WATCHED = 3, (5, 7, 9)
-"""Updates that do not count, and those whose parts are looked at."""
+_WARM_UP, _WATCHED = 3, (4, 6, 8)
+"""Updates that do not count, and those whose parts are looked at, which takes longer: before those that are timed."""
 _MOST, _SAMPLES = 200, 2048
 """Updates that are measured, at most, and samples: more than lay ready when they began."""
 _LONGEST_S = 15.0
@@ -48,6 +47,10 @@ _MESSAGE = 2**22
 _CHECKPOINTS = 3
 _FREQUENT_S = 120.0
 """Seconds between two checkpoints from which on what they cost is not looked at."""
+_LONG_PAUSES = 0.05
+"""Part of an update from which on evaluations count together with the checkpoints that follow them."""
+_BEST = 0.5
+"""Part of evaluations that find the best weights so far, about."""
 
 
 def examine(
@@ -70,18 +73,18 @@ def examine(
     if known:
         facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
     if ranks.num > 1:
-        hosts = tuple(name for name, _ in dict.fromkeys(ranks.gather(network_place())))
-        facts = replace(facts, hosts=hosts, link_bits_per_s=_bits_per_s(session))
+        facts = replace(facts, link_bits_per_s=_bits_per_s(session))
     say("timing an evaluation", 0, 1)
     facts = replace(facts, evaluation_s=_evaluation_s(session))
-    every = session.quantities.checkpoint_every
-    if every is not None and every * facts.update_s < _FREQUENT_S and folder is not None:
-        say("timing checkpoints", 0, 1)
-        with suppress(OSError, ConvoyError):  # a full disk, or a folder that is not to be written to
-            facts = replace(facts, checkpoint_s=_checkpoint_s(session, every, facts, folder), checkpoint_every=every)
-    compute_s, trials = tried(
-        session, partial(set_up, keep=session.profiles is not None), time.perf_counter() + seconds, say
-    )
+    if folder is not None:
+        facts = _with_checkpoints(session, facts, folder, say)
+    taken = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
+    make = partial(set_up, keep=session.profiles is not None)
+    compute_s, trials = tried(session, make, time.perf_counter() + seconds, say, taken)
+    if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in trials):
+        # Others have cores of its threads, and an update takes now twice, now five times as long: the mean of many.
+        compute_s = max(compute_s, facts.update_s - facts.wait_s)
+        trials = tuple(replace(trial, before_s=compute_s) for trial in trials)
     return ranks.broadcast(replace(facts, compute_s=min(compute_s, facts.update_s), trials=trials))
 
 
@@ -121,7 +124,8 @@ def _as_it_runs(session: Session, say: Say) -> Facts:
             say("timing updates", done, total)
         wait_for(session.device)
         checkup.look()
-    return checkup.facts(observation.conclude(session.scored, None), since=min(checkup.num, UPDATES) // 2)
+    since = max(0, min(checkup.num, UPDATES) - math.ceil(checkup.num / 2))  # the later half, as far as it is remembered
+    return checkup.facts(observation.conclude(session.scored, None), since=since)
 
 
 def _bits_per_s(session: Session) -> float:
@@ -139,7 +143,13 @@ def _bits_per_s(session: Session) -> float:
 
 
 def _evaluation_s(session: Session) -> float:
-    """Seconds of an evaluation, from its first batches."""
+    """Seconds of an evaluation as the second one and all later ones take: the first has memory and kernels to make."""
+    _from_first_batches(session)
+    return _from_first_batches(session)
+
+
+def _from_first_batches(session: Session) -> float:
+    """Seconds of an evaluation."""
     size = max(1, session.evaluation_batch() * session.ranks.num_sample_ranks)
     number = -(-len(session.data.test) // size)
     asked = list[float]()
@@ -157,6 +167,24 @@ def _evaluation_s(session: Session) -> float:
         taken = asked[1] - began + each * (number - 1)
     session.model.train()
     return max(session.ranks.gather(taken))
+
+
+def _with_checkpoints(session: Session, facts: Facts, folder: Path, say: Say) -> Facts:
+    """With what checkpoints cost, where they come often, or evaluations that save the best weights so far do."""
+    every, evaluate_every = session.quantities.checkpoint_every, facts.evaluate_every
+    is_often = every is not None and every * facts.update_s < _FREQUENT_S
+    pauses = evaluate_every is not None and facts.pauses_s > _LONG_PAUSES * facts.update_s
+    between = [number for number, counts in ((every, is_often), (evaluate_every, pauses)) if number and counts]
+    if not between:
+        return facts
+    say("timing checkpoints", 0, 1)
+    with suppress(OSError, ConvoyError):  # a full disk, or a folder that is not to be written to
+        taken = _checkpoint_s(session, min(between), facts, folder)
+        if is_often:
+            facts = replace(facts, checkpoint_s=taken, checkpoint_every=every)
+        if pauses and facts.evaluation_s is not None:
+            facts = replace(facts, evaluation_s=facts.evaluation_s + _BEST * taken)
+    return facts
 
 
 def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path) -> float:

@@ -12,7 +12,7 @@ import torch
 from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import current
-from convoy.doctor.advice import WORTH_SAYING, Diagnosis
+from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
 from convoy.doctor.facts import Facts
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
@@ -281,15 +281,15 @@ class Loop:
         if self.session.ranks.rank > 0:
             return
         try:
-            found = Diagnosis.of(facts)
+            counted = min(self._checkup.num, UPDATES) - LEAST // 2
+            found = Diagnosis.of(facts, (self.done - counted + 1, self.done))
         except Exception as error:  # no reason to stop a training
             self._tell(f"what holds the run back is not known ({type(error).__name__}: {error})")
             return
         with suppress(OSError):  # neither is a full disk
             write_json(self.run.diagnosis, found.to_document())
         if not at_end and found.advice and found.advice[0].gain > WORTH_SAYING:
-            first = f"{found.sentence} What would help most: {found.advice[0].text}."
-            self._tell(f"{first} convoy doctor {self.run.path} looks closer")
+            self._tell(f"{found.brief} convoy doctor {self.run.path} looks closer")
 
     def _with_pauses(self, facts: Facts) -> Facts:
         """With what evaluations and checkpoints have taken."""

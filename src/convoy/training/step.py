@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import statistics
 import time
 from collections import deque
@@ -274,6 +275,10 @@ def _deterministic() -> Iterator[None]:
         ) from error
 
 
+_IN_A_ROW = 100
+"""Updates of one measurement, at most."""
+
+
 def update_seconds(
     step: TrainingStep,
     image_shape: tuple[int, int, int],
@@ -282,6 +287,7 @@ def update_seconds(
     *,
     enough: int = 3,
     most: int = 8,
+    least_s: float = 0.0,
 ) -> float:
     """Seconds of an update of the slowest rank, of random images that are ready. All ranks call it.
 
@@ -291,20 +297,28 @@ def update_seconds(
         device: of the step.
         ranks: that do it together.
         enough, most: measurements near the fastest that make an end, and after how many it ends in any case.
+        least_s: seconds that all but the first measurement take, at least, by more updates in a row.
     """
     batch = random_batch(step, image_shape, device)
-    updates, in_a_row = itertools.count(), updates_in_a_row(device)
+    updates, in_a_row, taken = itertools.count(), updates_in_a_row(device), list[float]()
 
     def measure() -> float:
+        nonlocal in_a_row
         ranks.barrier()
         began = time.perf_counter()
         for _ in range(in_a_row):
             step(batch, next(updates))
         wait_for(device)
         own = (time.perf_counter() - began) / in_a_row
-        return max(ranks.gather(own))  # all know the same, and end together
+        slowest: float = max(ranks.gather(own))  # all know the same, and end together
+        taken.append(slowest)
+        in_a_row = max(in_a_row, math.ceil(least_s / max(slowest, least_s / _IN_A_ROW)) if least_s else 1)
+        return slowest
 
-    return statistics.median(steady(measure, lambda seconds: seconds, enough=enough, most=most))
+    counted = steady(measure, lambda seconds: seconds, enough=enough, most=most)
+    if len(counted) < enough:  # they vary: the fastest of some is not what a run has
+        counted = taken[len(taken) // 2 :]
+    return statistics.median(counted)
 
 
 def random_batch(step: TrainingStep, image_shape: tuple[int, int, int], device: torch.device) -> Batch:

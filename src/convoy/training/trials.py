@@ -1,21 +1,24 @@
 """Changes of a training that are tried: a few updates of each as it would run, in turns with those as it is."""
 
+import math
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from convoy.comm.groups import meeting_store
 from convoy.comm.ranks import Ranks
+from convoy.doctor.advice import LEAST
 from convoy.doctor.facts import Cause, Trial
-from convoy.doctor.host import network_place
+from convoy.doctor.host import HostWatch, network_place
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.launch import cores
@@ -28,12 +31,16 @@ from convoy.training.session import Session
 from convoy.training.step import TrainingStep, update_seconds
 
 SetUp = Callable[..., Session]
-_ENOUGH, _MOST = 3, 6
+_ENOUGH, _MOST = 3, 10
 """Measurements near the fastest that make an end, and after how many it ends in any case."""
+_LEAST_S = 0.1
+"""Seconds of a measurement: more than the slices in which a system hands out cores."""
 _LARGER, _SMALL = (2, 4, 16), 64
 """How many times as large batches are tried, but only small ones more than 4 times as large."""
 _LONGEST = timedelta(minutes=10)
 """That one rank may take for a trial while others wait."""
+_FREE = 0.3
+"""Part of a core that other processes may use before a thread does without it."""
 _UPDATES = 12
 """Updates, about, that a trial takes."""
 
@@ -67,16 +74,21 @@ class Change:
         return recipe.model_copy(update=settings)
 
 
-def changes(session: Session) -> Iterator[Change]:
-    """What is worth trying, the likeliest to help first."""
+def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
+    """What is worth trying, the likeliest to help first.
+
+    Args:
+        session: of the training as it is.
+        taken: how many of this rank's cores other processes keep busy.
+    """
     recipe, ranks, device = session.recipe, session.ranks, session.device
-    exact, sizes = not recipe.reproducible, session.quantities.sizes
+    bits_may_change, sizes = not recipe.reproducible, session.quantities.sizes
     if device.type == "cpu":
-        allowed = int(max(1, min(len(cores.own_cores()), cores.cores_allowed())))
-        if num_threads(recipe) != allowed:
-            arguments = ("--set", f"threads={allowed}")
-            yield Change("threads", arguments, {"threads": allowed}, another_training=not exact)
-        if num_threads(recipe) > allowed:  # what else is tried says nothing before that is mended
+        free = cores.own_share() - math.ceil(taken - _FREE)
+        if num_threads(recipe) != (threads := int(max(1, free))):
+            arguments = ("--set", f"threads={threads}")
+            yield Change("threads", arguments, {"threads": threads}, another_training=not bits_may_change)
+        if num_threads(recipe) > threads:  # what else is tried says nothing before that is mended
             return
     if ranks.num > 1:
         single = {"devices": 1, "plan": None, "shares": None, "schedule": None}
@@ -86,11 +98,11 @@ def changes(session: Session) -> Iterator[Change]:
         if larger > sizes[0]:
             settings = {"microbatch": larger, "microbatches": None}
             yield Change("microbatch", ("--set", f"microbatch={larger}"), settings, another_training=True)
-    if recipe.precision == "fp32" and exact and has_bf16(device):
+    if recipe.precision == "fp32" and bits_may_change and has_bf16(device):
         yield Change("precision", ("--precision", "bf16"), {"precision": "bf16"}, another_training=True)
     elif recipe.precision in ("bf16", "fp16") and device.type == "cpu":
         yield Change("precision", ("--precision", "fp32"), {"precision": "fp32"}, another_training=True)
-    if exact:
+    if bits_may_change:
         option = "--channels-first" if recipe.channels_last else "--channels-last"
         yield Change("memory_format", (option,), {"channels_last": not recipe.channels_last})
     for times in _LARGER:
@@ -100,10 +112,10 @@ def changes(session: Session) -> Iterator[Change]:
             settings = {"batch": batch, "microbatches": number}
             arguments = ("--batch", str(batch), *(() if number is None else ("--microbatches", str(number))))
             yield Change("batch", arguments, settings, times, another_training=True)
-    if ranks.num > 1 and exact and (recipe.parallel.plan or "").strip() != "auto" and session.scored is None:
+    if ranks.num > 1 and bits_may_change and (recipe.parallel.plan or "").strip() != "auto" and session.scored is None:
         auto = {"plan": "auto", "shares": None, "schedule": None}
         yield Change("plan", ("--plan", "auto"), {"parallel": auto})
-    if not recipe.compile and exact and device.type == "cuda":
+    if not recipe.compile and bits_may_change and device.type == "cuda":
         yield Change("compile", ("--compile",), {"compile": True})
 
 
@@ -112,6 +124,7 @@ def tried(
     set_up: SetUp,
     ends: float,
     say: Callable[[str, int, int], None] = lambda *work: None,
+    taken: float = 0.0,
 ) -> tuple[float, tuple[Trial, ...]]:
     """Seconds of an update whose input is ready, and what changes make of it. All ranks call it.
 
@@ -120,38 +133,50 @@ def tried(
         set_up: makes a session of another recipe, as `convoy.training.set_up.set_up`.
         ends: time (`time.perf_counter`) after which nothing more is begun, on rank 0.
         say: is told of the work.
+        taken: how many of a rank's cores other processes keep busy.
     """
     step, found = session.step(), list[Trial]()
     before_s = as_it_is = _seconds(session, step)
-    possible = session.ranks.broadcast(list(changes(session)))  # others may have other cores
+    possible = session.ranks.broadcast(list(changes(session, taken)))  # others may have other cores
     for number, change in enumerate(possible):
         in_time = session.ranks.broadcast(time.perf_counter() + _UPDATES * change.samples * as_it_is < ends)
         if not in_time:
             break
         say(f"trying {' '.join(change.arguments)}", number, len(possible))
+        watch = HostWatch()
         try:
             what = partial(_by_one if change.alone else _by_all, session, set_up, change)
             if change.cause == "plan":  # its plans race, and each is tried by itself
-                taken = what(session.ranks)
+                seconds = what(session.ranks)
             else:
-                taken = session.ranks.trying(f"trying {' '.join(change.arguments)}", what)
+                seconds = session.ranks.trying(f"trying {' '.join(change.arguments)}", what)
         except ConvoyError:
             continue  # it does not go with this network, or does not fit
         finally:
             set_numerics(session.recipe)
             release_freed_memory(session.device)
-        if taken is None:
+        if seconds is None:
             continue
+        load = watch.read()
         after_s = _seconds(session, step)
-        near = min(before_s, after_s)
+        # A machine's speed drifts, so the mean of both counts; but what is a gain beside one of them alone is none.
+        is_faster = LEAST * seconds < change.samples * min(before_s, after_s)
+        as_it_was = fmean((before_s, after_s)) if is_faster else min(before_s, after_s)
         before_s = after_s
-        found.append(Trial(change.cause, change.arguments, taken, near, change.samples, change.another_training))
+        trial = Trial(change.cause, change.arguments, seconds, as_it_was, change.samples, change.another_training)
+        if "threads" in change.settings:
+            waits = session.ranks.gather((load.waited_s or 0.0) / load.wall_s / change.settings["threads"])
+            waited = min(max(waits), 1.0)
+            trial = replace(trial, threads=change.settings["threads"], waited=waited)
+        found.append(trial)
     say("trying changes", len(possible), len(possible))
     return as_it_is, tuple(found)
 
 
 def _seconds(session: Session, step: TrainingStep) -> float:
-    return update_seconds(step, session.image_shape, session.device, session.ranks, enough=_ENOUGH, most=_MOST)
+    return update_seconds(
+        step, session.image_shape, session.device, session.ranks, enough=_ENOUGH, most=_MOST, least_s=_LEAST_S
+    )
 
 
 def _by_all(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> float | None:
@@ -164,8 +189,8 @@ def _by_all(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> fl
 
 def _by_one(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> float | None:
     """By rank 0 with the cores of all on its host, while the others wait."""
-    together = len(set(ranks.gather(network_place()))) == 1
-    every = ranks.gather(cores.own_cores()) if together else [cores.own_cores()]
+    host = network_place()
+    every = [own for where, own in ranks.gather((host, cores.own_cores())) if where == host]
     taken, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
     store = meeting_store()
     if ranks.rank > 0 and store is not None:  # without a core: those who wait in a collective look again and again

@@ -1,0 +1,116 @@
+"""What holds a training back, and what would help: as it is said, and kept in files."""
+
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from convoy.doctor.advice import Advice, advise
+from convoy.doctor.facts import Facts
+from convoy.units import per_second, rough_percent, seconds
+
+WORTH_SAYING = 1.15
+"""Gain from which on a run says by itself what would help."""
+SHOWN = 3
+"""Changes that are said: the one that would help most, and the next two."""
+_ANOTHER = (
+    "Another training: what is learned changes, or its last bits; such changes are ranked by the square root of their "
+    "gain."
+)
+_ALIKE = 0.99
+"""Part of the pace of its updates that a training with its pauses has where these are not worth a word."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What holds a training back, as `convoy doctor --json` prints it and `diagnosis.json` of a run keeps it.
+
+    Attributes:
+        images_per_s: of the training, evaluations and checkpoints included.
+        update_s: seconds of an update, without these.
+        parts: seconds of an update by name, as in `Facts`; they add up to it.
+        sentence: what holds it back.
+        advice: what would make it faster, the most helpful first.
+        updates: the first and the last one that this is from, counted from 1; None where they belong to no run.
+        command: that trains with the first change which an option makes; None where there is none, and in a run.
+    """
+
+    model: str
+    data: str
+    devices: int
+    plan: str
+    batch: int
+    images_per_s: float
+    update_s: float
+    parts: dict[str, float]
+    sentence: str
+    advice: tuple[Advice, ...] = ()
+    updates: tuple[int, int] | None = None
+    command: str | None = None
+
+    @staticmethod
+    def of(facts: Facts, updates: tuple[int, int] | None = None) -> "Diagnosis":
+        """What follows from the facts, of these updates of a run."""
+        found = advise(facts)
+        return Diagnosis(
+            facts.model,
+            facts.data,
+            facts.devices,
+            facts.plan,
+            facts.batch,
+            facts.images_per_s,
+            facts.update_s,
+            {part: facts.update_s * facts.share(part) for part in facts.parts},  # other updates were watched
+            found[0].sentence if found else _healthy(facts),
+            found,
+            updates,
+        )
+
+    @property
+    def possible(self) -> int | None:
+        """Place in `advice` of the first change that an option makes; None where none of those that are said does."""
+        return next((place for place, one in enumerate(self.advice[:SHOWN]) if one.arguments), None)
+
+    @property
+    def brief(self) -> str:
+        """What a run and its report say: of which updates, what holds it back, and what would help most."""
+        when = "" if self.updates is None else "In updates {:,} to {:,}: ".format(*self.updates)
+        return " ".join([f"{when}{self.sentence}", *(f"What would help most: {one.text}." for one in self.advice[:1])])
+
+    def to_document(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_document(document: Any) -> "Diagnosis":
+        """The same back."""
+        return TypeAdapter(Diagnosis).validate_python(document)
+
+    def text(self) -> str:
+        """Lines for people: how fast it is, what holds it back, and the first changes."""
+        where = "on one device" if self.devices == 1 else f"on {self.devices} devices, plan {self.plan}"
+        pace = f"{per_second(self.batch / self.update_s)} images a second"
+        if self.images_per_s * self.update_s < _ALIKE * self.batch:
+            pace += f" ({per_second(self.images_per_s)} with evaluations and checkpoints)"
+        said = [
+            f"{self.model} {where}: {pace}, {seconds(self.update_s)} for an update of {self.batch:,}",
+            self.sentence,
+        ]
+        shown = self.advice[:SHOWN]
+        said += [f"{number}. {one.text}" for number, one in enumerate(shown, 1)]
+        if any(one.another_training for one in shown):
+            said.append(_ANOTHER)
+        said += [one.verdict for one in shown if one.verdict]
+        place = self.possible
+        if self.command is not None and place is not None and not (self.advice[place].measured or 1.0) < 1:
+            said.append(f"With change {place + 1}: {self.command}")
+        return "\n".join(said)
+
+
+def _healthy(facts: Facts) -> str:
+    most = ""
+    if facts.parts:
+        largest = max(facts.parts, key=lambda part: facts.parts[part])
+        most = f"; the largest part of an update, {rough_percent(facts.share(largest))}, is {largest}"
+    return f"None of the changes that were looked at would make it noticeably faster{most}."
