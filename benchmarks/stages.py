@@ -62,20 +62,21 @@ def _time(arguments: argparse.Namespace) -> None:
         print("\n".join(tables), flush=True)
         for name in arguments.cases:
             run = StageRun(
-                CASES[name],
+                CASES[name].changed(arguments.batch, None),
                 arguments.rounds,
                 places,
+                speeds,
                 arguments.peers,
                 arguments.timeout,
                 None if arguments.no_planner else arguments.out / f"profile-{'-'.join(map(str, speeds))}",
                 lambda text: print(f"  {text}", file=sys.stderr, flush=True),
             )
-            run.results.share = speeds[0]
             results = run()
             document["cases"].append(results.to_dict())
             tables.append(f"{markdown(results)}\n\n{predictions(results)}")
             print(f"\n{tables[-1]}", flush=True)
-            _store(arguments.out, f"{name}-{len(speeds)}-{arguments.link}", document, tables)
+            batch = f"-{arguments.batch}" if arguments.batch else ""
+            _store(arguments.out, f"{name}{batch}-{len(speeds)}-{arguments.link}", document, tables)
 
 
 def _exact(arguments: argparse.Namespace) -> None:
@@ -146,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     time = verbs.add_parser("time", help="seconds of an update, all sides in turn")
     time.set_defaults(run=_time)
     time.add_argument("--cases", type=_names, default=list(CASES), help=f"of {', '.join(CASES)}")
+    time.add_argument("--batch", type=int, help="samples of an update in place of those of the case")
     time.add_argument("--devices", type=int, choices=list(SPEEDS), default=2)
     time.add_argument("--speeds", type=_shares, help="of the devices in place of equal ones, e.g. 1,0.5")
     time.add_argument("--link", metavar="RATE", default="1gbit", help="of every host, e.g. 200mbit")

@@ -1,7 +1,7 @@
 """The networks that are cut into stages, the plans for them, and where torch's own pipelining cuts them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from measuring.cases import Case
 
@@ -27,6 +27,19 @@ class StageCase(Case):
     parts: tuple[int, ...] = (4, 8)
     cuts: Mapping[int, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     rows: bool = False
+
+    def changed(self, batch: int | None, updates: int | None) -> "StageCase":
+        """The case at another batch, for which passes and parts of other sizes are tried too, or with other updates."""
+        of = batch or self.batch
+        passes = {*self.passes, *(samples * of // self.batch for samples in self.passes)}
+        parts = {*self.parts, *(number * of // self.batch for number in self.parts)}
+        return replace(
+            self,
+            batch=of,
+            updates=updates or self.updates,
+            passes=tuple(sorted(passes - {0, of})),
+            parts=tuple(sorted(parts - {0})),
+        )
 
 
 CASES = {

@@ -23,6 +23,7 @@ class StageRun:
 
     Attributes:
         places: of the ranks on emulated devices; one device is the first of them by itself.
+        speeds: of these devices.
         peers: `torch`, `rows`.
         seconds: after which a side is given up.
         profile: folder of the planner's measurements on these devices; None to go without the planner.
@@ -32,6 +33,7 @@ class StageRun:
     case: StageCase
     rounds: int
     places: Sequence[EmulatedDevice]
+    speeds: Sequence[float]
     peers: Sequence[str]
     seconds: float
     profile: Path | None
@@ -44,8 +46,10 @@ class StageRun:
     def __call__(self) -> Results:
         """Predictions, trials, then rounds."""
         results, one = self.results, self._one_device()
+        results.share = self.speeds[0]
         serial, predicted = self._predict(one)
-        sides = [StageSide(SERIAL, "serial", one), *self._own(predicted, one), *self._torch(one), *self._rows(one)]
+        sides = [StageSide(SERIAL, "serial", one), self._apart(one), *self._own(predicted, one)]
+        sides += [*self._torch(one), *self._rows(one)]
         expected = {f"Convoy {each.name}": each for each in predicted}
         for side in sides:
             said = expected[side.label].of(side) if side.label in expected else None
@@ -67,6 +71,12 @@ class StageRun:
         for arrangement, seconds in found.items():
             self._note(f"one device, {arrangement}", seconds)
         return min(found, key=lambda arrangement: found[arrangement])
+
+    def _apart(self, one: Arrangement) -> StageSide:
+        """All devices at once, each by itself with samples by its speed: a bound, and no training of one network."""
+        own = [round(self.case.batch * speed / sum(self.speeds)) for speed in self.speeds]
+        own[0] += self.case.batch - sum(own)
+        return StageSide("no exchange", "apart", one.for_batch(max(own)), samples=tuple(own))
 
     def _predict(self, one: Arrangement) -> tuple[float | None, list[Predicted]]:
         """Seconds of one device, and what is to be measured."""

@@ -1,4 +1,4 @@
-"""The sides of `stages.py` on a rank: one device, Convoy's plans, torch's own pipelining, PhysicsNeMo's ShardTensor.
+"""The sides of `stages.py` on a rank: one device, Convoy, torch's own pipelining, PhysicsNeMo's ShardTensor.
 
 All of them keep freed memory with the process, as Convoy does it wherever it runs.
 """
@@ -53,6 +53,7 @@ class StageSide:
         parts: into how many parts the batch is cut that go through the stages one after the other.
         schedule: of the parts, where there are stages.
         cuts: of torch's pipelining.
+        samples: of each rank, where they do not talk to each other.
     """
 
     label: str
@@ -62,6 +63,7 @@ class StageSide:
     parts: int = 1
     schedule: str = ""
     cuts: tuple[str, ...] = ()
+    samples: tuple[int, ...] = ()
 
     @property
     def how(self) -> str:
@@ -88,6 +90,18 @@ def _serial(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     model = build(case, side.arrangement)
     trained = Trained(model, _optimizer(model.parameters()), slice(0, case.batch))
     return updater(trained, *batch(case, side.arrangement), side.arrangement)
+
+
+def _apart(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
+    """Every rank trains a network of its own on its samples: the most that the devices can do together."""
+    case = replace(case, batch=side.samples[torch.distributed.get_rank()])
+    update = _serial(side, case)
+
+    def together() -> Tensor:
+        torch.distributed.barrier()
+        return update()
+
+    return together
 
 
 def _convoy(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
@@ -196,7 +210,7 @@ def _rows(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     return update
 
 
-SIDES = {"serial": _serial, "convoy": _convoy, "torch": _torch, "rows": _rows}
+SIDES = {"serial": _serial, "apart": _apart, "convoy": _convoy, "torch": _torch, "rows": _rows}
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,20 @@ def test_lenet_is_exact_and_a_wrong_gradient_is_seen(tmp_path: Path) -> None:
     assert not any(found.ok for (found,) in wrong)
 
 
+def test_more_samples_make_more_passes_and_parts() -> None:
+    for case in CASES.values():
+        assert case.changed(None, None) == case
+    more = CASES["resnet50"].changed(256, None)
+    assert (more.batch, more.passes, more.parts) == (256, (8, 16, 32, 64, 128), (2, 4, 8, 16))
+
+
+@pytest.mark.slow
+def test_devices_by_themselves_take_their_own_samples() -> None:
+    side = StageSide("", "apart", Arrangement(), samples=(6, 2))
+    first, second = run_ranks(train, 2, side, UNET, 0, limits=Limits(90))
+    assert first.losses != second.losses
+
+
 @pytest.mark.slow
 def test_all_sides_begin_at_the_same_loss() -> None:
     one = Arrangement()
