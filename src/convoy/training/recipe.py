@@ -148,11 +148,10 @@ class Recipe(Section):
                 "reproducible gives the same weights wherever it runs, but precision=auto asks the device: set "
                 "precision=fp32 or precision=bf16"
             )
-        if self.parallel.schedule == "zero-bubble" and (self.reproducible or self.compile):
+        if self.parallel.schedule == "zero-bubble" and self.reproducible:
             raise ValueError(
-                f"the schedule zero-bubble adds up weight gradients of several passes at once, which "
-                f"{'reproducible' if self.reproducible else 'compile'} cannot: choose the schedule 1f1b, or leave "
-                f"{'reproducible' if self.reproducible else 'compile'} away"
+                "the schedule zero-bubble adds up weight gradients of several passes at once, which reproducible "
+                "cannot: choose the schedule 1f1b, or leave reproducible away"
             )
         if self.reproducible and self.parallel.approximate is not None:
             raise ValueError(

@@ -136,8 +136,7 @@ def schedules_of(recipe: Recipe) -> tuple[Schedule, ...]:
     """The orders of passes through stages that the recipe allows."""
     if recipe.parallel.schedule is not None:
         return (recipe.parallel.schedule,)
-    fixed = recipe.reproducible or recipe.compile  # the backward pass of a layer stays in one piece
-    return tuple(one for one in SCHEDULES if one != "zero-bubble" or not fixed)
+    return tuple(one for one in SCHEDULES if one != "zero-bubble" or not recipe.reproducible)  # whose bits it changes
 
 
 def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
