@@ -1,15 +1,18 @@
-"""Dropout and batch norm on one device as on several: by sample and by microbatch, also where several run as one pass.
+"""Layers on one device as on several, in place and under their own names.
 
-`prepare` lets a network's layers follow the step context, in place and under their own names.
+Dropout and batch norm follow the step context: by sample and by microbatch, also where several run as one pass.
+1 × 1 convolutions use the kernels that they use on several devices.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.engine.gradients.backward import current_backward
 from convoy.errors import ConvoyError
 from convoy.ops.context import BatchNormMode, StepContext
+from convoy.ops.convolution import DILATED, POINT, is_better_dilated
 from convoy.ops.microbatch_norm import at_once, normalize_at_once, normalize_by_itself
 from convoy.ops.random_bits import drop, layer_key
 from convoy.ops.statistics import Running, add_term
@@ -107,8 +110,23 @@ class MicrobatchNorm(_BatchNorm):
         return y
 
 
+class PointwiseConv2d(nn.Conv2d):
+    """A convolution with 1 × 1 filters, stride 1."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dilation = DILATED if input.dim() == 4 and is_better_dilated(input, weight) else POINT
+        return F.conv2d(input, weight, bias, self.stride, self.padding, dilation, self.groups)
+
+
+def _is_pointwise(layer: nn.Module) -> bool:
+    if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros":
+        return False
+    return (layer.kernel_size, layer.stride, layer.dilation) == (POINT, POINT, POINT)
+
+
 def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepContext:
-    """Replace dropout and, for statistics by microbatch, batch norm; parameters, buffers and their names stay.
+    """Replace dropout, for statistics by microbatch batch norm, and 1 × 1 convolutions; parameters, buffers and
+    their names stay.
 
     Args:
         model: any network; changed in place.
@@ -129,6 +147,8 @@ def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepConte
         elif type(module) in BATCH_NORM_LAYERS and batch_norm == "microbatch" and module not in replaced:
             assert isinstance(module, _BatchNorm)
             replaced[module] = MicrobatchNorm(module, context)
+        elif _is_pointwise(module):
+            module.__class__ = PointwiseConv2d  # with its hooks
         if module in replaced:
             model.set_submodule(name, replaced[module])
     return context
