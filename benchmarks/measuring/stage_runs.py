@@ -16,6 +16,11 @@ from measuring.stage_cases import StageCase
 from measuring.stage_sides import Predicted, StageSide, predict, train
 from measuring.training import Timing, try_arrangements
 
+WARM_UP = 4
+"""Updates that do not count: memory still grows in the first three, in which Convoy also compares the ranks."""
+SLOW = 3.0
+"""Seconds of an update from which one is enough."""
+
 
 @dataclass
 class StageRun:
@@ -39,6 +44,7 @@ class StageRun:
     profile: Path | None
     say: Callable[[str], None]
     results: Results = field(init=False)
+    _slow: set[str] = field(default_factory=set)  # sides, as is predicted
 
     def __post_init__(self) -> None:
         self.results = Results(self.case.name, self.case.batch, f"{self.case.model}, {self.case.image_size} px")
@@ -48,9 +54,10 @@ class StageRun:
         results, one = self.results, self._one_device()
         results.share = self.speeds[0]
         serial, predicted = self._predict(one)
+        expected = {f"Convoy {each.name}": each for each in predicted}
+        self._slow.update(label for label, each in expected.items() if each.seconds and each.seconds > SLOW)
         sides = [StageSide(SERIAL, "serial", one), self._apart(one), *self._own(predicted, one)]
         sides += [*self._torch(one), *self._rows(one)]
-        expected = {f"Convoy {each.name}": each for each in predicted}
         for side in sides:
             said = expected[side.label].of(side) if side.label in expected else None
             seconds = serial if side.label == SERIAL else said
@@ -67,7 +74,8 @@ class StageRun:
 
     def _one_device(self) -> Arrangement:
         found: dict[Arrangement, float]
-        found = run_ranks(try_arrangements, 1, self.case, places=self.places[:1], limits=Limits(self.seconds))[0]
+        limits = Limits(self.seconds)
+        found = run_ranks(try_arrangements, 1, self.case, True, places=self.places[:1], limits=limits)[0]
         for arrangement, seconds in found.items():
             self._note(f"one device, {arrangement}", seconds)
         return min(found, key=lambda arrangement: found[arrangement])
@@ -149,8 +157,9 @@ class StageRun:
         """What each rank measured; None if one fails."""
         places = self.places[:1] if side.kind == "serial" else self.places
         case = replace(self.case, updates=updates or self.case.updates)
+        warm_up = 1 if any(side.label.startswith(label) for label in self._slow) else WARM_UP
         try:
-            return run_ranks(train, len(places), side, case, 1, places=places, limits=Limits(self.seconds))
+            return run_ranks(train, len(places), side, case, warm_up, places=places, limits=Limits(self.seconds))
         except (RankFailed, ConvoyError) as error:
             name = name or side.label
             self.results.skipped[name] = f"failed: {str(error).strip().partition(chr(10))[0]}"

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy import models
+from convoy.engine.allocation import keep_freed_memory
 from measuring.cases import Case
 from measuring.sides import Arrangement, Side, Trained, set_up
 
@@ -79,11 +80,17 @@ def updater(trained: Trained, images: Tensor, labels: Tensor, arrangement: Arran
     return update
 
 
-def try_arrangements(case: Case) -> dict[Arrangement, float]:
+def try_arrangements(case: Case, keeps: bool = False) -> dict[Arrangement, float]:
     """Seconds of an update on one device under each arrangement, from a few passes of each.
 
     The memory format is chosen at passes of one size, unless the formats are near each other there.
+
+    Args:
+        case: the network and its batch.
+        keeps: freed memory stays with the process.
     """
+    if keeps:
+        keep_freed_memory(torch.device("cpu"))
     sizes = [size for size in case.passes if size < case.batch] + [case.batch]
     first = sizes[min(1, len(sizes) - 1)]
     found = {}
@@ -106,6 +113,7 @@ def _seconds(case: Case, arrangement: Arrangement, size: int) -> float:
     images, labels = (tensor[:size] for tensor in batch(case, arrangement))
     trained = Trained(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), slice(0, size))
     update = updater(trained, images, labels, Arrangement(arrangement.channels_last))
+    update()
     update()
     start = time.perf_counter()
     trained.optimizer.step()

@@ -78,7 +78,8 @@ def returning(schedule: Schedule, parts: int, source: int, stage: int, stages: i
 def _ahead(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
     """Parts that go forward before the first goes back."""
     later = stages - 1 - stage
-    return min(parts, {"gpipe": parts, "1f1b": 1 + later, "zero-bubble": 1 + 2 * later}[schedule])
+    # zero-bubble: 1 + 2 · later would do if nothing had to be sent; with more, a stage has work until gradients arrive
+    return min(parts, {"gpipe": parts, "1f1b": 1 + later, "zero-bubble": 1 + 3 * later}[schedule])
 
 
 def bubble(schedule: Schedule, parts: int, stages: int) -> float:
