@@ -41,7 +41,7 @@ def main() -> None:
     for text in arguments.networks.split(","):
         name, _, size = text.partition(":")
         torch.manual_seed(0)
-        plain = models.create(name, num_classes=10).to(memory_format=memory_format)
+        plain = models.create(name, num_classes=10).to(memory_format=memory_format)  # type: ignore[call-overload]
         prepared = copy.deepcopy(plain)
         prepare(prepared, 0, "sync").enter(0, 0, (1,), torch.device("cpu"))
         number = sum(isinstance(layer, PointwiseConv2d) for layer in prepared.modules())

@@ -146,13 +146,13 @@ def _announced(net: torch.nn.Module, microbatch: int, images: Tensor) -> Tensor:
 
 
 def _by_trainer(side: StageSide, case: StageCase, warm_up: int) -> Timing:
-    """`convoy train` with the recipe's microbatches; it merges them as it finds fastest."""
+    """`convoy train`; microbatches are the parts that go through the stages, or else are merged as it sees fit."""
     assert side.plan is not None
     num = int(os.environ.get("WORLD_SIZE", "1"))
     settings = {
         "model.name": case.model,
         "batch": case.batch,
-        "microbatch": case.microbatch or min(case.passes),
+        "microbatch": case.batch // side.parts if side.schedule else case.microbatch or min(case.passes),
         "channels_last": side.arrangement.channels_last,
         "precision": "fp32",
         "parallel.devices": num,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.engine import StepContext, passes, prepare, probe
-from convoy.engine.coupling import owns_draws
+from convoy.engine.coupling import CPU_BUDGET, Probe, owns_draws
 from convoy.engine.parallelize import take_part
 
 CPU = torch.device("cpu")
@@ -300,3 +301,11 @@ def test_probe_measures_the_memory_of_a_sample() -> None:
     found = probe(model, prepare(model, 0, "microbatch"), (3, 8, 8), CPU)
     kept = (3 * 64 + 16 * 64) * 4  # the convolution's input; the sigmoid's output, which is the linear layer's input
     assert found.bytes_per_sample == kept
+    assert found.weight_bytes == (3 * 16 * 9 + 1024 * 2 + 2) * 4
+
+
+def test_a_pass_keeps_as_much_as_the_weights() -> None:
+    """They are read in every pass, so that small passes of a network with many weights are slow."""
+    small = Probe(separable=True, draws=False, bytes_per_sample=2**20, normed_again=False)
+    assert small.merge((8,) * 100, CPU) == CPU_BUDGET // (8 * 2**20)
+    assert replace(small, weight_bytes=10 * CPU_BUDGET).merge((8,) * 100, CPU) == 10 * CPU_BUDGET // (8 * 2**20)

@@ -168,6 +168,7 @@ class Probe:
             would take all microbatches of one call before those of the next.
         outputs: tensors that it gives in training: with auxiliary heads more than one.
         on_device: ranks that compute on the device, and share its memory.
+        weight_bytes: of all parameters.
     """
 
     separable: bool
@@ -177,18 +178,20 @@ class Probe:
     outputs: int = 1
     owned: bool = False
     on_device: int = 1
+    weight_bytes: int = 0
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, sharing: int = 1) -> int:
         """Microbatches in one pass: all of them, as many as fit in the device's budget, or one.
 
         Where several devices are `sharing` the work on a pass, each keeps a part of it.
 
-        A GPU's budget is half of its memory, or this rank's part of that. On a CPU large passes fall out of the caches
-        and are slower than small ones, so that a pass keeps 16 MiB for the backward pass at most.
+        A GPU's budget is half of its memory, or this rank's part of that. On a CPU large passes of small networks fall
+        out of the caches, so that a pass keeps 16 MiB for the backward pass at most; or as much as the weights, which
+        do not fit there either and are read in every pass.
         """
         if (self.draws and not self.owned) or not self.separable:
             return 1
-        budget = float(CPU_BUDGET)
+        budget = float(max(CPU_BUDGET, self.weight_bytes))
         if device.type == "cuda":
             budget = CUDA_SHARE * torch.cuda.get_device_properties(device).total_memory / self.on_device
         return max(1, min(len(sizes), int(sharing * budget // max(1, self.bytes_per_sample * max(sizes)))))
@@ -241,7 +244,8 @@ def probe(
         weights = {p.data_ptr() for p in model.parameters()}
         separable = _separable(model, model, context, images, [each.detach() for each in together])
     total = sum(size for pointer, size in kept.items() if pointer not in weights)
-    return Probe(separable, draws, total // sum(sizes), any(isinstance(one, MicrobatchNorm) for one in again), outputs)
+    normed_again = any(isinstance(one, MicrobatchNorm) for one in again)
+    return Probe(separable, draws, total // sum(sizes), normed_again, outputs, weight_bytes=_bytes_of_weights(model))
 
 
 def probe_of_graph(
@@ -277,7 +281,12 @@ def probe_of_graph(
         normed_again=any(number > 1 for layer, number in normed.items() if isinstance(layers.get(layer), _BatchNorm)),
         outputs=len(leaves(graph.output, Ref)),
         owned=draws and together is None,
+        weight_bytes=_bytes_of_weights(model),
     )
+
+
+def _bytes_of_weights(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _is_of_weight(x: Tensor) -> bool:
