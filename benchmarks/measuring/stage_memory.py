@@ -1,4 +1,7 @@
-"""Memory of ranks in stages: control groups with a limit, the most that each rank had, and what the plan says."""
+"""Memory of ranks in stages: control groups with a limit, the most that each rank had, and what the plan says.
+
+Ranks give freed memory back after each part, as the trainer does under `--memory-limit`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +53,7 @@ def side(schedule: str) -> StageSide:
     """Training in stages; plain PyTorch in one pass where there is no schedule."""
     if not schedule:
         return StageSide(SERIAL, "serial", Arrangement())
-    return StageSide(schedule, "convoy", Arrangement(), PLAN, PARTS, schedule)
+    return StageSide(schedule, "convoy", Arrangement(), PLAN, PARTS, schedule, returns_memory=True)
 
 
 def peaks(case: StageCase, schedule: str, limit: int | None = None) -> Peaks:

@@ -25,6 +25,7 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.network import network_of
 from convoy.engine.optimizers import divide_update
+from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.planner import Planned, Scored, Workload, make_plan, score, workload_of
 from convoy.planner.cost.costs import Costs
@@ -54,6 +55,7 @@ class StageSide:
         schedule: of the parts, where there are stages.
         cuts: of torch's pipelining.
         samples: of each rank, where they do not talk to each other.
+        returns_memory: freed memory goes back to the system after each part, as under `--memory-limit`.
     """
 
     label: str
@@ -64,6 +66,7 @@ class StageSide:
     schedule: str = ""
     cuts: tuple[str, ...] = ()
     samples: tuple[int, ...] = ()
+    returns_memory: bool = False
 
     @property
     def how(self) -> str:
@@ -117,6 +120,9 @@ def _convoy(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
         batch_norm="microbatch" if case.microbatch else "sync",
         microbatches=side.parts,
     )
+    network = network_of(net)
+    if isinstance(network, StagedNetwork):
+        network.returns_memory = side.returns_memory
     own = convoy.local_samples(net, case.batch)
     images, labels = images[own].clone(), labels[own].clone()
     optimizer = divide_update(net, _optimizer(net.parameters()))

@@ -48,6 +48,7 @@ OPTIONS = {
         f"{LENET} --schedule pipedream",
         "must be 1f1b, gpipe or zero-bubble",
     ),
+    "memory limit that is no size": (f"{LENET} --memory-limit much", "--memory-limit: 'much' is no size"),
     "unknown device": (f"{LENET} --device tpu", "cpu"),
     "a GPU that is not here": (f"{LENET} --device cuda:99", "cpu"),
     "momentum with adamw": (

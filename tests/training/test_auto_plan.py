@@ -209,6 +209,32 @@ def test_where_no_plan_fits_the_run_is_refused_with_the_layer_and_by_how_much(da
         assert "what the network itself computes takes most" in said
 
 
+def limited(data: Path, cache: Path, plan: str, limit: str) -> str:
+    """What a run with a memory limit says of it; with stages, whether it gives freed memory back."""
+    try:
+        found = session(data, cache, plan, f"parallel.memory_limit={limit}")
+    except TooLargeError as error:
+        return str(error)
+    if isinstance(found.network, StagedTraining):
+        return f"returns memory: {found.network.engine.returns_memory}"
+    return " ".join(found.notes)
+
+
+def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
+    def said(plan: str, limit: str) -> str:
+        first, second = run_ranks(limited, 2, data, tmp_path, plan, limit)
+        assert first == second
+        return first
+
+    assert "more than the 10 kB there are" in said("auto", "10kB")
+    assert "within 90 MB of memory a device, as --memory-limit says" in said("auto", "90MB")
+    for plan in ("sample=2", "stage=2"):
+        refused = said(plan, "10kB")
+        assert f"the plan {plan} needs " in refused and "--memory-limit is 10kB" in refused
+    assert "memory" not in said("sample=2", "90MB")
+    assert said("stage=2", "90MB") == "returns memory: True"
+
+
 def without_memory(data: Path, cache: Path, losers: tuple[str, ...]) -> tuple[str, list[str], float, str]:
     """A race in which some plans run out of memory on rank 1, in their second update."""
     step = TrainingStep.__call__

@@ -52,6 +52,7 @@ KEYS = {
     "local_sgd": "parallel.local_sgd",
     "lost_group": "parallel.lost_group",
     "schedule": "parallel.schedule",
+    "memory_limit": "parallel.memory_limit",
 }
 """The key of the recipe that an option sets, by the option's name."""
 
@@ -70,7 +71,7 @@ def _loaded(
         sentence, given = str(error), {argument.partition("=")[0] for argument in arguments}
         for name, key in KEYS.items():
             option = f"--{name.replace('_', '-')}"
-            if key == f"parallel.{name}" and option in given and sentence.startswith(f"{key} is "):
+            if key == f"parallel.{name}" and option in given and sentence.startswith((f"{key} is ", f"{key}: ")):
                 raise ConvoyError(option + sentence.removeprefix(key)) from error
         raise
 

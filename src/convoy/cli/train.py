@@ -67,6 +67,7 @@ Examples:
 @click.option("--timeout", metavar="TIME", help="End when no rank moves for so long, e.g. 30s, 10min. [default: 5min]")
 @click.option("--interface", metavar="NAME", help="Talk to other ranks through it. [default: loopback, within a host]")
 @options.schedule
+@click.option("--memory-limit", metavar="SIZE", help="No plan that needs more on a device, e.g. 2GB.")
 @click.option("--lost-group", metavar="WHAT", help="Where ranks left cannot form a model group: form or wait.")
 @click.option(
     "-v", "--verbose", is_flag=True, expose_value=False, help="Say how all numbers follow; the traceback of an error."

@@ -61,7 +61,12 @@ def release_freed_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Give the kernel what the C library keeps of freed memory, also between blocks that are in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
 

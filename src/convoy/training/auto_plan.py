@@ -158,6 +158,9 @@ class Choice(Prepared):
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
         limit, source = device_memory(self.device, self.ranks.on_host)
         limit = min(self.ranks.gather(limit))
+        given = self.recipe.parallel.memory_bytes
+        if given is not None and given < limit:
+            limit, source = given, "as --memory-limit says"
         self.progress("timing the input", 0, 1)
         ahead = measure_input(self.recipe, self.data, self.device, self.ranks) or HostCost()
         try:

@@ -21,7 +21,7 @@ from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
 from convoy.engine.stage import Flight
 from convoy.engine.stages import StagedNetwork
-from convoy.ops.memory import memory_in_stages, what_is_recomputed
+from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
 from convoy.plans.explain import rows_of_stages
@@ -250,6 +250,15 @@ class ParallelNetwork(TrainedNetwork):
         placement = self._largest(passes, precision)
         return what_is_recomputed(placement, self.engine.staged(placement), self._in_flight(len(passes)))
 
+    def needed_bytes(self, passes: Sequence[Pass], precision: torch.dtype | None) -> int:
+        """What the rank that needs most has of parameters, gradients, buffers and activations, as predicted; arguments
+        as for `what_is_recomputed`."""
+        placement = self._largest(passes, precision)
+        staged = self.engine.staged(placement)
+        if staged is None:
+            return max(each.total for each in predict_memory(placement))
+        return max(each.total for each in memory_in_stages(placement, staged, self._in_flight(len(passes))))
+
     def _largest(self, passes: Sequence[Pass], precision: torch.dtype | None) -> Placement:
         """The network at the samples of the largest pass."""
         most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
@@ -357,9 +366,10 @@ class StagedTraining(ParallelNetwork):
 
     engine: StagedNetwork
 
-    def __init__(self, *args: Any, schedule: Schedule = "1f1b", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, schedule: Schedule = "1f1b", returns_memory: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.schedule = schedule
+        self.engine.returns_memory = returns_memory
         self._sizes: deque[tuple[int, ...]] = deque()  # of the passes to come
         self._running: deque[Flight] = deque()
 

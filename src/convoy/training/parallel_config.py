@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan, plan_text
 from convoy.training.config import Section
+from convoy.units import bytes_of
 
-PLACEMENT = ("devices", "plan", "schedule", "shares", "cores_per_device", "lost_group")
+PLACEMENT = ("devices", "plan", "schedule", "shares", "cores_per_device", "memory_limit", "lost_group")
 """Keys that change where and how fast a run goes, but not its result."""
 
 
@@ -34,6 +35,11 @@ class ParallelConfig(Section):
         None, description="parts of the batch, e.g. [3, 3, 2]; auto measures; not said: as even as can be"
     )
     cores_per_device: int | None = Field(None, ge=1, description="CPU cores of each (its share of all, if not said)")
+    memory_limit: str | None = Field(
+        None,
+        description="of each device, e.g. 2GB: plan auto takes no plan that is predicted to need more, and a given one "
+        "that needs more is refused; not said: what the device has",
+    )
     lost_group: Literal["form", "wait"] = Field(
         "form",
         description="where the ranks left cannot form the plan's model groups: form smaller ones, or wait for others",
@@ -46,6 +52,21 @@ class ParallelConfig(Section):
         ge=2,
         description="approximate: average the weights, not the gradients, every so many updates (Stich, 2019)",
     )
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _check_size(cls, value: object) -> object:
+        if value is not None:
+            try:
+                bytes_of(str(value), "")
+            except ConvoyError:
+                raise ValueError(f"{value!r} is no size: write e.g. 8GB or 512MiB") from None
+        return None if value is None else str(value)
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """What each device may use; None for all that it has."""
+        return None if self.memory_limit is None else bytes_of(self.memory_limit, "parallel.memory_limit")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

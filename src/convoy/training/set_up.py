@@ -1,6 +1,6 @@
 """Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from convoy.data import DataSet, num_workers, open_data
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.deferred import deferred_tensors, materialize
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
@@ -26,7 +26,7 @@ from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.derived import derive, num_microbatches, resolve
-from convoy.training.division import Division, divide, text
+from convoy.training.division import Division, Pass, divide, text
 from convoy.training.optimizers import create_optimizer
 from convoy.training.parallel import Method, ParallelNetwork, StagedTraining, TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
@@ -36,7 +36,7 @@ from convoy.training.records import Derived, StageRecord
 from convoy.training.session import Prepared, Session
 from convoy.training.state import AveragedWeights, RunState
 from convoy.training.step import InputPipeline, TrainingStep
-from convoy.units import plural, rough_percent
+from convoy.units import plural, rough_percent, size
 
 
 def set_up(
@@ -179,7 +179,10 @@ def _assemble(
         example = torch.empty(sizes[0], *ready.image_shape, device=device)
         model.train()
         schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
-        kind = ParallelNetwork if plan.num_stages == 1 else partial(StagedTraining, schedule=schedule)
+        kind: Callable[..., ParallelNetwork] = ParallelNetwork
+        if plan.num_stages > 1:
+            returns_memory = recipe.parallel.memory_limit is not None
+            kind = partial(StagedTraining, schedule=schedule, returns_memory=returns_memory)
         network = kind(
             model,
             plan,
@@ -211,6 +214,7 @@ def _assemble(
         stages = network.describe(pieces, lowered(recipe))
         notes.append(_cuts(stages, len(pieces), network.schedule))
         notes += _few_passes(network.schedule, len(pieces), plan.num_stages, recipe.batch_norm)
+    notes += _within_limit(recipe, plan, network, pieces)
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
@@ -244,6 +248,27 @@ def _assemble(
         notes=[*recipe.notes(), *data.notes, *notes],
         stages=stages,
     )
+
+
+def _within_limit(recipe: Recipe, plan: Plan, network: TrainedNetwork, passes: Sequence[Pass]) -> list[str]:
+    """What to say of a memory limit.
+
+    Raises:
+        TooLargeError: the plan is predicted to need more.
+    """
+    limit = recipe.parallel.memory_bytes
+    if limit is None:
+        return []
+    if not isinstance(network, ParallelNetwork):
+        return ["--memory-limit has no effect: one device trains the plain network"]
+    needed = network.needed_bytes(passes, lowered(recipe))
+    if needed > limit:
+        raise TooLargeError(
+            f"the plan {plan} needs {size(needed)} on a device for weights, gradients and activations, and "
+            f"--memory-limit is {recipe.parallel.memory_limit}: let --plan auto look for one that fits, or add "
+            "--recompute or smaller microbatches"
+        )
+    return []
 
 
 def _through_stages(ready: Prepared, plan: Plan, staging: Staging) -> Prepared:
