@@ -10,7 +10,7 @@ import pytest
 
 from convoy.comm import collectives
 from convoy.doctor.facts import Facts, Pictures
-from convoy.doctor.host import HostWatch
+from convoy.doctor.host import HostLoad, HostWatch, OtherProcess
 from convoy.training import checkup as checkup_module
 from convoy.training import step as step_module
 from convoy.training.checkup import UPDATES, Checkup
@@ -58,6 +58,7 @@ def updates(data: Path, late: dict[int, tuple[int, int]], since: int, settings: 
             with observation.update(step):
                 result = step(batch, done)
             checkup.add(result)
+        checkup.look()
         batches.close()
         assert checkup.num == NUM and checkup.seconds == pytest.approx(clock.now)
         return checkup.facts(observation.conclude(None, None), since)
@@ -110,6 +111,28 @@ def remembered(data: Path) -> tuple[int, float]:
 
 def test_the_last_updates_are_remembered(data: Path) -> None:
     assert run_ranks(remembered, 1, data) == [(2 * UPDATES, 3)]
+
+
+def looked_at(data: Path) -> list[str]:
+    """Who is busy beside a training, as it is seen after half a second, and after two seconds each."""
+    busy = iter("abc")
+
+    def read(watch: HostWatch) -> HostLoad:
+        process = OtherProcess(next(busy), 1, 1.0)
+        return HostLoad(1.0, 1.0, 1.0, None, None, (process,), None, 0.0, 0, None, None, None)
+
+    with made_time(checkup_module) as clock, patch.object(HostWatch, "read", read):
+        checkup, names = Checkup(session(data)), list[str]()
+        for seconds in (0.5, 2.0, 2.0, 0.5):
+            clock.sleep(seconds)
+            load = checkup.look()
+            assert load is not None
+            names.append(load.others[0].name)
+    return names
+
+
+def test_the_host_is_looked_at_anew_but_seldom(data: Path) -> None:
+    assert run_ranks(looked_at, 1, data) == [["a", "b", "c", "c"]]
 
 
 def unseen(data: Path) -> bool:

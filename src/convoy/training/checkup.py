@@ -25,6 +25,8 @@ UPDATES = 100
 """Of a run, after which it is said what holds it back; so many are remembered."""
 LEAST = 10
 """Updates of which less says nothing."""
+_SELDOM_S = 1.0
+"""Between two looks at the host, each of which takes some milliseconds."""
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Checkup:
         with suppress(Exception):  # a look at the machine is no reason to stop a training
             self._watch = HostWatch(self.session.device if self.gpu else None)
         self._load: HostLoad | None = None
+        self._looked = time.perf_counter()
         self._asked = self._waited_s = 0.0
 
     @property
@@ -80,28 +83,33 @@ class Checkup:
         self._own.append(result.own_s)
 
     def look(self) -> HostLoad | None:
-        """What the host has done: as long as the processes that make pictures are there to be counted. Once only."""
-        if self._load is None and self._watch is not None:
+        """What the host has done since the look before, while the processes that make pictures are there to be counted.
+
+        The first look is at all since the beginning. One that comes too soon finds what the one before found.
+        """
+        now = time.perf_counter()
+        if self._watch is not None and (self._load is None or now - self._looked >= _SELDOM_S):
+            self._looked = now
             with suppress(Exception):  # as above
                 self._load = self._watch.read()
         return self._load
 
     def facts(self, comparison: Comparison, since: int = 0) -> Facts:
-        """What all ranks have seen. All ranks call it.
+        """What all ranks have seen, of their hosts what the last look found. All ranks call it.
 
         Args:
             comparison: of parts of an update.
             since: of the updates that are remembered, those that do not count: in the first ones of a training,
                 batches lie ready that were made before.
         """
-        session, load = self.session, self.look()
+        session = self.session
         recipe, quantities, ranks = session.recipe, session.quantities, session.ranks
         network, passes = session.network, len(session.division.passes(session.merge))
         samples = len(session.division.positions(ranks.sample_rank))
         waits, own, seconds = (fmean(islice(each, since, None)) for each in (self._waits, self._own, self._seconds))
         source = session.data.train
         in_memory = batch_maker(session.data, recipe.data, source, recipe.seed).vectorised
-        everyone = ranks.gather((RankFacts(samples, waits, own, load), seconds, self.workers, network_place()))
+        everyone = ranks.gather((RankFacts(samples, waits, own, self._load), seconds, self.workers, network_place()))
         return Facts(
             model=recipe.model.name,
             data=str(recipe.data.path),
