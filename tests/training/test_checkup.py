@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from convoy.comm import collectives
+from convoy.data import loader
 from convoy.doctor.facts import Facts, Pictures
 from convoy.doctor.host import HostLoad, HostWatch, OtherProcess
 from convoy.training import checkup as checkup_module
@@ -17,7 +18,7 @@ from convoy.training.checkup import UPDATES, Checkup
 from convoy.training.observation import Observation
 from made_time import MadeTime, made_time
 from ranks import run_ranks
-from tiny import write_mnist
+from tiny import write_mnist, write_pictures
 from training.examined import session
 
 LATE_S, OWN_S, EXCHANGE_S = 0.03, 0.01, 0.5
@@ -111,6 +112,17 @@ def remembered(data: Path) -> tuple[int, float]:
 
 def test_the_last_updates_are_remembered(data: Path) -> None:
     assert run_ranks(remembered, 1, data) == [(2 * UPDATES, 3)]
+
+
+def begun(photos: Path, settings: tuple[str, ...]) -> int:
+    with patch.object(loader, "own_share", lambda: 4.0):
+        return Checkup(session(photos, "data.image_size=28", *settings)).workers
+
+
+@pytest.mark.parametrize(("settings", "expected"), [((), 2), (("data.workers=3",), 3)])
+def test_the_workers_that_begin_are_counted(tmp_path: Path, settings: tuple[str, ...], expected: int) -> None:
+    photos = write_pictures(tmp_path / "photos", size=(100, 75))
+    assert run_ranks(begun, 1, photos, settings) == [expected]
 
 
 def looked_at(data: Path) -> list[str]:

@@ -8,7 +8,7 @@ from itertools import islice
 from statistics import fmean
 
 from convoy.data import num_workers
-from convoy.data.loader import batch_maker
+from convoy.data.loader import batch_maker, first_workers
 from convoy.data.packed import PackedSource
 from convoy.data.sources import EncodedSource
 from convoy.doctor.facts import Facts, Pictures, RankFacts
@@ -43,7 +43,8 @@ class Checkup:
     gpu: bool = False
 
     def __post_init__(self) -> None:
-        self.workers = num_workers(self.session.data, self.session.recipe.data)[0]
+        data, config = self.session.data, self.session.recipe.data
+        self.workers = first_workers(config, num_workers(data, config)[0])
         self.begin()
 
     def begin(self) -> None:
