@@ -88,7 +88,7 @@ def test_a_damaged_row_group_is_refused(tmp_path):
 
 
 def test_what_fits(monkeypatch):
-    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 2**21)  # 8 GiB
+    monkeypatch.setattr("convoy.data.parquet.host_memory", lambda: 2**33)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert fits_in_memory(2**30)
     assert not fits_in_memory(2**30 + 1)
