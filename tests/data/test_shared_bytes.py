@@ -1,7 +1,10 @@
+import errno
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -36,6 +39,14 @@ def test_the_memory_is_given_back():
     shared = SharedBytes([b"x" * 10_000])
     assert num_open_files() > before
     del shared
+    assert num_open_files() == before
+
+    def broken() -> Iterator[bytes]:
+        yield b"x"
+        raise ConvoyError("the file is cut off")
+
+    with pytest.raises(ConvoyError):
+        SharedBytes(broken())
     assert num_open_files() == before
 
 
@@ -85,6 +96,17 @@ def test_a_damaged_row_group_is_refused(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ConvoyError, match=r"train.parquet .*damaged"):
         open_data(DataConfig(path=str(path)))
+
+
+def test_a_disk_that_fails_meanwhile_is_named(tmp_path, monkeypatch):
+    def fail(*_: object, **options: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = write(tmp_path)
+    for method in ("read", "read_row_group"):
+        with monkeypatch.context() as patch, pytest.raises(ConvoyError, match=r"train\.parquet cannot be read: Input"):
+            patch.setattr(pq.ParquetFile, method, fail)
+            open_data(DataConfig(path=str(path)))
 
 
 def test_what_fits(monkeypatch):

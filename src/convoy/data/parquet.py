@@ -208,18 +208,20 @@ class _Layout:
 
 
 def _open(path: Path) -> pq.ParquetFile:
-    with reading(path), _arrow(path):
+    with _arrow(path):
         return pq.ParquetFile(path)
 
 
 @contextmanager
 def _arrow(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise ConvoyError(f"{shown(path)} is no parquet file, or is cut off or damaged: fetch it again") from None
+    """Turns a failure of Arrow or of the operating system into a ConvoyError that names the file."""
+    with reading(path):
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise ConvoyError(f"{shown(path)} is no parquet file, or is cut off or damaged: fetch it again") from None
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
