@@ -1,6 +1,6 @@
 """A minute of a training as it would run, and changes of it: what was measured, for the doctor's rules.
 
-Nothing is written, but a checkpoint or two to a temporary folder where these may cost much. Changes of what devices
+Nothing is written, but a few checkpoints to a temporary folder where these may cost much. Changes of what devices
 compute are tried; what concerns the input is measured picture by picture.
 """
 
@@ -45,6 +45,7 @@ _TEST_BATCHES = 4
 _MESSAGE = 2**22
 """Bytes by which links are measured."""
 _CHECKPOINTS = 3
+"""That are timed, after one that is not."""
 _FREQUENT_S = 120.0
 """Seconds between two checkpoints from which on what they cost is not looked at."""
 _LONG_PAUSES = 0.05

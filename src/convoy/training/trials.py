@@ -209,8 +209,8 @@ def _by_one(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> fl
 @contextmanager
 def _on(wanted: Sequence[int]) -> Iterator[None]:
     own, pinned = cores.own_cores(), os.environ.get(cores.PINNED)
-    cores.pin(wanted)
     try:
+        cores.pin(wanted)
         yield
     finally:
         cores.pin(own)
