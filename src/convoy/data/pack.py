@@ -309,8 +309,12 @@ def _write(shard: _Shard, folder: Path, labels: NDArray[np.int64]) -> None:
 def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored:
     """A picture as the pack is to keep it: as it is where nothing is to be changed. Raises BadImage."""
     name = source.name(sample)
-    data = source.read(sample) if isinstance(source, EncodedSource) else b""
-    image = open_picture(data, name) if data or isinstance(source, EncodedSource) else source.load(sample)
+    data = b""
+    if isinstance(source, EncodedSource):
+        data = source.read(sample)
+        image = open_picture(data, name)
+    else:
+        image = source.load(sample)
     size = upright_size(image)
     short = min(size)
     smaller = options.short_side is not None and short > options.short_side
