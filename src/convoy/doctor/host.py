@@ -1,5 +1,4 @@
-"""What the machine did while something ran: cores that were not got, memory that was swapped, other processes, a GPU
-that throttled.
+"""What the machine did while something ran: cores that others had, memory that was swapped, a GPU that throttled.
 
 All is read from Linux's counters in `/proc` and `/sys`, and of a GPU from `nvidia-smi`, at the beginning and again
 later. What a machine does not tell (another system, a sandbox, an older kernel) is None, 0 or empty.
