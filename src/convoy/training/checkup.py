@@ -1,4 +1,4 @@
-"""What a session's updates tell of what holds them back: how long they take and wait, and what its host does."""
+"""What is seen of a session's updates for the doctor's rules: how long they take and wait, and what the host does."""
 
 import time
 from collections import deque
@@ -22,11 +22,11 @@ from convoy.training.session import Session
 from convoy.training.step import StepResult
 
 UPDATES = 100
-"""Of a run, after which it is said what holds it back; so many are remembered."""
+"""Updates after which a run says what holds it back; so many are remembered."""
 LEAST = 10
-"""Updates of which less says nothing."""
+"""Fewer updates say nothing."""
 _SELDOM_S = 1.0
-"""Between two looks at the host, each of which takes some milliseconds."""
+"""Seconds between two looks at the host, at least: each takes some milliseconds."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Checkup:
         self.begin()
 
     def begin(self) -> None:
-        """From now on updates count."""
+        """Forget the updates so far: they count from now on."""
         self.num = 0
         self._seconds, self._waits, self._own = (deque[float](maxlen=UPDATES) for _ in range(3))
         self._watch: HostWatch | None = None
@@ -60,7 +60,7 @@ class Checkup:
 
     @property
     def seconds(self) -> float:
-        """That they took."""
+        """The time that the updates took which are remembered."""
         return sum(self._seconds)
 
     def told(self, workers: int) -> None:
@@ -72,7 +72,7 @@ class Checkup:
         self._asked = time.perf_counter()
 
     def got(self) -> float:
-        """It is there: seconds that it was waited for."""
+        """The batch is there: the seconds for which it was waited for."""
         self._waited_s = time.perf_counter() - self._asked
         return self._waited_s
 
@@ -99,9 +99,9 @@ class Checkup:
         """What all ranks have seen, of their hosts what the last look found. All ranks call it.
 
         Args:
-            comparison: of parts of an update.
-            since: of the updates that are remembered, those that do not count: in the first ones of a training,
-                batches lie ready that were made before.
+            comparison: parts of an update.
+            since: how many of the updates that are remembered do not count: for the first ones of a training, batches
+                lie ready that were made before.
         """
         session = self.session
         recipe, quantities, ranks = session.recipe, session.quantities, session.ranks
