@@ -69,10 +69,10 @@ def pack(
     Args:
         kind: the original's format.
         opened: the original.
-        folder: where to; it is made where it is not there.
+        folder: where to write; it is made where it is not there.
         options: how pictures are stored.
         progress: is told how far it is.
-        processes: that decode and encode.
+        processes: how many decode and encode.
         tell: is told from where an interrupted pack goes on.
 
     Returns:
@@ -115,7 +115,7 @@ def pack(
 
 
 def _fingerprint(source: Source) -> dict[str, int]:
-    """What an interrupted pack knows its original by: number of samples, labels, names."""
+    """By what an interrupted pack knows its original again: number of samples, labels, names."""
     names = 0
     for sample in range(len(source)):
         names = zlib.crc32(source.name(sample).encode("utf-8", "surrogatepass"), names)

@@ -14,7 +14,7 @@ from convoy.data.memory import SharedNumbers
 from convoy.errors import ConvoyError
 
 Progress = Callable[[str, int, int], None]
-"""Is told of long work: its name, how many are done, of how many."""
+"""Called during long work with its name, how many are done, and of how many."""
 
 
 class Source(ABC):

@@ -78,12 +78,12 @@ class Workers:
     """Makes batches in their order, by `most` processes, or by fewer to begin with.
 
     Args:
-        maker: what fills the buffers.
-        requests: the batches.
-        largest: samples of the largest one.
-        most: processes.
+        maker: fills the buffers.
+        requests: the batches to make.
+        largest: number of samples of the largest batch.
+        most: number of processes.
         first: processes that begin; others start while batches are waited for. None is all of them.
-        pin_memory: for a GPU.
+        pin_memory: whether batches lie in pinned memory, for a GPU.
         told: is told the number of processes, whenever others were started.
     """
 
