@@ -126,7 +126,7 @@ def test_the_workers_that_begin_are_counted(tmp_path: Path, settings: tuple[str,
 
 
 def looked_at(data: Path) -> list[str]:
-    """Who is busy beside a training, as it is seen after half a second, and after two seconds each."""
+    """Who is busy beside a training, as it is seen after 5 seconds, 20, 20 and 5."""
     busy = iter("abc")
 
     def read(watch: HostWatch) -> HostLoad:
@@ -135,7 +135,7 @@ def looked_at(data: Path) -> list[str]:
 
     with made_time(checkup_module) as clock, patch.object(HostWatch, "read", read):
         checkup, names = Checkup(session(data)), list[str]()
-        for seconds in (0.5, 2.0, 2.0, 0.5):
+        for seconds in (5.0, 20.0, 20.0, 5.0):
             clock.sleep(seconds)
             load = checkup.look()
             assert load is not None

@@ -25,8 +25,8 @@ UPDATES = 100
 """Updates after which a run says what holds it back; so many are remembered."""
 LEAST = 10
 """Fewer updates say nothing."""
-_SELDOM_S = 1.0
-"""Seconds between two looks at the host, at least: each takes some milliseconds."""
+_SELDOM_S = 10.0
+"""Seconds between two looks at the host, at least: each takes some milliseconds, beside a thousand processes 15."""
 
 
 @dataclass
