@@ -76,7 +76,7 @@ def measure_pictures(data: DataSet, config: DataConfig, samples: NDArray[np.int6
         seed: of the augmentation.
 
     Returns:
-        Seconds a picture; None where a picture cannot be read.
+        Seconds a picture; None where one cannot be read, or, where bad ones are skipped, none can.
     """
     try:
         maker = batch_maker(data, config, data.train, seed)
@@ -85,6 +85,10 @@ def measure_pictures(data: DataSet, config: DataConfig, samples: NDArray[np.int6
             return Pictures(cpu_s=_cpu(maker, samples), in_memory=maker.vectorised, short_side=side)
         half = max(1, len(samples) // 2)
         read_s, read = _reading(data.train, samples[:half])
+        if maker.skip_bad:
+            read = np.array([sample for sample in read.tolist() if _is_good(data.train, sample)], np.int64)
+            if not len(read):
+                return None
         found = Pictures(read_s, _at_once(data.train, samples[half:]), _cpu(maker, read), short_side=side)
         if maker.decoder != "turbo" and not missing():
             turbo = batch_maker(data, config.model_copy(update={"decoder": "turbo"}), data.train, seed)
@@ -102,6 +106,14 @@ def _reading(source: EncodedSource, samples: NDArray[np.int64]) -> tuple[float, 
         source.read(int(samples[read]))
         read += 1
     return (_Spent.now() - began).idle / max(1, read), samples[:read]
+
+
+def _is_good(source: EncodedSource, sample: int) -> bool:
+    try:
+        source.load(sample)
+    except BadImage:
+        return False
+    return True
 
 
 def _at_once(source: EncodedSource, samples: NDArray[np.int64]) -> float:
