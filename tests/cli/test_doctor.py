@@ -128,6 +128,22 @@ def test_verify_tries_the_first_change_that_an_option_makes(
     assert found["measured"] == pytest.approx(1.4) and found["turns"] == list(paces)
 
 
+def test_what_was_found_is_said_though_the_change_cannot_be_tried(
+    monkeypatch: pytest.MonkeyPatch, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = iter([FOUND])
+
+    def examination(what: Sequence[str], seconds: float) -> Diagnosis:
+        for one in found:
+            return one
+        raise MachineError("the training that was examined was killed")
+
+    monkeypatch.setattr(doctor, "_examination", examination)
+    assert main(["doctor", "train", "lenet", "--data", str(data), "--verify"]) == 1
+    out, err = capsys.readouterr()
+    assert out == f"{FOUND.text()}\n" and err == "convoy: the training that was examined was killed\n"
+
+
 def test_verify_of_a_healthy_training_tries_nothing(
     monkeypatch: pytest.MonkeyPatch, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,7 +120,7 @@ def test_what_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "train-images-idx3-ubyte.gz"
     bomb(path, 2**24, 2**24)
     assert read_idx(path, 0x803).nbytes == 2**24
-    monkeypatch.setattr("convoy.data.mnist._memory", lambda: 2**24)
+    monkeypatch.setattr("convoy.data.mnist.host_memory", lambda: 2**24)
     with pytest.raises(ConvoyError, match="more than half of this machine's memory"):
         read_idx(path, 0x803)
 

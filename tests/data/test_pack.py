@@ -197,6 +197,30 @@ def test_notes_of_something_unknown_are_not_used(tmp_path, photos, monkeypatch):
     assert torch.equal(images(tmp_path / "packed"), images(tmp_path / "whole"))
 
 
+def test_of_damaged_notes_a_shard_is_written_again_or_it_is_said_what_to_do(tmp_path, photos, monkeypatch):
+    monkeypatch.setattr(pack, "PER_SHARD", 5)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(pack, "index_file", lambda *_: 1 / 0)
+        packed(photos, tmp_path / "packed")
+    first, second, third, *_ = sorted((tmp_path / "packed" / UNFINISHED).glob("*.npz"))
+    first.write_bytes(first.read_bytes()[:100])
+    second.write_bytes(b"")
+    content = bytearray(third.read_bytes())
+    content[len(content) // 3 : len(content) // 3 + 20] = bytes(20)
+    third.write_bytes(content)
+    begun = tmp_path / "packed" / UNFINISHED / "what.json"
+    before = begun.read_text()
+    for damage in (before[:40], "[1, 2]", "null"):
+        begun.write_text(damage)
+        with pytest.raises(ConvoyError, match=r"what\.json is damaged\): remove it"):
+            packed(photos, tmp_path / "packed")
+    begun.write_text(before)
+    packed(photos, tmp_path / "packed")
+    packed(photos, tmp_path / "whole")
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+    assert {file.name: file.read_bytes() for file in (tmp_path / "packed").iterdir()} == whole
+
+
 def test_who_comes_second_finds_a_finished_pack(tmp_path, photos, monkeypatch):
     """Both have seen that there is none; then the first one ends."""
     packed(photos, tmp_path / "packed")

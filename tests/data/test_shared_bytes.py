@@ -1,7 +1,10 @@
+import errno
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -36,6 +39,14 @@ def test_the_memory_is_given_back():
     shared = SharedBytes([b"x" * 10_000])
     assert num_open_files() > before
     del shared
+    assert num_open_files() == before
+
+    def broken() -> Iterator[bytes]:
+        yield b"x"
+        raise ConvoyError("the file is cut off")
+
+    with pytest.raises(ConvoyError):
+        SharedBytes(broken())
     assert num_open_files() == before
 
 
@@ -87,8 +98,19 @@ def test_a_damaged_row_group_is_refused(tmp_path):
         open_data(DataConfig(path=str(path)))
 
 
+def test_a_disk_that_fails_meanwhile_is_named(tmp_path, monkeypatch):
+    def fail(*_: object, **options: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = write(tmp_path)
+    for method in ("read", "read_row_group"):
+        with monkeypatch.context() as patch, pytest.raises(ConvoyError, match=r"train\.parquet cannot be read: Input"):
+            patch.setattr(pq.ParquetFile, method, fail)
+            open_data(DataConfig(path=str(path)))
+
+
 def test_what_fits(monkeypatch):
-    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 2**21)  # 8 GiB
+    monkeypatch.setattr("convoy.data.parquet.host_memory", lambda: 2**33)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert fits_in_memory(2**30)
     assert not fits_in_memory(2**30 + 1)

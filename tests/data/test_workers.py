@@ -100,7 +100,7 @@ def test_others_start_where_batches_are_waited_for(seconds, expected, monkeypatc
     monkeypatch.setattr(workers, "_WAITED", 0.4)  # machines that test are busy
     told: list[int] = []
     requests = (Request(np.arange(k, k + 8), 0) for k in range(40))
-    crew = Workers(Slow(seconds), requests, 8, most=2, adapts=True, told=told.append)
+    crew = Workers(Slow(seconds), requests, 8, most=2, first=1, told=told.append)
     with closing(crew.batches()) as made:
         for k, batch in enumerate(made):
             assert k or crew.num == 1

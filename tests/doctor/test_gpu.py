@@ -39,12 +39,15 @@ def watch(folder: Path, monkeypatch: pytest.MonkeyPatch, driver: int, script: st
 
 
 def test_a_gpu_that_throttles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = watch(tmp_path, monkeypatch, 2025).read(lambda pid: pid in (os.getpid(), 79))
+    found = watch(tmp_path, monkeypatch, 2025)
+    load = found.read(lambda pid: pid in (os.getpid(), 79))
     assert load is not None
     assert load.throttled_s == {"sw_power_cap": 0.0, "sw_thermal_slowdown": 2.0}
     assert load.others_busy == 0.4
     assert load.others == (GpuProcess("render", 77, 100 * 2**20), GpuProcess("python", 78, 0))
     assert "-i GPU-1 --query-gpu=utilization.gpu," in (tmp_path / "asked").read_text()
+    again = found.read(lambda pid: True)
+    assert again is not None and again.throttled_s["sw_thermal_slowdown"] == 0  # since the reading before
 
 
 def test_older_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

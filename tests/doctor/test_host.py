@@ -189,6 +189,8 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
     assert load.others == (OtherProcess("odd ) name", 4_000_002, 4000 / load.wall_s),)
     assert load.run_cores == pytest.approx(2000 / load.wall_s)
     assert load.gpu is None
+    made(machine, counters(4))
+    assert watch.read().waited_s == 1  # since the reading before
 
 
 def test_a_machine_that_says_nothing(tmp_path: Path) -> None:

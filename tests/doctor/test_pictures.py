@@ -175,13 +175,29 @@ def test_it_does_not_take_longer_than_it_may(clock: MadeTime, monkeypatch: pytes
 
     found = measured(Photos(arrive))
     assert found.read_s == pytest.approx(0.04)
-    # Two, at once one and one more for each reader, and twice two for each way to keep them: all would be over 100.
-    assert len(reads) <= 2 + 9 + 2 * (1 if turbo.missing() else 2) + 2 * 4
+    # Two, at once one and one more for each reader, and three for each way to keep them: all would be over 100.
+    assert len(reads) <= 2 + 9 + 2 * (1 if turbo.missing() else 2) + 2 * 3
 
 
 @pytest.mark.parametrize("bad", [0, 20])
 def test_a_picture_that_cannot_be_read_is_no_measurement(bad: int) -> None:
     assert measured_if_readable(Photos(bad=bad), SAMPLES) is None
+
+
+@pytest.mark.parametrize(("good", "is_measured"), [(31, True), (0, False)])
+def test_where_bad_pictures_are_skipped_the_others_are_measured(good: int, is_measured: bool) -> None:
+    whole = Photos().read(0)
+
+    class Cut(Photos):
+        def read(self, sample: int) -> bytes:
+            return whole if sample < good and sample != 3 else whole[:300]
+
+    source = Cut()
+    data = DataSet("photos", ["a", "b"], source, source, 48, 3, (0.5,) * 3, (0.5,) * 3, 56)
+    for bad_images in ("skip", "error"):
+        found = measure_pictures(data, DataConfig(path="photos", bad_images=bad_images), SAMPLES, seed=3)
+        assert (found is not None) == (is_measured and bad_images == "skip")
+        assert found is None or (found.cpu_s > 0 and found.packed_s is not None)
 
 
 def test_pictures_in_memory(tmp_path: Path, clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> None:

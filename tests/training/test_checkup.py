@@ -9,15 +9,16 @@ from unittest.mock import patch
 import pytest
 
 from convoy.comm import collectives
+from convoy.data import loader
 from convoy.doctor.facts import Facts, Pictures
-from convoy.doctor.host import HostWatch
+from convoy.doctor.host import HostLoad, HostWatch, OtherProcess
 from convoy.training import checkup as checkup_module
 from convoy.training import step as step_module
 from convoy.training.checkup import UPDATES, Checkup
 from convoy.training.observation import Observation
 from made_time import MadeTime, made_time
 from ranks import run_ranks
-from tiny import write_mnist
+from tiny import write_mnist, write_pictures
 from training.examined import session
 
 LATE_S, OWN_S, EXCHANGE_S = 0.03, 0.01, 0.5
@@ -58,6 +59,7 @@ def updates(data: Path, late: dict[int, tuple[int, int]], since: int, settings: 
             with observation.update(step):
                 result = step(batch, done)
             checkup.add(result)
+        checkup.look()
         batches.close()
         assert checkup.num == NUM and checkup.seconds == pytest.approx(clock.now)
         return checkup.facts(observation.conclude(None, None), since)
@@ -110,6 +112,39 @@ def remembered(data: Path) -> tuple[int, float]:
 
 def test_the_last_updates_are_remembered(data: Path) -> None:
     assert run_ranks(remembered, 1, data) == [(2 * UPDATES, 3)]
+
+
+def begun(photos: Path, settings: tuple[str, ...]) -> int:
+    with patch.object(loader, "own_share", lambda: 4.0):
+        return Checkup(session(photos, "data.image_size=28", *settings)).workers
+
+
+@pytest.mark.parametrize(("settings", "expected"), [((), 2), (("data.workers=3",), 3)])
+def test_the_workers_that_begin_are_counted(tmp_path: Path, settings: tuple[str, ...], expected: int) -> None:
+    photos = write_pictures(tmp_path / "photos", size=(100, 75))
+    assert run_ranks(begun, 1, photos, settings) == [expected]
+
+
+def looked_at(data: Path) -> list[str]:
+    """Who is busy beside a training, as it is seen after 5 seconds, 20, 20 and 5."""
+    busy = iter("abc")
+
+    def read(watch: HostWatch) -> HostLoad:
+        process = OtherProcess(next(busy), 1, 1.0)
+        return HostLoad(1.0, 1.0, 1.0, None, None, (process,), None, 0.0, 0, None, None, None)
+
+    with made_time(checkup_module) as clock, patch.object(HostWatch, "read", read):
+        checkup, names = Checkup(session(data)), list[str]()
+        for seconds in (5.0, 20.0, 20.0, 5.0):
+            clock.sleep(seconds)
+            load = checkup.look()
+            assert load is not None
+            names.append(load.others[0].name)
+    return names
+
+
+def test_the_host_is_looked_at_anew_but_seldom(data: Path) -> None:
+    assert run_ranks(looked_at, 1, data) == [["a", "b", "c", "c"]]
 
 
 def unseen(data: Path) -> bool:

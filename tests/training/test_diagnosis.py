@@ -1,6 +1,7 @@
 """A run says what holds it back: once, after its first hundred updates, and in a file; and is not changed by that."""
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from convoy.doctor.advice import Advice
 from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
+from convoy.doctor.host import HostLoad, HostWatch, OtherProcess
 from convoy.errors import ConvoyError
 from convoy.training import checkup, evaluate, loop, step
 from convoy.training.evaluate import EvaluationTally
@@ -118,6 +120,35 @@ def test_evaluations_that_come_too_often_are_found(data: Path, tmp_path: Path) -
     assert advice.gain > 1.5 and advice.arguments[0] == "--set"
     assert found.images_per_s > 0 and found.batch == 24 and found.devices == 1 and found.parts["forward"] > 0
     assert len([sentence for sentence in set(ended.said) if LOOKS_CLOSER in sentence]) == 1
+
+
+def beside_others(data: Path, out: Path) -> Ended:
+    """An update takes a second, and whoever is busy beside the run is named after the updates that are done by then."""
+    updates, update = itertools.count(1), TrainingStep.__call__
+    done = [0]
+
+    def count(step: TrainingStep, *args: Any) -> Any:
+        done[0] = next(updates)
+        clock.sleep(1.0)
+        return update(step, *args)
+
+    def read(watch: HostWatch) -> HostLoad:
+        process = OtherProcess(f"until {done[0]}", 1, 1.0)
+        return HostLoad(100.0, 50.0, 1.0, 90.0, None, (process,), 0.9, 0.0, 0, None, None, None)
+
+    with (
+        made_time(checkup) as clock,
+        patch.object(HostWatch, "read", read),
+        patch.object(TrainingStep, "__call__", count),
+    ):
+        return trained(data, out)
+
+
+def test_at_the_end_the_host_is_that_of_the_last_updates(data: Path, tmp_path: Path) -> None:
+    (ended,) = run_ranks(beside_others, 1, data, tmp_path / "run")
+    assert any(f"end until {UPDATES} (process 1)" in sentence for sentence in ended.said)
+    found = Diagnosis.from_document(json.loads((tmp_path / "run" / "diagnosis.json").read_text()))
+    assert f"end until {LENGTH} (process 1)" in [one.change.partition(",")[0] for one in found.advice]
 
 
 def test_a_run_of_a_few_updates_is_not_diagnosed(data: Path, tmp_path: Path) -> None:

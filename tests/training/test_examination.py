@@ -96,7 +96,7 @@ def beside_others(data: Path, threads: int) -> Facts:
     with (
         made_time(examination, checkup, step) as clock,
         patch.multiple(cores, **machine),
-        patch.object(examination, "tried", lambda *_: (0.004, (told,))),
+        patch.object(examination, "try_changes", lambda *_: (0.004, (told,))),
     ):
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(0.01))
         return examine(found, seconds=1.0)

@@ -16,7 +16,7 @@ from convoy.errors import ConvoyError
 from convoy.launch.cores import own_cores, pin
 from convoy.training import Session, step, trials
 from convoy.training.set_up import set_up
-from convoy.training.trials import Change, changes, tried
+from convoy.training.trials import Change, changes, try_changes
 from made_time import made_time
 from ranks import run_ranks
 from tiny import write_mnist
@@ -203,7 +203,7 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
         cores = own_cores()
         pin([cores[found.ranks.rank % len(cores)]])  # as ranks of a run are
         before = state()
-        as_it_is, done = tried(found, set_up_or_fail, clock.now + 1000)
+        as_it_is, done = try_changes(found, set_up_or_fail, clock.now + 1000)
         return Left(done, as_it_is, before, state())
 
 
@@ -255,7 +255,7 @@ def tried_in(data: Path, seconds: float) -> tuple[float, int]:
     found = session(data)
     with made_time(trials, step) as clock, patch.object(trials, "changes", lambda *_: iter([LAST, LAST])):
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
-        as_it_is, done = tried(found, set_up, clock.now + seconds)
+        as_it_is, done = try_changes(found, set_up, clock.now + seconds)
     return as_it_is, len(done)
 
 
@@ -297,7 +297,7 @@ def unlike(data: Path) -> list[tuple[str, float]]:
         return [Change("batch", (f"--batch {of.ranks.rank}",)), *[Change("plan", ())] * of.ranks.rank]
 
     with patch.object(trials, "changes", offers), patch.object(trials, "_by_all", lambda *rest: 1.0):
-        _, done = tried(found, set_up, math.inf)
+        _, done = try_changes(found, set_up, math.inf)
     return [(trial.arguments[0], trial.seconds) for trial in done]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
 from convoy.late import waiting_for
 from convoy.units import size
+
+if TYPE_CHECKING:
+    from convoy.data.packed import Pack
 
 VERBS = {
     "show": ("convoy.cli.data:show", "Say what is in a data set, and check its pictures."),
@@ -240,7 +243,7 @@ def unpack(path: Path, dest: Path) -> int:
     return 0
 
 
-def _opened(path: Path, to_verify: bool = False) -> Any:
+def _opened(path: Path, to_verify: bool = False) -> "Pack":
     from convoy.data.packed import Pack, is_pack
 
     existing(str(path), "name a folder that convoy data pack has written")

@@ -132,12 +132,14 @@ def _verify(what: Sequence[str], seconds: float, as_json: bool) -> int:
     is left over, and in turns, as a machine's speed may change within minutes."""
     found = _examination(what, seconds)
     place = found.possible
-    if place is not None:
-        changed = replaced(what, found.advice[place].arguments)
-        others = [_examination(line, 0).images_per_s for line in (changed, changed, what)]
-        tried = found.advice[place].tried([found.images_per_s, *others])
-        found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
-    click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
+    try:
+        if place is not None:
+            changed = replaced(what, found.advice[place].arguments)
+            others = [_examination(line, 0).images_per_s for line in (changed, changed, what)]
+            tried = found.advice[place].tried([found.images_per_s, *others])
+            found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
+    finally:  # what was found is not lost where the change cannot be tried
+        click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
     if place is None and found.advice and not as_json:
         click.echo("No option of convoy train makes any of these changes, so none was tried.")
     return 0

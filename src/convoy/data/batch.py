@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from convoy.data.decode import BadImage
+from convoy.data.decode import BadImage, in_channels
 from convoy.data.order import Purpose, uniforms
 from convoy.data.sources import EncodedSource, PixelSource, Source, refusal
 from convoy.data.transforms import ColorAugment, Geometry
@@ -256,12 +256,6 @@ class BatchMaker:
 def evaluation_pixels(image: Image.Image, name: str, geometry: Geometry, channels: int) -> NDArray[np.uint8]:
     """A picture as an evaluation shows it to the network: uint8 [channels, image_size, image_size]. Raises BadImage."""
     return _planes(geometry.center(image, name), channels)
-
-
-def in_channels(image: Image.Image, channels: int) -> Image.Image:
-    """A picture of mode L or RGB in grey (1) or RGB (3), by Pillow's rule."""
-    mode = "L" if channels == 1 else "RGB"
-    return image if image.mode == mode else image.convert(mode)
 
 
 def _planes(image: Image.Image, channels: int) -> NDArray[np.uint8]:

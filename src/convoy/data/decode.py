@@ -110,6 +110,12 @@ def finish_picture(image: Image.Image, name: str, at_least: tuple[int, int] | No
         return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
+def in_channels(image: Image.Image, channels: int) -> Image.Image:
+    """A picture of mode L or RGB in grey (1) or RGB (3), by Pillow's rule."""
+    mode = "L" if channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)
+
+
 def _eight_bit(image: Image.Image, name: str) -> Image.Image:
     mode = image.mode
     if mode in ("L", "RGB") and "transparency" not in image.info:

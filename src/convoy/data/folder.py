@@ -99,8 +99,8 @@ def _scan(root: Path, split: Path, classes: list[str]) -> FolderSource:
     counts = []
     for name in classes:
         folder = split / name
-        found = pictures(folder) if folder.is_dir() else []
-        if not found and (folder.is_dir() or split == root):
+        found = pictures(folder) if folder.is_dir() else []  # a held-out split need not have all classes
+        if not found and folder.is_dir():
             raise ConvoyError(
                 f"{shown(folder)} is a class without pictures ({', '.join(sorted(SUFFIXES)[:6])}, …): "
                 "add some or remove the folder"

@@ -61,7 +61,7 @@ def training_batches(
 
     largest = len(range(order.batch)[part])
     workers = min(num_workers(data, config)[0], num_updates)
-    return _run(maker, requests(), largest, workers, config.workers is None, pin_memory, told)
+    return _run(maker, requests(), largest, workers, first_workers(config, workers), pin_memory, told)
 
 
 def evaluation_batches(
@@ -92,7 +92,7 @@ def evaluation_batches(
     requests = (Request(np.arange(start, max(start, min(start + batch, len(data.test))))) for start in starts)
     workers = min(num_workers(data, config)[0], num_batches)
     largest = min(batch, len(data.test))
-    return _run(maker, requests, largest, workers, False, pin_memory, lambda _: None)
+    return _run(maker, requests, largest, workers, workers, pin_memory, lambda _: None)
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
@@ -107,6 +107,11 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
         return 0, "pictures in memory need no worker processes"
     share = own_share()
     return min(max(int(share), 1), _MAX_AUTOMATIC), f"min({share:.3g} cores of this process, {_MAX_AUTOMATIC})"
+
+
+def first_workers(config: DataConfig, most: int) -> int:
+    """How many of the worker processes of a training begin; others start while batches are waited for."""
+    return most if config.workers is not None else -(-most // 2)
 
 
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
@@ -127,7 +132,7 @@ def _run(
     requests: Iterable[Request],
     largest: int,
     workers: int,
-    adapts: bool,
+    first: int,
     pin_memory: bool,
     told: Callable[[int], None],
 ) -> Generator[Batch, None, None]:
@@ -141,6 +146,6 @@ def _run(
             )
             yield made.pin_memory() if pin_memory else made
         return
-    crew = Workers(maker, iter(requests), largest, most=workers, adapts=adapts, pin_memory=pin_memory, told=told)
+    crew = Workers(maker, iter(requests), largest, most=workers, first=first, pin_memory=pin_memory, told=told)
     with closing(crew.batches()) as batches:
         yield from batches

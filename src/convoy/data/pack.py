@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,10 +69,10 @@ def pack(
     Args:
         kind: the original's format.
         opened: the original.
-        folder: where to; it is made where it is not there.
+        folder: where to write; it is made where it is not there.
         options: how pictures are stored.
         progress: is told how far it is.
-        processes: that decode and encode.
+        processes: how many decode and encode.
         tell: is told from where an interrupted pack goes on.
 
     Returns:
@@ -97,9 +98,8 @@ def pack(
             for split, source in splits.items()
             for number, start in enumerate(range(0, len(source), PER_SHARD))
         ]
-        _write_shards(folder, splits, shards, options, progress, processes, tell)
+        known = _write_shards(folder, splits, shards, options, progress, processes, tell)
         write_text(folder / CLASS_NAMES, "".join(f"{name}\n" for name in opened.classes))
-        known = {shard: shard.known(folder) for shard in shards}
         statistics: dict[str, Statistics] = {}
         arrays: dict[str, NDArray[Any]] = {}
         for split, source in splits.items():
@@ -115,7 +115,7 @@ def pack(
 
 
 def _fingerprint(source: Source) -> dict[str, int]:
-    """What an interrupted pack knows its original by: number of samples, labels, names."""
+    """By what an interrupted pack knows its original again: number of samples, labels, names."""
     names = 0
     for sample in range(len(source)):
         names = zlib.crc32(source.name(sample).encode("utf-8", "surrogatepass"), names)
@@ -159,7 +159,12 @@ def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
     """Begin, or see that what was begun is the same. Raises ConvoyError."""
     begun, wanted = unfinished / "what.json", json.loads(json.dumps(what))
     if begun.exists():
-        before = json.loads(begun.read_text(encoding="utf-8"))
+        try:
+            before = dict(json.loads(begun.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise ConvoyError(
+                f"{shown(folder)} holds an unfinished pack of something unknown ({shown(begun)} is damaged): remove it"
+            ) from None
         if differ := " and ".join(key for key in wanted if before.get(key) != wanted[key]):
             raise ConvoyError(
                 f"{shown(folder)} holds an unfinished pack of something else (other {differ}): finish it as it was "
@@ -195,16 +200,19 @@ class _Shard:
     def _notes(self, folder: Path) -> Path:
         return folder / UNFINISHED / f"{self.name}.npz"
 
-    def is_complete(self, folder: Path) -> bool:
-        return self._notes(folder).exists() and (folder / self.name).exists()
+    def known(self, folder: Path) -> Known | None:
+        """What was noted of it; None where it is to be written: it is not complete, or its notes are damaged."""
+        if not (self._notes(folder).exists() and (folder / self.name).exists()):
+            return None
+        try:
+            with self._notes(folder).open("rb") as file, np.load(file) as notes:
+                found = json.loads(str(notes["statistics"]))
+                found |= {key: tuple(found[key]) for key in ("sums", "squares")}
+                return Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**found))
+        except (BadZipFile, EOFError, KeyError, TypeError, ValueError, zlib.error):
+            return None
 
-    def known(self, folder: Path) -> Known:
-        with np.load(self._notes(folder)) as notes:
-            found = json.loads(str(notes["statistics"]))
-            found |= {key: tuple(found[key]) for key in ("sums", "squares")}
-            return Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**found))
-
-    def write(self, folder: Path, source: Source, labels: NDArray[np.int64], options: PackOptions) -> None:
+    def write(self, folder: Path, source: Source, labels: NDArray[np.int64], options: PackOptions) -> Known:
         """Write the tar, and then what is known of it. Raises BadImage."""
         offsets, sizes, sums = [], [], []
         statistics = Statistics()
@@ -222,16 +230,14 @@ class _Shard:
                     _add(tar, f"{sample:09d}.cls", str(label).encode())
 
         write_atomically(folder / self.name, fill)
+        places = np.array(offsets, np.int64), np.array(sizes, np.int64)
+        known = Known(self.number, *places, np.array(sums, np.uint32), statistics)
         with io.BytesIO() as file:
-            np.savez(
-                file,
-                offsets=np.array(offsets, np.int64),
-                sizes=np.array(sizes, np.int64),
-                crc32=np.array(sums, np.uint32),
-                statistics=np.array(json.dumps(asdict(statistics))),
-            )
+            text = np.array(json.dumps(asdict(statistics)))
+            np.savez(file, offsets=known.offsets, sizes=known.sizes, crc32=known.crc32, statistics=text)
             content = file.getvalue()
         write_atomically(self._notes(folder), lambda path: path.write_bytes(content))
+        return known
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -248,9 +254,10 @@ def _write_shards(
     progress: Progress | None,
     processes: int,
     tell: Callable[[str], object],
-) -> None:
-    """Write those that are not complete."""
-    left = [shard for shard in shards if not shard.is_complete(folder)]
+) -> dict[_Shard, Known]:
+    """Write those that are not complete, and say what is known of all."""
+    known = {shard: found for shard in shards if (found := shard.known(folder)) is not None}
+    left = [shard for shard in shards if shard not in known]
     total = sum(len(source) for source in splits.values())
     done = total - sum(len(shard.samples) for shard in left)
     if done:
@@ -258,7 +265,7 @@ def _write_shards(
     if progress:
         progress("packing", done, total)
     if not left:
-        return
+        return known
     others = set(multiprocessing.active_children())
     try:
         pool = ProcessPoolExecutor(min(processes, len(left)), forkserver(__name__), _enter, (splits, options))
@@ -271,8 +278,9 @@ def _write_shards(
         labels = {split: source.labels for split, source in splits.items()}
         futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in left}
         for future in as_completed(futures):
-            future.result()
-            done += len(futures[future].samples)
+            shard = futures[future]
+            known[shard] = future.result()
+            done += len(shard.samples)
             if progress:
                 progress("packing", done, total)
     except BadImage as bad:
@@ -288,6 +296,7 @@ def _write_shards(
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()  # at once, not after the shard that it writes
         pool.shutdown()
+    return known
 
 
 _splits: dict[str, Source] = {}
@@ -302,15 +311,19 @@ def _enter(splits: dict[str, Source], options: PackOptions) -> None:
     _options = options
 
 
-def _write(shard: _Shard, folder: Path, labels: NDArray[np.int64]) -> None:
-    shard.write(folder, _splits[shard.split], labels, _options)
+def _write(shard: _Shard, folder: Path, labels: NDArray[np.int64]) -> Known:
+    return shard.write(folder, _splits[shard.split], labels, _options)
 
 
 def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored:
     """A picture as the pack is to keep it: as it is where nothing is to be changed. Raises BadImage."""
     name = source.name(sample)
-    data = source.read(sample) if isinstance(source, EncodedSource) else b""
-    image = open_picture(data, name) if data or isinstance(source, EncodedSource) else source.load(sample)
+    data = b""
+    if isinstance(source, EncodedSource):
+        data = source.read(sample)
+        image = open_picture(data, name)
+    else:
+        image = source.load(sample)
     size = upright_size(image)
     short = min(size)
     smaller = options.short_side is not None and short > options.short_side

@@ -50,17 +50,17 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the pictures of a split.
+    """Sums over the pictures of a split, or of a part of one.
 
     Attributes:
-        images: how many.
-        original_bytes: of the original's files; 0 where it keeps pixels.
-        stored_bytes: of the pictures in the pack.
+        images: number of pictures.
+        original_bytes: bytes of the original's files; 0 where it keeps pixels.
+        stored_bytes: bytes of the pictures in the pack.
         smallest: short side of the smallest picture of the original.
-        largest: long side of the largest.
-        pixels: of all stored pictures, for each channel.
-        sums: of the stored pixels, 0 to 255, of each channel (red, green, blue; those of grey ones are alike).
-        squares: sums of their squares.
+        largest: long side of the largest picture of the original.
+        pixels: pixels of all stored pictures.
+        sums: for each channel the sum of the stored pixels, 0 to 255 (red, green, blue; alike where they are grey).
+        squares: for each channel the sum of their squares.
     """
 
     images: int = 0
@@ -89,12 +89,12 @@ class Statistics:
 
     @property
     def channels(self) -> int:
-        """1 where all pictures are gray, else 3."""
+        """1 where all pictures are grey, else 3."""
         return 1 if len(set(self.sums)) == len(set(self.squares)) == 1 else 3
 
     @property
     def mean(self) -> tuple[float, ...]:
-        """Of each channel, pixels from 0 to 1."""
+        """Mean of each channel, pixels from 0 to 1."""
         return tuple(round(each / max(self.pixels, 1) / 255, 4) for each in self.sums[: self.channels])
 
     @property
@@ -116,7 +116,7 @@ class Known(NamedTuple):
 
 
 def shard_name(split: str, number: int) -> str:
-    """Of a tar."""
+    """The file name of a shard."""
     return f"{split}-{number:06d}.tar"
 
 

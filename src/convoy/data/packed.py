@@ -36,7 +36,7 @@ class PackedSource(TarSource):
     mend = "fetch the pack again, or pack again"
 
     def name(self, sample: int) -> str:
-        """Of the original."""
+        """The name that the sample has in the original."""
         return printable(self._names[sample])
 
 
@@ -46,11 +46,11 @@ class Pack:
 
     Attributes:
         path: its folder.
-        name: of the original data set.
-        format: of the original.
-        classes: names, by labels.
+        name: name of the original data set.
+        format: format of the original.
+        classes: names of the classes, by label.
         options: how pictures are stored.
-        statistics: of the pictures, by splits: train and test, or data.
+        statistics: what its pictures add up to, by split: train and test, or data.
     """
 
     path: Path
@@ -115,7 +115,7 @@ class Pack:
         return wrong
 
     def arrays(self, split: str, *names: str) -> list[NDArray[Any]]:
-        """Those of a split in the index: shard, offset, size, crc32, label, names, name_end. Raises ConvoyError."""
+        """Arrays of a split in the index: shard, offset, size, crc32, label, names, name_end. Raises ConvoyError."""
         index = self.path / INDEX
         try:
             with reading(index), safe_open(index, "np") as file:
@@ -187,8 +187,8 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     next attempt removes.
 
     Args:
-        pack: which.
-        folder: where to; new or empty.
+        pack: the pack.
+        folder: where to write; new or empty.
         progress: is told how far it is.
 
     Returns:

@@ -23,6 +23,7 @@ from convoy.data.files import Opened, check_range, numbered_classes, reading, sh
 from convoy.data.memory import SharedBytes
 from convoy.data.sources import EncodedSource, Progress
 from convoy.errors import ConvoyError
+from convoy.launch.memory import host_memory
 from convoy.terminal import printable
 
 _SHARE_OF_MEMORY = 8
@@ -45,12 +46,11 @@ class MemorySource(EncodedSource):
 
 
 def fits_in_memory(num_bytes: int) -> bool:
-    """Whether that many bytes may be kept: an eighth of the machine's memory for all its ranks, 4 GiB at most."""
+    """Whether that many bytes may be kept: an eighth of the host's memory for all its ranks, 4 GiB at most."""
     if not hasattr(os, "memfd_create"):
         return False
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
-    return num_bytes <= min(memory // _SHARE_OF_MEMORY, _MAX_BYTES) // ranks
+    return num_bytes <= min(host_memory() // _SHARE_OF_MEMORY, _MAX_BYTES) // ranks
 
 
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
@@ -208,18 +208,20 @@ class _Layout:
 
 
 def _open(path: Path) -> pq.ParquetFile:
-    with reading(path), _arrow(path):
+    with _arrow(path):
         return pq.ParquetFile(path)
 
 
 @contextmanager
 def _arrow(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise ConvoyError(f"{shown(path)} is no parquet file, or is cut off or damaged: fetch it again") from None
+    """Turns a failure of Arrow or of the operating system into a ConvoyError that names the file."""
+    with reading(path):
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise ConvoyError(f"{shown(path)} is no parquet file, or is cut off or damaged: fetch it again") from None
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:

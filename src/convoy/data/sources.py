@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from convoy.data.decode import BadImage, finish_picture, open_picture
+from convoy.data.decode import BadImage, finish_picture, in_channels, open_picture
 from convoy.data.memory import SharedNumbers
 from convoy.errors import ConvoyError
 
 Progress = Callable[[str, int, int], None]
-"""Is told of long work: its name, how many are done, of how many."""
+"""Called during long work with its name, how many are done, and of how many."""
 
 
 class Source(ABC):
@@ -89,7 +89,7 @@ class PixelSource(Source):
         if own == channels:
             return self
         strip = self.pixels.reshape(num * height, width, own)
-        image = Image.fromarray(strip[:, :, 0] if own == 1 else strip).convert("L" if channels == 1 else "RGB")
+        image = in_channels(Image.fromarray(strip[:, :, 0] if own == 1 else strip), channels)
         pixels = np.asarray(image).reshape(num, height, width, channels)
         return PixelSource(pixels, self.labels, self._name, self.bad)
 
@@ -183,7 +183,6 @@ def decode_all(
         ConvoyError: a picture cannot be read, and `skip_bad` is not set.
     """
     height, width, channels = form
-    mode = "L" if channels == 1 else "RGB"
     pixels = np.zeros((len(source), height, width, channels), np.uint8)
     bad = {}
     for sample in range(len(source)):
@@ -196,7 +195,7 @@ def decode_all(
             continue
         if image.size != (width, height):
             return None
-        pixels[sample] = np.asarray(image if image.mode == mode else image.convert(mode)).reshape(form)
+        pixels[sample] = np.asarray(in_channels(image, channels)).reshape(form)
         if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
             progress(f"decoding the {what} pictures", sample + 1, len(source))
     return PixelSource(pixels, source.labels, source.name, bad)

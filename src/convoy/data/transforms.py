@@ -25,6 +25,7 @@ DEFAULT_RATIO = (3 / 4, 4 / 3)
 _ATTEMPTS = 10
 
 CropBox = tuple[float, float, float, float]
+"""Left, upper, right and lower end of a part of a picture."""
 
 
 @dataclass(frozen=True)

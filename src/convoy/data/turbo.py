@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.decode import finish_picture, open_picture, oriented, too_large, upright_size
+from convoy.data.decode import finish_picture, in_channels, open_picture, oriented, too_large, upright_size
+from convoy.data.transforms import CropBox
 from convoy.errors import ConvoyError
 
 Pixels = NDArray[np.uint8]
-CropBox = tuple[float, float, float, float]
 Crop = Callable[[int, int], CropBox]
-"""From width and height of a picture to the left, upper, right and lower end of the part that is wanted."""
+"""From width and height of a picture to the part that is wanted."""
 
 _PLAIN = re.compile(rb"P([56])\n(\d{1,5}) (\d{1,5})\n255\n")
 _LARGEST_SCRATCH = 2**24
@@ -102,9 +102,8 @@ class Turbo:
         image = open_picture(data, name)
         width, height = upright_size(image)
         box = crop(width, height)
-        mode = "L" if self._form[1] == 1 else "RGB"
         image = finish_picture(image, name, self._needed(width, height, box))
-        pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+        pixels = np.asarray(in_channels(image, self._form[1]))
         return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
 
     def _plain(self, data: bytes) -> Pixels | None:

@@ -75,15 +75,15 @@ class _Pending:
 
 
 class Workers:
-    """Makes batches in their order, by `most` processes, or by fewer to begin with where the number `adapts`.
+    """Makes batches in their order, by `most` processes, or by fewer to begin with.
 
     Args:
-        maker: what fills the buffers.
-        requests: the batches.
-        largest: samples of the largest one.
-        most: processes.
-        adapts: begin with half of them, and start others while batches are waited for.
-        pin_memory: for a GPU.
+        maker: fills the buffers.
+        requests: the batches to make.
+        largest: number of samples of the largest batch.
+        most: number of processes.
+        first: processes that begin; others start while batches are waited for. None is all of them.
+        pin_memory: whether batches lie in pinned memory, for a GPU.
         told: is told the number of processes, whenever others were started.
     """
 
@@ -94,11 +94,12 @@ class Workers:
         largest: int,
         *,
         most: int,
-        adapts: bool = False,
+        first: int | None = None,
         pin_memory: bool = False,
         told: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._maker, self._requests, self._most, self._told = maker, requests, most, told
+        self._maker, self._requests, self._told = maker, requests, told
+        self._most, self._begin_with = most, most if first is None else first
         largest = max(largest, 1)
         ahead = max(_AHEAD * largest, _SAMPLES_AHEAD)
         self._piece = min(max(-(-ahead // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE)
@@ -115,8 +116,7 @@ class Workers:
         self._processes: dict[connection.Connection, BaseProcess] = {}
         # One for all waits: those of multiprocessing set up a selector each time.
         self._poll, self._speakers = select.poll(), dict[int, tuple[connection.Connection, BaseProcess]]()
-        self._adapts, self._waits, self._since = adapts, 0.0, time.perf_counter()
-        self._asked = 0
+        self._asked, self._waits, self._since = 0, 0.0, time.perf_counter()
 
     @property
     def num(self) -> int:
@@ -131,7 +131,7 @@ class Workers:
             MachineError: a process died, or lacks memory.
         """
         try:
-            self._start(-(-self._most // 2) if self._adapts else self._most)
+            self._start(self._begin_with)
             while self._send():
                 began = time.perf_counter()
                 while not self._pending[0].is_done:
@@ -238,7 +238,7 @@ class Workers:
             self._since = time.perf_counter()
             return
         self._waits += waited
-        if not self._adapts or self.num >= self._most or self._asked % _LOOK_EVERY:
+        if self.num >= self._most or self._asked % _LOOK_EVERY:
             return
         passed = time.perf_counter() - self._since
         if self._waits > _WAITED * passed:

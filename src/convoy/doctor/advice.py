@@ -1,4 +1,4 @@
-"""From what was measured of a training to what holds it back, and what would help: one rule for each cause."""
+"""The rules that say what holds a training back and what would help, from what was measured: one for each cause."""
 
 import math
 import shlex
@@ -14,13 +14,13 @@ from convoy.doctor.host import HostLoad
 from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
 
 LEAST = 1.03
-"""Gain from which on a change is mentioned; smaller ones are lost in what a machine varies by."""
+"""The gain from which on a change is mentioned; smaller ones are lost in what a machine varies by."""
 _LEAST_TRIED = 1.1
 """The same of a change that makes another training, or that was tried: some updates of it err by a few hundredths."""
 _LEAST_OF_A_BATCH = 1.25
 """The same of a larger batch, which is nearly always somewhat faster, and learns otherwise."""
 _STEPS = 20
-"""Of a doubling, in which what a picture takes is fitted."""
+"""Steps of a doubling in which a picture's processor time is fitted."""
 _WAITING = 0.01
 """Part of an update from which on pictures are waited for, or in the way."""
 _NEARLY = 0.9
@@ -30,21 +30,21 @@ _FEWER = 1.1
 _PAUSES = 0.02
 """Part of the time that evaluations are advised to take."""
 _EVALUATIONS = 5
-"""That a run keeps in any case: a curve needs points."""
+"""Evaluations that a run keeps in any case: a curve needs points."""
 _OTHER = 0.1
-"""Cores that another process uses where it counts by itself."""
+"""Cores from which on another process is counted as one of several."""
 _THREADS = 0.5
-"""n threads are taken to be n ** 0.5 times as fast as one: of two 1.1 to 1.7 were measured."""
+"""n threads are taken to be n ** 0.5 times as fast as one: two were measured to be 1.1 to 1.7 times as fast."""
 _OF_SEVERAL = 0.8
-"""Part of what several threads wait for cores that is lost, at least."""
+"""Part of the time for which several threads wait for cores that is lost."""
 _MOST_LOST = 0.95
 """Part of the time that a change is said to save, at most."""
 _STEADY = 1.25
-"""How many times as fast a machine is at one time as at another, at most, where a measured gain is certain."""
+"""How many times as fast a machine may be at one time as at another for a measured gain to be certain."""
 _HELD = 0.1
-"""Part of its speed that a GPU loses while its clock is held down, about; not measured."""
+"""Part of its speed that a GPU loses while its clock is held down: a guess, not measured."""
 _SUFFICES = 0.05
-"""Part of an update for which ranks still wait where a link suffices."""
+"""Part of an update for which ranks still wait where the link is fast enough."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """What is to be said of the gain that was measured: that there is none, or that it is uncertain."""
+        """A word on the gain that was measured where there is none or it is uncertain; empty otherwise."""
         said = []
         if self.measured is not None and self.measured < 1:
             said.append("The change that was tried brings nothing here, so leave it out.")
@@ -103,7 +103,7 @@ class Advice:
 
 
 def advise(facts: Facts) -> tuple[Advice, ...]:
-    """What would make the training faster, the most helpful first; of every cause the best.
+    """What would make the training faster, the most helpful first: the best change for every cause.
 
     A change of the experiment itself has to bring twice as much, in orders of magnitude, as one that leaves the results
     what they are, and fewer devices more than another plan for those there are.
@@ -124,13 +124,13 @@ def _least(one: Advice) -> float:
 
 
 def _rank(one: Advice) -> float:
-    """By which changes are in order."""
+    """The sort key of a change: the most helpful is the least."""
     gain = math.sqrt(one.gain) if one.another_training else one.gain
     return -gain / (_FEWER if one.cause == "devices" else 1.0)
 
 
 def input_model(facts: Facts) -> InputModel:
-    """What an update takes, fitted to how long it took."""
+    """The model of an update's time, whose processor time of a picture is fitted to the update that was measured."""
     slowest = max(facts.ranks, key=lambda rank: rank.wait_s)
     compute = facts.compute_s if facts.compute_s is not None else facts.update_s - slowest.wait_s
     pictures, samples = facts.pictures, max(1, slowest.samples)
@@ -145,7 +145,7 @@ def input_model(facts: Facts) -> InputModel:
 
 
 def _saving(facts: Facts, saved_s: float) -> float:
-    """How many times as fast it is without so many seconds of each update."""
+    """How many times as fast the training is without so many seconds of each update."""
     left = facts.total_s - saved_s
     return facts.total_s / max(left, (1 - _MOST_LOST) * facts.total_s)
 
@@ -229,7 +229,7 @@ _TRIED: dict[Cause, str] = {
 
 
 def _tried(facts: Facts) -> Iterator[Advice]:
-    """What a trial of each change has shown; of batches, the smallest that brings nearly as much as the best."""
+    """Every change that was tried; of larger batches the smallest that brings nearly as much as the best."""
     batches = [trial for trial in facts.trials if trial.cause == "batch"]
     enough = _NEARLY * max((_gain_of(facts, trial) for trial in batches), default=0.0)
     batches = [trial for trial in batches if _gain_of(facts, trial) >= enough][:1]
@@ -246,7 +246,7 @@ def _tried(facts: Facts) -> Iterator[Advice]:
 
 
 def _gain_of(facts: Facts, trial: Trial) -> float:
-    """Of a trial in the training, whose input and pauses stay as they are."""
+    """The gain of a change that was tried, with the input and the pauses of the training as it is."""
     model = input_model(facts)
     ratio = trial.seconds / trial.before_s if trial.before_s else 1.0
     now = model()
@@ -353,7 +353,7 @@ def _host(facts: Facts) -> Iterator[Advice]:
 
 
 def _gpu(facts: Facts, gpu: GpuLoad, wall_s: float, where: str) -> Iterator[Advice]:
-    """A GPU that others use, or that is held down. Not measured on one."""
+    """A GPU that others use, or whose clock is held down. Not measured on one."""
     if gpu.others and gpu.others_busy:
         other = gpu.others[0]
         text = f"Another process computes on the GPU{where}: {other.name} (process {other.pid})."

@@ -1,4 +1,4 @@
-"""What holds a training back, and what would help: as it is said, and kept in files."""
+"""A diagnosis: what holds a training back and what would help, as text and as it is kept in files."""
 
 from dataclasses import asdict
 from typing import Any
@@ -11,15 +11,15 @@ from convoy.doctor.facts import Facts
 from convoy.units import per_second, rough_percent, seconds
 
 WORTH_SAYING = 1.15
-"""Gain from which on a run says by itself what would help."""
+"""The gain from which on a run says by itself what would help."""
 SHOWN = 3
-"""Changes that are said: the one that would help most, and the next two."""
+"""How many changes are printed: the one that would help most, and the next two."""
 _ANOTHER = (
     "Another training: what is learned changes, or its last bits; such changes are ranked by the square root of their "
     "gain."
 )
 _ALIKE = 0.99
-"""Part of the pace of its updates that a training with its pauses has where these are not worth a word."""
+"""Pauses are worth a word where they leave a training less than this part of the pace of its updates."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,14 @@ class Diagnosis:
     """What holds a training back, as `convoy doctor --json` prints it and `diagnosis.json` of a run keeps it.
 
     Attributes:
-        images_per_s: of the training, evaluations and checkpoints included.
+        images_per_s: training images a second, evaluations and checkpoints included.
         update_s: seconds of an update, without these.
-        parts: seconds of an update by name, as in `Facts`; they add up to it.
-        sentence: what holds it back.
-        advice: what would make it faster, the most helpful first.
-        updates: the first and the last one that this is from, counted from 1; None where they belong to no run.
-        command: that trains with the first change which an option makes; None where there is none, and in a run.
+        parts: seconds of an update by name, as in `Facts`; they add up to `update_s`.
+        sentence: what holds the training back.
+        advice: changes that would make it faster, the most helpful first.
+        updates: the first and the last update that were looked at, counted from 1; None where they belong to no run.
+        command: the command that trains with the first change which an option makes; None where there is none, and in
+            a run.
     """
 
     model: str
@@ -51,7 +52,7 @@ class Diagnosis:
 
     @staticmethod
     def of(facts: Facts, updates: tuple[int, int] | None = None) -> "Diagnosis":
-        """What follows from the facts, of these updates of a run."""
+        """The diagnosis that follows from the facts, which are of these updates of a run."""
         found = advise(facts)
         return Diagnosis(
             facts.model,
@@ -69,26 +70,26 @@ class Diagnosis:
 
     @property
     def possible(self) -> int | None:
-        """Place in `advice` of the first change that an option makes; None where none of those that are said does."""
+        """Place in `advice` of the first change that an option makes; None where there is none among those printed."""
         return next((place for place, one in enumerate(self.advice[:SHOWN]) if one.arguments), None)
 
     @property
     def brief(self) -> str:
-        """What a run and its report say: of which updates, what holds it back, and what would help most."""
+        """The diagnosis in a run and its report: of which updates, what holds it back, and what would help most."""
         when = "" if self.updates is None else "In updates {:,} to {:,}: ".format(*self.updates)
         return " ".join([f"{when}{self.sentence}", *(f"What would help most: {one.text}." for one in self.advice[:1])])
 
     def to_document(self) -> dict[str, Any]:
-        """For JSON."""
+        """The diagnosis for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_document(document: Any) -> "Diagnosis":
-        """The same back."""
+        """The diagnosis that `to_document` gave."""
         return TypeAdapter(Diagnosis).validate_python(document)
 
     def text(self) -> str:
-        """Lines for people: how fast it is, what holds it back, and the first changes."""
+        """Lines for people: how fast the training is, what holds it back, and the first changes."""
         where = "on one device" if self.devices == 1 else f"on {self.devices} devices, plan {self.plan}"
         pace = f"{per_second(self.batch / self.update_s)} images a second"
         if self.images_per_s * self.update_s < _ALIKE * self.batch:

@@ -35,15 +35,14 @@ class Pictures:
     """What making one picture for a batch takes in one process, in seconds.
 
     Attributes:
-        read_s: waiting for its bytes.
-        least_read_s: the same for each of several that are read at once, divided by their number: what the storage
-            gives at most.
-        cpu_s: of the processor, to read, decode and augment it.
-        packed_s: the same once `convoy data pack` has stored it with `short_side`; None where that was not tried.
-        raw_s: the same with raw pixels.
-        turbo_s: with the decoder by libjpeg-turbo; None where it is in use already, or not installed.
+        read_s: time for which its bytes are waited for.
+        least_read_s: the same where several are read at once, divided by their number: the storage gives no more.
+        cpu_s: processor time to read, decode and augment it.
+        packed_s: `cpu_s` once `convoy data pack` has stored it with `short_side`; None where that was not tried.
+        raw_s: `cpu_s` from a pack of raw pixels.
+        turbo_s: `cpu_s` with the decoder by libjpeg-turbo; None where it is in use already, or not installed.
         in_memory: whether pictures lie decoded in memory, where one is only copied.
-        short_side: pixels.
+        short_side: the short side of packed pictures, in pixels.
     """
 
     read_s: float = 0.0
@@ -61,9 +60,9 @@ class RankFacts:
     """One rank's part of an update.
 
     Attributes:
-        samples: of a global batch.
-        wait_s: waiting for its batch, as a mean over the updates.
-        own_s: its own work, without waits for other ranks; 0 where that is not known, as on a GPU.
+        samples: how many of a global batch it computes.
+        wait_s: seconds for which it waits for its batch, as a mean over the updates.
+        own_s: seconds of its own work, without waits for other ranks; 0 where that is not known, as on a GPU.
         load: what its host did meanwhile; None where nobody looked.
     """
 
@@ -79,12 +78,12 @@ class Trial:
 
     Attributes:
         cause: what the change would mend.
-        arguments: of the command line, that make the change.
-        seconds: of an update with the change.
-        before_s: of one as it is, measured in turns with it.
-        samples: of an update with the change, beside those of one as it is.
-        another_training: the change is one of the experiment: it changes what is learned, or its last bits.
-        threads: with which each rank computes, where the change is another number of them.
+        arguments: arguments of the command line that make the change.
+        seconds: seconds of an update with the change.
+        before_s: seconds of an update as it is, measured in turns with it.
+        samples: how many times as many samples an update with the change has.
+        another_training: whether it is a change of the experiment, of what is learned or of its last bits.
+        threads: threads with which each rank computes, where the change is another number of them.
         waited: part of the time with the change in which threads waited for a core.
     """
 
@@ -100,26 +99,26 @@ class Trial:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a training as it runs.
+    """What was measured of a training as it runs.
 
     Attributes:
         update_s: seconds of an update of the slowest rank, with its input, without pauses.
         parts: seconds of an update by name (`convoy.plans.timeline.PARTS`), of one rank.
-        ranks: all ranks.
+        ranks: every rank's part.
         compute_s: seconds of an update whose input is ready; None where that was not measured apart.
         workers: processes of each rank that make pictures ready; 0 where the rank does it itself.
-        cores: that each rank's processes may use together.
-        threads: of each rank that compute.
-        microbatches: of an update, all ranks together.
-        pictures: None where nobody looked.
+        cores: cores that each rank's processes may use together.
+        threads: threads with which each rank computes; 0 on a GPU.
+        microbatches: microbatches of an update, all ranks together.
+        pictures: what making a picture takes; None where nobody looked.
         can_pack: whether a pack may make their decoding faster: they are compressed, and not from a pack.
         trials: changes that were tried.
-        evaluation_s, checkpoint_s: that training waits for one; None where that is not known.
+        evaluation_s, checkpoint_s: seconds that training waits for one; None where that is not known.
         evaluate_every, checkpoint_every: updates between two of them; None where it is measured how often they come.
-        updates_per_epoch, total_updates: of the run.
+        updates_per_epoch, total_updates: updates of an epoch and of the run.
         mtbf_s: mean time between failures, from which `checkpoint.every=auto` follows.
-        hosts: on which the ranks are; empty with one rank.
-        link_bits_per_s: that an all-reduce of all ranks moves each way; None where nobody looked.
+        hosts: the hosts of the ranks; empty with one rank.
+        link_bits_per_s: bits a second that an all-reduce of all ranks moves each way; None where nobody looked.
         bubble: part of an update in which a stage has nothing to do, however fast its link is.
     """
 
@@ -177,7 +176,7 @@ class Facts:
         return self.update_s * (self.share("waiting") + max(0.0, self.share("stages") - self.bubble))
 
     def share(self, part: str) -> float:
-        """What a part is of an update; those whose parts are looked at take longer than others."""
+        """A part of an update as a share of it: updates whose parts are looked at take longer than others."""
         return self.parts[part] / sum(self.parts.values()) if self.parts.get(part) else 0.0
 
 
@@ -189,10 +188,12 @@ class InputModel:
     cores of threads that compute, these are late, and the others wait for them. Without workers one follows the other.
 
     Attributes:
-        compute_s: of the processor's or GPU's time for an update whose input is ready.
-        samples: of a rank.
-        read_s, least_read_s, cpu_s: of a picture (`Pictures`).
-        threads: that compute on the cores; 0 where a GPU does.
+        compute_s: seconds of an update whose input is ready.
+        samples: how many a rank computes in an update.
+        read_s, least_read_s, cpu_s: what a picture takes (`Pictures`).
+        workers: processes that make pictures; 0 where the rank does it itself.
+        threads: threads that compute on the cores; 0 where a GPU does.
+        cores: cores of threads and workers together.
     """
 
     compute_s: float
@@ -220,7 +221,7 @@ class InputModel:
 
     @property
     def most_workers(self) -> int:
-        """Workers from which on more bring nothing."""
+        """The number of workers from which on more bring nothing."""
         numbers: Sequence[int] = range(1, max(2, 4 * math.ceil(self.cores)) + 1)
         best = min(self(workers=number) for number in numbers)
         return next(number for number in numbers if self(workers=number) <= 1.02 * best)

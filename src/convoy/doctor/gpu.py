@@ -56,7 +56,7 @@ class GpuLoad:
 
 
 class GpuWatch:
-    """Counts from its making on what happens to a GPU, where it is one of NVIDIA's that `nvidia-smi` knows.
+    """Counts what happens to a GPU, from its making or the last reading on, if it is one that `nvidia-smi` knows.
 
     Args:
         device: the GPU; anything else is not looked at.
@@ -67,14 +67,15 @@ class GpuWatch:
         self._begin = _counters(self._name)
 
     def read(self, is_ours: Callable[[int], bool]) -> GpuLoad | None:
-        """What has happened since the beginning; None where nobody can say. Nothing of the run computes meanwhile.
+        """What has happened since; None where nobody can say. Nothing of the run computes meanwhile.
 
         Args:
             is_ours: whether the process of a number is part of the run.
         """
-        said = _counters(self._name)
+        begin, said = self._begin, _counters(self._name)
         if not said:
             return None
+        self._begin = said
         processes = {process.pid: process for process in _processes(self._name)}
         # where this process is not listed, numbers are of another name space
         known = processes.items() if os.getpid() in processes else ()
@@ -83,16 +84,18 @@ class GpuWatch:
             time.sleep(_SAMPLED_S)
         busy = number_of(_counters(self._name).get("utilization.gpu", "")) if others else None
         return GpuLoad(
-            throttled_s=dict(self._times(said)),
+            throttled_s=dict(_times(begin, said)),
             others=tuple(others),
             others_busy=(busy or 0.0) / 100,
         )
 
-    def _times(self, said: Mapping[str, str]) -> Iterator[tuple[str, float]]:
-        for name, key in zip(_COUNTED, _COUNTERS, strict=True):
-            now, begin = number_of(said.get(key, "")), number_of(self._begin.get(key, ""))
-            if now is not None and begin is not None:
-                yield name, (now - begin) / 1e6
+
+def _times(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    """Seconds between two answers for which a clock was held down, by the reason."""
+    for name, key in zip(_COUNTED, _COUNTERS, strict=True):
+        first, last = (number_of(said.get(key, "")) for said in (before, now))
+        if first is not None and last is not None:
+            yield name, (last - first) / 1e6
 
 
 def number_of(text: str) -> float | None:

@@ -1,11 +1,9 @@
 """What making a picture ready for a batch costs: waiting for its bytes, decoding it, and the same from a pack of it."""
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ from convoy.data.loader import batch_maker
 from convoy.data.pack import packed_picture
 from convoy.data.pack_format import PackOptions
 from convoy.data.sources import EncodedSource
+from convoy.data.turbo import missing
 from convoy.doctor.facts import Pictures
 from convoy.errors import ConvoyError
 
@@ -77,7 +76,7 @@ def measure_pictures(data: DataSet, config: DataConfig, samples: NDArray[np.int6
         seed: of the augmentation.
 
     Returns:
-        Seconds a picture; None where a picture cannot be read.
+        Seconds a picture; None where one cannot be read, or, where bad ones are skipped, none can.
     """
     try:
         maker = batch_maker(data, config, data.train, seed)
@@ -86,8 +85,12 @@ def measure_pictures(data: DataSet, config: DataConfig, samples: NDArray[np.int6
             return Pictures(cpu_s=_cpu(maker, samples), in_memory=maker.vectorised, short_side=side)
         half = max(1, len(samples) // 2)
         read_s, read = _reading(data.train, samples[:half])
+        if maker.skip_bad:
+            read = np.array([sample for sample in read.tolist() if _is_good(data.train, sample)], np.int64)
+            if not len(read):
+                return None
         found = Pictures(read_s, _at_once(data.train, samples[half:]), _cpu(maker, read), short_side=side)
-        if maker.decoder != "turbo" and find_spec("simplejpeg") is not None and find_spec("cv2") is not None:
+        if maker.decoder != "turbo" and not missing():
             turbo = batch_maker(data, config.model_copy(update={"decoder": "turbo"}), data.train, seed)
             found = replace(found, turbo_s=_cpu(turbo, read))
         packed = [_packed(maker, data.train, read, PackOptions(side, raw)) for raw in (False, True)]
@@ -105,6 +108,14 @@ def _reading(source: EncodedSource, samples: NDArray[np.int64]) -> tuple[float, 
     return (_Spent.now() - began).idle / max(1, read), samples[:read]
 
 
+def _is_good(source: EncodedSource, sample: int) -> bool:
+    try:
+        source.load(sample)
+    except BadImage:
+        return False
+    return True
+
+
 def _at_once(source: EncodedSource, samples: NDArray[np.int64]) -> float:
     """Seconds for each of several pictures that are read at once."""
     began = _Spent.now()
@@ -117,16 +128,19 @@ def _at_once(source: EncodedSource, samples: NDArray[np.int64]) -> float:
 def _read_until(source: EncodedSource, ends: float, sample: int) -> tuple[bool, float]:
     """Whether a picture was read, which is not begun after a time, and seconds of the processor for it."""
     before = time.thread_time()
-    if before_end := time.perf_counter() < ends:
+    if in_time := time.perf_counter() < ends:
         source.read(sample)
-    return before_end, time.thread_time() - before
+    return in_time, time.thread_time() - before
 
 
 def _cpu(maker: BatchMaker, samples: NDArray[np.int64]) -> float:
-    """Seconds of the processor that a picture takes, the median of some: the first loads what is needed."""
-    taken: list[float] = []
+    """Seconds of the processor that a picture takes, but for the first ones, for which all that is needed is loaded."""
     if maker.vectorised:
-        return _taken(lambda: maker.training(samples, 0), len(samples))
+        maker.training(samples, 0)
+        before = time.thread_time()
+        maker.training(samples, 0)
+        return (time.thread_time() - before) / len(samples)
+    taken = list[float]()
     images = np.empty((1, *maker.shape), np.uint8)
     began = time.perf_counter()
     for place in range(len(samples)):
@@ -138,22 +152,14 @@ def _cpu(maker: BatchMaker, samples: NDArray[np.int64]) -> float:
     return float(np.mean(taken[1:] or taken))
 
 
-def _taken(work: Callable[[], object], number: int) -> float:
-    work()
-    before = time.thread_time()
-    work()
-    return (time.thread_time() - before) / max(1, number)
-
-
 def _packed(maker: BatchMaker, source: EncodedSource, samples: NDArray[np.int64], options: PackOptions) -> float | None:
     """Seconds of the processor for a picture from a pack; None where packing changes nothing."""
-    kept = [source.read(sample) for sample in samples.tolist()]
     began, files = time.perf_counter(), []
     for sample in samples.tolist():
         files.append(packed_picture(source, sample, options).data)
         if time.perf_counter() - began > _MOST_S:
             break
-    if all(before == after for before, after in zip(kept, files, strict=False)):
+    if all(source.read(sample) == file for sample, file in zip(samples.tolist(), files, strict=False)):
         return None
     other = BatchMaker(
         _Stored(files),

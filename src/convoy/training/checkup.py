@@ -1,4 +1,4 @@
-"""What a session's updates tell of what holds them back: how long they take and wait, and what its host does."""
+"""What is seen of a session's updates for the doctor's rules: how long they take and wait, and what the host does."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ from itertools import islice
 from statistics import fmean
 
 from convoy.data import num_workers
-from convoy.data.loader import batch_maker
+from convoy.data.loader import batch_maker, first_workers
 from convoy.data.packed import PackedSource
 from convoy.data.sources import EncodedSource
 from convoy.doctor.facts import Facts, Pictures, RankFacts
@@ -22,9 +22,11 @@ from convoy.training.session import Session
 from convoy.training.step import StepResult
 
 UPDATES = 100
-"""Of a run, after which it is said what holds it back; so many are remembered."""
+"""Updates after which a run says what holds it back; so many are remembered."""
 LEAST = 10
-"""Updates of which less says nothing."""
+"""Fewer updates say nothing."""
+_SELDOM_S = 10.0
+"""Seconds between two looks at the host, at least: each takes some milliseconds, beside a thousand processes 15."""
 
 
 @dataclass
@@ -41,22 +43,24 @@ class Checkup:
     gpu: bool = False
 
     def __post_init__(self) -> None:
-        self.workers = num_workers(self.session.data, self.session.recipe.data)[0]
+        data, config = self.session.data, self.session.recipe.data
+        self.workers = first_workers(config, num_workers(data, config)[0])
         self.begin()
 
     def begin(self) -> None:
-        """From now on updates count."""
+        """Forget the updates so far: they count from now on."""
         self.num = 0
         self._seconds, self._waits, self._own = (deque[float](maxlen=UPDATES) for _ in range(3))
         self._watch: HostWatch | None = None
         with suppress(Exception):  # a look at the machine is no reason to stop a training
             self._watch = HostWatch(self.session.device if self.gpu else None)
         self._load: HostLoad | None = None
+        self._looked = time.perf_counter()
         self._asked = self._waited_s = 0.0
 
     @property
     def seconds(self) -> float:
-        """That they took."""
+        """The time that the updates took which are remembered."""
         return sum(self._seconds)
 
     def told(self, workers: int) -> None:
@@ -68,7 +72,7 @@ class Checkup:
         self._asked = time.perf_counter()
 
     def got(self) -> float:
-        """It is there: seconds that it was waited for."""
+        """The batch is there: the seconds for which it was waited for."""
         self._waited_s = time.perf_counter() - self._asked
         return self._waited_s
 
@@ -80,28 +84,33 @@ class Checkup:
         self._own.append(result.own_s)
 
     def look(self) -> HostLoad | None:
-        """What the host has done: as long as the processes that make pictures are there to be counted. Once only."""
-        if self._load is None and self._watch is not None:
+        """What the host has done since the look before, while the processes that make pictures are there to be counted.
+
+        The first look is at all since the beginning. One that comes too soon finds what the one before found.
+        """
+        now = time.perf_counter()
+        if self._watch is not None and (self._load is None or now - self._looked >= _SELDOM_S):
+            self._looked = now
             with suppress(Exception):  # as above
                 self._load = self._watch.read()
         return self._load
 
     def facts(self, comparison: Comparison, since: int = 0) -> Facts:
-        """What all ranks have seen. All ranks call it.
+        """What all ranks have seen, of their hosts what the last look found. All ranks call it.
 
         Args:
-            comparison: of parts of an update.
-            since: of the updates that are remembered, those that do not count: in the first ones of a training,
-                batches lie ready that were made before.
+            comparison: parts of an update.
+            since: how many of the updates that are remembered do not count: for the first ones of a training, batches
+                lie ready that were made before.
         """
-        session, load = self.session, self.look()
+        session = self.session
         recipe, quantities, ranks = session.recipe, session.quantities, session.ranks
         network, passes = session.network, len(session.division.passes(session.merge))
         samples = len(session.division.positions(ranks.sample_rank))
         waits, own, seconds = (fmean(islice(each, since, None)) for each in (self._waits, self._own, self._seconds))
         source = session.data.train
         in_memory = batch_maker(session.data, recipe.data, source, recipe.seed).vectorised
-        everyone = ranks.gather((RankFacts(samples, waits, own, load), seconds, self.workers, network_place()))
+        everyone = ranks.gather((RankFacts(samples, waits, own, self._load), seconds, self.workers, network_place()))
         return Facts(
             model=recipe.model.name,
             data=str(recipe.data.path),

@@ -1,7 +1,7 @@
-"""A minute of a training as it would run, and changes of it: what was measured, for the doctor's rules.
+"""Measures a training as it runs, and changes of it, for the doctor's rules.
 
-Nothing is written, but a checkpoint or two to a temporary folder where these may cost much. Changes of what devices
-compute are tried; what concerns the input is measured picture by picture.
+Nothing is written, but a few checkpoints to a temporary folder where these may cost much. Changes of what devices
+compute are tried; those of the input are not, and pictures are measured one by one instead.
 """
 
 import math
@@ -31,26 +31,27 @@ from convoy.training.observation import Observation
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from convoy.training.step import random_batch, wait_for
-from convoy.training.trials import tried
+from convoy.training.trials import try_changes
 
 Say = Callable[[str, int, int], None]
 
 _WARM_UP, _WATCHED = 3, (4, 6, 8)
-"""Updates that do not count, and those whose parts are looked at, which takes longer: before those that are timed."""
+"""How many updates do not count, and those whose parts are looked at: before the timed ones, as that takes longer."""
 _MOST, _SAMPLES = 200, 2048
-"""Updates that are measured, at most, and samples: more than lay ready when they began."""
+"""Updates that are measured at most, and the samples that suffice: more than lay ready when they began."""
 _LONGEST_S = 15.0
 _PICTURES = 64
 _TEST_BATCHES = 4
 _MESSAGE = 2**22
 """Bytes by which links are measured."""
 _CHECKPOINTS = 3
+"""Checkpoints that are timed, after one that is not."""
 _FREQUENT_S = 120.0
 """Seconds between two checkpoints from which on what they cost is not looked at."""
 _LONG_PAUSES = 0.05
-"""Part of an update from which on evaluations count together with the checkpoints that follow them."""
+"""Part of an update from which on evaluations are counted with the checkpoints that follow them."""
 _BEST = 0.5
-"""Part of evaluations that find the best weights so far, about."""
+"""The part of evaluations that find the best weights so far, about."""
 
 
 def examine(
@@ -60,13 +61,13 @@ def examine(
 
     Args:
         session: of the training; its weights change.
-        seconds: of trying changes, after which no other is begun.
+        seconds: time for trying changes, after which no other trial is begun.
         say: is told of the work: what, done, total.
-        folder: where checkpoints would be written, or what it will lie in; None looks at none.
+        folder: where the run would lie, which need not be there; None looks at no checkpoints.
     """
     ranks, recipe = session.ranks, session.recipe
     session.model.train()
-    facts = _as_it_runs(session, say)
+    facts = _measure_updates(session, say)
     say("timing pictures", 0, 1)
     everyone = ranks.gather(measure_pictures(session.data, recipe.data, _fresh(session), recipe.seed))
     known = [one for one in everyone if one is not None]
@@ -80,7 +81,7 @@ def examine(
         facts = _with_checkpoints(session, facts, folder, say)
     taken = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
     make = partial(set_up, keep=session.profiles is not None)
-    compute_s, trials = tried(session, make, time.perf_counter() + seconds, say, taken)
+    compute_s, trials = try_changes(session, make, time.perf_counter() + seconds, say, taken)
     if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in trials):
         # Others have cores of its threads, and an update takes now twice, now five times as long: the mean of many.
         compute_s = max(compute_s, facts.update_s - facts.wait_s)
@@ -89,15 +90,15 @@ def examine(
 
 
 def _fresh(session: Session) -> NDArray[np.int64]:
-    """Training samples of this rank's own that come last in an epoch, and so are read by few updates of it."""
+    """Training samples for this rank alone, which come last in an epoch, so that the updates here read few of them."""
     ranks, recipe = session.ranks, session.recipe
     last = Order(len(session.data.train), recipe.batch, recipe.seed).samples(0)[::-1]
     each = max(1, min(_PICTURES, len(last) // ranks.num))
     return last[ranks.rank * each % len(last) :][:each]
 
 
-def _as_it_runs(session: Session, say: Say) -> Facts:
-    """Updates with their input, as they come."""
+def _measure_updates(session: Session, say: Say) -> Facts:
+    """The facts that updates tell which run with their input, as they come."""
     ranks, batch = session.ranks, session.recipe.batch
     step, checkup = session.step(), Checkup(session, gpu=True)
     observation = Observation(session, watched=_WATCHED, apart=(), last=max(_WATCHED))
@@ -129,7 +130,7 @@ def _as_it_runs(session: Session, say: Say) -> Facts:
 
 
 def _bits_per_s(session: Session) -> float:
-    """That an all-reduce moves each way: of every rank's message, 2 (n - 1) / n times its size (Patarasuk, 2009)."""
+    """Bits a second that an all-reduce moves each way: 2 (n - 1) / n times the size of a message (Patarasuk, 2009)."""
     ranks, message = session.ranks, torch.zeros(_MESSAGE // 4, device=session.device)
     taken = list[float]()
     for _ in range(3):
@@ -143,13 +144,13 @@ def _bits_per_s(session: Session) -> float:
 
 
 def _evaluation_s(session: Session) -> float:
-    """Seconds of an evaluation as the second one and all later ones take: the first has memory and kernels to make."""
+    """Seconds of the second evaluation, as all later ones take: for the first, memory and kernels are made."""
     _from_first_batches(session)
     return _from_first_batches(session)
 
 
 def _from_first_batches(session: Session) -> float:
-    """Seconds of an evaluation."""
+    """Seconds of an evaluation, as its first batches tell."""
     size = max(1, session.evaluation_batch() * session.ranks.num_sample_ranks)
     number = -(-len(session.data.test) // size)
     asked = list[float]()
@@ -170,7 +171,7 @@ def _from_first_batches(session: Session) -> float:
 
 
 def _with_checkpoints(session: Session, facts: Facts, folder: Path, say: Say) -> Facts:
-    """With what checkpoints cost, where they come often, or evaluations that save the best weights so far do."""
+    """The facts with what checkpoints cost, where they come often, or evaluations that save the best weights do."""
     every, evaluate_every = session.quantities.checkpoint_every, facts.evaluate_every
     is_often = every is not None and every * facts.update_s < _FREQUENT_S
     pauses = evaluate_every is not None and facts.pauses_s > _LONG_PAUSES * facts.update_s

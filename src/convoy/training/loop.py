@@ -193,6 +193,7 @@ class Loop:
             with closing(self._updates()) as updates:
                 for _ in updates:
                     if self._stop.after_update():
+                        self._checkup.look()
                         return
 
     def _updates(self) -> Generator[None, None, None]:
@@ -309,6 +310,8 @@ class Loop:
         self.window.pause()
         if self._observation is not None and self._observation.done:
             self._conclude()
+        if self._checkup.num % UPDATES == 0 or self.done == total:
+            self._checkup.look()
         if self._checkup.num == UPDATES:
             self._diagnose()
         if self.done % quantities.evaluate_every == 0 and self.done < total:

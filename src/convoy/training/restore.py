@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, DataConfig, DataSet, Normalize, evaluation_batches, open_data
-from convoy.data.batch import evaluation_pixels, in_channels
-from convoy.data.decode import finish_picture, open_picture
+from convoy.data.batch import evaluation_pixels
+from convoy.data.decode import finish_picture, in_channels, open_picture
 from convoy.data.files import relabel
 from convoy.data.folder import SUFFIXES, picture_bytes
 from convoy.data.transforms import Geometry

@@ -12,6 +12,7 @@ from convoy import models
 from convoy.comm.backend import own
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, num_workers, open_data
+from convoy.data.loader import first_workers
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
@@ -224,7 +225,7 @@ def _assemble(
         notes += [said] if said is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers, why = num_workers(data, recipe.data)
-    if workers > 1 and recipe.data.workers is None:
+    if first_workers(recipe.data, workers) < workers:
         why += "; half of them begin, others follow when batches are waited for"
     derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))

@@ -1,4 +1,4 @@
-"""Changes of a training that are tried: a few updates of each as it would run, in turns with those as it is."""
+"""Trials of changes of a training: a few updates of each change, in turns with updates as they are."""
 
 import math
 import os
@@ -32,15 +32,15 @@ from convoy.training.step import TrainingStep, update_seconds
 
 SetUp = Callable[..., Session]
 _ENOUGH, _MOST = 3, 10
-"""Measurements near the fastest that make an end, and after how many it ends in any case."""
+"""How many measurements near the fastest are enough, and how many there are at most."""
 _LEAST_S = 0.1
 """Seconds of a measurement: more than the slices in which a system hands out cores."""
 _LARGER, _SMALL = (2, 4, 16), 64
 """How many times as large batches are tried, but only small ones more than 4 times as large."""
 _LONGEST = timedelta(minutes=10)
-"""That one rank may take for a trial while others wait."""
+"""The time that one rank may take for a trial while others wait."""
 _FREE = 0.3
-"""Part of a core that other processes may use before a thread does without it."""
+"""Part of a core that other processes may use before there is a thread less for it."""
 _UPDATES = 12
 """Updates, about, that a trial takes."""
 
@@ -51,11 +51,11 @@ class Change:
 
     Attributes:
         cause: what it would mend.
-        arguments: of the command line.
-        settings: the same for the recipe.
-        samples: of an update, beside those of one as it is.
-        another_training: it changes what is learned, or its last bits.
-        alone: it is tried by one device, with the cores of all.
+        arguments: arguments of the command line that make it.
+        settings: the recipe's fields that make it.
+        samples: how many times as many samples an update has with it.
+        another_training: whether it changes what is learned, or its last bits.
+        alone: whether one device tries it, with the cores of all.
     """
 
     cause: Cause
@@ -75,7 +75,7 @@ class Change:
 
 
 def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
-    """What is worth trying, the likeliest to help first.
+    """The changes that are worth trying, the likeliest to help first.
 
     Args:
         session: of the training as it is.
@@ -88,7 +88,7 @@ def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
         if num_threads(recipe) != (threads := int(max(1, free))):
             arguments = ("--set", f"threads={threads}")
             yield Change("threads", arguments, {"threads": threads}, another_training=not bits_may_change)
-        if num_threads(recipe) > threads:  # what else is tried says nothing before that is mended
+        if num_threads(recipe) > threads:  # before that is mended, other trials say nothing
             return
     if ranks.num > 1:
         single = {"devices": 1, "plan": None, "shares": None, "schedule": None}
@@ -119,20 +119,20 @@ def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
         yield Change("compile", ("--compile",), {"compile": True})
 
 
-def tried(
+def try_changes(
     session: Session,
     set_up: SetUp,
     ends: float,
     say: Callable[[str, int, int], None] = lambda *work: None,
     taken: float = 0.0,
 ) -> tuple[float, tuple[Trial, ...]]:
-    """Seconds of an update whose input is ready, and what changes make of it. All ranks call it.
+    """Seconds of an update whose input is ready, and a trial of each change that goes. All ranks call it.
 
     Args:
         session: as it is; its weights change.
         set_up: makes a session of another recipe, as `convoy.training.set_up.set_up`.
-        ends: time (`time.perf_counter`) after which nothing more is begun, on rank 0.
-        say: is told of the work.
+        ends: the time (`time.perf_counter`) after which no other trial is begun, on rank 0.
+        say: is told of the work: what, done, total.
         taken: how many of a rank's cores other processes keep busy.
     """
     step, found = session.step(), list[Trial]()
@@ -209,8 +209,8 @@ def _by_one(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> fl
 @contextmanager
 def _on(wanted: Sequence[int]) -> Iterator[None]:
     own, pinned = cores.own_cores(), os.environ.get(cores.PINNED)
-    cores.pin(wanted)
     try:
+        cores.pin(wanted)
         yield
     finally:
         cores.pin(own)

@@ -1,7 +1,6 @@
 """What measured times hold for (the device, its libraries, how it is used), and the memory a plan may take there."""
 
 import hashlib
-import os
 import platform
 import re
 from collections.abc import Iterator
@@ -11,18 +10,10 @@ from typing import Any
 
 import torch
 
-from convoy.launch.cores import MEMBERSHIP, ROOT, cores_allowed, folders, text_of
+from convoy.launch.cores import cores_allowed
+from convoy.launch.memory import host_memory
 from convoy.units import size
 from convoy.version import __version__
-
-
-def memory_limits(membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[int]:
-    """Bytes that each of the groups may have."""
-    for folder, version in folders("memory", membership, root):
-        text = text_of(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
-        if text.isdecimal():
-            yield int(text)
-
 
 SHARE = 0.9
 """Of what there is: kernels, the framework and the data take some."""
@@ -40,7 +31,7 @@ def device_memory(device: torch.device, on_host: int) -> tuple[float, str]:
         free, _ = torch.cuda.mem_get_info(device)
         there = float(free + torch.cuda.memory_reserved(device))
         return SHARE * there, f"nine tenths of the {size(int(there))} that are free on the GPU"
-    there = min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
+    there = host_memory()
     shared = f" over {on_host} devices" if on_host > 1 else ""
     return SHARE * there / on_host, f"nine tenths of the host's {size(int(there))}{shared}"
 
