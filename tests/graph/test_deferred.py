@@ -1,5 +1,6 @@
 """Networks built without their numbers get those of the network built at once, bit by bit."""
 
+import contextlib
 import copy
 import io
 import math
@@ -303,6 +304,28 @@ def test_a_part_takes_no_more_than_its_tensor() -> None:
     assert torch.equal(evaluate(model.fc.weight[3:5]), evaluate(model.fc.weight)[3:5])
     assert evaluate(model.fc.weight[3:5]).untyped_storage().nbytes() == 2 * 8 * 4
     assert evaluate(model.fc.weight[:0]).shape == (0, 8)
+
+
+def state_after(draw: Callable[[Tensor], object], size: int, dtype: torch.dtype, builds: bool) -> Tensor:
+    """Torch's random state after some numbers, within `deferred()` or as usual."""
+    torch.manual_seed(0)
+    with deferred() if builds else contextlib.nullcontext():
+        draw(torch.empty(size, dtype=dtype))
+        draw(torch.empty(1, dtype=dtype))
+    return torch.get_rng_state()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("draw", [Tensor.uniform_, Tensor.normal_])
+def test_numbers_drawn_in_pieces_leave_the_same_state(
+    draw: Callable[[Tensor], object], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convoy.graph.deferred._PIECE", 32)
+    for size in (5, 32, 63, 64, 65, 79, 80, 131, 160):
+        assert torch.equal(state_after(draw, size, dtype, True), state_after(draw, size, dtype, False)), size
+    monkeypatch.setattr("convoy.graph.deferred._PIECE", 24)
+    if draw is Tensor.normal_ and dtype == torch.float32:
+        assert not torch.equal(state_after(draw, 100, dtype, True), state_after(draw, 100, dtype, False)), "the control"
 
 
 PEAK = r"""

@@ -41,6 +41,8 @@ SHARE = 0.002
 """Of the time, that comparisons take at most."""
 _AT_ONCE = 2**63 - 1
 """A place in the order of autograd before all that is computed."""
+_PIECE = 2**20
+"""Numbers that are summed at once."""
 _PATTERN = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -346,7 +348,10 @@ def _checksum(tensor: Tensor) -> Tensor:
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     elements = flat(tensor) if is_dense(tensor) else tensor.flatten()
     bits = elements.view(_PATTERN[tensor.element_size()]) if tensor.is_floating_point() else elements
-    return bits.sum(dtype=torch.int64)
+    if bits.device.type != "cpu" or len(bits) <= _PIECE:
+        return bits.sum(dtype=torch.int64)
+    # torch sums an int64 copy: of a piece it stays in the caches, and of a large weight it would be twice its size
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.split(_PIECE)]).sum()
 
 
 def _hyperparameters(known: Mapping[Optimizer, int]) -> tuple[int, int]:

@@ -14,8 +14,10 @@ the one file that uses torch's private modules for it.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,6 +32,8 @@ T = TypeVar("T")
 _META = torch.device("meta")
 _FILLS = {"uniform_", "normal_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
 """They write random numbers over whatever was there."""
+_PIECE = 2**22
+"""Numbers that `uniform_` and `normal_` are made to draw at once: a multiple of the 16 that a CPU draws together."""
 _EVALUATED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -322,9 +326,14 @@ def _note(
         given = tree.leaves((args, kwargs), torch.Generator)
         generator = given[0] if given else default_generator(device)
         drawn = generator, generator.get_state()
-        fills = func._schema.name.removeprefix("aten::") in _FILLS or "_like" in func._schema.name
+        name = func._schema.name.removeprefix("aten::")
+        fills = name in _FILLS or "_like" in name
         blank = Place.blank if mode is None else mode.blank
-        func(*tree.replace(args, Deferred, lambda x: blank(_place(x)) if fills else evaluate(x)), **kwargs)
+        if name in ("uniform_", "normal_") and args[0]._meta.is_contiguous() and device.type == "cpu":
+            for piece in _pieces(_place(args[0])):
+                func(blank(piece), *args[1:], **kwargs)
+        else:
+            func(*tree.replace(args, Deferred, lambda x: blank(_place(x)) if fills else evaluate(x)), **kwargs)
     args, kwargs = tree.replace(
         (args, kwargs), Tensor, lambda x: _place(x) if isinstance(x, Deferred) else x.detach().clone()
     )
@@ -332,6 +341,15 @@ def _note(
     step = Step(func, args, kwargs, made, read, drawn)
     for memory in {tensor._memory for tensor in written} | {place.memory for place in made if place is not None}:
         memory.steps.append(step)
+
+
+def _pieces(place: Place) -> Iterator[Place]:
+    """Parts of a contiguous region whose numbers, drawn one after the other, leave the state that the whole leaves."""
+    left = math.prod(place.size)
+    while left >= 2 * _PIECE:  # so that the last piece is no shorter than those that a CPU draws together
+        yield replace(place, size=(_PIECE,), stride=(1,), offset=0)
+        left -= _PIECE
+    yield replace(place, size=(left,), stride=(1,), offset=0)
 
 
 def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
