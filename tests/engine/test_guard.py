@@ -10,6 +10,7 @@ from own_loops import IMAGES, LABELS, PLANS, loss_of, rank, ranks_net, small
 from torch import Tensor, nn
 
 import convoy
+from convoy.engine import guard
 from convoy.engine.network import network_of
 from convoy.errors import ConvoyError
 from ranks import run_ranks
@@ -171,3 +172,13 @@ def looped(how: str) -> str | None:
 @pytest.mark.parametrize("how", ["accumulates", "asks for gradients", "looks first", "closure"])
 def test_loops_of_other_shapes_are_let_alone(how: str) -> None:
     assert run_ranks(looped, 2, how) == [None, None]
+
+
+def test_checksums_are_those_of_all_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(7, 9)
+    whole = guard._checksum(x)
+    assert whole == x.view(torch.int32).sum(dtype=torch.int64)
+    monkeypatch.setattr(guard, "_PIECE", 10)
+    assert guard._checksum(x) == whole
+    x.view(torch.int32)[6, 8] ^= 1
+    assert guard._checksum(x) != whole
