@@ -43,11 +43,12 @@ def main() -> None:
         torch.manual_seed(0)
         plain = models.create(name, num_classes=10).to(memory_format=memory_format)  # type: ignore[call-overload]
         prepared = copy.deepcopy(plain)
-        prepare(prepared, 0, "sync").enter(0, 0, (1,), torch.device("cpu"))
+        context = prepare(prepared, 0, "sync")
         number = sum(isinstance(layer, PointwiseConv2d) for layer in prepared.modules())
         for samples in map(int, arguments.passes.split(",")):
             images = torch.randn(samples, 3, int(size), int(size)).contiguous(memory_format=memory_format)
             labels = torch.randint(10, (samples,))
+            context.enter(0, 0, (samples,), torch.device("cpu"))  # for dropout
             one, other = _in_turns((plain, prepared), images, labels, arguments.rounds)
             row = [f"{name}, {size} px", number, samples, f"{1e3 * one:.1f}", f"{1e3 * other:.1f}"]
             print(f"| {' | '.join(map(str, row))} | {one / other:.2f} |", flush=True)

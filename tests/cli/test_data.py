@@ -80,7 +80,18 @@ def test_gray_pictures_have_one_mean_and_pixels_no_bytes_of_files(tmp_path, monk
 def test_the_table_has_room_on_80_columns(photos, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     out, _ = said(capsys, "pack", "photos", "p" * 40, "--processes", "1")
-    assert out.split()[:6] == ["split", "images", "original", "stored", "mean", "std"] and len(out.splitlines()) == 3
+    assert out.split()[:6] == ["split", "images", "original", "stored", "mean", "std"]
+    *table, on_disk = out.splitlines()
+    assert len(table) == 3 and all(len(line) <= 80 for line in table)
+    assert re.fullmatch(r"p{40} takes [0-9.]+ kB on disk: tars add some 2 kB to every picture", on_disk)
+
+
+def test_a_pack_of_a_pack_is_stored_as_that(photos, capsys):
+    said(capsys, "pack", "photos", "raw", "--raw", "--short-side", "24", "--processes", "1")
+    said(capsys, "pack", "raw", "again", "--processes", "1")
+    assert "stored: raw pixels, short side at most 24" in said(capsys, "again")[0]
+    said(capsys, "pack", "raw", "smaller", "--short-side", "16", "--processes", "1")
+    assert "stored: short side at most 16" in said(capsys, "smaller")[0]
 
 
 def test_packing_says_from_where_it_goes_on(photos, monkeypatch, capsys):
@@ -123,6 +134,7 @@ def test_a_full_disk_is_a_mistake_that_can_be_mended(photos, monkeypatch, capsys
         ("pack photos photos/packed", "lies in the data set itself"),
         ("pack photos .", "is not empty: name a new folder"),
         ("pack photos", "missing argument"),
+        ("pakc photos packed", "no such command 'pakc': did you mean pack?"),
         ("verify photos", "photos is no pack: convoy data pack SOURCE DEST writes one"),
         ("verify none", "none does not exist"),
         ("unpack photos back", "is no pack"),
@@ -140,6 +152,6 @@ def test_mistakes_are_one_sentence_and_leave_nothing(photos, capsys, line, words
 def test_a_broken_picture_is_named(photos, capsys):
     (photos / "train" / "dog" / "002.jpg").write_bytes(b"")
     _, err = said(capsys, "pack", "photos", "packed", "--processes", "1", status=2)
-    assert "train/dog/002.jpg is an empty file: mend or remove it, and pack again" in err
+    assert "train/dog/002.jpg is an empty file: mend it, and pack again to go on; or remove it" in err
     _, err = said(capsys, "packed", status=2)
     assert "is a pack that was interrupted" in err

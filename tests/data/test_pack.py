@@ -153,7 +153,9 @@ def test_a_broken_picture_is_named_and_the_rest_goes_on_when_it_is_mended(tmp_pa
     write_folder(source, ("a", "b"), num=4)
     good = (source / "b" / "001.jpg").read_bytes()
     (source / "b" / "001.jpg").write_bytes(good[:500])
-    with pytest.raises(ConvoyError, match=r"^b/001.jpg cannot be decoded .*: mend or remove it, and pack again"):
+    with pytest.raises(
+        ConvoyError, match=r"^b/001.jpg cannot be decoded .*: mend it, and pack again to go on; or remove it"
+    ):
         packed(source, tmp_path / "packed")
     assert not (tmp_path / "packed" / INDEX).exists()
     for reader in (open_data, open_files):
@@ -265,7 +267,10 @@ def test_a_pack_that_was_ended_goes_on_and_is_what_it_would_have_been(tmp_path, 
     monkeypatch.setattr(pack, "PER_SHARD", 3)
     with pytest.raises(ConvoyError, match="was interrupted"):
         open_data(DataConfig(path=str(tmp_path / "killed")))
-    with pytest.raises(ConvoyError, match=r"unfinished pack of something else \(other options\): finish it as it was"):
+    with pytest.raises(
+        ConvoyError,
+        match=r"something else \(other options: it was begun with files and size as in the original\): fini",
+    ):
         packed(tmp_path / "source", tmp_path / "killed", PackOptions(raw=True))
     for name in ("killed", "whole"):
         packed(tmp_path / "source", tmp_path / name)

@@ -171,6 +171,8 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
             **stat(own, "python", 1, 100 * n),
             **stat(4_000_001, "worker", own, 100_000 * n),
             **stat(4_000_002, "odd ) name", 1, 200_000 * n),
+            **stat(4_000_005, "python3", 1, 50_000 * n),
+            "proc/4000005/cmdline": "python3\0/home/x/train.py\0--lr\0",
             **stat(4_000_003, "elsewhere", 1, 200_000 * n),
             "proc/4000003/status": "Cpus_allowed_list:\t2,4-6\n",
             **stat(4_000_004, "kworker", 2, 200_000 * n, 0x0020_8040),
@@ -186,7 +188,10 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
     assert load.swapped_bytes == 8 * 4096
     assert load.memory_pressure_s == 2
     assert load.hot_s == 2
-    assert load.others == (OtherProcess("odd ) name", 4_000_002, 4000 / load.wall_s),)
+    assert load.others == (
+        OtherProcess("odd ) name", 4_000_002, 4000 / load.wall_s),
+        OtherProcess("python3 train.py", 4_000_005, 1000 / load.wall_s),
+    )
     assert load.run_cores == pytest.approx(2000 / load.wall_s)
     assert load.gpu is None
     made(machine, counters(4))

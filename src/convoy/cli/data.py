@@ -1,5 +1,6 @@
 """`convoy data`: what a data set holds, before training on it; and packs, which load faster."""
 
+import difflib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from convoy.units import size
 if TYPE_CHECKING:
     from convoy.data.packed import Pack
 
+_PADDED = 1.2
+"""How many times as many bytes as its pictures a pack may take before that is said."""
 VERBS = {
     "show": ("convoy.cli.data:show", "Say what is in a data set, and check its pictures."),
     "pack": ("convoy.cli.data:pack", "Write a data set as shards that load faster."),
@@ -33,7 +36,8 @@ class _DataGroup(LazyGroup):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else ""
-        if first not in (*self.verbs, "-h", "--help"):
+        is_mistyped = bool(difflib.get_close_matches(first, self.verbs, 1)) and not Path(first).exists()
+        if first not in (*self.verbs, "-h", "--help") and not is_mistyped:
             args = ["show", *args]
         return super().parse_args(ctx, args)
 
@@ -170,13 +174,18 @@ def pack(
     from convoy.data.dataset import open_files
     from convoy.data.pack import pack as write
     from convoy.data.pack_format import PackOptions
+    from convoy.data.packed import Pack
     from convoy.launch.cores import own_share
 
     with _progress(as_json) as progress, _named("SOURCE"):
         kind, opened = open_files(DataConfig(path=source), progress)
+        stored = PackOptions(short_side, raw, quality)
+        if kind == "pack":
+            packed = Pack.open(path)
+            kind, stored = packed.format, packed.options if stored == PackOptions() else stored
         cores = processes or max(int(own_share()), 1)
         tell = partial(click.echo, err=True)
-        statistics = write(kind, opened, dest, PackOptions(short_side, raw, quality), progress, cores, tell)
+        statistics = write(kind, opened, dest, stored, progress, cores, tell)
     rows = [
         {"split": split, "images": one.images}
         | ({"original_bytes": one.original_bytes} if one.original_bytes else {})
@@ -187,6 +196,9 @@ def pack(
         options.show([{"pack": str(dest)} | row for row in rows], as_json)
     else:
         options.show([_in_words(row) for row in rows], right=("images", "original", "stored"))
+        on_disk = sum(file.stat().st_size for file in dest.iterdir())
+        if on_disk > _PADDED * sum(one.stored_bytes for one in statistics.values()):
+            click.echo(f"{dest} takes {size(on_disk)} on disk: tars add some 2 kB to every picture")
     return 0
 
 

@@ -101,6 +101,8 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
                 f"{first} is no run directory: name one, or write convoy doctor train MODEL with the options of "
                 "convoy train"
             )
+    elif len(what) > 1 and RunDirectory(Path(what[1])).is_run():
+        raise ConvoyError(f"{what[1]} is a run: write convoy doctor {shlex.join(what[1:])}")
     values: dict[str, Any] = train.make_context("convoy train", _line(what), obj=arguments).params
     for option in ("resume", "extend", "out"):
         if values.get(option):
@@ -132,16 +134,21 @@ def _verify(what: Sequence[str], seconds: float, as_json: bool) -> int:
     is left over, and in turns, as a machine's speed may change within minutes."""
     found = _examination(what, seconds)
     place = found.possible
+    if not as_json:
+        click.echo(found.text())
+        if place is None and found.advice:
+            click.echo("No option of convoy train makes any of these changes, so none was tried.")
     try:
         if place is not None:
             changed = replaced(what, found.advice[place].arguments)
             others = [_examination(line, 0).images_per_s for line in (changed, changed, what)]
             tried = found.advice[place].tried([found.images_per_s, *others])
             found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
+            if not as_json:
+                click.echo("\n".join(filter(None, (f"Tried: {tried.text}", tried.verdict))))
     finally:  # what was found is not lost where the change cannot be tried
-        click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
-    if place is None and found.advice and not as_json:
-        click.echo("No option of convoy train makes any of these changes, so none was tried.")
+        if as_json:
+            click.echo(json.dumps(found.to_document(), indent=2))
     return 0
 
 

@@ -155,6 +155,9 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
     shutil.rmtree(finished, ignore_errors=True)
 
 
+_DIFFERENCES = {"options": "other options", "splits": "other pictures, names or labels", "classes": "other classes"}
+
+
 def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
     """Begin, or see that what was begun is the same. Raises ConvoyError."""
     begun, wanted = unfinished / "what.json", json.loads(json.dumps(what))
@@ -165,10 +168,14 @@ def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
             raise ConvoyError(
                 f"{shown(folder)} holds an unfinished pack of something unknown ({shown(begun)} is damaged): remove it"
             ) from None
-        if differ := " and ".join(key for key in wanted if before.get(key) != wanted[key]):
+        if differ := " and ".join(
+            _DIFFERENCES.get(key, f"another {key}") for key in wanted if before.get(key) != wanted[key]
+        ):
+            begun_with = PackOptions(**before["options"]) if before.get("options") != wanted["options"] else None
+            said = differ if begun_with is None else f"{differ}: it was begun with {begun_with}"
             raise ConvoyError(
-                f"{shown(folder)} holds an unfinished pack of something else (other {differ}): finish it as it was "
-                "begun, or remove it"
+                f"{shown(folder)} holds an unfinished pack of something else ({said}): finish it as it was begun, or "
+                "remove it"
             )
     elif (folder / INDEX).exists():  # since this process looked
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -285,8 +292,12 @@ def _write_shards(
                 progress("packing", done, total)
     except BadImage as bad:
         raise ConvoyError(
-            f"{bad}: mend or remove it, and pack again (convoy data PATH --check names all that cannot be read)"
+            f"{bad}: mend it, and pack again to go on; or remove it, and pack into a new folder (convoy data PATH "
+            "--check names all that cannot be read)"
         ) from None
+    except KeyboardInterrupt:
+        tell(f"the same command goes on after {done:,} of {total:,} pictures")
+        raise
     except BrokenProcessPool as error:
         raise MachineError(
             f"a process that packs died, perhaps for lack of memory: run the same again to go on in {shown(folder)}"

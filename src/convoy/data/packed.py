@@ -104,6 +104,9 @@ class Pack:
         """A sentence for each shard, by its name, that is missing or of another size than it was written with."""
         wrong = {}
         for name, size in self._shards.items():
+            if not (self.path / name).exists():
+                wrong[name] = f"{shown(self.path / name)} is missing: {PackedSource.mend}"
+                continue
             try:
                 with reading(self.path / name):
                     now = (self.path / name).stat().st_size

@@ -74,6 +74,11 @@ class _Pending:
         return None not in self.pieces.values()
 
 
+def samples_ahead(batch: int) -> int:
+    """Samples that workers make before they are asked for: of three batches, and of more where these are small."""
+    return max(_AHEAD * batch, _SAMPLES_AHEAD)
+
+
 class Workers:
     """Makes batches in their order, by `most` processes, or by fewer to begin with.
 
@@ -101,7 +106,7 @@ class Workers:
         self._maker, self._requests, self._told = maker, requests, told
         self._most, self._begin_with = most, most if first is None else first
         largest = max(largest, 1)
-        ahead = max(_AHEAD * largest, _SAMPLES_AHEAD)
+        ahead = samples_ahead(largest)
         self._piece = min(max(-(-ahead // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE)
         self._ahead = -(-(ahead + most * self._piece) // largest)
         shape = (self._ahead + 2, largest, *maker.shape)

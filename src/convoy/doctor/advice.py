@@ -23,6 +23,8 @@ _STEPS = 20
 """Steps of a doubling in which a picture's processor time is fitted."""
 _WAITING = 0.01
 """Part of an update from which on pictures are waited for, or in the way."""
+_BEYOND = 1.5
+"""How many times as much as is waited for pictures an update loses by them where they also take its cores."""
 _NEARLY = 0.9
 """Part of the best gain that is enough for a batch that is smaller."""
 _FEWER = 1.1
@@ -41,6 +43,8 @@ _MOST_LOST = 0.95
 """Part of the time that a change is said to save, at most."""
 _STEADY = 1.25
 """How many times as fast a machine may be at one time as at another for a measured gain to be certain."""
+_FAR = 2.0
+"""How many times as much a change may bring as was predicted, or as little, before a word is said of it."""
 _HELD = 0.1
 """Part of its speed that a GPU loses while its clock is held down: a guess, not measured."""
 _SUFFICES = 0.05
@@ -76,20 +80,26 @@ class Advice:
         """The change and its gain, in a line."""
         other = " (another training)" if self.another_training else ""
         tried = "" if self.measured is None else f", {times_as_fast(self.measured)} when tried"
-        return f"{self.change}{other}: {times_as_fast(self.gain)} (predicted){tried}"
+        least = "at least " if self.gain > 0.99 / (1 - _MOST_LOST) else ""
+        return f"{self.change}{other}: {least}{times_as_fast(self.gain)} (predicted){tried}"
 
     @property
     def verdict(self) -> str:
-        """A word on the gain that was measured where there is none or it is uncertain; empty otherwise."""
-        said = []
-        if self.measured is not None and self.measured < 1:
-            said.append("The change that was tried brings nothing here, so leave it out.")
-        for one, other in (self.turns[::3], self.turns[1:3]) if self.turns else ():
-            if max(one, other) > _STEADY * min(one, other):
-                same = f"{per_second(one)} images a second became {per_second(other)} of the same training"
-                said.append(f"The machine's speed changed meanwhile: {same}, so the measured gain is uncertain.")
-                break
-        return " ".join(said)
+        """A word on the gain that was measured, where there is none, or it is uncertain or far from the prediction;
+        empty otherwise."""
+        if self.measured is None:
+            return ""
+        pairs = {"as it is": self.turns[::3], "with the change": self.turns[1:3]} if self.turns else {}
+        for how, (one, other) in pairs.items():
+            if max(one, other) <= _STEADY * min(one, other):
+                continue
+            pace = f"the training {how} made {per_second(one)} images a second, and later {per_second(other)}"
+            return f"The machine's speed changed meanwhile: {pace}, so the measured gain is uncertain."
+        if self.measured < 1:
+            return "The change that was tried brings nothing here, so leave it out."
+        if max(self.gain / self.measured, self.measured / self.gain) > _FAR:
+            return "Prediction and trial are far apart: ask again when nothing else uses this machine."
+        return ""
 
     def tried(self, turns: Sequence[float]) -> "Advice":
         """The same with its measured gain.
@@ -120,7 +130,7 @@ def _least(one: Advice) -> float:
     """The gain from which on a change is mentioned."""
     if one.cause == "batch":
         return _LEAST_OF_A_BATCH
-    return _LEAST_TRIED if one.another_training or one.cause in _TRIED else LEAST
+    return _LEAST_TRIED if one.another_training or one.cause in (*_TRIED, "threads") else LEAST
 
 
 def _rank(one: Advice) -> float:
@@ -154,10 +164,15 @@ def _beside(facts: Facts, **changes: Any) -> float:
     """The gain of other input, as the model has it; evaluations take their pictures from there as well."""
     model = input_model(facts)
     now = model()
+    if not now:
+        return 1.0
     if "cpu_s" in changes and facts.pictures is not None and facts.pictures.cpu_s:
         changes["cpu_s"] *= model.cpu_s / facts.pictures.cpu_s
-    taken = facts.update_s + (facts.evaluation_s or 0.0) / (facts.evaluate_every or math.inf)
-    return _saving(facts, taken * (1 - model(**changes) / now)) if now else 1.0
+    saved = facts.update_s * (1 - model(**changes) / now)
+    if facts.evaluate_every and model.picture_s:
+        reading = min(facts.evaluation_cost_s, facts.test_samples * model.picture_s)
+        saved += reading * (1 - replace(model, **changes).picture_s / model.picture_s) / facts.evaluate_every
+    return _saving(facts, saved)
 
 
 def _input(facts: Facts) -> Iterator[Advice]:
@@ -171,6 +186,9 @@ def _input(facts: Facts) -> Iterator[Advice]:
             return
         ready = f"an update takes {seconds(facts.update_s)}, and {seconds(facts.compute_s)} where they are ready"
         waits = f"Processes that make pictures take cores from the training: {ready}"
+    elif facts.compute_s is not None and facts.update_s - facts.compute_s > _BEYOND * facts.wait_s:
+        ready = f"an update takes {seconds(facts.update_s)}, and {seconds(facts.compute_s)} where they are ready"
+        waits += f", and the processes that make them take cores from it: {ready}"
     made = 1 / (model.read_s + model.cpu_s) if model.cpu_s else math.inf
     by = f"{plural(facts.workers, 'process', 'processes')} make" if facts.workers else "the process that trains makes"
     each = f"{by} them, at {per_second(made)} a second each" if facts.workers else f"{by} them itself"
@@ -216,14 +234,13 @@ def _input(facts: Facts) -> Iterator[Advice]:
         yield Advice("decoding", " ".join(arguments), arguments, gain, slow, another_training=True)
 
 
-_TRIED: dict[Cause, str] = {
+_TRIED: dict[Cause, str] = {  # and threads, whose numbers are said
     "batch": "The batch is too small: what every update costs, whatever its size, takes much of it",
     "microbatch": "The microbatches are too small for the layers to compute at their pace",
     "plan": "The plan divides the work badly for this network on these devices",
     "precision": "Another precision is faster here",
     "memory_format": "Another memory format is faster here",
     "compile": "Much of an update is small operations that torch.compile would join",
-    "threads": "More or fewer threads compute than there are cores free for them",
     "devices": "The network is too small for several devices: they wait for each other longer than they save",
 }
 
@@ -234,12 +251,14 @@ def _tried(facts: Facts) -> Iterator[Advice]:
     enough = _NEARLY * max((_gain_of(facts, trial) for trial in batches), default=0.0)
     batches = [trial for trial in batches if _gain_of(facts, trial) >= enough][:1]
     for trial in (*(trial for trial in facts.trials if trial.cause != "batch"), *batches):
+        threads = plural(facts.threads, "thread computes", "threads compute")
+        why = _TRIED.get(trial.cause) or f"{threads}, and there are cores free for {trial.threads}"
         yield Advice(
             trial.cause,
             " ".join(trial.arguments),
             trial.arguments,
             _gain_of(facts, trial),
-            f"{_TRIED[trial.cause]}: an update takes {seconds(trial.before_s)}, and "
+            f"{why}: an update takes {seconds(trial.before_s)}, and "
             f"{seconds(trial.seconds / trial.samples)} for as many samples with the change, both without their input.",
             trial.another_training,
         )
@@ -397,7 +416,7 @@ def _pauses(facts: Facts) -> Iterator[Advice]:
     if facts.evaluation_s and facts.evaluate_every:
         wanted = math.ceil(facts.evaluation_s / (_PAUSES * facts.update_s) / facts.updates_per_epoch)
         epochs = max(1, min(wanted, facts.total_updates // (_EVALUATIONS * facts.updates_per_epoch)))
-        saved = facts.evaluation_s * max(0.0, 1 / facts.evaluate_every - 1 / (epochs * facts.updates_per_epoch))
+        saved = facts.evaluation_cost_s * max(0.0, 1 / facts.evaluate_every - 1 / (epochs * facts.updates_per_epoch))
         yield Advice(
             "evaluation",
             f"--set evaluate_every={epochs}ep",

@@ -102,10 +102,8 @@ class Diagnosis:
         said += [f"{number}. {one.text}" for number, one in enumerate(shown, 1)]
         if any(one.another_training for one in shown):
             said.append(_ANOTHER)
-        said += [one.verdict for one in shown if one.verdict]
-        place = self.possible
-        if self.command is not None and place is not None and not (self.advice[place].measured or 1.0) < 1:
-            said.append(f"With change {place + 1}: {self.command}")
+        if self.command is not None and self.possible is not None:
+            said.append(f"With change {self.possible + 1}: {self.command}")
         return "\n".join(said)
 
 

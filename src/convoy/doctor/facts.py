@@ -113,7 +113,9 @@ class Facts:
         pictures: what making a picture takes; None where nobody looked.
         can_pack: whether a pack may make their decoding faster: they are compressed, and not from a pack.
         trials: changes that were tried.
-        evaluation_s, checkpoint_s: seconds that training waits for one; None where that is not known.
+        evaluation_s, checkpoint_s: seconds that one takes, in which nothing is trained; None where that is not known.
+        test_samples: pictures that a rank reads for an evaluation.
+        ahead: batches that workers make before they are asked for, at most.
         evaluate_every, checkpoint_every: updates between two of them; None where it is measured how often they come.
         updates_per_epoch, total_updates: updates of an epoch and of the run.
         mtbf_s: mean time between failures, from which `checkpoint.every=auto` follows.
@@ -140,6 +142,8 @@ class Facts:
     trials: tuple[Trial, ...] = ()
     evaluation_s: float | None = None
     evaluate_every: int | None = None
+    test_samples: int = 0
+    ahead: float = 0.0
     checkpoint_s: float | None = None
     checkpoint_every: int | None = None
     updates_per_epoch: int = 1
@@ -155,9 +159,17 @@ class Facts:
         return max(rank.wait_s for rank in self.ranks)
 
     @property
+    def evaluation_cost_s(self) -> float:
+        """Seconds by which an evaluation delays training: the batches that workers make meanwhile are not waited for
+        later."""
+        taken = self.evaluation_s or 0.0
+        made = min(self.ahead, taken / self.update_s) if self.workers else 0.0
+        return max(0.0, taken - made * self.wait_s)
+
+    @property
     def pauses_s(self) -> float:
-        """Seconds of evaluations and checkpoints, for each update."""
-        pairs = (self.evaluation_s, self.evaluate_every), (self.checkpoint_s, self.checkpoint_every)
+        """Seconds by which evaluations and checkpoints delay training, for each update."""
+        pairs = (self.evaluation_cost_s, self.evaluate_every), (self.checkpoint_s, self.checkpoint_every)
         return sum((seconds or 0.0) / every for seconds, every in pairs if every)
 
     @property
@@ -218,6 +230,11 @@ class InputModel:
         else:
             shared_s = work / one.cores
         return max(one.compute_s, made / one.workers, one.samples * one.least_read_s, shared_s)
+
+    @property
+    def picture_s(self) -> float:
+        """Seconds in which one more picture is made."""
+        return (self.read_s + self.cpu_s) / max(1, self.workers)
 
     @property
     def most_workers(self) -> int:

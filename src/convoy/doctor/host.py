@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 LEAST_CORES = 0.02
 """Other processes that use less are not named."""
+_INTERPRETERS = ("python", "bash", "sh", "java", "node", "perl", "ruby")
 _KERNEL_THREAD = 0x0020_0000
 
 
@@ -33,7 +34,7 @@ class OtherProcess:
     """A process that is no part of the run.
 
     Attributes:
-        name: of the program, at most 15 characters.
+        name: of the program, at most 15 characters, and of the script that it interprets.
         pid: its number.
         cores: how many of this process's cores it kept busy, on average. A process that may run on other cores as well
             is counted by where its threads ran last.
@@ -216,8 +217,16 @@ class HostWatch:
             if self._is_ours(family, pid):
                 run += used
             elif used >= LEAST_CORES * wall:
-                others.append(OtherProcess(printable(process.name), pid, used / wall))
+                others.append(OtherProcess(printable(self._name(pid, process.name)), pid, used / wall))
         return tuple(sorted(others, key=lambda other: -other.cores)), run
+
+    def _name(self, pid: int, program: str) -> str:
+        """`python train.py` or `python -m train` where an interpreter runs a script; otherwise the program's name."""
+        if not program.startswith(_INTERPRETERS):
+            return program
+        _, *words = text_of(self._proc / str(pid) / "cmdline").split("\0")
+        script = words[:2] if words[:1] == ["-m"] else [Path(word).name for word in words[:1] if word[:1] != "-"]
+        return " ".join([program, *script]).strip()
 
     def _share(self, pid: int, cores: list[int]) -> float:
         """The share of a process's time that it spent on some cores."""

@@ -11,6 +11,7 @@ from convoy.data import num_workers
 from convoy.data.loader import batch_maker, first_workers
 from convoy.data.packed import PackedSource
 from convoy.data.sources import EncodedSource
+from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts, Pictures, RankFacts
 from convoy.doctor.host import HostLoad, HostWatch, network_place
 from convoy.launch import cores
@@ -127,6 +128,8 @@ class Checkup:
             pictures=Pictures(in_memory=True) if in_memory else None,
             can_pack=isinstance(source, EncodedSource) and not isinstance(source, PackedSource),
             evaluate_every=quantities.evaluate_every,
+            test_samples=-(-len(session.data.test) // ranks.num_sample_ranks),
+            ahead=samples_ahead(max(1, samples)) / max(1, samples),
             checkpoint_every=quantities.checkpoint_every,
             updates_per_epoch=quantities.updates_per_epoch,
             total_updates=quantities.total_updates,
