@@ -79,7 +79,9 @@ class StagedNetwork(Stage):
         ]
         self.end_pass()
         output = flights[0].placement.graph.output
-        return self._deliver(inputs, flights), output, samples
+        values = self._deliver(inputs, flights)
+        self.links.release(lambda sent: not sent.back)  # the last stage is through with all parts, so all has arrived
+        return values, output, samples
 
     def run_schedule(
         self,
