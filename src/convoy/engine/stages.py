@@ -215,7 +215,8 @@ class StagedNetwork(Stage):
         wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
 
         def run(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-            found = self._backward(flights, dict(zip(names, gradients, strict=True)), wanted)
+            with nullcontext() if self.guard is None else self.guard.inner_backward():
+                found = self._backward(flights, dict(zip(names, gradients, strict=True)), wanted)
             flights.clear()
             return found
 
