@@ -95,6 +95,12 @@ class StagedNetwork(Stage):
             raise ConvoyError("convoy.forward_backward runs a backward pass: call it outside of torch.no_grad()")
         inputs, given_form = arguments(self.model, args, {})
         form = None if given_form.is_plain else given_form
+        for target in leaves(targets, Tensor):
+            if not target.dim() or len(target) != len(inputs[0]):
+                raise ConvoyError(
+                    f"convoy.forward_backward is given {len(inputs[0])} samples, and a target of shape "
+                    f"{list(target.shape)}: pass the targets of this rank's samples, with these along dim 0"
+                )
         inputs, samples = self.open_pass(inputs)
         parts = self._parts(inputs, samples, form)
         announced = self._announced(inputs, samples, parts)
