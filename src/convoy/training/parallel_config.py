@@ -56,12 +56,13 @@ class ParallelConfig(Section):
     @field_validator("memory_limit", mode="before")
     @classmethod
     def _check_size(cls, value: object) -> object:
-        if value is not None:
-            try:
-                bytes_of(str(value), "")
-            except ConvoyError:
-                raise ValueError(f"{value!r} is no size: write e.g. 8GB or 512MiB") from None
-        return None if value is None else str(value)
+        if value is None:
+            return None
+        try:
+            bytes_of(str(value), "")
+        except ConvoyError:
+            raise ValueError(f"{value!r} is no size: write e.g. 8GB or 512MiB") from None
+        return str(value)
 
     @property
     def memory_bytes(self) -> float | None:
