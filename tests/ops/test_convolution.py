@@ -85,12 +85,30 @@ def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) ->
         (images(8).bfloat16(), 256),
         (images(8, pixels=1), 2048),
         (images(2), 8),
+        (images(1), 1024),
     ],
-    ids=["oneDNN anyway", "float64", "bfloat16", "one pixel", "little work"],
+    ids=["oneDNN anyway", "float64", "bfloat16", "one pixel", "little work", "a single small image"],
 )
 def test_other_passes_are_called_as_they_are(x: Tensor, filters: int) -> None:
     assert is_better_dilated(images(), torch.empty(256, 1024, 1, 1))
     assert not is_better_dilated(x, torch.empty(filters, 1024, 1, 1))
+
+
+def test_a_single_image_is_called_dilated_where_that_leads_to_onednn() -> None:
+    for pixels in (4, 5):
+        x, conv = images(1, pixels), layer(1024)
+        dilated = kernels(nn.Sequential(layer(1024, dilation=2)), x)
+        assert is_better_dilated(x, conv.weight) == ("aten::mkldnn_convolution" in dilated) == (pixels == 5)
+
+
+def test_nothing_is_called_dilated_where_it_would_not_be_onednn_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = layer().weight
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        assert not is_better_dilated(images(), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_better_dilated(images(), weight)
+    assert is_better_dilated(images(), weight)
 
 
 def test_several_threads_use_onednn_anyway() -> None:

@@ -237,6 +237,8 @@ def _weighted(function: Callable[..., Tensor], options: dict[str, Any], transpos
 
 POINT, DILATED = (1, 1), (2, 2)
 _FEW_SAMPLES = 16
+_SMALL_IMAGE = 20480
+"""Numbers of a single sample up to which torch computes it without oneDNN in any case (`use_mkldnn`)."""
 _WORTH_ONEDNN = 2**22
 """Multiplications for which oneDNN is worth the 100 µs that it takes to begin; measured from 2**20 to 2**25."""
 
@@ -246,7 +248,7 @@ def is_better_dilated(x: Tensor, weight: Tensor) -> bool:
 
     With one thread and fewer than 16 samples, torch 2.13 computes such a convolution in float32 without oneDNN, by a
     matrix product for each sample (`use_mkldnn` in its Convolution.cpp), which takes a pass of 8 images through
-    ResNet-50 up to twice as long. A dilated convolution always goes to oneDNN.
+    ResNet-50 up to twice as long. A dilated convolution goes to oneDNN, but for a single small image.
 
     >>> x, weight = torch.ones(8, 1024, 4, 4), torch.ones(256, 1024, 1, 1)
     >>> torch.equal(F.conv2d(x, weight, dilation=2), F.conv2d(x, weight))
@@ -256,12 +258,15 @@ def is_better_dilated(x: Tensor, weight: Tensor) -> bool:
         x: input, [samples, channels, height, width].
         weight: [filters, channels of a group, 1, 1].
     """
+    if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
     samples, _, *pixels = x.shape
     if samples >= _FEW_SAMPLES or prod(pixels) == 1 or samples * prod(pixels) * weight.numel() < _WORTH_ONEDNN:
         return False
-    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if (samples == 1 and x.numel() <= _SMALL_IMAGE) or torch.is_autocast_enabled("cpu"):
         return False
-    return torch.get_num_threads() == 1
+    has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return has_onednn and torch.get_num_threads() == 1
 
 
 def _pointwise(plain: Weighted, dilated: Weighted) -> Weighted:
