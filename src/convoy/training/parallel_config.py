@@ -28,8 +28,8 @@ class ParallelConfig(Section):
     schedule: Literal["1f1b", "gpipe", "zero-bubble"] | None = Field(
         None,
         description="of the passes through the stages of a plan: 1f1b keeps fewer activations than gpipe, zero-bubble "
-        "waits less and keeps as many; the result is the same; not said: 1f1b, or with plan auto the one that is "
-        "predicted to be fastest",
+        "waits less and keeps as many or more; the result is the same; not said: 1f1b, or with plan auto the one that "
+        "is predicted to be fastest",
     )
     shares: Literal["auto"] | tuple[float, ...] | None = Field(
         None, description="parts of the batch, e.g. [3, 3, 2]; auto measures; not said: as even as can be"
