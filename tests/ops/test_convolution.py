@@ -65,16 +65,28 @@ def test_numbers_differ_by_rounding_alone() -> None:
     assert not torch.allclose(F.conv2d(x, wide, padding=2, dilation=2), F.conv2d(x, wide, padding=1)), "of larger ones"
 
 
-def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+class Own(nn.Conv2d):
+    """Computes its weights, and so cannot be replaced."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(input, 2 * self.weight, self.bias)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, Own])
+def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Conv2d]) -> None:
     x = images()
 
+    def own() -> nn.Module:
+        torch.manual_seed(0)
+        return kind(1024, 256, 1)
+
     def engine() -> Tensor:
-        net = convoy.parallelize(nn.Sequential(layer()), "serial", example=x, batch_norm="microbatch")
+        net = convoy.parallelize(nn.Sequential(own()), "serial", example=x, batch_norm="microbatch")
         return net(x)
 
-    assert torch.equal(engine(), prepared(layer())(x))
-    monkeypatch.setattr(convolution, "is_better_dilated", lambda *_: False)
-    assert not torch.equal(engine(), prepared(layer())(x)), "the kernels round alike: the test shows nothing"
+    assert torch.equal(engine(), prepared(own())(x))
+    monkeypatch.setattr(convolution, "is_torchs", lambda _: kind is Own)
+    assert not torch.equal(engine(), prepared(own())(x)), "the kernels round alike: the test shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -117,9 +129,6 @@ def test_several_threads_use_onednn_anyway() -> None:
 
 
 def test_other_layers_are_left_alone() -> None:
-    class Own(nn.Conv2d):
-        pass
-
     others = [
         layer(stride=2),
         layer(dilation=2),
