@@ -70,6 +70,13 @@ class TinyAgain(TinyNet):
         return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
 
 
+class TinyUnseen(TinyNet):
+    """Asks for a number, so that nobody can capture it."""
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return super().forward(x if float(x.detach().amax()) < 1e9 else x * 0)
+
+
 class TinyCoupled(TinyNet):
     """Subtracts the mean of the batch."""
 

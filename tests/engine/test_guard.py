@@ -16,14 +16,22 @@ from convoy.errors import ConvoyError
 from ranks import run_ranks
 
 
+def lasso(weights: dict[str, Tensor]) -> Tensor:
+    return torch.stack([weight.abs().sum() for weight in weights.values()]).sum()
+
+
 def penalized(plan: str, penalty: str, updates: int = 2) -> str | None:
     net, mine = ranks_net(plan)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(updates):
         optimizer.zero_grad()
-        loss = loss_of(net, mine)
+        before = sum((p**2).sum() for p in net.parameters()) if penalty == "before the pass" else torch.zeros(())
+        before = convoy.penalty(net, lasso) if penalty == "ours, twice" else 1e-4 * before
+        loss = loss_of(net, mine) + before
         if penalty == "weights":
             loss = loss + 1e-4 * sum((p**2).sum() for p in net.parameters())
+        elif penalty == "ours, twice":
+            loss = loss + convoy.penalty(net, lasso)
         elif penalty == "one":
             loss = loss + 1e-6 * net[5].bias.abs().sum()
         elif penalty == "two passes":
@@ -38,15 +46,15 @@ def penalized(plan: str, penalty: str, updates: int = 2) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("plan", ["sample=2", "filter=2"])
-@pytest.mark.parametrize("penalty", ["weights", "one"])
+@pytest.mark.parametrize("plan", ["sample=2", "filter=2", "stage=2"])
+@pytest.mark.parametrize("penalty", ["weights", "one", "before the pass"])
 def test_a_penalty_outside_of_the_network_is_refused(plan: str, penalty: str) -> None:
     for said in run_ranks(penalized, 2, plan, penalty):
         assert said and "outside of the network" in said and "convoy.penalty" in said
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("penalty", ["none", "two passes"])
+@pytest.mark.parametrize("plan", [*PLANS, "stage=2"])
+@pytest.mark.parametrize("penalty", ["none", "two passes", "ours, twice"])
 def test_what_the_network_computes_is_not_taken_for_a_penalty(plan: str, penalty: str) -> None:
     assert run_ranks(penalized, 2, plan, penalty, 6) == [None, None]
 

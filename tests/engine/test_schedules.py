@@ -263,6 +263,24 @@ def test_what_others_have_received_is_let_go(schedule: str, parts: int) -> None:
     assert run_ranks(parts_on_their_way, 2, schedule, True) == [parts, parts]
 
 
+def kept_by_evaluation(release: bool) -> int:
+    """How many values a rank still holds for others after five batches of which nothing comes back."""
+    x = torch.ones(4, 3, 8, 8, dtype=torch.float64)
+    net = convoy.parallelize(Branches().double().eval(), "stage=3", x[:2], microbatches=2)
+    links = network_of(net).links  # type: ignore[attr-defined]
+    if not release:
+        links.release = lambda _: None
+    with torch.no_grad():
+        for _ in range(5):
+            net(x)
+    return len(links._sending)
+
+
+def test_evaluation_keeps_nothing_for_others() -> None:
+    assert max(run_ranks(kept_by_evaluation, 3, False)) > 9, "the control keeps what it sends"
+    assert run_ranks(kept_by_evaluation, 3, True) == [0, 0, 0]
+
+
 @dataclass
 class Backward(TorchDispatchMode):
     """Counts weight gradients that are computed before the one before them has been added to `.grad`."""

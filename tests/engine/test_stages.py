@@ -313,8 +313,9 @@ def mistaken(kind: str) -> None:
         convoy.parallelize(WithPenalty(), "stage=2", torch.zeros(4, 4), microbatches=2)
     else:
         net, _ = two_heads("last")
-        with torch.no_grad():
-            convoy.forward_backward(net, torch.zeros(4, 3, 8, 8).double(), torch.zeros(4), F.cross_entropy)
+        with torch.set_grad_enabled(kind != "no_grad"):
+            targets = torch.zeros(8 if kind == "targets of others" else 4)
+            convoy.forward_backward(net, torch.zeros(4, 3, 8, 8).double(), targets, F.cross_entropy)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +326,7 @@ def mistaken(kind: str) -> None:
         ("compiled", r"in stages is not compiled, .*: leave compile away, or choose a plan without stages"),
         ("complex", r"returns a tensor that is complex64, which the last stage cannot send to the others"),
         ("no_grad", r"call it outside of torch\.no_grad"),
+        ("targets of others", r"given 4 samples, and a target of shape \[8\]: pass the targets of this rank's"),
     ],
 )
 def test_mistakes_are_said(kind: str, sentence: str) -> None:

@@ -65,16 +65,28 @@ def test_numbers_differ_by_rounding_alone() -> None:
     assert not torch.allclose(F.conv2d(x, wide, padding=2, dilation=2), F.conv2d(x, wide, padding=1)), "of larger ones"
 
 
-def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+class Own(nn.Conv2d):
+    """Computes its weights, and so cannot be replaced."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(input, 2 * self.weight, self.bias)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, Own])
+def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Conv2d]) -> None:
     x = images()
 
+    def own() -> nn.Module:
+        torch.manual_seed(0)
+        return kind(1024, 256, 1)
+
     def engine() -> Tensor:
-        net = convoy.parallelize(nn.Sequential(layer()), "serial", example=x, batch_norm="microbatch")
+        net = convoy.parallelize(nn.Sequential(own()), "serial", example=x, batch_norm="microbatch")
         return net(x)
 
-    assert torch.equal(engine(), prepared(layer())(x))
-    monkeypatch.setattr(convolution, "is_better_dilated", lambda *_: False)
-    assert not torch.equal(engine(), prepared(layer())(x)), "the kernels round alike: the test shows nothing"
+    assert torch.equal(engine(), prepared(own())(x))
+    monkeypatch.setattr(convolution, "is_torchs", lambda _: kind is Own)
+    assert not torch.equal(engine(), prepared(own())(x)), "the kernels round alike: the test shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -85,12 +97,30 @@ def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) ->
         (images(8).bfloat16(), 256),
         (images(8, pixels=1), 2048),
         (images(2), 8),
+        (images(1), 1024),
     ],
-    ids=["oneDNN anyway", "float64", "bfloat16", "one pixel", "little work"],
+    ids=["oneDNN anyway", "float64", "bfloat16", "one pixel", "little work", "a single small image"],
 )
 def test_other_passes_are_called_as_they_are(x: Tensor, filters: int) -> None:
     assert is_better_dilated(images(), torch.empty(256, 1024, 1, 1))
     assert not is_better_dilated(x, torch.empty(filters, 1024, 1, 1))
+
+
+def test_a_single_image_is_called_dilated_where_that_leads_to_onednn() -> None:
+    for pixels in (4, 5):
+        x, conv = images(1, pixels), layer(1024)
+        dilated = kernels(nn.Sequential(layer(1024, dilation=2)), x)
+        assert is_better_dilated(x, conv.weight) == ("aten::mkldnn_convolution" in dilated) == (pixels == 5)
+
+
+def test_nothing_is_called_dilated_where_it_would_not_be_onednn_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = layer().weight
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        assert not is_better_dilated(images(), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_better_dilated(images(), weight)
+    assert is_better_dilated(images(), weight)
 
 
 def test_several_threads_use_onednn_anyway() -> None:
@@ -99,9 +129,6 @@ def test_several_threads_use_onednn_anyway() -> None:
 
 
 def test_other_layers_are_left_alone() -> None:
-    class Own(nn.Conv2d):
-        pass
-
     others = [
         layer(stride=2),
         layer(dilation=2),

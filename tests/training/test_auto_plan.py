@@ -36,13 +36,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def session(
-    data: Path, cache: Path, plan: str, *settings: str, batch: int = 16, microbatch: int = PASS, keep: bool = True
+    data: Path,
+    cache: Path,
+    plan: str,
+    *settings: str,
+    model: str = "tiny:TinyNet",
+    batch: int = 16,
+    microbatch: int = PASS,
+    keep: bool = True,
 ) -> Session:
     """The session of a run on the ranks that are there."""
     ranks, device = join_ranks()
     common = [
         f"data.path={data}",
-        "model.name=tiny:TinyNet",
+        f"model.name={model}",
         f"batch={batch}",
         f"microbatch={microbatch}",
         "optimizer.lr=0.1",
@@ -209,10 +216,10 @@ def test_where_no_plan_fits_the_run_is_refused_with_the_layer_and_by_how_much(da
         assert "what the network itself computes takes most" in said
 
 
-def limited(data: Path, cache: Path, plan: str, limit: str) -> str:
+def limited(data: Path, cache: Path, plan: str, limit: str, model: str) -> str:
     """What a run with a memory limit says of it; with stages, whether it gives freed memory back."""
     try:
-        found = session(data, cache, plan, f"parallel.memory_limit={limit}")
+        found = session(data, cache, plan, f"parallel.memory_limit={limit}", model=model)
     except TooLargeError as error:
         return str(error)
     if isinstance(found.network, StagedTraining):
@@ -221,8 +228,8 @@ def limited(data: Path, cache: Path, plan: str, limit: str) -> str:
 
 
 def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
-    def said(plan: str, limit: str) -> str:
-        first, second = run_ranks(limited, 2, data, tmp_path, plan, limit)
+    def said(plan: str, limit: str, model: str = "tiny:TinyNet") -> str:
+        first, second = run_ranks(limited, 2, data, tmp_path, plan, limit, model)
         assert first == second
         return first
 
@@ -233,6 +240,7 @@ def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
         assert f"the plan {plan} needs " in refused and "--memory-limit is 10kB" in refused
     assert "memory" not in said("sample=2", "90MB")
     assert said("stage=2", "90MB") == "returns memory: True"
+    assert "no effect: the memory of a network that runs layer by layer" in said("sample=2", "90MB", "tiny:TinyUnseen")
 
 
 def without_memory(data: Path, cache: Path, losers: tuple[str, ...]) -> tuple[str, list[str], float, str]:

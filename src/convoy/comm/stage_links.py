@@ -79,11 +79,11 @@ class Arriving:
     """A value that may still be on its way.
 
     Attributes:
-        kind: how it lies.
-        shape: of this rank's part of it.
-        numbers: what it is received into.
-        pending: its way here; None for one without elements, which nobody sends.
-        layer: that gives it, or its gradient.
+        kind: how it lies in memory.
+        shape: the shape of this rank's part.
+        numbers: the memory into which it is received.
+        pending: the message; None for a value without elements, which nobody sends.
+        layer: the layer that gives the value, or the one whose output a gradient belongs to.
     """
 
     kind: Kind
@@ -110,9 +110,9 @@ class Sent:
 
     Attributes:
         to: the stage that receives it.
-        part: of the batch, as the sender counts them.
+        part: the part's number, as the sender counts parts.
         back: whether it is a gradient.
-        pending: its way there.
+        pending: the message.
     """
 
     to: int
@@ -188,9 +188,9 @@ class StageLinks:
 
         Args:
             key: as the senders have it.
-            wanted: with the shapes of this rank's parts.
-            device: where they are needed.
-            back: gradients.
+            wanted: the values, with the shapes of this rank's parts.
+            device: the device that needs them.
+            back: whether gradients are received, not values.
         """
         known = self._received[back].get(key)
         if known is None:

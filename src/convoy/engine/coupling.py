@@ -168,7 +168,7 @@ class Probe:
             would take all microbatches of one call before those of the next.
         outputs: tensors that it gives in training: with auxiliary heads more than one.
         on_device: ranks that compute on the device, and share its memory.
-        weight_bytes: of all parameters.
+        weight_bytes: bytes of all parameters together.
     """
 
     separable: bool

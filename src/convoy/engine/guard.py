@@ -17,6 +17,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Guard:
         self._uses: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
         self._backward = self._ending = _NONE
+        self._inner = False  # backward passes run within another one
         layouts, axes = network.layouts, network.groups.mesh.axes
         wide = {axis for axis in axes if network.groups.mesh.sizes[axis] > 1}
         parameters = dict(network.model.named_parameters())
@@ -226,7 +228,8 @@ class Guard:
 
     def use(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor for a use that the ranks know of, whose gradient `_check_use` will miss nothing of."""
-        if not (self.follows and tensor.requires_grad and torch.is_grad_enabled()):
+        may_follow = self.follows or self._between_updates  # a penalty may come before the pass that begins it
+        if not (may_follow and tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         alias = tensor.view_as(tensor)
         assert alias.grad_fn is not None
@@ -234,6 +237,17 @@ class Guard:
         alias.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
         alias.register_hook(lambda gradient: self._note(name, gradient))
         return alias
+
+    @contextmanager
+    def inner_backward(self) -> Iterator[None]:
+        """Entered in a backward pass that runs others: uses are followed until it ends itself, and its own are kept."""
+        self._enter_backward()
+        self._end_with_backward()
+        outer, uses, self._inner = self._backward, self._uses, True
+        try:
+            yield
+        finally:
+            self._backward, self._uses, self._inner = outer, uses, False
 
     def unfollow(self) -> None:
         """Follow the uses of parameters no longer."""
@@ -258,12 +272,17 @@ class Guard:
     def _arrives(self, name: str) -> Callable[[Sequence[Tensor]], None]:
         def hook(gradients: Sequence[Tensor]) -> None:
             self._enter_backward()
-            if self._ending != self._backward:
-                self._ending = self._backward
-                at_end_of_backward(self.unfollow)
+            if not self._inner:
+                self._end_with_backward()
             self._check_use(name, gradients[0])
 
         return hook
+
+    def _end_with_backward(self) -> None:
+        """Follow uses until the backward pass that is running ends."""
+        if self._ending != self._backward:
+            self._ending = self._backward
+            at_end_of_backward(self.unfollow)
 
     def _enter_backward(self) -> None:
         """Forget what an earlier backward pass has left, which broke off or was that of `torch.autograd.grad`."""
@@ -275,6 +294,8 @@ class Guard:
     def _check_use(self, name: str, gradient: Tensor) -> None:
         known = self._uses.pop(name, [])  # no longer held: it becomes `.grad` without a copy
         if len(known) == 1 and known[0].data_ptr() == gradient.data_ptr():
+            return
+        if known and not gradient.numel():  # of a weight of another stage
             return
         if known:
             total = sum(known[1:], known[0].clone())

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.engine.gradients.backward import current_backward
 from convoy.errors import ConvoyError
 from convoy.ops.context import BatchNormMode, StepContext
-from convoy.ops.convolution import DILATED, POINT, is_better_dilated
+from convoy.ops.convolution import DILATED, POINT, is_better_dilated, is_torchs
 from convoy.ops.microbatch_norm import at_once, normalize_at_once, normalize_by_itself
 from convoy.ops.random_bits import drop, layer_key
 from convoy.ops.statistics import Running, add_term
@@ -119,7 +119,7 @@ class PointwiseConv2d(nn.Conv2d):
 
 
 def _is_pointwise(layer: nn.Module) -> bool:
-    if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros":
+    if not is_torchs(layer):
         return False
     return (layer.kernel_size, layer.stride, layer.dilation) == (POINT, POINT, POINT)
 

@@ -5,6 +5,7 @@ import copy
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -75,6 +76,9 @@ class Guard(Protocol):
 
     def use(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor to compute with in place of a parameter."""
+
+    def inner_backward(self) -> AbstractContextManager[None]:
+        """Within it a backward pass runs others, of parts of its batch."""
 
     def unfollow(self) -> None:
         """The parameters change: forget their uses so far."""

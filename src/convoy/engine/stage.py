@@ -35,14 +35,14 @@ class Flight:
     """A part of the batch on its way through this rank's stage: what its backward pass needs.
 
     Attributes:
-        received: what earlier stages sent.
-        sent: what was sent on.
-        outputs: of the network, by name; in the last stage alone.
-        placement: of the network at this part's size.
-        inputs: the network's.
-        key: what decides how values lie.
-        part: its number, counted over all updates.
-        arriving: the gradients of what was sent, if they are expected already; None for what the loss leaves out.
+        received: values from earlier stages, each with its crossing.
+        sent: values for later stages, likewise.
+        outputs: the network's outputs by name; empty in all stages but the last.
+        placement: the network placed at this part's size.
+        inputs: the network's inputs.
+        key: all that decides how values lie in memory.
+        part: the part's number, counted over all updates.
+        arriving: gradients of the sent values, if they are expected already; None for a value that the loss leaves out.
     """
 
     received: list[tuple[Crossing, Tensor]]
@@ -59,12 +59,12 @@ class Flight:
 class Stage(Network):
     """Runs this rank's stage of a network, one part of a batch at a time.
 
-    An update is `begin_update`, then what that says, then `finish_update`.
+    An update is `begin_update`, then the actions that it returns, then `finish_update`.
 
     Attributes:
         stages: where the network is cut.
-        stage: this rank's.
-        watch_wait: is entered with a value's name while this rank waits for it to come from another stage, or sends.
+        stage: the number of this rank's stage, from 0.
+        watch_wait: a context for a value's name, entered while this rank waits for the value or sends it.
         returns_memory: on a CPU, freed memory goes back to the system after each part of a batch. It lies between what
             is kept of other parts, so that a process would have up to a quarter more than is counted of its tensors;
             an update takes longer, as memory that comes from the system is fetched page by page.
@@ -141,10 +141,10 @@ class Stage(Network):
         """Run this stage on a part of the batch, and send its results on. The caller has announced it.
 
         Args:
-            inputs: of the network, this rank's samples.
-            samples: of every sample rank.
-            form: the other arguments.
-            then: samples of the part that comes next, which may arrive meanwhile.
+            inputs: this rank's samples for the network.
+            samples: how many samples of the part each sample rank has.
+            form: the network's other arguments.
+            then: samples of the next part, which may arrive meanwhile; None after the last.
         """
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
@@ -184,9 +184,9 @@ class Stage(Network):
         """Run the backward pass of a part of the batch in this stage, and send gradients on.
 
         Args:
-            flight: its forward pass.
-            gradients: of the network's outputs, in the last stage.
-            then: that of the part which comes next, whose gradients may arrive meanwhile.
+            flight: the part after its forward pass.
+            gradients: gradients of the network's outputs, in the last stage.
+            then: the next part, whose gradients may arrive meanwhile; None after the last.
         """
         roots: list[Tensor] = []
         given: list[Tensor] = []

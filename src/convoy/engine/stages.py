@@ -79,7 +79,9 @@ class StagedNetwork(Stage):
         ]
         self.end_pass()
         output = flights[0].placement.graph.output
-        return self._deliver(inputs, flights), output, samples
+        values = self._deliver(inputs, flights)
+        self.links.release(lambda sent: not sent.back)  # the last stage is through with all parts, so all has arrived
+        return values, output, samples
 
     def run_schedule(
         self,
@@ -93,6 +95,12 @@ class StagedNetwork(Stage):
             raise ConvoyError("convoy.forward_backward runs a backward pass: call it outside of torch.no_grad()")
         inputs, given_form = arguments(self.model, args, {})
         form = None if given_form.is_plain else given_form
+        for target in leaves(targets, Tensor):
+            if not target.dim() or len(target) != len(inputs[0]):
+                raise ConvoyError(
+                    f"convoy.forward_backward is given {len(inputs[0])} samples, and a target of shape "
+                    f"{list(target.shape)}: pass the targets of this rank's samples, with these along dim 0"
+                )
         inputs, samples = self.open_pass(inputs)
         parts = self._parts(inputs, samples, form)
         announced = self._announced(inputs, samples, parts)
@@ -213,7 +221,8 @@ class StagedNetwork(Stage):
         wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
 
         def run(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-            found = self._backward(flights, dict(zip(names, gradients, strict=True)), wanted)
+            with nullcontext() if self.guard is None else self.guard.inner_backward():
+                found = self._backward(flights, dict(zip(names, gradients, strict=True)), wanted)
             flights.clear()
             return found
 

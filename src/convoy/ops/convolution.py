@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall, each
@@ -43,6 +43,7 @@ def _convolution(call: TorchCall, transposed: bool) -> Recognized | None:
         padding = tuple((p, p) for p in each(found["padding"], spatial))
     found |= {"stride": each(found["stride"], spatial), "padding": padding, "dilation": dilation}
     found |= {"transposed": transposed, "output_padding": each(found.get("output_padding", 0), spatial)}
+    found["by_torch"] = is_torchs(call.module)
     return Recognized("conv", found)
 
 
@@ -211,7 +212,8 @@ def _local(site: Site) -> Callable[..., Tensor]:
     options["padding"] = tuple(both for both, _, _ in paddings)
     flat = _flat([(before, after) for _, before, after in paddings])
     layer = _weighted(function, options)
-    if (site.graph.shape(attributes["weight"])[2:], options["stride"], options["dilation"]) == (POINT, POINT, POINT):
+    sizes = site.graph.shape(attributes["weight"])[2:], options["stride"], options["dilation"]
+    if attributes["by_torch"] and sizes == (POINT, POINT, POINT):
         layer = _pointwise(layer, _weighted(function, options | {"dilation": DILATED}))
     compute = postponing(site, layer)
     return (lambda x, weight, bias: compute(F.pad(x, flat), weight, bias)) if any(flat) else compute
@@ -237,8 +239,19 @@ def _weighted(function: Callable[..., Tensor], options: dict[str, Any], transpos
 
 POINT, DILATED = (1, 1), (2, 2)
 _FEW_SAMPLES = 16
+_SMALL_IMAGE = 20480
+"""Numbers of a single sample up to which torch computes it without oneDNN in any case (`use_mkldnn`)."""
 _WORTH_ONEDNN = 2**22
 """Multiplications for which oneDNN is worth the 100 µs that it takes to begin; measured from 2**20 to 2**25."""
+
+
+def is_torchs(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether a module is torch's own 2-d convolution, which computes with its image as it is given.
+
+    Only such layers are called dilated: on one device the trainer replaces them (`engine/layers.py`), but no calls that
+    a network makes by itself, and results are to have the same bits on any number of devices.
+    """
+    return type(module) is nn.Conv2d and module.padding_mode == "zeros"
 
 
 def is_better_dilated(x: Tensor, weight: Tensor) -> bool:
@@ -246,7 +259,7 @@ def is_better_dilated(x: Tensor, weight: Tensor) -> bool:
 
     With one thread and fewer than 16 samples, torch 2.13 computes such a convolution in float32 without oneDNN, by a
     matrix product for each sample (`use_mkldnn` in its Convolution.cpp), which takes a pass of 8 images through
-    ResNet-50 up to twice as long. A dilated convolution always goes to oneDNN.
+    ResNet-50 up to twice as long. A dilated convolution goes to oneDNN, but for a single small image.
 
     >>> x, weight = torch.ones(8, 1024, 4, 4), torch.ones(256, 1024, 1, 1)
     >>> torch.equal(F.conv2d(x, weight, dilation=2), F.conv2d(x, weight))
@@ -256,12 +269,15 @@ def is_better_dilated(x: Tensor, weight: Tensor) -> bool:
         x: input, [samples, channels, height, width].
         weight: [filters, channels of a group, 1, 1].
     """
+    if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
     samples, _, *pixels = x.shape
     if samples >= _FEW_SAMPLES or prod(pixels) == 1 or samples * prod(pixels) * weight.numel() < _WORTH_ONEDNN:
         return False
-    if x.dtype != torch.float32 or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if (samples == 1 and x.numel() <= _SMALL_IMAGE) or torch.is_autocast_enabled("cpu"):
         return False
-    return torch.get_num_threads() == 1
+    has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return has_onednn and torch.get_num_threads() == 1
 
 
 def _pointwise(plain: Weighted, dilated: Weighted) -> Weighted:

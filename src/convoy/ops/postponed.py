@@ -39,9 +39,10 @@ class Weighted:
     """A function of an input that is linear in a weight, and its gradients, each by itself.
 
     Attributes:
-        compute: of (input, weight, bias or None), samples along dim 0 of input and output.
-        input_gradient: of (gradient of the output, input, weight).
-        weight_gradients: of (gradient of the output, input, weight, whether there is a bias); of weight and bias.
+        compute: the function of (input, weight, bias or None), with samples along dim 0 of input and output.
+        input_gradient: the input's gradient, from (gradient of the output, input, weight).
+        weight_gradients: the gradients of weight and bias, from (gradient of the output, input, weight, whether there
+            is a bias).
     """
 
     compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -2,7 +2,7 @@
 
 GPipe (Huang et al., 2019) runs all parts forward and then all of them back. 1F1B (PipeDream-flush: Narayanan et al.,
 2021) takes each back as soon as it can, so that a stage keeps the activations of no more parts than there are stages
-from it to the last. Zero-bubble (ZB-H2 of Qi et al., "Zero Bubble Pipeline Parallelism", 2024) sends the gradients of
+from it to the last. Zero-bubble (after ZB-H2 of Qi et al., "Zero Bubble Pipeline Parallelism", 2024) sends gradients of
 activations on first, and computes those of weights, for which no other stage waits, where it would wait itself and at
 the end, for several parts at once. In all of them gradients are those of the weights at the beginning of the update.
 """
@@ -28,9 +28,9 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
 
     Args:
         schedule: the order.
-        parts: of the batch.
-        stage: from 0.
-        stages: how many there are.
+        parts: number of parts of the batch.
+        stage: the stage's number, from 0.
+        stages: how many stages there are.
     """
     ahead = _ahead(schedule, parts, stage, stages)
     found: list[Action] = [("forward", part) for part in range(ahead)]

@@ -90,10 +90,10 @@ class Crossing:
     the order in which one device adds them.
 
     Attributes:
-        value: its name in the graph.
+        value: the value's name in the graph.
         source: the stage that sends it.
-        target: the one that receives it.
-        layer: that gives it.
+        target: the stage that receives it.
+        layer: the layer that gives it; empty for the network itself.
     """
 
     value: str
@@ -120,9 +120,9 @@ class Stages:
 
         Args:
             graph: the network.
-            number: of stages.
-            names: of the layers at which they begin, the first of which may be empty; none to divide the work evenly.
-            work: of every call of the graph.
+            number: how many stages there are to be.
+            names: the layers at which stages begin, the first of which may be empty; none to divide the work evenly.
+            work: the multiply-adds of every call of the graph.
 
         Raises:
             ConvoyError: there are fewer layers than stages, or a name that is none of theirs or out of order.
@@ -189,9 +189,9 @@ class StagedGraph:
 
     Attributes:
         graph: the network.
-        outputs: names of the values that it returns.
-        stages: of the calls, in order.
-        number: of stages.
+        outputs: names of the values that the network returns.
+        stages: the stage of every call, in order.
+        number: how many stages there are.
 
     Raises:
         ConvoyError: a value that crosses is of a type or of more dimensions than stages send.

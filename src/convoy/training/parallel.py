@@ -17,6 +17,7 @@ from convoy.engine import GradientTree, StepContext
 from convoy.engine.gradients import GradientReducer, TreeReducer
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
+from convoy.engine.layerwise import Layerwise
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
 from convoy.engine.stage import Flight
@@ -250,9 +251,11 @@ class ParallelNetwork(TrainedNetwork):
         placement = self._largest(passes, precision)
         return what_is_recomputed(placement, self.engine.staged(placement), self._in_flight(len(passes)))
 
-    def needed_bytes(self, passes: Sequence[Pass], precision: torch.dtype | None) -> int:
-        """What the rank that needs most has of parameters, gradients, buffers and activations, as predicted; arguments
-        as for `what_is_recomputed`."""
+    def needed_bytes(self, passes: Sequence[Pass], precision: torch.dtype | None) -> int | None:
+        """Bytes of parameters, gradients, buffers and activations on the rank that needs most, as predicted; None where
+        the network runs layer by layer, so that nobody knows. Arguments as for `what_is_recomputed`."""
+        if isinstance(self.engine, Layerwise):
+            return None
         placement = self._largest(passes, precision)
         staged = self.engine.staged(placement)
         if staged is None:

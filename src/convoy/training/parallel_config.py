@@ -28,8 +28,8 @@ class ParallelConfig(Section):
     schedule: Literal["1f1b", "gpipe", "zero-bubble"] | None = Field(
         None,
         description="of the passes through the stages of a plan: 1f1b keeps fewer activations than gpipe, zero-bubble "
-        "waits less and keeps as many; the result is the same; not said: 1f1b, or with plan auto the one that is "
-        "predicted to be fastest",
+        "waits less and keeps as many or more; the result is the same; not said: 1f1b, or with plan auto the one that "
+        "is predicted to be fastest",
     )
     shares: Literal["auto"] | tuple[float, ...] | None = Field(
         None, description="parts of the batch, e.g. [3, 3, 2]; auto measures; not said: as even as can be"
@@ -56,12 +56,13 @@ class ParallelConfig(Section):
     @field_validator("memory_limit", mode="before")
     @classmethod
     def _check_size(cls, value: object) -> object:
-        if value is not None:
-            try:
-                bytes_of(str(value), "")
-            except ConvoyError:
-                raise ValueError(f"{value!r} is no size: write e.g. 8GB or 512MiB") from None
-        return None if value is None else str(value)
+        if value is None:
+            return None
+        try:
+            bytes_of(str(value), "")
+        except ConvoyError:
+            raise ValueError(f"{value!r} is no size: write e.g. 8GB or 512MiB") from None
+        return str(value)
 
     @property
     def memory_bytes(self) -> float | None:

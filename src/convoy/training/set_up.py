@@ -263,6 +263,8 @@ def _within_limit(recipe: Recipe, plan: Plan, network: TrainedNetwork, passes: S
     if not isinstance(network, ParallelNetwork):
         return ["--memory-limit has no effect: one device trains the plain network"]
     needed = network.needed_bytes(passes, lowered(recipe))
+    if needed is None:
+        return ["--memory-limit has no effect: the memory of a network that runs layer by layer is not predicted"]
     if needed > limit:
         raise TooLargeError(
             f"the plan {plan} needs {size(needed)} on a device for weights, gradients and activations, and "

@@ -17,9 +17,9 @@ class Staging:
     """A network in stages, and the passes that go through them.
 
     Attributes:
-        mesh: the devices; one of its axes is that of the stages.
+        mesh: the devices, with an axis of stages.
         staged: the network, with the stage of every call.
-        samples: of every pass of an update.
+        samples: the samples of every pass of an update.
         schedule: the order of the passes.
     """
 
@@ -35,8 +35,8 @@ class Staging:
         Args:
             plan: the plan.
             graph: the network, at the samples of the largest pass.
-            outputs: names of the values that it returns.
-            samples: of every pass of an update.
+            outputs: names of the values that the network returns.
+            samples: the samples of every pass of an update.
 
         Raises:
             ConvoyError: the network cannot be cut so.
@@ -88,11 +88,11 @@ class StageTimes:
     """Seconds of a stage.
 
     Attributes:
-        forward, backward: computing, of a pass.
-        weights: of the backward pass, the gradients of weights that zero-bubble postpones.
+        forward, backward: computing one pass forward, and back.
+        weights: the part of `backward` that zero-bubble postpones: gradients of weights.
         sends: sending a pass's activations to the next stage.
         returns: sending a pass's gradients to the stage before.
-        once: in an update, after the last pass: exchanging its gradients, and the optimizer.
+        once: the end of an update, after the last pass: exchange of gradients and optimizer.
     """
 
     forward: float

@@ -35,9 +35,9 @@ class Scored:
 
     Attributes:
         placement: the workload's graph under the plan.
-        timeline: one update.
+        timeline: the simulated update.
         memory: bytes on the rank that needs most.
-        passes: in an update.
+        passes: number of passes in an update.
         staging: the stages and their passes; None where the plan has none.
         by_stage: bytes on the rank of each stage that needs most.
     """

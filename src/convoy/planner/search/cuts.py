@@ -41,10 +41,10 @@ class InPasses:
 
     Attributes:
         graph: the network at the samples of a pass.
-        outputs: names of the values that it returns.
-        passes: their number.
+        outputs: names of the values that the network returns.
+        passes: number of passes.
         parts: how the samples of a pass are divided over a number of ranks.
-        costs: of the update.
+        costs: the costs of the update.
     """
 
     graph: Graph

@@ -29,8 +29,8 @@ class Staged:
     """A plan with stages, and what it is predicted to take.
 
     Attributes:
-        passes: in an update.
-        seconds: of an update, simulated stage by stage.
+        passes: number of passes in an update.
+        seconds: time of an update, simulated stage by stage.
     """
 
     plan: Plan
@@ -57,10 +57,10 @@ def in_best_passes(
     of the time, and fewer are larger, which is faster to compute.
 
     Args:
-        counts: the numbers that there may be, ascending.
-        stages: through which the passes go.
-        found_in: what there is in a number of passes; None if there can be nothing.
-        price: is to be least.
+        counts: the numbers of passes that there may be, ascending.
+        stages: how many stages the passes go through.
+        found_in: gives what is found in a number of passes; None if there can be nothing.
+        price: the price of what is found; the least is best.
     """
     known: dict[int, _Found | None] = {}
 
@@ -99,7 +99,7 @@ def search_stages(
     """The fastest plans with stages, the first of them first; none where there can be none.
 
     Args:
-        at: the update in a number of passes; asked again and again for the same.
+        at: gives the update in a number of passes; called again and again with the same number.
         counts: the numbers of passes that it may have, ascending.
         num_devices: ranks that the plans are for.
         links: between them.
