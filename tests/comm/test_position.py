@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from convoy.comm import collectives
-from convoy.comm.position import Ledger
+from convoy.comm.position import Ledger, current
 
 
 def test_a_group_may_end_while_its_state_is_read() -> None:
@@ -19,6 +19,7 @@ def test_a_group_may_end_while_its_state_is_read() -> None:
         answer.wait(10)
         return False
 
+    current.to("start")  # wherever another test has left it
     given.add("group", lambda: [0, 1], "all reduce", slowly)
     found: list[dict] = []
     reader = threading.Thread(target=lambda: found.append(given.state()))
