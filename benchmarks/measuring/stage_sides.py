@@ -161,6 +161,7 @@ def _by_trainer(side: StageSide, case: StageCase, warm_up: int) -> Timing:
         "microbatch": case.batch // side.parts if side.schedule else case.microbatch or min(case.passes),
         "channels_last": side.arrangement.channels_last,
         "precision": "fp32",
+        "clip_norm": "null",  # as the other sides
         "parallel.devices": num,
         "parallel.schedule": side.schedule or "1f1b",
     }

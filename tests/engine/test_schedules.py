@@ -20,9 +20,10 @@ from convoy.comm.stage_links import Sent
 from convoy.engine import guard
 from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
+from convoy.ops import onednn
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.schedule import actions, bubble
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 
 
 def test_a_schedule_runs_forward_before_backward_and_both_in_order() -> None:
@@ -228,6 +229,80 @@ def beside_a_plain_pass() -> float:
 def test_a_pass_that_is_computed_again_computes_what_it_did() -> None:
     for found in run_ranks(beside_a_plain_pass, 2):
         assert found < 1e-12, found
+
+
+def trained_in_float32(prepares: bool, keeps: bool = False) -> tuple[list[Tensor], int]:
+    """Weights after three updates of three parts, two of which have one size, and how many weights were laid out."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(256, 5)).to(memory_format=torch.channels_last)
+    x = torch.randn(8, 16, 4, 4).to(memory_format=torch.channels_last)
+    net = convoy.parallelize(model, "stage=2", x[:3], batch_norm="microbatch", microbatches=3, checks=False)
+    network, laid_out = network_of(net), 0
+    assert onednn._has_packing()
+    assert isinstance(network, StagedNetwork)
+    network.returns_memory = not prepares
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    pack, of_all = onednn._Packed.__init__, dict[Any, Any]()
+
+    def counting(self: Any, *args: Any) -> None:
+        nonlocal laid_out
+        laid_out += 1
+        pack(self, *args)
+
+    def begin_part(self: PostponedGradients) -> None:
+        self._prepared = of_all
+        self._parts.append({})
+
+    stale = patch.object(PostponedGradients, "begin_part", begin_part) if keeps else nullcontext()
+    with patch.object(onednn._Packed, "__init__", counting), stale:
+        for _ in range(3):
+            optimizer.zero_grad()
+            convoy.forward_backward(net, x, torch.arange(8) % 5, F.cross_entropy, schedule="zero-bubble")
+            optimizer.step()
+    return [p.detach().clone() for p in net.parameters()], laid_out
+
+
+def test_weights_that_are_laid_out_for_all_parts_are_those_of_the_update() -> None:
+    """Two convolutions a stage, and two sizes of parts: four in each of three updates."""
+    plain, packed, stale = (run_ranks(trained_in_float32, 2, *how) for how in ((False,), (True,), (True, True)))
+    for (expected, none), (weights, laid_out), (wrong, _) in zip(plain, packed, stale, strict=True):
+        assert (none, laid_out) == (0, 12)
+        assert all(map(torch.equal, weights, expected))
+        assert not all(map(torch.equal, wrong, expected)), "the control computes with the weights of the first update"
+
+
+def passes_of_many_kinds(tagged: bool) -> float:
+    """The worst difference from one device where what a stage waits for after an update is not what comes."""
+    plain = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(4)), nn.Flatten())
+    plain = plain.append(nn.Linear(192, 6)).double()
+    x, y = torch.randn(9, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (9,))
+    net = convoy.parallelize(copy.deepcopy(plain), "stage=2", x[:4], microbatches=2, checks=False)
+    links, worst = network_of(net).links, 0.0  # type: ignore[attr-defined]
+    if not tagged:
+        links._tag = lambda key: 1
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, plain)]
+    for size, schedule in ((8, "1f1b"), (8, "zero-bubble"), (4, "1f1b"), (9, ""), (8, "gpipe"), (4, ""), (1, "1f1b")):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if schedule:
+            convoy.forward_backward(net, x[:size], y[:size], F.cross_entropy, schedule=schedule)  # type: ignore[arg-type]
+        else:
+            F.cross_entropy(net(x[:size]), y[:size]).backward()
+        F.cross_entropy(plain(x[:size]), y[:size]).backward()
+        worst = max(worst, worst_gradient(net, plain))
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            worst = max(worst, relative(net(x[:3]), plain(x[:3]), 1.0))
+    return worst
+
+
+def test_what_a_stage_waits_for_may_come_later() -> None:
+    for found in run_ranks(passes_of_many_kinds, 2, True):
+        assert found < 1e-12, found
+    with pytest.raises(RankFailed):  # evaluations arrive where updates are waited for
+        run_ranks(passes_of_many_kinds, 2, False)
 
 
 END = Sent(to=-1, part=-1, back=False, pending=Pending([], lambda: torch.empty(0)))

@@ -332,16 +332,17 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     return Pending([_numbered("broadcast", work, group)], lambda: x).wait()
 
 
-def start_send(x: Tensor, target: int, group: dist.ProcessGroup) -> Pending:
-    """Begin to send a contiguous `x` to one rank of the group, which receives tensors in the order of these calls."""
+def start_send(x: Tensor, target: int, group: dist.ProcessGroup, tag: int = 0) -> Pending:
+    """Begin to send a contiguous `x` to one rank of the group, which receives tensors in the order of these calls; over
+    gloo those of every tag by themselves."""
     here = _for(group, x)
-    return Pending([dist.isend(here, group=group, group_dst=target)], lambda: here)
+    return Pending([dist.isend(here, group=group, tag=tag, group_dst=target)], lambda: here)
 
 
-def start_receive(x: Tensor, source: int, group: dist.ProcessGroup) -> Pending:
-    """Begin to fill a contiguous `x` with what one rank of the group sends."""
+def start_receive(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> Pending:
+    """Begin to fill a contiguous `x` with what one rank of the group sends under a tag."""
     here = _for(group, x)
-    work = dist.irecv(here, group=group, group_src=source)
+    work = dist.irecv(here, group=group, tag=tag, group_src=source)
     return Pending([work], lambda: x if here is x else x.copy_(here))
 
 

@@ -127,6 +127,9 @@ class StageLinks:
     Both sides give values in the order of the graph's crossings, under the same key: whatever decides, beside the
     network, how values lie. Which of them have a gradient the loss decides, anew in every pass. Sends wait for nobody.
 
+    Over gloo nothing is sent before the receiver has asked for it, so it had better ask early. It may do so before it
+    knows that the next values will be those: each key has a tag of its own.
+
     Args:
         groups: of a mesh with stages.
     """
@@ -140,6 +143,7 @@ class StageLinks:
         self._sent: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}  # by `back` and key
         self._received: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}
         self._sending: list[Sent] = []
+        self._tags: dict[Any, int] = {}
 
     def send(self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], part: int, back: bool = False) -> None:
         """Send values of a part of the batch to later stages, or gradients back to earlier ones; some may be None.
@@ -147,14 +151,14 @@ class StageLinks:
         Raises:
             ConvoyError: a value has a gradient in one part of a batch and none in another.
         """
-        known = self._sent[back].get(key)
+        known, tag = self._sent[back].get(key), self._tag(key)
         if known is None:
             known = {crossing.value: None if x is None else Kind.of(x) for crossing, x in values}
             self._sent[back][key] = known
             for to in dict.fromkeys(_receiver(crossing, back) for crossing, _ in values):
                 own = (known[crossing.value] for crossing, _ in values if _receiver(crossing, back) == to)
                 rows = torch.tensor([_NOTHING if kind is None else kind.numbers() for kind in own])
-                self._send(rows, to, part, back)
+                self._send(rows, to, part, back, tag)
         for crossing, x in values:
             kind = known[crossing.value]
             if (x is None) is not (kind is None):
@@ -164,7 +168,7 @@ class StageLinks:
                     "the same outputs for all samples, or pass microbatches=1 to convoy.parallelize"
                 )
             if x is not None and kind is not None and x.numel():
-                self._send(kind.to_send(x.detach()), _receiver(crossing, back), part, back)
+                self._send(kind.to_send(x.detach()), _receiver(crossing, back), part, back, tag)
 
     def release(self, is_received: Callable[[Sent], bool]) -> None:
         """Let go of what other ranks have received, which gloo does not say of its own accord."""
@@ -192,13 +196,13 @@ class StageLinks:
             device: the device that needs them.
             back: whether gradients are received, not values.
         """
-        known = self._received[back].get(key)
+        known, tag = self._received[back].get(key), self._tag(key)
         if known is None:
             known = self._received[back][key] = {}
             for sender in dict.fromkeys(_sender(crossing, back) for crossing, _ in wanted):
                 own = [crossing.value for crossing, _ in wanted if _sender(crossing, back) == sender]
                 rows = torch.empty(len(own), MOST_DIMS + 3, dtype=torch.int64)
-                start_receive(rows, sender, self._way(back)).wait()
+                start_receive(rows, sender, self._way(back), tag).wait()
                 known |= zip(own, (None if row == _NOTHING else Kind.read(row) for row in rows.tolist()), strict=True)
         found: list[Arriving | None] = []
         for crossing, shape in wanted:
@@ -207,7 +211,8 @@ class StageLinks:
                 found.append(None)
                 continue
             numbers = kind.to_receive(shape, device)
-            pending = start_receive(numbers, _sender(crossing, back), self._way(back)) if math.prod(shape) else None
+            sender, way = _sender(crossing, back), self._way(back)
+            pending = start_receive(numbers, sender, way, tag) if math.prod(shape) else None
             found.append(Arriving(kind, shape, numbers, pending, crossing.layer))
         return found
 
@@ -227,9 +232,13 @@ class StageLinks:
         self._sent[True].clear()
         self._received[True].clear()
 
-    def _send(self, x: Tensor, to: int, part: int, back: bool) -> None:
+    def _send(self, x: Tensor, to: int, part: int, back: bool, tag: int) -> None:
         self._sending = [sent for sent in self._sending if not sent.pending.done]
-        self._sending.append(Sent(to, part, back, start_send(x, to, self._way(back))))
+        self._sending.append(Sent(to, part, back, start_send(x, to, self._way(back), tag)))
+
+    def _tag(self, key: Any) -> int:
+        """The same on all ranks, as all run the same passes one after the other; 0 is that of collectives."""
+        return self._tags.setdefault(key, 1 + len(self._tags))
 
     def _way(self, back: bool) -> ProcessGroup:
         group = self._back if back else self.group

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.engine.gradients.backward import current_backward
 from convoy.errors import ConvoyError
 from convoy.ops.context import BatchNormMode, StepContext
-from convoy.ops.convolution import DILATED, POINT, is_better_dilated, is_torchs
 from convoy.ops.microbatch_norm import at_once, normalize_at_once, normalize_by_itself
+from convoy.ops.onednn import DILATED, POINT, is_better_dilated, is_torchs
 from convoy.ops.random_bits import drop, layer_key
 from convoy.ops.statistics import Running, add_term
 

@@ -83,7 +83,8 @@ class Stage(Network):
         self.stage = self.links.stage
         self._whole_layouts: dict[str, Layout] = {}  # within a stage
         self._owners_of: dict[str, int] = {}
-        self._expected: list[Arriving | None] | None = None
+        self._expected: dict[Any, list[Arriving | None]] = {}  # by key
+        self._opening: tuple[int, ...] | None = None  # samples of the first part of the update
         self._order: tuple[Schedule, int] = ("gpipe", 1)  # of the update, and its parts
         self._begun = self._first = 0  # parts in all updates, and in those before this one
         self._used: list[bool] | None = None  # which parameters had a gradient in any stage
@@ -152,10 +153,13 @@ class Stage(Network):
         if self.context.postponed is not None:
             self.context.postponed.begin_part()
         assert staged is not None
-        arriving, self._expected = self._expected or self._begin_receiving(signature, inputs), None
-        soon = None if then is None else self._signature(then, inputs, form)
-        if soon is not None and self.links.knows(self._key(soon, inputs)):  # else the sender says first how values lie
-            self._expected = self._begin_receiving(soon, inputs)
+        expected = self._expected.pop(key, None)
+        arriving = self._begin_receiving(signature, inputs) if expected is None else expected
+        self._opening = self._opening or samples
+        if then is None and torch.is_grad_enabled() and self.device.type == "cpu":
+            then = self._opening  # what an update begins with that may come next
+        if then is not None:
+            self._expect(then, inputs, form)
         part, self._begun = self._begun, self._begun + 1
         received = [
             (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
@@ -170,6 +174,13 @@ class Stage(Network):
             received, sent = [], []
         outputs = found if self.is_last else {}
         return Flight(received, sent, outputs, placement, tuple(inputs), key, part)
+
+    def _expect(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None) -> None:
+        """Let the values of a later part arrive meanwhile, where it is known how they lie."""
+        soon = self._signature(samples, inputs, form)
+        key = self._key(soon, inputs)
+        if key not in self._expected and self.links.knows(key):
+            self._expected[key] = self._begin_receiving(soon, inputs)
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
@@ -213,8 +224,9 @@ class Stage(Network):
 
     def begin_update(self, schedule: Schedule, parts: int) -> list[Action]:
         """Say in which order the next parts are run; what this stage is to do."""
-        self.context.postponed = PostponedGradients() if schedule == "zero-bubble" else None
-        self._order, self._first = (schedule, parts), self._begun
+        prepares = parts > 1 and not self.returns_memory
+        self.context.postponed = PostponedGradients(prepares) if schedule == "zero-bubble" else None
+        self._order, self._first, self._opening = (schedule, parts), self._begun, None
         return actions(schedule, parts, self.stage, self.stages.number)
 
     def compute_weight_gradients(self, part: int, last: bool) -> None:
@@ -306,6 +318,7 @@ class Stage(Network):
         """After the last backward pass: all is sent, and every parameter has a gradient."""
         with self.watch_wait("what was sent"):
             self.links.finish()
+        self.context.postponed = None
         self.complete_gradients()
         if self.guard is not None:
             self.guard.mark_gradients()

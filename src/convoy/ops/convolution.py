@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall, each
 from convoy.ops.kernel import Kernel, Site, postponing, with_bias
 from convoy.ops.layouts import bias_option, even, follow
+from convoy.ops.onednn import DILATED, POINT, is_torchs, packed, pointwise
 from convoy.ops.operation import Operation, Shape, keeps_operands
 from convoy.ops.postponed import Weighted
 from convoy.plans.fit import axis_names, check_size
@@ -214,7 +215,9 @@ def _local(site: Site) -> Callable[..., Tensor]:
     layer = _weighted(function, options)
     sizes = site.graph.shape(attributes["weight"])[2:], options["stride"], options["dilation"]
     if attributes["by_torch"] and sizes == (POINT, POINT, POINT):
-        layer = _pointwise(layer, _weighted(function, options | {"dilation": DILATED}))
+        layer = pointwise(layer, _weighted(function, options | {"dilation": DILATED}))
+    if num_dims == 2 and options["groups"] == 1:
+        layer = packed(layer, options["stride"], options["padding"], options["dilation"])
     compute = postponing(site, layer)
     return (lambda x, weight, bias: compute(F.pad(x, flat), weight, bias)) if any(flat) else compute
 
@@ -235,62 +238,6 @@ def _weighted(function: Callable[..., Tensor], options: dict[str, Any], transpos
         return found[1], found[2] if biased else None
 
     return Weighted(partial(function, **options), input_gradient, weight_gradients)
-
-
-POINT, DILATED = (1, 1), (2, 2)
-_FEW_SAMPLES = 16
-_SMALL_IMAGE = 20480
-"""Numbers of a single sample up to which torch computes it without oneDNN in any case (`use_mkldnn`)."""
-_WORTH_ONEDNN = 2**22
-"""Multiplications for which oneDNN is worth the 100 µs that it takes to begin; measured from 2**20 to 2**25."""
-
-
-def is_torchs(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether a module is torch's own 2-d convolution, which computes with its image as it is given.
-
-    Only such layers are called dilated: on one device the trainer replaces them (`engine/layers.py`), but no calls that
-    a network makes by itself, and results are to have the same bits on any number of devices.
-    """
-    return type(module) is nn.Conv2d and module.padding_mode == "zeros"
-
-
-def is_better_dilated(x: Tensor, weight: Tensor) -> bool:
-    """Whether a convolution with filters of 1 × 1 is faster when it is called dilated, which changes nothing else.
-
-    With one thread and fewer than 16 samples, torch 2.13 computes such a convolution in float32 without oneDNN, by a
-    matrix product for each sample (`use_mkldnn` in its Convolution.cpp), which takes a pass of 8 images through
-    ResNet-50 up to twice as long. A dilated convolution goes to oneDNN, but for a single small image.
-
-    >>> x, weight = torch.ones(8, 1024, 4, 4), torch.ones(256, 1024, 1, 1)
-    >>> torch.equal(F.conv2d(x, weight, dilation=2), F.conv2d(x, weight))
-    True
-
-    Args:
-        x: input, [samples, channels, height, width].
-        weight: [filters, channels of a group, 1, 1].
-    """
-    if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu":
-        return False
-    samples, _, *pixels = x.shape
-    if samples >= _FEW_SAMPLES or prod(pixels) == 1 or samples * prod(pixels) * weight.numel() < _WORTH_ONEDNN:
-        return False
-    if (samples == 1 and x.numel() <= _SMALL_IMAGE) or torch.is_autocast_enabled("cpu"):
-        return False
-    has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-    return has_onednn and torch.get_num_threads() == 1
-
-
-def _pointwise(plain: Weighted, dilated: Weighted) -> Weighted:
-    """A convolution with filters of 1 × 1, called as is faster; its gradients go the way of its forward pass."""
-
-    def of(x: Tensor, weight: Tensor) -> Weighted:
-        return dilated if is_better_dilated(x, weight) else plain
-
-    return Weighted(
-        lambda x, weight, bias: of(x, weight).compute(x, weight, bias),
-        lambda gradient, x, weight: of(x, weight).input_gradient(gradient, x, weight),
-        lambda gradient, x, weight, biased: of(x, weight).weight_gradients(gradient, x, weight, biased),
-    )
 
 
 def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:

@@ -43,11 +43,14 @@ class Weighted:
         input_gradient: the input's gradient, from (gradient of the output, input, weight).
         weight_gradients: the gradients of weight and bias, from (gradient of the output, input, weight, whether there
             is a bias).
+        prepare: the same, faster for several inputs like the first, from (first input, weight), while the weight is
+            that one; it may give None.
     """
 
     compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
     weight_gradients: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+    prepare: "Callable[[Tensor, Tensor], Weighted | None] | None" = None
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,15 @@ class _Kept:
 
 
 class PostponedGradients:
-    """The weight gradients that are still to be computed, of one part of a batch after the other."""
+    """The weight gradients of an update that are still to be computed, of one part of the batch after the other.
 
-    def __init__(self) -> None:
+    Args:
+        prepares: whether weights are prepared for all parts, which takes memory.
+    """
+
+    def __init__(self, prepares: bool = False) -> None:
+        self._prepares = prepares
+        self._prepared: dict[tuple[str, torch.Size, torch.dtype], Weighted] = {}
         self._parts: deque[dict[str, _Kept]] = deque()
         self._first = 0  # the part that comes first in there
         self._anchors: dict[torch.device, Tensor] = {}
@@ -78,9 +87,18 @@ class PostponedGradients:
         kind = x.device.type
         lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
         dtype = torch.get_autocast_dtype(kind) if lowered else x.dtype
-        keep = _Keeping(self._parts[-1], call, layer, weight, bias)
-        y: Tensor = _InputGradient.apply(x.to(dtype), self._anchor(x.device), keep)
+        x = x.to(dtype)
+        keep = _Keeping(self._parts[-1], call, self._faster(call, layer, x, weight), weight, bias)
+        y: Tensor = _InputGradient.apply(x, self._anchor(x.device), keep)
         return y
+
+    def _faster(self, call: str, layer: Weighted, x: Tensor, weight: Tensor) -> Weighted:
+        if not self._prepares or layer.prepare is None:
+            return layer
+        key = call, x.shape, x.dtype
+        if key not in self._prepared:
+            self._prepared[key] = layer.prepare(x.detach(), weight.detach().to(x.dtype)) or layer
+        return self._prepared[key]
 
     def compute(self, last: int) -> list[Tensor]:
         """Compute what is missing of all parts up to `last`; the weights and biases whose gradients it was.

@@ -54,7 +54,8 @@ class Interrupt:
         self._before.clear()
 
 
-INTERVAL_S = 0.25
+INTERVAL_S = 1.0
+"""In which all ranks meet once: between, the stages of a network may be in different updates."""
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2")
 _MAX_UPDATES = 1000
 
@@ -75,7 +76,7 @@ class Stop:
     def asking(self) -> Callable[[], bool]:
         """What says after each update, or before each batch of one evaluation, whether to stop.
 
-        The ranks agree about four times a second: between two questions lie as many calls as took that long before, by
+        The ranks agree about once a second: between two questions lie as many calls as took that long before, by
         the clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
         """
         wait = left = 1

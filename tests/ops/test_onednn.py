@@ -1,4 +1,4 @@
-"""Convolutions with 1 × 1 filters: by which kernel torch computes them, and that nothing else changes."""
+"""Convolutions of small passes: by which kernel torch computes them, and that nothing else changes."""
 
 import copy
 from collections.abc import Iterator
@@ -11,8 +11,10 @@ from torch.profiler import profile
 
 import convoy
 from convoy.engine.layers import PointwiseConv2d, prepare
-from convoy.ops import convolution
-from convoy.ops.convolution import is_better_dilated
+from convoy.ops import convolution, onednn
+from convoy.ops.convolution import _weighted
+from convoy.ops.onednn import is_better_dilated, packed
+from convoy.ops.postponed import Weighted
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +150,77 @@ def test_hooks_stay() -> None:
     prepare(model, 0, "microbatch")
     model(images())
     assert seen
+
+
+def convolution_of(kernel: int = 3, stride: int = 1, padding: int = 1, dilation: int = 1) -> Weighted:
+    pairs = {"stride": (stride, stride), "padding": (padding, padding), "dilation": (dilation, dilation)}
+    return packed(_weighted(F.conv2d, {**pairs, "groups": 1}), **pairs)
+
+
+def small(channels: int, pixels: int, dtype: torch.dtype = torch.float32, samples: int = 16) -> Tensor:
+    x = torch.randn(samples, channels, pixels, pixels + 1, generator=torch.Generator().manual_seed(1))
+    return x.to(dtype).to(memory_format=torch.channels_last)
+
+
+def filters(number: int, channels: int, kernel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    weight = torch.randn(number, channels, kernel, kernel, generator=torch.Generator().manual_seed(2))
+    return weight.to(dtype).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [None, torch.arange(96.0)])
+@pytest.mark.parametrize(
+    "sizes", [(3, 1, 1, 1), (1, 1, 0, 1), (1, 2, 0, 1), (3, 2, 1, 1), (3, 3, 0, 1), (2, 2, 1, 2)], ids=str
+)
+def test_a_weight_that_is_laid_out_once_gives_the_same_bits(
+    sizes: tuple[int, int, int, int], bias: Tensor | None, dtype: torch.dtype
+) -> None:
+    layer, x, weight = convolution_of(*sizes), small(64, 5, dtype), filters(96, 64, sizes[0], dtype)
+    bias = bias if bias is None else bias.to(dtype)
+    assert layer.prepare is not None
+    ready = layer.prepare(x, weight)
+    assert ready is not None, "this torch packs no weights: this test shows nothing"
+    for images in (x, x.flip(0).contiguous(memory_format=torch.channels_last)):  # the weight is there the second time
+        y, expected = ready.compute(images, weight, bias), layer.compute(images, weight, bias)
+        assert torch.equal(y, expected)
+        assert y.stride() == expected.stride()
+        gradient = torch.sin(y)
+        back, expected = (each.input_gradient(gradient, images, weight) for each in (ready, layer))
+        assert torch.equal(back, expected)
+        assert back.stride() == expected.stride()
+    assert not torch.equal(ready.compute(x, weight + 1, bias), layer.compute(x, weight + 1, bias)), "it keeps the first"
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (small(64, 5).contiguous(), filters(96, 64, 3)),
+        (small(64, 5), filters(96, 64, 3).contiguous()),
+        (small(64, 5, torch.float64), filters(96, 64, 3, torch.float64)),
+        (small(64, 12), filters(96, 64, 3)),
+        (small(64, 5, samples=0), filters(96, 64, 3)),
+    ],
+    ids=["contiguous images", "contiguous weight", "float64", "many pixels", "no samples"],
+)
+def test_other_weights_are_not_laid_out(x: Tensor, weight: Tensor) -> None:
+    layer = convolution_of()
+    assert layer.prepare is not None
+    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
+    assert layer.prepare(x, weight) is None
+
+
+def test_no_weight_is_laid_out_by_a_torch_that_does_it_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = convolution_of()
+    assert layer.prepare is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(onednn, "_has_packing", onednn._has_packing.__wrapped__)
+        assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
+        for wrong in (lambda *_: torch.zeros(()), _missing):
+            patch.setattr(onednn._Packed, "compute", wrong)
+            assert layer.prepare(small(64, 5), filters(96, 64, 3)) is None
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is None
+
+
+def _missing(*_: object) -> Tensor:
+    raise AttributeError("there is no such operation")

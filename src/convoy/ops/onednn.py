@@ -1,0 +1,168 @@
+"""Convolutions on CPUs by oneDNN, called as is fastest for the small parts into which a batch is divided.
+
+torch leaves some of them to other kernels, and has oneDNN lay out the weight anew in every call: with few samples that
+takes longer than the convolution itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.ops.postponed import Weighted
+
+POINT, DILATED = (1, 1), (2, 2)
+_FEW_SAMPLES = 16
+_SMALL_IMAGE = 20480
+"""Numbers of a single sample up to which torch computes it without oneDNN in any case (`use_mkldnn`)."""
+_WORTH_ONEDNN = 2**22
+"""Multiplications for which oneDNN is worth the 100 µs that it takes to begin; measured from 2**20 to 2**25."""
+
+
+def is_torchs(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether a module is torch's own 2-d convolution, which computes with its image as it is given.
+
+    Only such layers are called dilated: on one device the trainer replaces them (`engine/layers.py`), but no calls that
+    a network makes by itself, and results are to have the same bits on any number of devices.
+    """
+    return type(module) is nn.Conv2d and module.padding_mode == "zeros"
+
+
+def is_better_dilated(x: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution with filters of 1 × 1 is faster when it is called dilated, which changes nothing else.
+
+    With one thread and fewer than 16 samples, torch 2.13 computes such a convolution in float32 without oneDNN, by a
+    matrix product for each sample (`use_mkldnn` in its Convolution.cpp), which takes a pass of 8 images through
+    ResNet-50 up to twice as long. A dilated convolution goes to oneDNN, but for a single small image.
+
+    >>> x, weight = torch.ones(8, 1024, 4, 4), torch.ones(256, 1024, 1, 1)
+    >>> torch.equal(F.conv2d(x, weight, dilation=2), F.conv2d(x, weight))
+    True
+
+    Args:
+        x: input, [samples, channels, height, width].
+        weight: [filters, channels of a group, 1, 1].
+    """
+    if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    samples, _, *pixels = x.shape
+    if samples >= _FEW_SAMPLES or prod(pixels) == 1 or samples * prod(pixels) * weight.numel() < _WORTH_ONEDNN:
+        return False
+    if (samples == 1 and x.numel() <= _SMALL_IMAGE) or torch.is_autocast_enabled("cpu"):
+        return False
+    has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return has_onednn and torch.get_num_threads() == 1
+
+
+def pointwise(plain: Weighted, dilated: Weighted) -> Weighted:
+    """A convolution with filters of 1 × 1, called as is faster; its gradients go the way of its forward pass."""
+
+    def of(x: Tensor, weight: Tensor) -> Weighted:
+        return dilated if is_better_dilated(x, weight) else plain
+
+    return Weighted(
+        lambda x, weight, bias: of(x, weight).compute(x, weight, bias),
+        lambda gradient, x, weight: of(x, weight).input_gradient(gradient, x, weight),
+        lambda gradient, x, weight, biased: of(x, weight).weight_gradients(gradient, x, weight, biased),
+    )
+
+
+_FEW_PIXELS = 1024
+"""Pixels of the output, of all samples together, up to which a weight is laid out once for several inputs."""
+
+
+def packed(layer: Weighted, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Weighted:
+    """A 2-d convolution of one group, whose `prepare` has oneDNN lay out the weight once for several inputs.
+
+    Outputs and gradients have the same bits. For 16 images through ResNet-50's last block at 64 pixels that saves 40 %
+    of a forward pass and 20 % of the input's gradient (`docs/benchmarks/small-passes.md`), and takes as much memory as
+    two copies of the weight.
+
+    Args:
+        layer: the convolution.
+        stride, padding, dilation: its own.
+    """
+
+    def prepare(x: Tensor, weight: Tensor) -> Weighted | None:
+        spans = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        sizes = [
+            (size + 2 * p - span - 1) // s + 1
+            for size, p, span, s in zip(x.shape[2:], padding, spans, stride, strict=True)
+        ]
+        if not _is_packable(x, weight) or not 0 < len(x) * prod(sizes) <= _FEW_PIXELS:
+            return None
+        rest = [
+            size - ((out - 1) * s - 2 * p + span + 1)
+            for size, out, s, p, span in zip(x.shape[2:], sizes, stride, padding, spans, strict=True)
+        ]
+        found = _Packed(weight, list(padding), rest, list(stride), list(dilation))
+        return replace(layer, compute=found.compute, input_gradient=found.input_gradient, prepare=None)
+
+    return replace(layer, prepare=prepare)
+
+
+@dataclass
+class _Packed:
+    """A weight as oneDNN wants it, for the forward pass and for the gradient of the input.
+
+    Attributes:
+        weight: [filters, channels, height, width], channels_last.
+        rest: rows and columns at the end of the input that no filter reaches.
+    """
+
+    weight: Tensor
+    padding: list[int]
+    rest: list[int]
+    stride: list[int]
+    dilation: list[int]
+    _forward: Tensor | None = field(default=None, init=False)
+    _backward: Tensor | None = field(default=None, init=False)
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        how = self.padding, self.stride, self.dilation, 1
+        if self._forward is None:
+            self._forward = torch.ops.mkldnn._reorder_convolution_weight(self.weight, *how, list(x.shape))
+        x = x.contiguous(memory_format=torch.channels_last)
+        y: Tensor = torch.ops.mkldnn._convolution_pointwise(x, self._forward, bias, *how, "none", [], "")
+        return y
+
+    def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        how = self.padding, self.rest, self.stride, self.dilation, 1
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        if self._backward is None:
+            shape = list(gradient.shape)
+            self._backward = torch.ops.mkldnn._reorder_convolution_transpose_weight(self.weight, *how, shape)
+        found: Tensor = torch.ops.mkldnn._convolution_transpose_pointwise(
+            gradient, self._backward, None, *how, "none", [], ""
+        )
+        return found
+
+
+def _is_packable(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN can compute with a weight that was laid out before, with the bits that it has otherwise."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or torch.compiler.is_compiling():
+        return False
+    channels_last = all(each.is_contiguous(memory_format=torch.channels_last) for each in (x, weight))
+    return channels_last and bool(torch.backends.mkldnn.enabled) and _has_packing()
+
+
+@cache
+def _has_packing() -> bool:
+    """Whether this torch has the calls, which are its compiler's and not documented, and they do what they did."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    x, weight = (torch.ones(shape).to(memory_format=torch.channels_last) for shape in ((2, 16, 5, 5), (32, 16, 3, 3)))
+    tried = _Packed(weight, [1, 1], [0, 0], [2, 2], [1, 1])
+    try:
+        y = tried.compute(x, weight, None)
+        back = tried.input_gradient(y, x, weight)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return torch.equal(y, F.conv2d(x, weight, None, 2, 1)) and torch.equal(
+        back, F.conv_transpose2d(y, weight, None, 2, 1)
+    )
