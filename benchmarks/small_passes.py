@@ -1,16 +1,23 @@
-"""Passes of few samples on one CPU thread: 1 × 1 convolutions by oneDNN, and as torch computes them.
+"""Passes of few samples on one CPU thread: convolutions as torch computes them, and as Convoy has them computed.
 
     python benchmarks/small_passes.py
     python benchmarks/small_passes.py --networks resnet50:224 --passes 8 --channels-last
+    python benchmarks/small_passes.py --parts 8
 
 Forward and backward pass in float32 of a network as it is, and as `convoy train` prepares it, with batch norm over the
 pass (`convoy.engine.layers.prepare`). Both take turns in one process, which keeps the memory that it frees.
+
+With `--parts`, all 2-d convolutions of the network by themselves, channels_last, forward and the gradients of their
+inputs, as a stage under zero-bubble computes them in so many parts of a batch: with each weight laid out in every call,
+and once for all parts (`convoy.ops.onednn.packed`).
 """
 
 import argparse
 import copy
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +27,9 @@ from torch import Tensor, nn
 from convoy import models
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.layers import PointwiseConv2d, prepare
+from convoy.ops.convolution import weighted
+from convoy.ops.onednn import packed, pointwise
+from convoy.ops.postponed import Weighted
 
 NETWORKS = "resnet50:64,resnet50:224,googlenet:64,densenet121:64,squeezenet1_1:64"
 
@@ -29,12 +39,16 @@ def main() -> None:
     parser.add_argument("--networks", default=NETWORKS, help="with the image's size, e.g. resnet50:64,googlenet:96")
     parser.add_argument("--passes", default="1,2,4,8,12", help="samples of a pass")
     parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--parts", type=int, help="parts of a batch, each of as many samples as a pass")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory(torch.device("cpu"))
     about = machine.describe()
     print(f"{about['date']}: `{about['command']}`\n\n{machine.sentence(about)}\n")
+    if arguments.parts:
+        _laid_out(arguments)
+        return
     print("| network | 1 × 1 convolutions | samples of a pass | as torch has it, ms | prepared, ms | ratio |")
     print("| --- " * 6 + "|", flush=True)
     memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
@@ -65,6 +79,77 @@ def _in_turns(networks: tuple[nn.Module, ...], images: Tensor, labels: Tensor, r
             F.cross_entropy(outputs, labels).backward()
             own.append(time.perf_counter() - start)
     return [statistics.median(own[1:]) for own in seconds]
+
+
+@dataclass
+class _Layer:
+    """A convolution, and one input and gradient of its output for every part."""
+
+    plain: Weighted
+    weight: Tensor
+    inputs: list[Tensor]
+    gradients: list[Tensor]
+
+    def __call__(self, prepares: bool) -> None:
+        assert self.plain.prepare is not None
+        layer = (self.plain.prepare(self.inputs[0], self.weight) if prepares else None) or self.plain
+        for x in self.inputs:
+            layer.compute(x, self.weight, None)
+        for x, gradient in zip(self.inputs, self.gradients, strict=True):
+            layer.input_gradient(gradient, x, self.weight)
+
+
+@torch.no_grad()
+def _laid_out(arguments: argparse.Namespace) -> None:
+    print("| network | convolutions | samples of a part | parts | laid out in every call, ms | once, ms | ratio |")
+    print("| --- " * 7 + "|", flush=True)
+    for text in arguments.networks.split(","):
+        name, _, size = text.partition(":")
+        for samples in map(int, arguments.passes.split(",")):
+            layers = _convolutions(name, torch.randn(samples, 3, int(size), int(size)), arguments.parts)
+            one, other = _layers_in_turns(layers, arguments.rounds)
+            row = [
+                f"{name}, {size} px",
+                len(layers),
+                samples,
+                arguments.parts,
+                f"{1e3 * one:.1f}",
+                f"{1e3 * other:.1f}",
+            ]
+            print(f"| {' | '.join(map(str, row))} | {one / other:.2f} |", flush=True)
+
+
+def _convolutions(name: str, images: Tensor, parts: int) -> list[_Layer]:
+    """The convolutions of one group of a network, with inputs of the shapes that they have there."""
+    found: list[_Layer] = []
+
+    def seen(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(module, nn.Conv2d)
+        options = {"stride": module.stride, "padding": module.padding, "dilation": module.dilation}
+        layer = weighted(F.conv2d, {**options, "groups": 1})
+        if (module.kernel_size, module.stride, module.dilation) == ((1, 1),) * 3:
+            layer = pointwise(layer, weighted(F.conv2d, {**options, "groups": 1, "dilation": (2, 2)}))
+        xs, gradients = ([torch.randn_like(like) for _ in range(parts)] for like in (inputs[0], output))
+        found.append(_Layer(packed(layer, **options), module.weight.detach(), xs, gradients))  # type: ignore[arg-type]
+
+    network = models.create(name, num_classes=10).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d) and module.groups == 1:
+            module.register_forward_hook(seen)
+    network(images.contiguous(memory_format=torch.channels_last))
+    return found
+
+
+def _layers_in_turns(layers: Sequence[_Layer], rounds: int) -> tuple[float, float]:
+    """Median seconds of all layers together, with weights laid out in every call and once."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(rounds + 1):
+        for prepares, own in seconds.items():
+            start = time.perf_counter()
+            for layer in layers:
+                layer(prepares)
+            own.append(time.perf_counter() - start)
+    return statistics.median(seconds[False][1:]), statistics.median(seconds[True][1:])
 
 
 if __name__ == "__main__":

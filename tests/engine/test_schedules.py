@@ -239,7 +239,7 @@ def trained_in_float32(prepares: bool, keeps: bool = False) -> tuple[list[Tensor
     x = torch.randn(8, 16, 4, 4).to(memory_format=torch.channels_last)
     net = convoy.parallelize(model, "stage=2", x[:3], batch_norm="microbatch", microbatches=3, checks=False)
     network, laid_out = network_of(net), 0
-    assert onednn._has_packing()
+    assert onednn.has_packing()
     assert isinstance(network, StagedNetwork)
     network.returns_memory = not prepares
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -12,7 +12,7 @@ from torch.profiler import profile
 import convoy
 from convoy.engine.layers import PointwiseConv2d, prepare
 from convoy.ops import convolution, onednn
-from convoy.ops.convolution import _weighted
+from convoy.ops.convolution import weighted
 from convoy.ops.onednn import is_better_dilated, packed
 from convoy.ops.postponed import Weighted
 
@@ -154,7 +154,7 @@ def test_hooks_stay() -> None:
 
 def convolution_of(kernel: int = 3, stride: int = 1, padding: int = 1, dilation: int = 1) -> Weighted:
     pairs = {"stride": (stride, stride), "padding": (padding, padding), "dilation": (dilation, dilation)}
-    return packed(_weighted(F.conv2d, {**pairs, "groups": 1}), **pairs)
+    return packed(weighted(F.conv2d, {**pairs, "groups": 1}), **pairs)
 
 
 def small(channels: int, pixels: int, dtype: torch.dtype = torch.float32, samples: int = 16) -> Tensor:
@@ -213,7 +213,7 @@ def test_no_weight_is_laid_out_by_a_torch_that_does_it_otherwise(monkeypatch: py
     layer = convolution_of()
     assert layer.prepare is not None
     with monkeypatch.context() as patch:
-        patch.setattr(onednn, "_has_packing", onednn._has_packing.__wrapped__)
+        patch.setattr(onednn, "has_packing", onednn.has_packing.__wrapped__)
         assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
         for wrong in (lambda *_: torch.zeros(()), _missing):
             patch.setattr(onednn._Packed, "compute", wrong)

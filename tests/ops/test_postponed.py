@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.ops.convolution import _weighted
+from convoy.ops.convolution import weighted
 from convoy.ops.postponed import PostponedGradients
 
 OPTIONS = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
@@ -27,7 +27,7 @@ def gradients(layer: nn.Conv2d, low: torch.dtype | None, postponed: PostponedGra
         run = partial(F.conv2d, **OPTIONS)
         if postponed is not None:
             postponed.begin_part()
-            run = partial(postponed.forward, "layer", _weighted(F.conv2d, OPTIONS))
+            run = partial(postponed.forward, "layer", weighted(F.conv2d, OPTIONS))
         with nullcontext() if low is None else torch.autocast("cpu", low):
             y = run(x, layer.weight, layer.bias)
         (y * (1 + y.detach())).mean().backward()
@@ -61,7 +61,7 @@ def test_an_output_that_somebody_keeps_keeps_no_activations() -> None:
     layer, x = nn.Conv2d(4, 8, 3, padding=1), torch.randn(2, 4, 8, 8)
     hidden = 2 * x
     held = weakref.ref(hidden)
-    y = postponed.forward("layer", _weighted(F.conv2d, OPTIONS), hidden, layer.weight, layer.bias)
+    y = postponed.forward("layer", weighted(F.conv2d, OPTIONS), hidden, layer.weight, layer.bias)
     y.mean().backward()
     del hidden
     assert held() is not None, "until the weight gradients are computed"

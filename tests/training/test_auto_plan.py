@@ -1,5 +1,6 @@
 """`--plan auto` in a run: what the planner says runs, after a race where that is close, and changes no number."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,10 +217,10 @@ def test_where_no_plan_fits_the_run_is_refused_with_the_layer_and_by_how_much(da
         assert "what the network itself computes takes most" in said
 
 
-def limited(data: Path, cache: Path, plan: str, limit: str, model: str) -> str:
+def limited(data: Path, cache: Path, plan: str, limit: str, model: str, *others: str) -> str:
     """What a run with a memory limit says of it; with stages, whether it gives freed memory back."""
     try:
-        found = session(data, cache, plan, f"parallel.memory_limit={limit}", model=model)
+        found = session(data, cache, plan, f"parallel.memory_limit={limit}", *others, model=model)
     except TooLargeError as error:
         return str(error)
     if isinstance(found.network, StagedTraining):
@@ -241,6 +242,20 @@ def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
     assert "memory" not in said("sample=2", "90MB")
     assert said("stage=2", "90MB") == "returns memory: True"
     assert "no effect: the memory of a network that runs layer by layer" in said("sample=2", "90MB", "tiny:TinyUnseen")
+
+
+@pytest.mark.parametrize("plan", ["sample=2", "stage=2"])
+def test_a_given_plan_needs_memory_for_the_state_of_its_optimizer(data: Path, tmp_path: Path, plan: str) -> None:
+    def needed(*others: str) -> float:
+        said = run_ranks(limited, 2, data, tmp_path, plan, "1kB", "tiny:TinyNet", *others)[0]
+        found = re.search(r"needs ([\d.]+) kB on a device", said)
+        assert found is not None, said
+        return float(found[1])
+
+    plain, momentum = needed("optimizer.momentum=0", "optimizer.nesterov=false"), needed()
+    weights, averages = momentum - plain, needed("optimizer.name=adamw") - plain
+    assert weights > 0
+    assert averages == pytest.approx(2 * weights, abs=2.0)  # all are rounded to kB
 
 
 def without_memory(data: Path, cache: Path, losers: tuple[str, ...]) -> tuple[str, list[str], float, str]:

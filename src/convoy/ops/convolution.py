@@ -212,18 +212,18 @@ def _local(site: Site) -> Callable[..., Tensor]:
     paddings = paddings_of(site.graph, site.call, site.layouts[site.call.outputs[0]], *place)
     options["padding"] = tuple(both for both, _, _ in paddings)
     flat = _flat([(before, after) for _, before, after in paddings])
-    layer = _weighted(function, options)
+    layer = weighted(function, options)
     sizes = site.graph.shape(attributes["weight"])[2:], options["stride"], options["dilation"]
     if attributes["by_torch"] and sizes == (POINT, POINT, POINT):
-        layer = pointwise(layer, _weighted(function, options | {"dilation": DILATED}))
+        layer = pointwise(layer, weighted(function, options | {"dilation": DILATED}))
     if num_dims == 2 and options["groups"] == 1:
         layer = packed(layer, options["stride"], options["padding"], options["dilation"])
     compute = postponing(site, layer)
     return (lambda x, weight, bias: compute(F.pad(x, flat), weight, bias)) if any(flat) else compute
 
 
-def _weighted(function: Callable[..., Tensor], options: dict[str, Any], transposed: bool = False) -> Weighted:
-    """A convolution, and its gradients as autograd computes them."""
+def weighted(function: Callable[..., Tensor], options: dict[str, Any], transposed: bool = False) -> Weighted:
+    """A convolution, and its gradients as autograd computes them; `options` are those of torch's function."""
     kinds = ("stride", "padding", "dilation")
     extra = options.get("output_padding", (0,) * len(options["stride"]))
     how = *(options[kind] for kind in kinds), transposed, extra, options["groups"]
@@ -246,7 +246,7 @@ def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, 
     if not any(dim >= 2 for dim, _ in site.layouts[output].splits) and all(a == b for a, b in attributes["padding"]):
         options["padding"] = tuple(before for before, _ in attributes["padding"])
         options["output_padding"] = attributes["output_padding"]
-        return postponing(site, _weighted(function, options, transposed=True))
+        return postponing(site, weighted(function, options, transposed=True))
     flat = _flat([(need.before, need.after) for need in needs])
     empty = any(not need.rows for need in needs)
     shape = site.local_shape(output)

@@ -72,7 +72,7 @@ def pointwise(plain: Weighted, dilated: Weighted) -> Weighted:
     )
 
 
-_FEW_PIXELS = 1024
+FEW_PIXELS = 1024
 """Pixels of the output, of all samples together, up to which a weight is laid out once for several inputs."""
 
 
@@ -94,7 +94,7 @@ def packed(layer: Weighted, stride: Sequence[int], padding: Sequence[int], dilat
             (size + 2 * p - span - 1) // s + 1
             for size, p, span, s in zip(x.shape[2:], padding, spans, stride, strict=True)
         ]
-        if not _is_packable(x, weight) or not 0 < len(x) * prod(sizes) <= _FEW_PIXELS:
+        if not _is_packable(x, weight) or not 0 < len(x) * prod(sizes) <= FEW_PIXELS:
             return None
         rest = [
             size - ((out - 1) * s - 2 * p + span + 1)
@@ -148,11 +148,11 @@ def _is_packable(x: Tensor, weight: Tensor) -> bool:
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or torch.compiler.is_compiling():
         return False
     channels_last = all(each.is_contiguous(memory_format=torch.channels_last) for each in (x, weight))
-    return channels_last and bool(torch.backends.mkldnn.enabled) and _has_packing()
+    return channels_last and bool(torch.backends.mkldnn.enabled) and has_packing()
 
 
 @cache
-def _has_packing() -> bool:
+def has_packing() -> bool:
     """Whether this torch has the calls, which are its compiler's and not documented, and they do what they did."""
     if not torch.backends.mkldnn.is_available():
         return False

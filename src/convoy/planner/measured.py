@@ -28,6 +28,7 @@ from convoy.errors import ConvoyError, RankFailedError
 from convoy.graph.graph import Call
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
+from convoy.ops.onednn import has_packing
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import Device, this_device
@@ -363,6 +364,7 @@ class Measurements:
             batch_norm=workload.batch_norm,
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
+            lays_out=workload.device.type == "cpu" and workload.channels_last and has_packing(),
             per_transfer=self._engine(False),
         )
         return {True: alone, False: with_overhead(replace(alone, update=slowest), workload, ranks)}

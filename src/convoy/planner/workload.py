@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from convoy.engine.coupling import coupling
+from convoy.engine.gradients.sharded import ELEMENTWISE
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred
 from convoy.graph.graph import CaptureError, Graph, Ref
@@ -19,6 +20,7 @@ from convoy.graph.tree import leaves
 from convoy.ops import capture, place
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute, check_recompute, recomputing
+from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.local import BatchNorm
 from convoy.plans.layout import balanced, consecutive
 from convoy.plans.place import Batch, Placement, sample_axes
@@ -31,6 +33,20 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 def momentum(parameters: list[nn.Parameter]) -> Optimizer:
     """The optimizer that is assumed where nobody says another."""
     return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def memory_of_updates(make: MakeOptimizer) -> Update:
+    """An optimizer of which nothing is timed, for the memory that it takes.
+
+    >>> memory_of_updates(momentum).state
+    1.0
+    """
+    parameter = nn.Parameter(torch.zeros(1024))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = make([parameter])
+    optimizer.step()
+    held = sum(x.numel() for x in optimizer.state[parameter].values() if isinstance(x, Tensor))
+    return Update(state=float(round(held / len(parameter))), divisible=type(optimizer) in ELEMENTWISE)
 
 
 @dataclass(frozen=True)

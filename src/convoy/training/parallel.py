@@ -17,12 +17,11 @@ from convoy.engine import GradientTree, StepContext
 from convoy.engine.gradients import GradientReducer, TreeReducer
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
-from convoy.engine.layerwise import Layerwise
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
 from convoy.engine.stage import Flight
 from convoy.engine.stages import StagedNetwork
-from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
+from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
 from convoy.plans.explain import rows_of_stages
@@ -248,22 +247,11 @@ class ParallelNetwork(TrainedNetwork):
         """
         if not self.engine.recomputes:
             return None
-        placement = self._largest(passes, precision)
+        placement = self.largest(passes, precision)
         return what_is_recomputed(placement, self.engine.staged(placement), self._in_flight(len(passes)))
 
-    def needed_bytes(self, passes: Sequence[Pass], precision: torch.dtype | None) -> int | None:
-        """Bytes of parameters, gradients, buffers and activations on the rank that needs most, as predicted; None where
-        the network runs layer by layer, so that nobody knows. Arguments as for `what_is_recomputed`."""
-        if isinstance(self.engine, Layerwise):
-            return None
-        placement = self._largest(passes, precision)
-        staged = self.engine.staged(placement)
-        if staged is None:
-            return max(each.total for each in predict_memory(placement))
-        return max(each.total for each in memory_in_stages(placement, staged, self._in_flight(len(passes))))
-
-    def _largest(self, passes: Sequence[Pass], precision: torch.dtype | None) -> Placement:
-        """The network at the samples of the largest pass."""
+    def largest(self, passes: Sequence[Pass], precision: torch.dtype | None) -> Placement:
+        """The network at the samples of the largest pass; arguments as for `what_is_recomputed`."""
         most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
         placement = self.engine.example_placement(True, most)
         return replace(placement, graph=under_autocast(placement.graph, precision, self._device.type))
@@ -378,7 +366,7 @@ class StagedTraining(ParallelNetwork):
 
     def describe(self, passes: Sequence[Pass], precision: torch.dtype | None) -> list[StageRecord]:
         """The stages, for the largest pass; arguments as for `what_is_recomputed`."""
-        placement = self._largest(passes, precision)
+        placement = self.largest(passes, precision)
         staged = self.engine.staged(placement)
         memory = memory_in_stages(placement, staged, self._in_flight(len(passes)))
         found = []

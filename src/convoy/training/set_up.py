@@ -16,10 +16,15 @@ from convoy.data.loader import first_workers
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
+from convoy.engine.layerwise import Layerwise
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.deferred import deferred_tensors, materialize
+from convoy.planner.cost.calibrated import Calibrated
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.memory import most, rank_memory
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
+from convoy.planner.workload import memory_of_updates
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
@@ -37,6 +42,7 @@ from convoy.training.records import Derived, StageRecord
 from convoy.training.session import Prepared, Session
 from convoy.training.state import AveragedWeights, RunState
 from convoy.training.step import InputPipeline, TrainingStep
+from convoy.training.workloads import optimizer_for
 from convoy.units import plural, rough_percent, size
 
 
@@ -215,7 +221,7 @@ def _assemble(
         stages = network.describe(pieces, lowered(recipe))
         notes.append(_cuts(stages, len(pieces), network.schedule))
         notes += _few_passes(network.schedule, len(pieces), plan.num_stages, recipe.batch_norm)
-    notes += _within_limit(recipe, plan, network, pieces)
+    notes += _within_limit(recipe, plan, network, pieces, device.type == "cpu")
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
@@ -251,7 +257,9 @@ def _assemble(
     )
 
 
-def _within_limit(recipe: Recipe, plan: Plan, network: TrainedNetwork, passes: Sequence[Pass]) -> list[str]:
+def _within_limit(
+    recipe: Recipe, plan: Plan, network: TrainedNetwork, passes: Sequence[Pass], on_cpu: bool
+) -> list[str]:
     """What to say of a memory limit.
 
     Raises:
@@ -262,12 +270,17 @@ def _within_limit(recipe: Recipe, plan: Plan, network: TrainedNetwork, passes: S
         return []
     if not isinstance(network, ParallelNetwork):
         return ["--memory-limit has no effect: one device trains the plain network"]
-    needed = network.needed_bytes(passes, lowered(recipe))
-    if needed is None:
+    if isinstance(network.engine, Layerwise):
         return ["--memory-limit has no effect: the memory of a network that runs layer by layer is not predicted"]
+    placement = network.largest(passes, lowered(recipe))
+    staging = Staging.of(plan, placement.graph, tuple(placement.outputs), [len(piece.positions) for piece in passes])
+    if staging is not None and isinstance(network, StagedTraining):
+        staging = staging.scheduled(network.schedule)
+    costs = Costs(Calibrated({}), update=memory_of_updates(partial(optimizer_for, recipe=recipe)), on_cpu=on_cpu)
+    needed = most(rank_memory(placement, costs, staging)).total
     if needed > limit:
         raise TooLargeError(
-            f"the plan {plan} needs {size(needed)} on a device for weights, gradients and activations, and "
+            f"the plan {plan} needs {size(needed)} on a device for weights, gradients, optimizer and activations, and "
             f"--memory-limit is {recipe.parallel.memory_limit}: let --plan auto look for one that fits, or add "
             "--recompute or smaller microbatches"
         )

@@ -98,7 +98,7 @@ def workload_in_passes(
         batch_norm=recipe.batch_norm,
         microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
         precision=lowered(recipe),
-        optimizer=partial(_optimizer, recipe=recipe),
+        optimizer=partial(optimizer_for, recipe=recipe),
         optimizer_name=recipe.optimizer.name,
         recompute=recipe.recompute,
     )
@@ -145,7 +145,8 @@ def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
     return this_device(device, precision=precision, channels_last=bool(recipe.channels_last), neighbours=neighbours)
 
 
-def _optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
+def optimizer_for(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
+    """That of a recipe, for some parameters."""
     return create_optimizer(
         nn.ParameterList(parameters), recipe.optimizer, learning_rate(recipe.optimizer, recipe.batch)
     )

@@ -1,13 +1,18 @@
 """Updates in stages: pipelines by hand, and what a rank of a stage holds."""
 
+from functools import partial
+
 import pytest
 
 from convoy.ops.recompute import with_recomputed
+from convoy.planner.cost import step
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
 from convoy.planner.cost.prediction import scored
+from convoy.planner.cost.program import copied, laid_out
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -39,14 +44,16 @@ def layers_only(local_op):
 AT_ONCE = links()
 
 
-def predicted(plan, passes, schedule, links=AT_ONCE, layers=4, samples=None, recompute=False, **costs):
+def predicted(
+    plan, passes, schedule, links=AT_ONCE, layers=4, samples=None, recompute=False, times=layers_only, **costs
+):
     """An update of as many layers; each takes a second forward and two backward."""
     plan = Plan.parse(plan)
     placement = with_recomputed(placed(net(layers), plan), recompute)
     output = placement.graph.calls[-1].outputs
     staging = Staging.of(plan, placement.graph, output, samples or (SAMPLES,) * passes)
     staging = staging and staging.scheduled(schedule)
-    return scored(plan, placement, Costs(layers_only, links, **costs), passes, staging)
+    return scored(plan, placement, Costs(times, links, **costs), passes, staging)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -70,6 +77,36 @@ def test_zero_bubble_waits_for_the_first_forward_passes_alone(stages, passes):
     assert pipeline_seconds(times, passes, "zero-bubble") == pytest.approx(by_hand)
     assert found.seconds == pytest.approx(by_hand)
     assert max(found.bubbles) == pytest.approx(bubble("zero-bubble", passes, stages))
+
+
+def test_weights_are_laid_out_in_the_first_pass_alone(monkeypatch):
+    """Of the six passes of the second stage's two layers five save a quarter of a second forward and one back."""
+    once = LocalOp("copy", "", (), ())
+    monkeypatch.setattr(step, "laid_out", lambda one: once if one.op == "linear" else None)
+    once_a_pass = partial(predicted, times=lambda one: Times(0.25) if one is once else layers_only(one))
+    laid = partial(once_a_pass, lays_out=True)
+    assert laid("stage=2", 6, "zero-bubble").seconds == pytest.approx(6 * 6.0 + 2.0 - 5 * 4 * 0.25)
+    assert laid("stage=2", 6, "1f1b").seconds == pytest.approx(7 * 6.0)
+    assert laid("serial", 6, "1f1b").seconds == pytest.approx(6 * 12.0)
+    assert once_a_pass("stage=2", 6, "zero-bubble").seconds == pytest.approx(6 * 6.0 + 2.0)
+
+
+def test_what_is_laid_out_is_the_weight_of_a_convolution_with_few_pixels():
+    def convolution(pixels, **options):
+        x, weight, y = (
+            Operand(shape, "float32", role)
+            for shape, role in (
+                ((2, 8, pixels, pixels), "activation"),
+                ((16, 8, 3, 3), "parameter"),
+                ((2, 16, pixels, pixels), "activation"),
+            )
+        )
+        options = {"groups": 1, "transposed": False, **options}
+        return LocalOp("conv", "", (x, weight), (y,), tuple(sorted(options.items())))
+
+    assert laid_out(convolution(16)) == copied(16 * 8 * 9 * 4)
+    for other in (convolution(32), convolution(0), convolution(16, groups=2), convolution(16, transposed=True)):
+        assert laid_out(other) is None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

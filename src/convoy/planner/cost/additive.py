@@ -16,7 +16,7 @@ from convoy.planner.cost.link import Link
 from convoy.planner.cost.local import local_op, local_op_at
 from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.memory import most, rank_memory
-from convoy.planner.cost.program import copied, internal_messages, moved
+from convoy.planner.cost.program import copied, internal_messages, laid_out, moved
 from convoy.planner.cost.times import Times
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -65,6 +65,16 @@ class Additive:
         if slowdowns:  # the busiest rank may be any
             return self.passes * max(own * self._call(placed, placement, rank) for rank, own in enumerate(slowdowns))
         return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
+
+    def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
+        """Seconds that a call takes less in later passes of an update, forward and backward, where its weight is laid
+        out once for all; arguments as for `compute`."""
+        if not self.costs.lays_out or placed.call.op != "conv":
+            return 0.0
+        place = placement.mesh.coordinates(0)
+        own = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
+        found = laid_out(own)
+        return min(2 * self._times(found).forward, self._times(own).total / 3) if found is not None else 0.0
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
         """Seconds of one step of a redistribution in all passes: what is sent, and what is copied for it."""

@@ -64,6 +64,9 @@ class Analytic:
         numbers = [forward] + [backward] * differentiable
         return self.passes * sum(self.latency + n * itemsize * slower / self.rate for n in numbers if n)
 
+    def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
+        return 0.0
+
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """An all-reduce by itself."""
         axes = tuple(sorted(layout.copied))

@@ -45,6 +45,8 @@ class Costs:
         batch_norm: over which samples batch norm takes its statistics.
         microbatch: samples of each microbatch, where that matters to batch norm; 0 for one in each pass.
         on_cpu: whether the ranks compute on CPUs.
+        lays_out: whether stages that postpone weight gradients lay out weights once for all passes; see
+            `convoy.ops.onednn`.
         sizes: sizes of the messages with gradients; by default the engine's for the device.
         per_transfer: what the engine takes for each step of a redistribution, beside copying and sending.
         slowdowns: how many times as long as in `times` each rank computes, where they are not equally fast; else empty.
@@ -60,6 +62,7 @@ class Costs:
     batch_norm: BatchNorm = "sync"
     microbatch: int = 0
     on_cpu: bool = True
+    lays_out: bool = False
     sizes: Sizes | None = None
     per_transfer: Times = field(default_factory=Times)
     per_parameter: float = 0.0

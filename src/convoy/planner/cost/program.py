@@ -7,10 +7,12 @@ messages, and what ranks exchange for normalizations, inside a call and, for run
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
+from convoy.ops.onednn import FEW_PIXELS
 from convoy.ops.placing import sharing_axes
 from convoy.ops.postponed import postpones
 from convoy.ops.recompute import stretches
@@ -68,6 +70,17 @@ def copied(num_bytes: int, times: int = 1) -> LocalOp:
     """A copy of so many bytes, as into a message and out of it; `times` 2 for one added to what is there."""
     one = Operand((num_bytes // 4,), "float32")
     return LocalOp("copy", "", (one,) * times, (one,))
+
+
+def laid_out(one: LocalOp) -> LocalOp | None:
+    """What oneDNN does with the weight of a convolution in every pass, unless that is done once for all; None where it
+    takes little of its time."""
+    options = dict(one.options)
+    if one.op != "conv" or options["transposed"] or options["groups"] != 1 or len(one.outputs[0].shape) != 4:
+        return None
+    samples, _, *pixels = one.outputs[0].shape
+    weight = next((operand for operand in one.inputs if operand.role == "parameter"), None)
+    return copied(weight.bytes) if weight is not None and 0 < samples * prod(pixels) <= FEW_PIXELS else None
 
 
 @dataclass(frozen=True)

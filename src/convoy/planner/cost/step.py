@@ -12,7 +12,7 @@ from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, r
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.program import Item, Message, copied, program, running_statistics
+from convoy.planner.cost.program import Item, Message, copied, laid_out, program, running_statistics
 from convoy.planner.cost.simulation import rank_classes
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Axes
@@ -152,11 +152,11 @@ class _Builder:
             return
         if kind == "forward":
             self._around("input", self.costs.input)
-            self._forward()
+            self._forward(later=number > 0)
         elif training:
             if is_end:
                 self._around("loss", self.costs.loss)
-            self._backward(last=number == self.last)
+            self._backward(last=number == self.last, later=number > 0)
             if number > 0 and not self._postpones:
                 self._add_to_earlier_passes()
         self._send(kind == "forward", number)
@@ -274,14 +274,23 @@ class _Builder:
         for rank in self.ranks:
             self._compute(rank, "around", "", name, cost.seconds(self.part * self.samples[rank]), cost.host)
 
-    def _forward(self) -> None:
+    def _forward(self, later: bool) -> None:
         for item in self.stage.items:
             for rank in self.ranks:
                 kind: Kind = "copy" if item.is_transfer else "forward"
                 times = self._of_item(item, rank)
-                self._compute(rank, kind, item.layer, item.name, self.part * times.forward, times.host_forward)
+                seconds = self.part * times.forward
+                seconds -= min(self._laid_out(item, rank), seconds / 2) if later else 0.0
+                self._compute(rank, kind, item.layer, item.name, seconds, times.host_forward)
             for message in item.forward:
                 self._transfer(item, message)
+
+    def _laid_out(self, item: Item, rank: int) -> float:
+        """Seconds for a weight in a pass after the first, which zero-bubble saves."""
+        if not (self._postpones and self.costs.lays_out and item.postponed):
+            return 0.0
+        found = laid_out(item.local_ops[rank])
+        return self._times(found).forward if found is not None else 0.0
 
     def _weights(self, last: bool, again: bool) -> None:
         """What backward passes have postponed; with that of the last one, all gradients are exchanged."""
@@ -301,7 +310,7 @@ class _Builder:
         if sending is not None:
             sending.finish()
 
-    def _backward(self, last: bool) -> None:
+    def _backward(self, last: bool, later: bool) -> None:
         sending = _Sending(self, self.stage.exchange) if last and not self._postpones else None
         for item in reversed(self.stage.items):
             for message in item.backward:
@@ -314,6 +323,7 @@ class _Builder:
                 kind: Kind = "copy" if item.is_transfer else "backward"
                 times = self._of_item(item, rank)
                 seconds = self.part * times.backward * (1 - item.postponed if self._postpones else 1.0)
+                seconds -= min(self._laid_out(item, rank), seconds / 2) if later else 0.0
                 self._compute(rank, kind, item.layer, item.name, seconds, times.host_backward)
             if sending is not None:
                 sending.ready(item.parameters)

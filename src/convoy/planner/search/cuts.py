@@ -125,6 +125,7 @@ class Chain:
         for unit, placed in zip(self._unit, placement.calls, strict=True):
             passes[unit] += costs.compute(placed, placement)
             if postpones(placed, graph, differentiable):
+                passes[unit] -= (update.passes - 1) * costs.laid_out(placed, placement)
                 for name in (placed.call.attributes["input"], placed.call.outputs[0]):
                     shape = placement.layouts[name].local_shape(graph.shape(name), mesh, origin)
                     postponed[unit] += prod(shape) * graph.values[name].dtype.itemsize

@@ -164,6 +164,9 @@ class Costs(Protocol):
             differentiable: whether its gradient comes back.
         """
 
+    def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
+        """Seconds that a call takes less in each later pass of an update whose weight gradients are postponed."""
+
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the step."""
 
