@@ -113,11 +113,21 @@ def test_workers_read_packs_too(tmp_path, photos):
 
 def test_a_run_says_that_its_data_are_packed(tmp_path, photos):
     packed(photos, tmp_path / "packed", PackOptions(short_side=40))
-    (note,) = open_data(DataConfig(path=str(tmp_path / "packed"))).notes
+    (note,) = open_data(DataConfig(path=str(tmp_path / "packed"), image_size=32)).notes
     assert note.startswith(
         f"{tmp_path / 'packed'} is a pack of {photos.name} (folder; short side at most 40, JPEG of qu"
     )
     assert note.endswith("its samples come in the order of the original")
+
+
+def test_a_run_says_that_a_pack_is_smaller_than_its_input(tmp_path, photos):
+    packed(photos, tmp_path / "packed", PackOptions(short_side=24))
+
+    def notes(size: int) -> tuple[str, ...]:
+        return open_data(DataConfig(path=str(tmp_path / "packed"), image_size=size)).notes
+
+    assert len(notes(24)) == 1
+    assert notes(28)[1].startswith("pictures are enlarged to 28 pixels, as the pack keeps short sides of at most 24: ")
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -550,6 +560,21 @@ def test_what_a_killed_unpacking_left_is_removed(tmp_path, photos):
     (left / "half.jpg").write_bytes(b"half")
     assert unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", None) == 21
     assert sorted(entry.name for entry in (tmp_path / "back").iterdir()) == ["test", "train"]
+
+
+def test_two_cannot_unpack_into_one_folder(tmp_path, photos, monkeypatch):
+    packed(photos, tmp_path / "packed")
+    monkeypatch.setattr("convoy.data.packed._EVERY", 1)
+    refused = []
+
+    def said(*_: object) -> None:
+        with pytest.raises(ConvoyError, match=r"another process unpacks into .*back: wait for it, or end it"):
+            unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", None)
+        refused.append(1)
+
+    assert unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", said) == 21
+    assert len(refused) == 21
+    assert len([path for path in (tmp_path / "back").rglob("*") if path.is_file()]) == 21
 
 
 def test_a_pack_says_what_it_is(tmp_path, photos):

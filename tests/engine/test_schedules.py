@@ -239,7 +239,7 @@ def trained_in_float32(prepares: bool, keeps: bool = False) -> tuple[list[Tensor
     x = torch.randn(8, 16, 4, 4).to(memory_format=torch.channels_last)
     net = convoy.parallelize(model, "stage=2", x[:3], batch_norm="microbatch", microbatches=3, checks=False)
     network, laid_out = network_of(net), 0
-    assert onednn.has_packing()
+    assert onednn.has_packing(torch.float32)
     assert isinstance(network, StagedNetwork)
     network.returns_memory = not prepares
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -272,37 +272,67 @@ def test_weights_that_are_laid_out_for_all_parts_are_those_of_the_update() -> No
         assert not all(map(torch.equal, wrong, expected)), "the control computes with the weights of the first update"
 
 
-def passes_of_many_kinds(tagged: bool) -> float:
+def chain_of_convolutions() -> nn.Sequential:
+    layers = (nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(4))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 6)).double()
+
+
+def passes_of_many_kinds(plan: str) -> float:
     """The worst difference from one device where what a stage waits for after an update is not what comes."""
-    plain = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(4)), nn.Flatten())
-    plain = plain.append(nn.Linear(192, 6)).double()
+    plain, worst = chain_of_convolutions(), 0.0
     x, y = torch.randn(9, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (9,))
-    net = convoy.parallelize(copy.deepcopy(plain), "stage=2", x[:4], microbatches=2, checks=False)
-    links, worst = network_of(net).links, 0.0  # type: ignore[attr-defined]
-    if not tagged:
-        links._tag = lambda key: 1
+    net = convoy.parallelize(copy.deepcopy(plain), plan, x[:4], microbatches=2, checks=False)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, plain)]
-    for size, schedule in ((8, "1f1b"), (8, "zero-bubble"), (4, "1f1b"), (9, ""), (8, "gpipe"), (4, ""), (1, "1f1b")):
+    updates = [(8, "1f1b"), (8, "zero-bubble"), (4, "1f1b"), (9, ""), (9, ""), (8, "gpipe"), (4, ""), (4, "1f1b")]
+    for size, schedule in updates:
+        mine = convoy.local_samples(net, size)
         for optimizer in optimizers:
             optimizer.zero_grad()
         if schedule:
-            convoy.forward_backward(net, x[:size], y[:size], F.cross_entropy, schedule=schedule)  # type: ignore[arg-type]
+            convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule=schedule)  # type: ignore[arg-type]
         else:
-            F.cross_entropy(net(x[:size]), y[:size]).backward()
+            F.cross_entropy(net(x[mine]), y[mine]).backward()
         F.cross_entropy(plain(x[:size]), y[:size]).backward()
         worst = max(worst, worst_gradient(net, plain))
         for optimizer in optimizers:
             optimizer.step()
+        mine = convoy.local_samples(net, 3)
         with torch.no_grad():
-            worst = max(worst, relative(net(x[:3]), plain(x[:3]), 1.0))
+            worst = max(worst, relative(net(x[mine]), plain(x[mine]), 1.0))
     return worst
 
 
-def test_what_a_stage_waits_for_may_come_later() -> None:
-    for found in run_ranks(passes_of_many_kinds, 2, True):
+@pytest.mark.parametrize("plan", ["stage=2", "stage=3", "stage=2,sample=2"])
+def test_what_a_stage_waits_for_may_come_later(plan: str) -> None:
+    for found in run_ranks(passes_of_many_kinds, 4 if "sample" in plan else int(plan[-1]), plan):
         assert found < 1e-12, found
-    with pytest.raises(RankFailed):  # evaluations arrive where updates are waited for
-        run_ranks(passes_of_many_kinds, 2, False)
+
+
+def two_networks_in_turns(apart: bool) -> float:
+    """The worst difference from one device of two networks that go through the same process group."""
+    plain = [chain_of_convolutions() for _ in range(2)]
+    x, y, worst = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (8,)), 0.0
+    nets = [convoy.parallelize(copy.deepcopy(each), "stage=2", x[:4], microbatches=2, checks=False) for each in plain]
+    if not apart:  # as if each began to count
+        for net in nets:
+            tags = network_of(net).links._tags  # type: ignore[attr-defined]
+            network_of(net).links._tag = lambda key, tags=tags: tags.setdefault(key, 1 + len(tags))  # type: ignore[attr-defined]
+    for _ in range(3):
+        for net, each in zip(nets, plain, strict=True):
+            for _ in range(2):
+                net.zero_grad()
+                each.zero_grad()
+                convoy.forward_backward(net, x, y, F.cross_entropy)
+                F.cross_entropy(each(x), y).backward()
+                worst = max(worst, worst_gradient(net, each))
+    return worst
+
+
+def test_two_networks_do_not_receive_what_the_other_waits_for() -> None:
+    for found in run_ranks(two_networks_in_turns, 2, True):
+        assert found < 1e-12, found
+    with pytest.raises(RankFailed, match="rank 1 died with exit status -6")  # gloo: sizes differ:
+        run_ranks(two_networks_in_turns, 2, False)
 
 
 END = Sent(to=-1, part=-1, back=False, pending=Pending([], lambda: torch.empty(0)))

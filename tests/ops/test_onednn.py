@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import convoy
 from convoy.engine.layers import PointwiseConv2d, prepare
 from convoy.ops import convolution, onednn
 from convoy.ops.convolution import weighted
-from convoy.ops.onednn import is_better_dilated, packed
+from convoy.ops.onednn import is_better_dilated, packed, pointwise
 from convoy.ops.postponed import Weighted
 
 
@@ -209,15 +210,52 @@ def test_other_weights_are_not_laid_out(x: Tensor, weight: Tensor) -> None:
     assert layer.prepare(x, weight) is None
 
 
+def test_nothing_is_laid_out_that_torch_leaves_to_another_kernel() -> None:
+    """1 × 1 convolutions of few samples with one thread, and single small images."""
+
+    def ready(kernel: int, samples: int, **options: int) -> bool:
+        layer = convolution_of(kernel, padding=kernel // 2, **options)
+        x, weight = small(64, 5, samples=samples), filters(96, 64, kernel)
+        assert layer.prepare is not None
+        found = layer.prepare(x, weight)
+        assert found is None or torch.equal(found.compute(x, weight, None), layer.compute(x, weight, None))
+        return found is not None
+
+    assert ready(1, 16) and ready(3, 8) and ready(1, 8, stride=2)
+    assert not ready(1, 8) and not ready(3, 1)
+    torch.set_num_threads(2)
+    assert ready(1, 8)
+
+
+def test_what_is_called_dilated_is_laid_out_too() -> None:
+    x, weight = small(256, 5, samples=8), filters(512, 256, 1)
+    options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
+    dilated = pointwise(
+        weighted(F.conv2d, {**options, "groups": 1}), weighted(F.conv2d, {**options, "groups": 1, "dilation": (2, 2)})
+    )
+    prepare = packed(dilated, **options, may_dilate=True).prepare
+    assert prepare is not None
+    found = prepare(x, weight)
+    assert found is not None and torch.equal(found.compute(x, weight, None), dilated.compute(x, weight, None))
+    assert packed(dilated, **options).prepare(x, weight) is None  # type: ignore[misc]
+
+
 def test_no_weight_is_laid_out_by_a_torch_that_does_it_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = convolution_of()
     assert layer.prepare is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(onednn, "has_packing", onednn.has_packing.__wrapped__)
-        assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
-        for wrong in (lambda *_: torch.zeros(()), _missing):
-            patch.setattr(onednn._Packed, "compute", wrong)
-            assert layer.prepare(small(64, 5), filters(96, 64, 3)) is None
+    monkeypatch.setattr(onednn, "has_packing", onednn.has_packing.__wrapped__)
+    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
+    for method in ("compute", "input_gradient"):
+        right = getattr(onednn._Packed, method)
+
+        def off(*args: Any, right: Any = right) -> Tensor:
+            found = right(*args)
+            return torch.nextafter(found, found + 1)
+
+        for wrong in (off, _missing):
+            with monkeypatch.context() as patch:
+                patch.setattr(onednn._Packed, method, wrong)
+                assert layer.prepare(small(64, 5), filters(96, 64, 3)) is None
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert layer.prepare(small(64, 5), filters(96, 64, 3)) is None
 

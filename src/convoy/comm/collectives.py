@@ -334,7 +334,7 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
 
 def start_send(x: Tensor, target: int, group: dist.ProcessGroup, tag: int = 0) -> Pending:
     """Begin to send a contiguous `x` to one rank of the group, which receives tensors in the order of these calls; over
-    gloo those of every tag by themselves."""
+    gloo every tag has an order of its own, and NCCL ignores tags."""
     here = _for(group, x)
     return Pending([dist.isend(here, group=group, tag=tag, group_dst=target)], lambda: here)
 

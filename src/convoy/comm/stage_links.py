@@ -5,6 +5,7 @@ before the first value of a kind: only the rank that has computed it knows.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,12 @@ from convoy.plans.stages import DTYPES, MOST_DIMS, Crossing
 
 _NOTHING = [-1] * (MOST_DIMS + 3)
 """In place of a kind: a gradient that there is not, as the loss does not depend on the value."""
+
+
+_FIRST_TAG = 2**20
+"""Above the tags of collectives, which are 0, and those of others who send through the same group."""
+_last_tags: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()
+"""The last tag that a network has taken, by group."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,8 @@ class StageLinks:
     network, how values lie. Which of them have a gradient the loss decides, anew in every pass. Sends wait for nobody.
 
     Over gloo nothing is sent before the receiver has asked for it, so it had better ask early. It may do so before it
-    knows that the next values will be those: each key has a tag of its own.
+    knows that the next values will be those: over gloo each key has a tag of its own, which no other network that goes
+    through the same group has.
 
     Args:
         groups: of a mesh with stages.
@@ -237,8 +245,11 @@ class StageLinks:
         self._sending.append(Sent(to, part, back, start_send(x, to, self._way(back), tag)))
 
     def _tag(self, key: Any) -> int:
-        """The same on all ranks, as all run the same passes one after the other; 0 is that of collectives."""
-        return self._tags.setdefault(key, 1 + len(self._tags))
+        """The same on all ranks, as all run the same passes of the same networks one after the other."""
+        if key not in self._tags:
+            group = self._way(back=False)
+            self._tags[key] = _last_tags[group] = _last_tags.get(group, _FIRST_TAG) + 1
+        return self._tags[key]
 
     def _way(self, back: bool) -> ProcessGroup:
         group = self._back if back else self.group

@@ -96,6 +96,11 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         train = train.with_channels(channels)
         test = train if whole else test.with_channels(channels)
     image_size, resize = _sizes(config, own)
+    if opened.short_side is not None and opened.short_side < resize:
+        notes.append(
+            f"pictures are enlarged to {resize} pixels, as the pack keeps short sides of at most {opened.short_side}: "
+            f"for more of what the original has, pack it with --short-side {resize}"
+        )
     mean, std = _statistics(config, opened, own, channels)
     _check_augmentation(config, opened.name, image_size, resize, channels, own)
     return DataSet(

@@ -1,5 +1,6 @@
 """Reading the files of a data set: which split a file belongs to, labels and classes, and errors that name the file."""
 
+import fcntl
 import gzip
 import re
 import zlib
@@ -25,7 +26,7 @@ _WORDS = {
 class Opened:
     """The sources in the files of a format; `test` is None where the data has no split of its own.
 
-    `note` is a sentence for the user, or empty.
+    `note` is a sentence for the user, or empty; `short_side` what larger pictures were resized to, None for nothing.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Opened:
     train: Source
     test: Source | None = None
     note: str = field(default="", kw_only=True)
+    short_side: int | None = field(default=None, kw_only=True)
 
 
 @contextmanager
@@ -57,6 +59,20 @@ def writing(folder: Path) -> Iterator[None]:
         raise ConvoyError(
             f"{shown(folder)} cannot be written ({error.strerror or error}): mend that, and run the same again"
         ) from error
+
+
+def keep_others_out(descriptor: int, refusal: str) -> None:
+    """Lock an open file or folder until it is closed; on a file system without locks nobody is kept out.
+
+    Raises:
+        ConvoyError: another process has locked it; says `refusal`.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConvoyError(refusal) from None
+    except OSError:
+        pass
 
 
 @contextmanager

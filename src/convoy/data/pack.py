@@ -1,6 +1,5 @@
 """Packs: a data set as WebDataset tars that read sequentially, with an index, for `convoy data pack`."""
 
-import fcntl
 import io
 import json
 import multiprocessing
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from convoy.data.decode import BadImage, finish_picture, open_picture, suffix_of, upright_size
-from convoy.data.files import Opened, shown, writing
+from convoy.data.files import Opened, keep_others_out, shown, writing
 from convoy.data.pack_format import (
     INDEX,
     PER_SHARD,
@@ -142,12 +141,7 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
     with writing(folder):
         unfinished.mkdir(parents=True, exist_ok=True)
         with (unfinished / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConvoyError(f"another process packs into {shown(folder)}: wait for it, or end it") from None
-            except OSError:
-                pass  # a file system without locks
+            keep_others_out(lock.fileno(), f"another process packs into {shown(folder)}: wait for it, or end it")
             _go_on(folder, unfinished, what)
             yield
             shutil.rmtree(finished, ignore_errors=True)

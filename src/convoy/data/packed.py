@@ -1,11 +1,12 @@
 """Reading packs, which `convoy data pack` has written: as a data set, to verify them, to unpack them."""
 
 import json
+import os
 import re
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from convoy.data.decode import BadImage, open_picture, suffix_of
-from convoy.data.files import Opened, check_range, reading, shown, writing
+from convoy.data.files import Opened, check_range, keep_others_out, reading, shown, writing
 from convoy.data.folder import MAX_PICTURE_BYTES, SUFFIXES
 from convoy.data.memory import Names, SharedBytes
 from convoy.data.pack_format import INDEX, SPLITS, UNFINISHED, VERSION, PackOptions, Statistics, shard_name
@@ -149,7 +150,8 @@ class Pack:
         """The data set. Raises ConvoyError."""
         first, *others = [self.source(split) for split in self.statistics]
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
-        opened = Opened(self.name, self.classes, first, others[0] if others else None, note=note)
+        test, side = others[0] if others else None, self.options.short_side
+        opened = Opened(self.name, self.classes, first, test, note=note, short_side=side)
         check_range(self.path, [first, *others], self.classes)
         return opened
 
@@ -205,19 +207,31 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
     if (reason := unwritable(folder)) is not None:
         raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        with writing(folder):
-            unfinished.mkdir(parents=True)
+    with writing(folder), _alone(unfinished):
+        try:
             done = _unpack(pack, unfinished, progress)
             for entry in unfinished.iterdir():
                 entry.rename(folder / entry.name)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if not was_there:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if not was_there:
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
     return done
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """An empty folder, in which nobody else unpacks. Raises ConvoyError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        keep_others_out(descriptor, f"another process unpacks into {shown(folder.parent)}: wait for it, or end it")
+        for left in folder.iterdir():  # by one that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:

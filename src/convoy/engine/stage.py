@@ -29,6 +29,9 @@ from convoy.plans.place import Placement
 from convoy.plans.schedule import Action, Schedule, actions, taken_back
 from convoy.plans.stages import Crossing, StagedGraph, Stages
 
+_MOST_EXPECTED = 4
+"""Kinds of passes whose values are waited for at once."""
+
 
 @dataclass
 class Flight:
@@ -84,7 +87,9 @@ class Stage(Network):
         self._whole_layouts: dict[str, Layout] = {}  # within a stage
         self._owners_of: dict[str, int] = {}
         self._expected: dict[Any, list[Arriving | None]] = {}  # by key
-        self._opening: tuple[int, ...] | None = None  # samples of the first part of the update
+        self._openings: tuple[tuple[Any, tuple[int, ...]], ...] = (
+            (None, ()),
+        ) * 2  # what the last two updates began with
         self._order: tuple[Schedule, int] = ("gpipe", 1)  # of the update, and its parts
         self._begun = self._first = 0  # parts in all updates, and in those before this one
         self._used: list[bool] | None = None  # which parameters had a gradient in any stage
@@ -155,9 +160,10 @@ class Stage(Network):
         assert staged is not None
         expected = self._expected.pop(key, None)
         arriving = self._begin_receiving(signature, inputs) if expected is None else expected
-        self._opening = self._opening or samples
-        if then is None and torch.is_grad_enabled() and self.device.type == "cpu":
-            then = self._opening  # what an update begins with that may come next
+        if self._begun == self._first and torch.is_grad_enabled():
+            self._openings = (self._openings[-1], (key, samples))
+        if then is None and self._may_come_again:
+            then = self._openings[-1][1]
         if then is not None:
             self._expect(then, inputs, form)
         part, self._begun = self._begun, self._begun + 1
@@ -174,6 +180,16 @@ class Stage(Network):
             received, sent = [], []
         outputs = found if self.is_last else {}
         return Flight(received, sent, outputs, placement, tuple(inputs), key, part)
+
+    @property
+    def _may_come_again(self) -> bool:
+        """Whether to ask for what the next update begins with, if it begins as the last two did.
+
+        Over NCCL a receive would block what comes after it. The memory that it writes to is held until then.
+        """
+        (before, _), (now, _) = self._openings
+        wanted = torch.is_grad_enabled() and before == now and len(self._expected) < _MOST_EXPECTED
+        return wanted and self.device.type == "cpu" and not self.returns_memory
 
     def _expect(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None) -> None:
         """Let the values of a later part arrive meanwhile, where it is known how they lie."""
@@ -226,7 +242,7 @@ class Stage(Network):
         """Say in which order the next parts are run; what this stage is to do."""
         prepares = parts > 1 and not self.returns_memory
         self.context.postponed = PostponedGradients(prepares) if schedule == "zero-bubble" else None
-        self._order, self._first, self._opening = (schedule, parts), self._begun, None
+        self._order, self._first = (schedule, parts), self._begun
         return actions(schedule, parts, self.stage, self.stages.number)
 
     def compute_weight_gradients(self, part: int, last: bool) -> None:

@@ -214,10 +214,11 @@ def _local(site: Site) -> Callable[..., Tensor]:
     flat = _flat([(before, after) for _, before, after in paddings])
     layer = weighted(function, options)
     sizes = site.graph.shape(attributes["weight"])[2:], options["stride"], options["dilation"]
-    if attributes["by_torch"] and sizes == (POINT, POINT, POINT):
+    is_point = attributes["by_torch"] and sizes == (POINT, POINT, POINT)
+    if is_point:
         layer = pointwise(layer, weighted(function, options | {"dilation": DILATED}))
     if num_dims == 2 and options["groups"] == 1:
-        layer = packed(layer, options["stride"], options["padding"], options["dilation"])
+        layer = packed(layer, options["stride"], options["padding"], options["dilation"], may_dilate=is_point)
     compute = postponing(site, layer)
     return (lambda x, weight, bias: compute(F.pad(x, flat), weight, bias)) if any(flat) else compute
 

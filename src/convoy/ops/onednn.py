@@ -76,16 +76,23 @@ FEW_PIXELS = 1024
 """Pixels of the output, of all samples together, up to which a weight is laid out once for several inputs."""
 
 
-def packed(layer: Weighted, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Weighted:
+def packed(
+    layer: Weighted,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    *,
+    may_dilate: bool = False,
+) -> Weighted:
     """A 2-d convolution of one group, whose `prepare` has oneDNN lay out the weight once for several inputs.
 
-    Outputs and gradients have the same bits. For 16 images through ResNet-50's last block at 64 pixels that saves 40 %
-    of a forward pass and 20 % of the input's gradient (`docs/benchmarks/small-passes.md`), and takes as much memory as
-    two copies of the weight.
+    Outputs and gradients have the same bits. That takes the memory of two copies of the weight for each size of input
+    (`docs/benchmarks/small-passes.md`).
 
     Args:
         layer: the convolution.
         stride, padding, dilation: its own.
+        may_dilate: it is called dilated where that is better; see `pointwise`.
     """
 
     def prepare(x: Tensor, weight: Tensor) -> Weighted | None:
@@ -96,6 +103,8 @@ def packed(layer: Weighted, stride: Sequence[int], padding: Sequence[int], dilat
         ]
         if not _is_packable(x, weight) or not 0 < len(x) * prod(sizes) <= FEW_PIXELS:
             return None
+        if not (_is_onednns(x, weight, stride, dilation) or (may_dilate and is_better_dilated(x, weight))):
+            return None  # another kernel rounds otherwise
         rest = [
             size - ((out - 1) * s - 2 * p + span + 1)
             for size, out, s, p, span in zip(x.shape[2:], sizes, stride, padding, spans, strict=True)
@@ -143,26 +152,39 @@ class _Packed:
         return found
 
 
+def _is_onednns(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int]) -> bool:
+    """Whether torch gives a convolution of one group to oneDNN by itself (`use_mkldnn` in its Convolution.cpp)."""
+    if x.dtype == torch.bfloat16:
+        return True
+    kernel = weight.shape[2:]
+    large = (*kernel, *stride, *dilation) != (1,) * 6
+    small_image = len(x) == 1 and min(kernel) <= 3 and x.numel() <= _SMALL_IMAGE
+    return (large or len(x) >= _FEW_SAMPLES or torch.get_num_threads() > 1) and not small_image
+
+
 def _is_packable(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN can compute with a weight that was laid out before, with the bits that it has otherwise."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or torch.compiler.is_compiling():
         return False
     channels_last = all(each.is_contiguous(memory_format=torch.channels_last) for each in (x, weight))
-    return channels_last and bool(torch.backends.mkldnn.enabled) and has_packing()
+    return channels_last and bool(torch.backends.mkldnn.enabled) and has_packing(x.dtype)
 
 
 @cache
-def has_packing() -> bool:
-    """Whether this torch has the calls, which are its compiler's and not documented, and they do what they did."""
+def has_packing(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether this torch and processor have the calls, which are its compiler's and not documented, and they do what
+    they did."""
     if not torch.backends.mkldnn.is_available():
         return False
-    x, weight = (torch.ones(shape).to(memory_format=torch.channels_last) for shape in ((2, 16, 5, 5), (32, 16, 3, 3)))
-    tried = _Packed(weight, [1, 1], [0, 0], [2, 2], [1, 1])
-    try:
-        y = tried.compute(x, weight, None)
-        back = tried.input_gradient(y, x, weight)
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
-    return torch.equal(y, F.conv2d(x, weight, None, 2, 1)) and torch.equal(
-        back, F.conv_transpose2d(y, weight, None, 2, 1)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, gradient = (
+        torch.randn(shape, generator=generator).to(dtype).to(memory_format=torch.channels_last)
+        for shape in ((2, 64, 5, 5), (96, 64, 3, 3), (2, 96, 3, 3))
     )
+    tried, how = _Packed(weight, [1, 1], [0, 0], [2, 2], [1, 1]), ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+    try:
+        found = tried.compute(x, weight, None), tried.input_gradient(gradient, x, weight)
+    except (AttributeError, RuntimeError):
+        return False
+    back = torch.ops.aten.convolution_backward(gradient, x, weight, None, *how, (True, False, False))[0]
+    return torch.equal(found[0], F.conv2d(x, weight, None, 2, 1)) and torch.equal(found[1], back)

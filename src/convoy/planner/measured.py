@@ -364,7 +364,10 @@ class Measurements:
             batch_norm=workload.batch_norm,
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
-            lays_out=workload.device.type == "cpu" and workload.channels_last and has_packing(),
+            lays_out=workload.device.type == "cpu"
+            and workload.channels_last
+            and workload.precision in (None, torch.bfloat16)
+            and has_packing(workload.precision or torch.float32),
             per_transfer=self._engine(False),
         )
         return {True: alone, False: with_overhead(replace(alone, update=slowest), workload, ranks)}

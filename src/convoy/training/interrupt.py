@@ -55,7 +55,7 @@ class Interrupt:
 
 
 INTERVAL_S = 1.0
-"""In which all ranks meet once: between, the stages of a network may be in different updates."""
+"""Seconds between two meetings of all ranks; in between, the stages of a network may be in different updates."""
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2")
 _MAX_UPDATES = 1000
 

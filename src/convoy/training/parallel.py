@@ -263,9 +263,13 @@ class ParallelNetwork(TrainedNetwork):
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
         self.engine.samples = parts
 
+    @property
+    def shares_updates(self) -> bool:
+        """Whether ranks with the same weights may divide the optimizer's work and state."""
+        return not (self._method.tree or self._method.compression or self.local_mean)
+
     def share(self, optimizer: Optimizer) -> Optimizer:
-        exact = not (self._method.tree or self._method.compression or self.local_mean)
-        return divide_update(self.model, optimizer) if exact else optimizer
+        return divide_update(self.model, optimizer) if self.shares_updates else optimizer
 
     def divide(self, division: Division, num_passes: int) -> None:
         if self._method.tree and self._tree is None:
@@ -418,5 +422,6 @@ class StagedTraining(ParallelNetwork):
         super().finish_update()
         self.engine.finish_update()
 
-    def share(self, optimizer: Optimizer) -> Optimizer:
-        return optimizer
+    @property
+    def shares_updates(self) -> bool:
+        return False

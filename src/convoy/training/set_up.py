@@ -276,7 +276,9 @@ def _within_limit(
     staging = Staging.of(plan, placement.graph, tuple(placement.outputs), [len(piece.positions) for piece in passes])
     if staging is not None and isinstance(network, StagedTraining):
         staging = staging.scheduled(network.schedule)
-    costs = Costs(Calibrated({}), update=memory_of_updates(partial(optimizer_for, recipe=recipe)), on_cpu=on_cpu)
+    update = memory_of_updates(partial(optimizer_for, recipe=recipe))
+    update = replace(update, divisible=update.divisible and network.shares_updates)
+    costs = Costs(Calibrated({}), update=update, on_cpu=on_cpu)
     needed = most(rank_memory(placement, costs, staging)).total
     if needed > limit:
         raise TooLargeError(

@@ -10,6 +10,7 @@ from torch import nn
 
 from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
+from convoy.ops.postponed import postpones
 from convoy.ops.recompute import recomputing
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
@@ -20,6 +21,7 @@ from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES
 from convoy.plans.stages import StagedGraph, Stages
+from convoy.plans.traffic import needs_gradient
 from planner.search.nets import Branches, Nested, Residual, Twice, captured
 from planner.search.synthetic import Roofline
 
@@ -88,6 +90,11 @@ def test_a_chain_is_the_sum_of_its_parts(model, plan):
     adding = sum(found.costs.adding(value, layouts[value.name], placement.mesh) for value in weights)
     assert adding > 0
     assert whole == pytest.approx(additive_seconds(placement, found.costs) + adding, rel=1e-9)
+    postponed = [one for one in placement.calls if postpones(one, found.graph, needs_gradient(found.graph))]
+    at_once = {one.call.attributes[role] for one in postponed for role in ("weight", "bias")}
+    rest = [found.costs.adding(v, layouts[v.name], placement.mesh) for v in weights if v.name not in at_once]
+    later = Chain(found, placement, later=True)
+    assert 2 * later.seconds[0, -1] == pytest.approx(2 * chain.seconds[0, -1] - adding + sum(rest))
     for cuts in itertools.combinations(range(len(chain.cuts)), 3):
         parts = chain.seconds[cuts[0], cuts[1]] + chain.seconds[cuts[1], cuts[2]]
         assert parts == pytest.approx(chain.seconds[cuts[0], cuts[2]])
@@ -135,7 +142,8 @@ def test_the_cuts_are_those_of_the_fastest_pipeline(model, devices):
     costs = Roofline(flops=1e8, rate=1e6, latency=1e-5)
     found = search_stages(at(model, costs), (1, 2, 4, 8), devices, SLOW, top=9)
     best = next(one for one in found if one.plan.mesh.sizes == (devices,))
-    chain = Chain(update(model, best.passes, costs), update(model, best.passes, costs).place(Plan.parse("serial")))
+    own = update(model, best.passes, costs)
+    chain = Chain(own, own.place(Plan.parse("serial")), later=True)
     link = SLOW.otherwise((0, 1))
     third = chain.seconds / 3
     numbers = third, 2 * third, chain.sends(link), chain.returns(link), chain.once, third

@@ -90,6 +90,7 @@ class Chain:
     Args:
         update: the network, without stages.
         placement: a pass of it on the devices of a stage.
+        later: weight gradients are computed later, those of several passes at once, as under zero-bubble.
 
     Attributes:
         cuts: the calls before which a stage may begin, and those at both ends.
@@ -100,7 +101,7 @@ class Chain:
         postponed: bytes from which the weight gradients of a pass are computed.
     """
 
-    def __init__(self, update: InPasses, placement: Placement) -> None:
+    def __init__(self, update: InPasses, placement: Placement, *, later: bool = False) -> None:
         graph, mesh, costs = update.graph, placement.mesh, update.costs
         self.update, self.placement = update, placement
         self.cuts = cuts_of(graph)
@@ -124,8 +125,10 @@ class Chain:
                 passes[unit] += seconds
         for unit, placed in zip(self._unit, placement.calls, strict=True):
             passes[unit] += costs.compute(placed, placement)
+            at_once = False
             if postpones(placed, graph, differentiable):
-                passes[unit] -= (update.passes - 1) * costs.laid_out(placed, placement)
+                at_once = later
+                passes[unit] -= (update.passes - 1) * costs.laid_out(placed, placement) if later else 0.0
                 for name in (placed.call.attributes["input"], placed.call.outputs[0]):
                     shape = placement.layouts[name].local_shape(graph.shape(name), mesh, origin)
                     postponed[unit] += prod(shape) * graph.values[name].dtype.itemsize
@@ -133,7 +136,7 @@ class Chain:
                 value = graph.values[name]
                 if value.origin == "parameter" and name not in seen:
                     layout = placement.layouts[name]
-                    passes[unit] += (update.passes - 1) * costs.adding(value, layout, mesh)
+                    passes[unit] += 0.0 if at_once else (update.passes - 1) * costs.adding(value, layout, mesh)
                     once[unit] += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
                     held[unit] += costs.parameter_memory(value, layout, mesh)
                     seen.add(name)

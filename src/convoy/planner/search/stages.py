@@ -181,7 +181,7 @@ class _StageSearch:
             if plan is None:
                 continue
             try:
-                chain = Chain(update, update.place(plan))
+                chain = Chain(update, update.place(plan), later=self._later)
             except ConvoyError:  # samples of a pass that so many ranks cannot share
                 continue
             found = self._cut(chain, plan, stages)
@@ -189,6 +189,11 @@ class _StageSearch:
                 self._fits = True
                 yield from found
                 return
+
+    @property
+    def _later(self) -> bool:
+        """Of the schedules zero-bubble is the fastest, so that cuts are chosen by what it takes."""
+        return "zero-bubble" in self.schedules
 
     def _ideal(self, stages: int, passes: int) -> float:
         """Seconds of stages that are all equal, and send nothing."""
@@ -200,7 +205,7 @@ class _StageSearch:
         """Seconds of a pass on one device."""
         if passes not in self._known_alone:
             update = self.at(passes)
-            chain = Chain(update, update.place(Plan(Mesh((), ()))))
+            chain = Chain(update, update.place(Plan(Mesh((), ()))), later=self._later)
             self._known_alone[passes] = float(chain.seconds[0, -1])
         return self._known_alone[passes]
 
