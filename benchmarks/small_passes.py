@@ -90,14 +90,6 @@ class _Layer:
     inputs: list[Tensor]
     gradients: list[Tensor]
 
-    def __call__(self, prepares: bool) -> None:
-        assert self.plain.prepare is not None
-        layer = (self.plain.prepare(self.inputs[0], self.weight) if prepares else None) or self.plain
-        for x in self.inputs:
-            layer.compute(x, self.weight, None)
-        for x, gradient in zip(self.inputs, self.gradients, strict=True):
-            layer.input_gradient(gradient, x, self.weight)
-
 
 @torch.no_grad()
 def _laid_out(arguments: argparse.Namespace) -> None:
@@ -146,10 +138,25 @@ def _layers_in_turns(layers: Sequence[_Layer], rounds: int) -> tuple[float, floa
     for _ in range(rounds + 1):
         for prepares, own in seconds.items():
             start = time.perf_counter()
-            for layer in layers:
-                layer(prepares)
+            _pass_by_pass(layers, prepares)
             own.append(time.perf_counter() - start)
     return statistics.median(seconds[False][1:]), statistics.median(seconds[True][1:])
+
+
+def _pass_by_pass(layers: Sequence[_Layer], prepares: bool) -> None:
+    """All parts forward and then back, each through all layers, so that no weight is still in the caches."""
+    called = [layer.plain for layer in layers]
+    for number, layer in enumerate(layers):
+        assert layer.plain.prepare is not None
+        ready = layer.plain.prepare(layer.inputs[0], layer.weight) if prepares else None
+        called[number] = ready or layer.plain
+    parts = range(len(layers[0].inputs))
+    for part in parts:
+        for layer, call in zip(layers, called, strict=True):
+            call.compute(layer.inputs[part], layer.weight, None)
+    for part in parts:
+        for layer, call in zip(reversed(layers), reversed(called), strict=True):
+            call.input_gradient(layer.gradients[part], layer.inputs[part], layer.weight)
 
 
 if __name__ == "__main__":

@@ -331,7 +331,7 @@ def two_networks_in_turns(apart: bool) -> float:
 def test_two_networks_do_not_receive_what_the_other_waits_for() -> None:
     for found in run_ranks(two_networks_in_turns, 2, True):
         assert found < 1e-12, found
-    with pytest.raises(RankFailed, match="rank 1 died with exit status -6")  # gloo: sizes differ:
+    with pytest.raises(RankFailed, match="rank 1 died with exit status -6"):  # gloo: sizes differ
         run_ranks(two_networks_in_turns, 2, False)
 
 
