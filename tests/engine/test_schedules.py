@@ -277,11 +277,15 @@ def chain_of_convolutions() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 6)).double()
 
 
-def passes_of_many_kinds(plan: str) -> float:
-    """The worst difference from one device where what a stage waits for after an update is not what comes."""
+def passes_of_many_kinds(plan: str, returns_memory: bool = False) -> tuple[float, int]:
+    """The worst difference from one device where what a stage waits for after an update is not what comes, and for how
+    many kinds of passes it waits in the end."""
     plain, worst = chain_of_convolutions(), 0.0
     x, y = torch.randn(9, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (9,))
     net = convoy.parallelize(copy.deepcopy(plain), plan, x[:4], microbatches=2, checks=False)
+    network = network_of(net)
+    assert isinstance(network, StagedNetwork)
+    network.returns_memory = returns_memory
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, plain)]
     updates = [(8, "1f1b"), (8, "zero-bubble"), (4, "1f1b"), (9, ""), (9, ""), (8, "gpipe"), (4, ""), (4, "1f1b")]
     for size, schedule in updates:
@@ -299,13 +303,16 @@ def passes_of_many_kinds(plan: str) -> float:
         mine = convoy.local_samples(net, 3)
         with torch.no_grad():
             worst = max(worst, relative(net(x[mine]), plain(x[mine]), 1.0))
-    return worst
+    return worst, sum(any(arriving) for arriving in network._expected.values())
 
 
 @pytest.mark.parametrize("plan", ["stage=2", "stage=3", "stage=2,sample=2"])
 def test_what_a_stage_waits_for_may_come_later(plan: str) -> None:
-    for found in run_ranks(passes_of_many_kinds, 4 if "sample" in plan else int(plan[-1]), plan):
-        assert found < 1e-12, found
+    ranks = 4 if "sample" in plan else int(plan[-1])
+    for waits, returns_memory in ((True, False), (False, True)):
+        found = run_ranks(passes_of_many_kinds, ranks, plan, returns_memory)
+        assert max(worst for worst, _ in found) < 1e-12, found
+        assert bool(found[-1][1]) is waits, "the last stage waits for no update: this test shows nothing"
 
 
 def two_networks_in_turns(apart: bool) -> float:

@@ -22,8 +22,6 @@ from convoy.plans.stages import DTYPES, MOST_DIMS, Crossing
 
 _NOTHING = [-1] * (MOST_DIMS + 3)
 """In place of a kind: a gradient that there is not, as the loss does not depend on the value."""
-
-
 _FIRST_TAG = 2**20
 """Above the tags of collectives, which are 0, and those of others who send through the same group."""
 _last_tags: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()

@@ -23,7 +23,6 @@ from torch import nn
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.engine.clock import DeviceClock
-from convoy.engine.gradients.sharded import ELEMENTWISE
 from convoy.errors import ConvoyError, RankFailedError
 from convoy.graph.graph import Call
 from convoy.ops import OPERATIONS
@@ -40,7 +39,7 @@ from convoy.planner.cost.times import Times
 from convoy.planner.profiling import ALIKE, Profiled, local_op_of, mean, profile, with_overhead
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import Strategy, is_choosing
-from convoy.planner.workload import MakeOptimizer, Workload
+from convoy.planner.workload import MakeOptimizer, Workload, memory_of_updates
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, Situation
 from convoy.plans.plan import Plan
@@ -152,8 +151,6 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
         repetitions: how often each is timed; the median counts.
     """
     measured, issued = [], []
-    state = 0
-    optimizer = None
     clock = DeviceClock(device)
     for tensors, numel in _POINTS:
         parameters = [nn.Parameter(torch.full((numel,), 0.5, device=device)) for _ in range(tensors)]
@@ -164,9 +161,8 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
         spent = [clock.spent(optimizer.step, in_a_row=1) for _ in range(repetitions)]
         measured.append((tensors * numel * 4, tensors, median(one.device for one in spent)))
         issued.append((tensors, median(one.host for one in spent)))
-        held = (t for entries in optimizer.state.values() for t in entries.values() if isinstance(t, torch.Tensor))
-        state = max(state, round(sum(t.numel() for t in held) / (tensors * numel)))
-    found = Update.fit(measured, state=float(state), divisible=type(optimizer) in ELEMENTWISE)
+    held = memory_of_updates(make)
+    found = Update.fit(measured, state=held.state, divisible=held.divisible)
     host, host_per_tensor = issuing(issued)
     return replace(found, host=host, host_per_tensor=host_per_tensor)
 
