@@ -1,6 +1,7 @@
 """`--plan auto` in a run: what the planner says runs, after a race where that is close, and changes no number."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from ranks import run_ranks
 from tiny import write_mnist
 
 PASS = 8
+FILTERS, SAMPLES, STAGES = (Plan.parse(text) for text in ("filter=2", "sample=2", "stage=2"))
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +70,19 @@ def weights(found: Session, updates: int = 3) -> dict[str, torch.Tensor]:
     return {name: found.network.whole(name, tensor).clone() for name, tensor in found.model.state_dict().items()}
 
 
-def slowed(planned: Planned, seconds: float) -> Planned:
-    """With plain `sample` as the only other candidate."""
-    others = [scored for scored in planned.candidates if str(scored.plan) == "sample=2"]
-    return replace(planned, candidates=(replace(planned.best, plan=Plan.parse("filter=2")), *others))
+def predicting(*plans: Plan) -> Callable[..., Planned]:
+    """A planner that predicts the first of these plans to be fastest, then the next, and knows no others."""
+
+    def planner(*args: object, **options: object) -> Planned:
+        planned = make_plan(*args, plans=plans, **options)  # type: ignore[arg-type]
+        by_plan = {scored.plan: scored for scored in planned.candidates}
+        return replace(planned, candidates=tuple(by_plan[plan] for plan in plans))
+
+    return planner
 
 
 def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tuple[str, list[str], float]:
     """The plan, the notes, and how far the weights are from those under plain `sample`."""
-
-    def planner(*args: object, **options: object) -> Planned:
-        return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
 
     def timed(step: TrainingStep, image_shape: tuple[int, int, int], *rest: object, **options: object) -> float:
         step(training_step.random_batch(step, image_shape, torch.device("cpu")), 0)
@@ -86,7 +90,7 @@ def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tu
 
     remaining = list(times)
     with (
-        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "make_plan", predicting(FILTERS, SAMPLES)),
         patch.object(auto_plan, "CLEAR", clear),
         patch.object(auto_plan, "measure_input", lambda *args: None),
         patch.object(auto_plan, "update_seconds", timed),
@@ -103,7 +107,7 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
     """Passes and schedule of a run for which the planner says stages, and how far it is from plain `sample`."""
 
     def planner(*args: object, **options: object) -> Planned:
-        planned = make_plan(*args, plans=[Plan.parse("sample=2")], **options)  # type: ignore[arg-type]
+        planned = make_plan(*args, plans=[SAMPLES], **options)  # type: ignore[arg-type]
         assert 4 in planned.workload.counts
         workload = planned.workload.through(2, passes)
         asked = replace(planned.workload, in_passes=lambda number: workload, schedules=(schedule,))
@@ -118,9 +122,6 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
     own, plain = weights(found), weights(session(data, cache, "sample=2", microbatch=4))
     distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
     return num, network.schedule, distance
-
-
-STAGES = Plan.parse("stage=2")
 
 
 @pytest.mark.parametrize(("passes", "schedule"), [(4, "gpipe"), pytest.param(2, "zero-bubble", marks=pytest.mark.slow)])
@@ -153,14 +154,9 @@ def test_a_clear_prediction_needs_no_race(data: Path, tmp_path: Path) -> None:
 
 def last_of_four(data: Path, cache: Path) -> list[str]:
     """The notes of a race in which plain `sample` is predicted to be slowest of four."""
-
-    def planner(*args: object, **options: object) -> Planned:
-        planned = make_plan(*args, **options)  # type: ignore[arg-type]
-        plans = ("filter=2", "height=2", "width=2", "sample=2")
-        return replace(planned, candidates=tuple(replace(planned.best, plan=Plan.parse(plan)) for plan in plans))
-
+    plans = (FILTERS, Plan.parse("height=2"), Plan.parse("width=2"), SAMPLES)
     with (
-        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "make_plan", predicting(*plans)),
         patch.object(auto_plan, "update_seconds", lambda *args, **options: 1.0),
     ):
         return session(data, cache, "auto").notes
@@ -267,11 +263,8 @@ def without_memory(data: Path, cache: Path, losers: tuple[str, ...]) -> tuple[st
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step(self, batch, update)
 
-    def planner(*args: object, **options: object) -> Planned:
-        return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
-
     with (
-        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "make_plan", predicting(FILTERS, SAMPLES)),
         patch.object(auto_plan, "CLEAR", 0.0),
         patch.object(TrainingStep, "__call__", failing),
     ):
@@ -302,15 +295,11 @@ def without_memory_alone(data: Path, cache: Path, lacks: bool) -> tuple[str, lis
         return step(self, batch, update)
 
     def trying_out(workload: Workload, placement: Placement, rank: int) -> None:
-        # of what was predicted to be best, which runs as filter=2: stages, too, where the machine is busy
-        if lacks and rank == 1 and placement.mesh in (Plan.parse("filter=2").mesh, STAGES.mesh):
+        if lacks and rank == 1 and placement.mesh == FILTERS.mesh:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def planner(*args: object, **options: object) -> Planned:
-        return slowed(make_plan(*args, **options), 1.0)  # type: ignore[arg-type]
-
     with (
-        patch.object(auto_plan, "make_plan", planner),
+        patch.object(auto_plan, "make_plan", predicting(FILTERS, SAMPLES)),
         patch.object(auto_plan, "CLEAR", 0.0),
         patch.object(TrainingStep, "__call__", counted),
         patch.object(auto_plan, "try_out", trying_out),
@@ -335,13 +324,10 @@ def test_where_nobody_ends_the_race_all_ranks_say_so(data: Path, tmp_path: Path)
 
 def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
     """A run on devices of which the second is said to take twice as long, beside one that divides evenly."""
-
-    def planner(*args: object, **options: object) -> Planned:
-        planned = make_plan(*args, **options)  # type: ignore[arg-type]
-        plain = [scored for scored in planned.candidates if str(scored.plan) == "sample=2"]
-        return replace(planned, candidates=tuple(plain))
-
-    with patch.object(auto_plan, "make_plan", planner), patch.object(measured, "slowdowns_of", lambda *of: (0.5, 1.5)):
+    with (
+        patch.object(auto_plan, "make_plan", predicting(SAMPLES)),
+        patch.object(measured, "slowdowns_of", lambda *of: (0.5, 1.5)),
+    ):
         found = session(data, cache, "auto", batch=48)
     own, plain = weights(found), weights(session(data, cache, "sample=2", batch=48))
     distance = max(float((own[name] - plain[name]).abs().max()) for name in plain if plain[name].is_floating_point())
