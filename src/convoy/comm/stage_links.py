@@ -232,11 +232,16 @@ class StageLinks:
             return x.detach(), kind.needs_gradient
         return kind.received(broadcast(kind.to_receive(shape, device), self.group, last), shape), kind.needs_gradient
 
-    def finish(self) -> None:
-        """Wait until all is sent, at the end of a backward pass: the next one may have gradients of other values."""
+    def finish(self, same_loss: bool) -> None:
+        """Wait until all is sent, at the end of a backward pass.
+
+        Args:
+            same_loss: the next one has gradients of the same values, on all ranks; otherwise that is said anew.
+        """
         self.release(lambda _: True)
-        self._sent[True].clear()
-        self._received[True].clear()
+        if not same_loss:
+            self._sent[True].clear()
+            self._received[True].clear()
 
     def _send(self, x: Tensor, to: int, part: int, back: bool, tag: int) -> None:
         self._sending = [sent for sent in self._sending if not sent.pending.done]

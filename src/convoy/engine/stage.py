@@ -3,6 +3,7 @@
 Ranks at the same place on the other axes send each other what they have of the values at a cut.
 """
 
+from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from convoy.plans.stages import Crossing, StagedGraph, Stages
 
 _MOST_EXPECTED = 4
 """Kinds of passes whose values are waited for at once."""
+_AHEAD = 3
+"""Parts whose values are waited for at once: under zero-bubble the stage before is as far ahead."""
 
 
 @dataclass
@@ -86,10 +89,9 @@ class Stage(Network):
         self.stage = self.links.stage
         self._whole_layouts: dict[str, Layout] = {}  # within a stage
         self._owners_of: dict[str, int] = {}
-        self._expected: dict[Any, list[Arriving | None]] = {}  # by key
-        self._openings: tuple[tuple[Any, tuple[int, ...]], ...] = (
-            (None, ()),
-        ) * 2  # what the last two updates began with
+        self._expected: dict[Any, deque[list[Arriving | None]]] = {}  # values of parts to come, by key
+        self._before: list[tuple[Any, tuple[int, ...]]] = []  # keys and samples of the parts of the last update
+        self._now: list[tuple[Any, tuple[int, ...]]] = []  # and of this one, so far
         self._order: tuple[Schedule, int] = ("gpipe", 1)  # of the update, and its parts
         self._begun = self._first = 0  # parts in all updates, and in those before this one
         self._used: list[bool] | None = None  # which parameters had a gradient in any stage
@@ -142,7 +144,7 @@ class Stage(Network):
         inputs: Sequence[Tensor],
         samples: tuple[int, ...],
         form: Form | None = None,
-        then: tuple[int, ...] | None = None,
+        then: Sequence[tuple[int, ...]] = (),
     ) -> Flight:
         """Run this stage on a part of the batch, and send its results on. The caller has announced it.
 
@@ -150,7 +152,7 @@ class Stage(Network):
             inputs: this rank's samples for the network.
             samples: how many samples of the part each sample rank has.
             form: the network's other arguments.
-            then: samples of the next part, which may arrive meanwhile; None after the last.
+            then: samples of each part after it, which may arrive meanwhile.
         """
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
@@ -158,14 +160,14 @@ class Stage(Network):
         if self.context.postponed is not None:
             self.context.postponed.begin_part()
         assert staged is not None
-        expected = self._expected.pop(key, None)
-        arriving = self._begin_receiving(signature, inputs) if expected is None else expected
-        if self._begun == self._first and torch.is_grad_enabled():
-            self._openings = (self._openings[-1], (key, samples))
-        if then is None and self._may_come_again:
-            then = self._openings[-1][1]
-        if then is not None:
-            self._expect(then, inputs, form)
+        arriving = self._expected[key].popleft() if key in self._expected else self._begin_receiving(signature, inputs)
+        if not self._expected.get(key, True):
+            del self._expected[key]
+        if torch.is_grad_enabled():
+            if self._begun == self._first:
+                self._before, self._now = self._now, []
+            self._now.append((key, samples))
+        self._expect(self._soon(then), inputs, form)
         part, self._begun = self._begun, self._begun + 1
         received = [
             (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
@@ -175,28 +177,41 @@ class Stage(Network):
         self._release_gradients({crossing.source for crossing, x in received if x.numel()})
         found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
         sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
+        outputs = found if self.is_last else {}
+        flight = Flight(received, sent, outputs, placement, tuple(inputs), key, part)
+        if self._receives_early and torch.is_grad_enabled() and self.links.knows(key, back=True):
+            flight.arriving = self._begin_receiving_gradients(flight)  # before values that it would queue behind
         self._send(key, sent, part)
         if not torch.is_grad_enabled():
-            received, sent = [], []
-        outputs = found if self.is_last else {}
-        return Flight(received, sent, outputs, placement, tuple(inputs), key, part)
+            flight.received, flight.sent = [], []
+        return flight
 
     @property
-    def _may_come_again(self) -> bool:
-        """Whether to ask for what the next update begins with, if it begins as the last two did.
+    def _receives_early(self) -> bool:
+        """Whether to ask for values long before they are needed, as an answer may queue behind what others send.
 
         Over NCCL a receive would block what comes after it. The memory that it writes to is held until then.
         """
-        (before, _), (now, _) = self._openings
-        wanted = torch.is_grad_enabled() and before == now and len(self._expected) < _MOST_EXPECTED
-        return wanted and self.device.type == "cpu" and not self.returns_memory
+        return self.device.type == "cpu" and not self.returns_memory
 
-    def _expect(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None) -> None:
-        """Let the values of a later part arrive meanwhile, where it is known how they lie."""
-        soon = self._signature(samples, inputs, form)
-        key = self._key(soon, inputs)
-        if key not in self._expected and self.links.knows(key):
-            self._expected[key] = self._begin_receiving(soon, inputs)
+    def _soon(self, then: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Samples of the parts to ask for: of this update, and of the next one if updates go on as the last began."""
+        if not self._receives_early:
+            return list(then[:1])
+        now = self._now
+        if torch.is_grad_enabled() and now == self._before[: len(now)] and len(self._expected) < _MOST_EXPECTED:
+            then = [*then, *(samples for _, samples in self._before)]
+        return list(then[:_AHEAD])
+
+    def _expect(self, soon: Sequence[tuple[int, ...]], inputs: Sequence[Tensor], form: Form | None) -> None:
+        """Let the values of later parts arrive meanwhile, where it is known how they lie."""
+        wanted: Counter[Any] = Counter()
+        for samples in soon:
+            signature = self._signature(samples, inputs, form)
+            key = self._key(signature, inputs)
+            wanted[key] += 1
+            if len(self._expected.get(key, ())) < wanted[key] and self.links.knows(key):
+                self._expected.setdefault(key, deque()).append(self._begin_receiving(signature, inputs))
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
@@ -206,14 +221,14 @@ class Stage(Network):
         self,
         flight: Flight,
         gradients: Mapping[str, Tensor | None] | None = None,
-        then: Flight | None = None,
+        then: Sequence[Flight] = (),
     ) -> None:
         """Run the backward pass of a part of the batch in this stage, and send gradients on.
 
         Args:
             flight: the part after its forward pass.
             gradients: gradients of the network's outputs, in the last stage.
-            then: the next part, whose gradients may arrive meanwhile; None after the last.
+            then: the parts after it that have run forward, whose gradients may arrive meanwhile.
         """
         roots: list[Tensor] = []
         given: list[Tensor] = []
@@ -224,8 +239,9 @@ class Stage(Network):
                 given.append(gradient)
         if flight.arriving is None:
             flight.arriving = self._begin_receiving_gradients(flight)
-        if then is not None and then.arriving is None and self.links.knows(then.key, back=True):
-            then.arriving = self._begin_receiving_gradients(then)
+        for later in then if self._receives_early else then[:1]:
+            if later.arriving is None and self.links.knows(later.key, back=True):
+                later.arriving = self._begin_receiving_gradients(later)
         sent = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
         answering = set()  # stages that had received all of this part before they sent a gradient of it
         for (crossing, x), arriving in zip(sent, flight.arriving, strict=True):
@@ -333,7 +349,7 @@ class Stage(Network):
     def finish_update(self) -> None:
         """After the last backward pass: all is sent, and every parameter has a gradient."""
         with self.watch_wait("what was sent"):
-            self.links.finish()
+            self.links.finish(same_loss=self.samples is not None)
         self.context.postponed = None
         self.complete_gradients()
         if self.guard is not None:

@@ -74,8 +74,8 @@ class StagedNetwork(Stage):
             self.schedule = "gpipe"
         sizes = self._sizes(samples, parts)
         flights = [
-            self.forward_pass(own, now, form, then)
-            for own, now, then in zip(self._announced(inputs, samples, parts), sizes, [*sizes[1:], None], strict=True)
+            self.forward_pass(own, sizes[part], form, sizes[part + 1 :])
+            for part, own in enumerate(self._announced(inputs, samples, parts))
         ]
         self.end_pass()
         output = flights[0].placement.graph.output
@@ -115,7 +115,7 @@ class StagedNetwork(Stage):
             pausing = nullcontext() if self.reducer is None else self.reducer.paused()
             if kind == "forward":
                 given.append(next(announced))
-                flight = self.forward_pass(given[-1], sizes[number], form, None if last else sizes[number + 1])
+                flight = self.forward_pass(given[-1], sizes[number], form, sizes[number + 1 :])
                 value = None
                 if self.is_last:
                     end = start + sizes[number][self.sample_rank]
@@ -131,7 +131,7 @@ class StagedNetwork(Stage):
             flight, value = running.pop(number)
             with nullcontext() if last and self.context.postponed is None else pausing:
                 if value is None:
-                    self.backward_pass(flight, then=running[number + 1][0] if number + 1 in running else None)
+                    self.backward_pass(flight, then=[later for later, _ in running.values()])
                 else:
                     value.backward()
                     self.send_gradients(flight)
@@ -251,8 +251,8 @@ class StagedNetwork(Stage):
                     start[name] += size
                 else:
                     own[name] = gradient
-            then = flights[number + 1] if number + 1 < len(flights) else None
-            with nullcontext() if then is None or reducer is None else reducer.paused():
+            then = flights[number + 1 :]
+            with nullcontext() if not then or reducer is None else reducer.paused():
                 self.backward_pass(flight, own, then)
         self.finish_update()
         return self._input_gradients([flight.inputs for flight in flights], wanted)

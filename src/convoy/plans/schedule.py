@@ -37,9 +37,8 @@ def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Act
     for part in range(parts):
         waits = part + ahead - parts  # the how manieth backward pass this is with no forward pass before it
         if schedule == "zero-bubble" and waits > 0:
-            # as long as the forward pass for which the next stage lets this one wait; nobody waits for the first stage
-            everything = stage == 0 and part == parts - 1
-            found.append(("weights", part - 1 if everything else waits - 1))
+            # as long as the forward pass for which the next stage lets this one wait
+            found.append(("weights", waits - 1))
         found.append(("backward", part))
         if part + ahead < parts:
             found.append(("forward", part + ahead))
@@ -78,8 +77,10 @@ def returning(schedule: Schedule, parts: int, source: int, stage: int, stages: i
 def _ahead(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
     """Parts that go forward before the first goes back."""
     later = stages - 1 - stage
+    if schedule == "gpipe" or (schedule == "zero-bubble" and stage == 0 and later):
+        return parts  # under zero-bubble nobody waits for gradients of the first stage, and all wait for its values
     # zero-bubble: 1 + 2 · later would do if nothing had to be sent; with more, a stage has work until gradients arrive
-    return min(parts, {"gpipe": parts, "1f1b": 1 + later, "zero-bubble": 1 + 3 * later}[schedule])
+    return min(parts, {"1f1b": 1 + later, "zero-bubble": 1 + 3 * later}[schedule])
 
 
 def bubble(schedule: Schedule, parts: int, stages: int) -> float:

@@ -402,14 +402,14 @@ class StagedTraining(ParallelNetwork):
 
     def forward(self, images: Tensor) -> Any:
         sizes = self._sizes.popleft()
-        flight = self.engine.forward_pass((images,), sizes, then=self._sizes[0] if self._sizes else None)
+        flight = self.engine.forward_pass((images,), sizes, then=list(self._sizes))
         self._running.append(flight)
         return self.engine.output_of(flight) if self.engine.is_last else None
 
     def _run_backward(self, loss: Tensor | None) -> None:
         flight = self._running.popleft()
         if loss is None:
-            self.engine.backward_pass(flight, then=self._running[0] if self._running else None)
+            self.engine.backward_pass(flight, then=list(self._running))
         else:
             loss.backward()
             self.engine.send_gradients(flight)
