@@ -169,6 +169,9 @@ class CaseRun:
                     self._take_turns(result, dict.fromkeys(result.sides, place))
             if case.around_repaired is not None:
                 self._take_turns(result, {})
+            repaired = result.measured("repaired")
+            if repaired is not None and repaired < HARMLESS:
+                result.skipped = f"nothing is broken on this machine: put right, it is ×{repaired:.2f} as fast"
         except CannotBeSetUpError as error:
             result.skipped = str(error)
         except RunFailedError as error:
@@ -309,7 +312,7 @@ def markdown(results: Sequence[Result], work: Path) -> str:
         cells.append("skipped" if result.skipped else "failed" if result.failed else right if result.answer else "–")
         lines.append(f"| {result.cause} | `{command}` | {' | '.join(cells)} |")
     lines += [f"\n{r.cause}: {'skipped' if r.skipped else 'failed'}, {why}" for r in results if (why := _why(r))]
-    broken = [r for r in results if r.answer is not None and r.cause != HEALTHY]
+    broken = [r for r in results if r.answer is not None and r.cause != HEALTHY and not r.skipped]
     if broken:
         named, right = (sum(getattr(r, name) for r in broken) for name in ("is_named", "is_right"))
         said = f"Of {len(broken)} broken runs the first advice names the cause of {named}"

@@ -289,6 +289,32 @@ def test_what_an_update_takes(data: Path, each: tuple[float, ...], least_s: floa
     assert found == pytest.approx(taken) and done == number
 
 
+def beside(data: Path, before: float, changed: float, after: float) -> float:
+    """Seconds of an update as it is that a trial is compared with."""
+    found, each = session(data), iter((before, after))
+    with (
+        patch.object(trials, "changes", lambda *_: iter([LAST])),
+        patch.object(trials, "_seconds", lambda *_: next(each)),
+        patch.object(trials, "_by_all", lambda *_: changed),
+    ):
+        _, (trial,) = try_changes(found, set_up, math.inf)
+    return trial.before_s
+
+
+@pytest.mark.parametrize(
+    ("before", "changed", "after", "counts"),
+    [
+        (1.0, 0.5, 1.2, 1.1),  # the machine's speed drifts
+        (1.4, 0.5, 1.0, 1.0),  # it was another machine
+        (1.0, 1.1, 1.2, 1.0),  # no gain beside one of them
+    ],
+)
+def test_beside_which_time_a_change_counts(
+    data: Path, before: float, changed: float, after: float, counts: float
+) -> None:
+    assert run_ranks(beside, 1, data, before, changed, after) == [pytest.approx(counts)]
+
+
 def unlike(data: Path) -> list[tuple[str, float]]:
     """What is tried where each rank has other cores."""
     found = session(data)

@@ -41,7 +41,7 @@ _OF_SEVERAL = 0.8
 """Part of the time for which several threads wait for cores that is lost."""
 _MOST_LOST = 0.95
 """Part of the time that a change is said to save, at most."""
-_STEADY = 1.25
+STEADY = 1.25
 """How many times as fast a machine may be at one time as at another for a measured gain to be certain."""
 _FAR = 2.0
 """How many times as much a change may bring as was predicted, or as little, before a word is said of it."""
@@ -91,7 +91,7 @@ class Advice:
             return ""
         pairs = {"as it is": self.turns[::3], "with the change": self.turns[1:3]} if self.turns else {}
         for how, (one, other) in pairs.items():
-            if max(one, other) <= _STEADY * min(one, other):
+            if max(one, other) <= STEADY * min(one, other):
                 continue
             pace = f"the training {how} made {per_second(one)} images a second, and later {per_second(other)}"
             return f"The machine's speed changed meanwhile: {pace}, so the measured gain is uncertain."

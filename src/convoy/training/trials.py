@@ -16,7 +16,7 @@ import torch
 
 from convoy.comm.groups import meeting_store
 from convoy.comm.ranks import Ranks
-from convoy.doctor.advice import LEAST
+from convoy.doctor.advice import LEAST, STEADY
 from convoy.doctor.facts import Cause, Trial
 from convoy.doctor.host import HostWatch, network_place
 from convoy.engine.allocation import release_freed_memory
@@ -159,9 +159,11 @@ def try_changes(
             continue
         load = watch.read()
         after_s = _seconds(session, step)
-        # A machine's speed drifts, so the mean of both counts; but what is a gain beside one of them alone is none.
-        is_faster = LEAST * seconds < change.samples * min(before_s, after_s)
-        as_it_was = fmean((before_s, after_s)) if is_faster else min(before_s, after_s)
+        # A machine's speed drifts, so the mean of both counts; but what is a gain beside one of them alone is none, and
+        # where the two are far apart the mean says nothing.
+        least, most = sorted((before_s, after_s))
+        is_faster = LEAST * seconds < change.samples * least
+        as_it_was = fmean((least, most)) if is_faster and most <= STEADY * least else least
         before_s = after_s
         trial = Trial(change.cause, change.arguments, seconds, as_it_was, change.samples, change.another_training)
         if "threads" in change.settings:
