@@ -73,7 +73,7 @@ class Result:
         sides: `broken`, `repaired` and, where the doctor gave arguments, `advised`.
         answer: of the doctor.
         failed: why it, or what was to be measured, did not come to its end.
-        skipped: why the case cannot be set up here.
+        skipped: why the case cannot be set up here, or that nothing is broken.
     """
 
     cause: str
@@ -169,9 +169,9 @@ class CaseRun:
                     self._take_turns(result, dict.fromkeys(result.sides, place))
             if case.around_repaired is not None:
                 self._take_turns(result, {})
-            repaired = result.measured("repaired")
-            if repaired is not None and repaired < HARMLESS:
-                result.skipped = f"nothing is broken on this machine: put right, it is ×{repaired:.2f} as fast"
+            gains = [gain for side in result.sides if side != "broken" and (gain := result.measured(side))]
+            if gains and max(gains) < HARMLESS and not (result.failed or result.is_named):
+                result.skipped = f"nothing is broken on this machine: put right, it is ×{max(gains):.2f} as fast"
         except CannotBeSetUpError as error:
             result.skipped = str(error)
         except RunFailedError as error:

@@ -37,6 +37,11 @@ def test_a_schedule_runs_forward_before_backward_and_both_in_order() -> None:
             running += 1 if kind == "forward" else -1
             most = max(most, running)
         assert most == 3 - stage
+    ahead = [
+        next(place for place, (kind, _) in enumerate(actions("zero-bubble", 9, stage, 3)) if kind != "forward")
+        for stage in range(3)
+    ]
+    assert ahead == [9, 4, 1]  # nobody waits for gradients of the first
     assert bubble("1f1b", 8, 2) == pytest.approx(1 / 9)
 
 
@@ -277,12 +282,12 @@ def chain_of_convolutions() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 6)).double()
 
 
-def passes_of_many_kinds(plan: str, returns_memory: bool = False) -> tuple[float, int]:
+def passes_of_many_kinds(plan: str, parts: int, returns_memory: bool = False) -> tuple[float, list[int]]:
     """The worst difference from one device where what a stage waits for after an update is not what comes, and for how
-    many kinds of passes it waits in the end."""
+    many parts of each kind it waits in the end."""
     plain, worst = chain_of_convolutions(), 0.0
     x, y = torch.randn(9, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (9,))
-    net = convoy.parallelize(copy.deepcopy(plain), plan, x[:4], microbatches=2, checks=False)
+    net = convoy.parallelize(copy.deepcopy(plain), plan, x[:4], microbatches=parts, checks=False)
     network = network_of(net)
     assert isinstance(network, StagedNetwork)
     network.returns_memory = returns_memory
@@ -303,16 +308,19 @@ def passes_of_many_kinds(plan: str, returns_memory: bool = False) -> tuple[float
         mine = convoy.local_samples(net, 3)
         with torch.no_grad():
             worst = max(worst, relative(net(x[mine]), plain(x[mine]), 1.0))
-    return worst, sum(any(arriving) for arriving in network._expected.values())
+    return worst, [len(waiting) for waiting in network._expected.values() if any(waiting[0])]
 
 
-@pytest.mark.parametrize("plan", ["stage=2", "stage=3", "stage=2,sample=2"])
-def test_what_a_stage_waits_for_may_come_later(plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "parts"), [("stage=2", 2), ("stage=2", 4), ("stage=3", 2), ("stage=3", 4), ("stage=2,sample=2", 2)]
+)
+def test_what_a_stage_waits_for_may_come_later(plan: str, parts: int) -> None:
     ranks = 4 if "sample" in plan else int(plan[-1])
     for waits, returns_memory in ((True, False), (False, True)):
-        found = run_ranks(passes_of_many_kinds, ranks, plan, returns_memory)
+        found = run_ranks(passes_of_many_kinds, ranks, plan, parts, returns_memory)
         assert max(worst for worst, _ in found) < 1e-12, found
         assert bool(found[-1][1]) is waits, "the last stage waits for no update: this test shows nothing"
+        assert max(found[-1][1], default=0) == waits * min(parts, 3)
 
 
 def two_networks_in_turns(apart: bool) -> float:
@@ -346,11 +354,11 @@ END = Sent(to=-1, part=-1, back=False, pending=Pending([], lambda: torch.empty(0
 """Is let go with everything else."""
 
 
-def parts_on_their_way(schedule: str, release: bool) -> int:
+def parts_on_their_way(plan: str, schedule: str, release: bool) -> int:
     """Of how many parts a rank holds values or gradients for others at once, at most, in an update of six parts."""
     torch.manual_seed(0)
     x, y = torch.randn(6, 3, 8, 8, dtype=torch.float64), torch.randint(0, 10, (6,))
-    net = convoy.parallelize(Branches().double(), "stage=2", x[:2], batch_norm="microbatch", seed=5, microbatches=6)
+    net = convoy.parallelize(Branches().double(), plan, x[:2], batch_norm="microbatch", seed=5, microbatches=6)
     network, most = network_of(net), 0
     assert isinstance(network, StagedNetwork)
     links = network.links
@@ -368,13 +376,18 @@ def parts_on_their_way(schedule: str, release: bool) -> int:
     return most
 
 
-def test_what_others_have_received_is_let_go() -> None:
-    """As many parts as the first stage runs ahead: it holds values of them, and the second one gradients.
-
-    Under zero-bubble these are all parts.
-    """
-    assert run_ranks(parts_on_their_way, 2, "1f1b", False) == [6, 6], "the control holds what it sends to the end"
-    assert run_ranks(parts_on_their_way, 2, "1f1b", True) == [2, 2]
+@pytest.mark.parametrize(
+    ("plan", "schedule", "most"),
+    [
+        ("stage=2", "1f1b", [2, 2]),  # as many as the first stage runs ahead, values there and gradients in the second
+        ("stage=2", "zero-bubble", [6, 6]),  # there it runs all of them ahead
+        ("stage=3", "1f1b", [3, 3, 3]),
+    ],
+)
+def test_what_others_have_received_is_let_go(plan: str, schedule: str, most: list[int]) -> None:
+    control = run_ranks(parts_on_their_way, len(most), plan, schedule, False)
+    assert control == [6] * len(most), "the control holds what it sends to the end"
+    assert run_ranks(parts_on_their_way, len(most), plan, schedule, True) == most
 
 
 def kept_by_evaluation(release: bool) -> int:

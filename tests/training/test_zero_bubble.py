@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from convoy.comm.stage_links import StageLinks
+from convoy.engine.stage import Stage
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory
@@ -68,3 +70,44 @@ def test_goes_on_from_a_checkpoint(data: Path, tmp_path: Path) -> None:
     ended, _ = run_ranks(train_until, 2, data, tmp_path / "run", settings, None)
     assert ended.said[0].startswith("going on after ")
     assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
+
+
+def _messages(forgets: bool, *given: Any) -> list[list[str]]:
+    """What this rank does in each update, in its order: asks for gradients of a part, sends values of one."""
+    updates: list[list[str]] = []
+    with as_before() as patch:
+        begin, send, receive, finish = Stage.begin_update, StageLinks.send, StageLinks.receive, StageLinks.finish
+
+        def begin_update(stage: Stage, *order: Any) -> Any:
+            updates.append([])
+            return begin(stage, *order)
+
+        def sent(links: StageLinks, key: Any, values: Any, part: int, back: bool = False) -> None:
+            updates[-1] += [] if back else ["sends"]
+            send(links, key, values, part, back)
+
+        def asked(links: StageLinks, *values: Any, back: bool = False) -> Any:
+            updates[-1] += ["asks"] if back else []
+            return receive(links, *values, back=back)
+
+        patch.setattr(Stage, "begin_update", begin_update)
+        patch.setattr(StageLinks, "send", sent)
+        patch.setattr(StageLinks, "receive", asked)
+        if forgets:
+            patch.setattr(StageLinks, "finish", lambda links, same_loss: finish(links, same_loss=False))
+        train_here(*given)
+    return [messages for messages in updates if "asks" in messages]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_the_first_stage_asks_for_gradients_before_it_sends_what_they_answer(
+    data: Path, tmp_path: Path, forgets: bool
+) -> None:
+    settings = BASE | {"microbatch": "2", "parallel.plan": "stage=2", "parallel.schedule": "zero-bubble"}
+    first, *others = run_ranks(_messages, 2, forgets, data, tmp_path / "run", settings)[0]
+    parts = first.count("sends")
+    assert first[:parts] == ["sends"] * parts, "how gradients lie is not known yet"
+    assert parts > 3 and len(others) == 5
+    for messages in others:
+        assert messages.count("asks") == messages.count("sends") == parts
+        assert (messages[:8] == ["asks", "sends"] * 3 + ["sends"] * 2) is not forgets

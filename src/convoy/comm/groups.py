@@ -172,7 +172,6 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             if choice.backend == backend.NCCL:
                 backend.record_collectives()
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
-            atexit.register(_let_threads_end)
             if dist.group.WORLD is not None:
                 _connect(dist.group.WORLD)
             if choice.note and rank == 0:
@@ -225,16 +224,17 @@ def leave() -> None:
 def _let_threads_end() -> None:
     """At the end of a process that has not left its group, as loops of one's own need not.
 
-    gloo's threads let go of the tensors of the last messages when they are at it, for which they need the interpreter.
-    Where Python ends meanwhile the process is aborted: "terminate called without an active exception" (torch 2.13,
-    pytorch#190489), in a tenth to a third of short scripts. To destroy the group does not help as long as a network
-    knows it, and might wait for others for ever.
+    gloo's threads release the tensors of the last messages some time later, and need Python's lock for that. Where
+    Python ends meanwhile the process is aborted: "terminate called without an active exception" (torch 2.13,
+    pytorch#190489), in a tenth to a third of short scripts. To destroy the group would not help where a network still
+    refers to it, and might wait for other ranks for ever.
     """
     if dist.is_initialized():
         time.sleep(_THREADS_END_S)
 
 
 _THREADS_END_S = 0.1
+atexit.register(_let_threads_end)
 
 
 def num_ranks() -> int:

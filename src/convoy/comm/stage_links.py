@@ -130,7 +130,8 @@ class StageLinks:
     """Sends and receives for this rank, to and from ranks of other stages at its place on the other axes.
 
     Both sides give values in the order of the graph's crossings, under the same key: whatever decides, beside the
-    network, how values lie. Which of them have a gradient the loss decides, anew in every pass. Sends wait for nobody.
+    network, how values lie. Which of them have a gradient the loss decides, anew in every update unless `finish` is
+    told otherwise. Sends wait for nobody.
 
     Over gloo nothing is sent before the receiver has asked for it, so it had better ask early. It may do so before it
     knows that the next values will be those: over gloo each key has a tag of its own, which no other network that goes

@@ -4,7 +4,7 @@ Ranks at the same place on the other axes send each other what they have of the 
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,10 +30,10 @@ from convoy.plans.place import Placement
 from convoy.plans.schedule import Action, Schedule, actions, taken_back
 from convoy.plans.stages import Crossing, StagedGraph, Stages
 
-_MOST_EXPECTED = 4
-"""Kinds of passes whose values are waited for at once."""
-_AHEAD = 3
-"""Parts whose values are waited for at once: under zero-bubble the stage before is as far ahead."""
+_ASKED_FOR = 3
+"""Parts whose values a stage asks for before it needs them, and whose gradients; more would only hold memory."""
+_MOST_EXPECTED = 6
+"""Parts whose values it waits for before it asks for those of another update: what was asked for may never come."""
 
 
 @dataclass
@@ -94,6 +94,7 @@ class Stage(Network):
         self._now: list[tuple[Any, tuple[int, ...]]] = []  # and of this one, so far
         self._order: tuple[Schedule, int] = ("gpipe", 1)  # of the update, and its parts
         self._begun = self._first = 0  # parts in all updates, and in those before this one
+        self._running = self._asked = 0  # parts that have not gone back yet, and of how many gradients are asked for
         self._used: list[bool] | None = None  # which parameters had a gradient in any stage
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -160,9 +161,9 @@ class Stage(Network):
         if self.context.postponed is not None:
             self.context.postponed.begin_part()
         assert staged is not None
-        arriving = self._expected[key].popleft() if key in self._expected else self._begin_receiving(signature, inputs)
-        if not self._expected.get(key, True):
-            del self._expected[key]
+        arriving = self._take_expected(key)
+        if arriving is None:
+            arriving = self._begin_receiving(key, placement, program, inputs)
         if torch.is_grad_enabled():
             if self._begun == self._first:
                 self._before, self._now = self._now, []
@@ -179,8 +180,10 @@ class Stage(Network):
         sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
         outputs = found if self.is_last else {}
         flight = Flight(received, sent, outputs, placement, tuple(inputs), key, part)
-        if self._receives_early and torch.is_grad_enabled() and self.links.knows(key, back=True):
-            flight.arriving = self._begin_receiving_gradients(flight)  # before values that it would queue behind
+        if torch.is_grad_enabled():
+            if self._receives_early and self._asked == self._running:
+                self._ask_for_gradients([flight])  # before it sends values, behind which that would queue
+            self._running += 1
         self._send(key, sent, part)
         if not torch.is_grad_enabled():
             flight.received, flight.sent = [], []
@@ -188,30 +191,41 @@ class Stage(Network):
 
     @property
     def _receives_early(self) -> bool:
-        """Whether to ask for values long before they are needed, as an answer may queue behind what others send.
+        """Whether to ask for what several later parts need, as a question may queue behind what this stage sends.
 
-        Over NCCL a receive would block what comes after it. The memory that it writes to is held until then.
+        On GPUs a receive would block what comes after it (NCCL). The memory that it writes to is held until then.
         """
         return self.device.type == "cpu" and not self.returns_memory
 
     def _soon(self, then: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Samples of the parts to ask for: of this update, and of the next one if updates go on as the last began."""
+        """Samples of the parts to ask for: of this update, and of the next one where this one goes as the last did."""
         if not self._receives_early:
             return list(then[:1])
-        now = self._now
-        if torch.is_grad_enabled() and now == self._before[: len(now)] and len(self._expected) < _MOST_EXPECTED:
-            then = [*then, *(samples for _, samples in self._before)]
-        return list(then[:_AHEAD])
+        now, before = self._now, self._before
+        if torch.is_grad_enabled() and now == before[: len(now)]:
+            room = max(0, _MOST_EXPECTED - sum(map(len, self._expected.values())))
+            then = [*then, *(samples for _, samples in before[:room])]
+        return list(then[:_ASKED_FOR])
 
     def _expect(self, soon: Sequence[tuple[int, ...]], inputs: Sequence[Tensor], form: Form | None) -> None:
         """Let the values of later parts arrive meanwhile, where it is known how they lie."""
-        wanted: Counter[Any] = Counter()
-        for samples in soon:
+        for samples, number in Counter(soon).items():
             signature = self._signature(samples, inputs, form)
             key = self._key(signature, inputs)
-            wanted[key] += 1
-            if len(self._expected.get(key, ())) < wanted[key] and self.links.knows(key):
-                self._expected.setdefault(key, deque()).append(self._begin_receiving(signature, inputs))
+            if self.links.knows(key):
+                waiting = self._expected.setdefault(key, deque())
+                for _ in range(number - len(waiting)):
+                    waiting.append(self._begin_receiving(key, *self._program(signature), inputs))
+
+    def _take_expected(self, key: Any) -> list[Arriving | None] | None:
+        """The values of the next part of a kind, if they were asked for."""
+        waiting = self._expected.get(key)
+        if not waiting:
+            return None
+        found = waiting.popleft()
+        if not waiting:
+            del self._expected[key]
+        return found
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
@@ -239,9 +253,10 @@ class Stage(Network):
                 given.append(gradient)
         if flight.arriving is None:
             flight.arriving = self._begin_receiving_gradients(flight)
-        for later in then if self._receives_early else then[:1]:
-            if later.arriving is None and self.links.knows(later.key, back=True):
-                later.arriving = self._begin_receiving_gradients(later)
+        else:
+            self._asked -= 1
+        self._running -= 1
+        self._ask_for_gradients(then)
         sent = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
         answering = set()  # stages that had received all of this part before they sent a gradient of it
         for (crossing, x), arriving in zip(sent, flight.arriving, strict=True):
@@ -254,11 +269,23 @@ class Stage(Network):
             torch.autograd.backward(roots, given)
         self.send_gradients(flight)
 
+    def _ask_for_gradients(self, flights: Iterable[Flight]) -> None:
+        """Let the gradients of parts that go back next arrive meanwhile, in their order."""
+        for flight in flights:
+            if self._asked == (_ASKED_FOR if self._receives_early else 1):
+                return
+            if flight.arriving is None:
+                if not self.links.knows(flight.key, back=True):
+                    return
+                flight.arriving = self._begin_receiving_gradients(flight)
+                self._asked += 1
+
     def begin_update(self, schedule: Schedule, parts: int) -> list[Action]:
         """Say in which order the next parts are run; what this stage is to do."""
         prepares = parts > 1 and not self.returns_memory
         self.context.postponed = PostponedGradients(prepares) if schedule == "zero-bubble" else None
         self._order, self._first = (schedule, parts), self._begun
+        self._running = self._asked = 0
         return actions(schedule, parts, self.stage, self.stages.number)
 
     def compute_weight_gradients(self, part: int, last: bool) -> None:
@@ -313,14 +340,15 @@ class Stage(Network):
         with self.watch_wait(crossing.value):
             return arriving.wait()
 
-    def _begin_receiving(self, signature: Signature, inputs: Sequence[Tensor]) -> list[Arriving | None]:
-        placement, program = self._program(signature)
+    def _begin_receiving(
+        self, key: Any, placement: Placement, program: Program, inputs: Sequence[Tensor]
+    ) -> list[Arriving | None]:
         assert program.staged is not None
         wanted = [
             (crossing, self._local_shape(placement, placement.layouts[crossing.value], crossing.value))
             for crossing in program.staged.received(self.stage)
         ]
-        return self.links.receive(self._key(signature, inputs), wanted, inputs[0].device)
+        return self.links.receive(key, wanted, inputs[0].device)
 
     def _begin_receiving_gradients(self, flight: Flight) -> list[Arriving | None]:
         wanted = [(crossing, x.shape) for crossing, x in flight.sent if x.requires_grad]
@@ -334,7 +362,9 @@ class Stage(Network):
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if not torch.is_grad_enabled():
             return signature, autocast
-        return signature, autocast, tuple(x.requires_grad for x in (*inputs, *self.model.parameters()))
+        weights = list(self.model.parameters())
+        types = frozenset(x.dtype for x in weights)
+        return signature, autocast, types, tuple(x.requires_grad for x in (*inputs, *weights))
 
     def staged(self, placement: Placement) -> StagedGraph:
         graph = placement.graph

@@ -4,7 +4,8 @@ GPipe (Huang et al., 2019) runs all parts forward and then all of them back. 1F1
 2021) takes each back as soon as it can, so that a stage keeps the activations of no more parts than there are stages
 from it to the last. Zero-bubble (after ZB-H2 of Qi et al., "Zero Bubble Pipeline Parallelism", 2024) sends gradients of
 activations on first, and computes those of weights, for which no other stage waits, where it would wait itself and at
-the end, for several parts at once. In all of them gradients are those of the weights at the beginning of the update.
+the end, where it can for several parts at once. In all of them gradients are those of the weights at the beginning of
+the update.
 """
 
 from typing import Literal, get_args
