@@ -360,11 +360,11 @@ class Stage(Network):
     def _key(self, signature: Signature, inputs: Sequence[Tensor]) -> Any:
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if not torch.is_grad_enabled():
-            return signature, autocast
         weights = list(self.model.parameters())
-        types = frozenset(x.dtype for x in weights)
-        return signature, autocast, types, tuple(x.requires_grad for x in (*inputs, *weights))
+        key = signature, autocast, frozenset(x.dtype for x in weights)
+        if not torch.is_grad_enabled():
+            return key
+        return *key, tuple(x.requires_grad for x in (*inputs, *weights))
 
     def staged(self, placement: Placement) -> StagedGraph:
         graph = placement.graph
