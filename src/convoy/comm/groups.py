@@ -133,6 +133,7 @@ def generation_store(store: Store, rank: int, num_ranks: int, timeout: timedelta
 
 
 _store: Store | None = None
+_has_joined = False
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -166,12 +167,13 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
         choose_interface(world)
         try:
             limit = timedelta(seconds=timeout)
-            global _store
+            global _store, _has_joined
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
             choice = backend.agreed(_store, rank, world, backend.own(own))
             if choice.backend == backend.NCCL:
                 backend.record_collectives()
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
+            _has_joined = True
             if dist.group.WORLD is not None:
                 _connect(dist.group.WORLD)
             if choice.note and rank == 0:
@@ -222,14 +224,14 @@ def leave() -> None:
 
 
 def _let_threads_end() -> None:
-    """At the end of a process that has not left its group, as loops of one's own need not.
+    """At the end of a process that has joined others, whether it has left them, or a loop of one's own has not.
 
     gloo's threads release the tensors of the last messages some time later, and need Python's lock for that. Where
     Python ends meanwhile the process is aborted: "terminate called without an active exception" (torch 2.13,
     pytorch#190489), in a tenth to a third of short scripts. To destroy the group would not help where a network still
     refers to it, and might wait for other ranks for ever.
     """
-    if dist.is_initialized():
+    if _has_joined or dist.is_initialized():
         time.sleep(_THREADS_END_S)
 
 
