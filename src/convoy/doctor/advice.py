@@ -16,7 +16,7 @@ from convoy.units import per_second, plural, rough_percent, seconds, times_as_fa
 LEAST = 1.03
 """The gain from which on a change is mentioned; smaller ones are lost in what a machine varies by."""
 _LEAST_TRIED = 1.15
-"""The same of a change that makes another training, or that was tried: some updates of it err by a few hundredths."""
+"""The same of a change that makes another training, or that was tried: some updates of it err by up to a tenth."""
 _LEAST_OF_A_BATCH = 1.25
 """The same of a larger batch, which is nearly always somewhat faster, and learns otherwise."""
 _STEPS = 20
