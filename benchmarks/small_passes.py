@@ -3,6 +3,7 @@
     python benchmarks/small_passes.py
     python benchmarks/small_passes.py --networks resnet50:224 --passes 8 --channels-last
     python benchmarks/small_passes.py --parts 8
+    python benchmarks/small_passes.py --batch 64 --passes 8,16,32,64
 
 Forward and backward pass in float32 of a network as it is, and as `convoy train` prepares it, with batch norm over the
 pass (`convoy.engine.layers.prepare`). Both take turns in one process, which keeps the memory that it frees.
@@ -10,6 +11,9 @@ pass (`convoy.engine.layers.prepare`). Both take turns in one process, which kee
 With `--parts`, all 2-d convolutions of the network by themselves, channels_last, forward and the gradients of their
 inputs, as a stage under zero-bubble computes them in so many parts of a batch: with each weight laid out in every call,
 and once for all parts (`convoy.ops.onednn.packed`).
+
+With `--batch`, an update of `convoy train` on one device, with so many samples in each of its passes, in turns, and how
+many it takes itself. Microbatches are as small as the smallest passes.
 """
 
 import argparse
@@ -25,11 +29,16 @@ from measuring import machine
 from torch import Tensor, nn
 
 from convoy import models
+from convoy.bench.records import Made
+from convoy.bench.study import data_of
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.layers import PointwiseConv2d, prepare
 from convoy.ops.convolution import weighted
 from convoy.ops.onednn import packed, pointwise
 from convoy.ops.postponed import Weighted
+from convoy.training import load_recipe
+from convoy.training.set_up import set_up
+from convoy.training.step import update_seconds
 
 NETWORKS = "resnet50:64,resnet50:224,googlenet:64,densenet121:64,squeezenet1_1:64"
 
@@ -40,14 +49,19 @@ def main() -> None:
     parser.add_argument("--passes", default="1,2,4,8,12", help="samples of a pass")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--parts", type=int, help="parts of a batch, each of as many samples as a pass")
+    parser.add_argument("--batch", type=int, help="samples of an update of the trainer, in passes of `--passes`")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     keep_freed_memory(torch.device("cpu"))
     about = machine.describe()
     print(f"{about['date']}: `{about['command']}`\n\n{machine.sentence(about)}\n")
     if arguments.parts:
         _laid_out(arguments)
+        return
+    if arguments.batch:
+        _trainer(arguments)
         return
     print("| network | 1 × 1 convolutions | samples of a pass | as torch has it, ms | prepared, ms | ratio |")
     print("| --- " * 6 + "|", flush=True)
@@ -79,6 +93,39 @@ def _in_turns(networks: tuple[nn.Module, ...], images: Tensor, labels: Tensor, r
             F.cross_entropy(outputs, labels).backward()
             own.append(time.perf_counter() - start)
     return [statistics.median(own[1:]) for own in seconds]
+
+
+def _trainer(arguments: argparse.Namespace) -> None:
+    passes = sorted(map(int, arguments.passes.split(",")))
+    print(
+        f"| network | {' | '.join(f'passes of {samples}, ms' for samples in passes)} | MiB a sample | the trainer's |"
+    )
+    print("| --- " * (len(passes) + 3) + "|", flush=True)
+    for text in arguments.networks.split(","):
+        name, _, size = text.partition(":")
+        channels = 1 if name == "lenet" else 3
+        settings = {
+            "model.name": name,
+            "batch": arguments.batch,
+            "microbatch": passes[0],
+            "channels_last": arguments.channels_last,
+            "precision": "fp32",
+            "threads": arguments.threads,
+        }
+        recipe = load_recipe("default", [f"{key}={str(value).lower()}" for key, value in settings.items()])
+        data = data_of(Made(shape=(channels, int(size), int(size)), classes=10), recipe)
+        session = set_up(recipe, torch.device("cpu"), data=data)
+        session.model.train()
+        usual = min(arguments.batch, session.merge * passes[0])
+        seconds: dict[int, list[float]] = {samples: [] for samples in passes}
+        for number in range(arguments.rounds):
+            for samples in passes if number % 2 == 0 else reversed(passes):
+                session.merge = samples // passes[0]
+                step = session.step()
+                seconds[samples].append(update_seconds(step, session.image_shape, session.device, session.ranks))
+        times = [f"{1e3 * statistics.median(own):.1f}" for own in seconds.values()]
+        kept = f"{session.probe.bytes_per_sample / 2**20:.2f}"
+        print(f"| {name}, {size} px | {' | '.join(times)} | {kept} | {usual} |", flush=True)
 
 
 @dataclass

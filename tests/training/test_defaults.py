@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from convoy.comm.ranks import Ranks
-from convoy.engine.coupling import CUDA_SHARE, Probe
+from convoy.engine.coupling import CPU_SHARE, CUDA_SHARE, Probe
 from convoy.errors import ConvoyError
 from convoy.models import create
 from convoy.planner.cost.store import ProfileStore
 from convoy.training import Recipe, defaults, load_recipe, train
-from convoy.training.build import probed
+from convoy.training.build import merged, probed
 from convoy.training.defaults import Settled, Tried, as_begun, has_bf16, settle, try_passes
 from convoy.training.environment import join_ranks
 from convoy.training.finite import FiniteGuard
@@ -350,15 +350,20 @@ def test_what_a_pass_keeps_is_counted_in_its_precision() -> None:
     assert 0.5 <= kept["bf16"] / kept["fp32"] < 0.6
 
 
-def test_ranks_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_memory_of_a_gpu_or_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         total_memory = 80 * 2**30
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    found = Probe(True, False, 2**30, False)
-    sizes, gpu = (1,) * 64, torch.device("cuda:0")
-    assert found.merge(sizes, gpu) == CUDA_SHARE * 80
-    assert replace(found, on_device=4).merge(sizes, gpu) == CUDA_SHARE * 20
+    monkeypatch.setattr("convoy.training.build.host_memory", lambda: 2**30)
+    found, sizes = Probe(True, False, 2**20, False), (1,) * 10**6
+
+    def merge(device: str, on_device: int, *settings: str) -> int:
+        return merged(recipe_of(*settings), replace(found, on_device=on_device), sizes, torch.device(device))[0]
+
+    assert [merge("cuda:0", number) for number in (1, 4)] == [CUDA_SHARE * 80 * 1024, CUDA_SHARE * 20 * 1024]
+    assert [merge("cpu", number) for number in (1, 4)] == [CPU_SHARE * 1024, CPU_SHARE * 256]
+    assert merge("cpu", 1, "parallel.memory_limit=64MB") == 64 * 10**6 * CPU_SHARE // 2**20
 
 
 class Reads(TorchDispatchMode):

@@ -148,8 +148,10 @@ def _name(call: Call) -> str:
 
 PROBE_SAMPLES = 2
 TOLERANCE = 1e-2
-CPU_BUDGET = 16 * 2**20
-CUDA_SHARE = 0.5
+CPU_BUDGET = 512 * 2**20
+"""Bytes that a pass keeps on a CPU at most: docs/benchmarks/small-passes.md."""
+CPU_SHARE, CUDA_SHARE = 1 / 8, 1 / 2
+"""Parts of a rank's memory that a pass may keep: a CPU's is for the data and for other programs too."""
 ASLEEP = 0.2
 """Weights that are smaller than so much of what is usual let a branch do next to nothing."""
 
@@ -168,7 +170,6 @@ class Probe:
             would take all microbatches of one call before those of the next.
         outputs: tensors that it gives in training: with auxiliary heads more than one.
         on_device: ranks that compute on the device, and share its memory.
-        weight_bytes: bytes of all parameters together.
     """
 
     separable: bool
@@ -178,22 +179,16 @@ class Probe:
     outputs: int = 1
     owned: bool = False
     on_device: int = 1
-    weight_bytes: int = 0
 
-    def merge(self, sizes: tuple[int, ...], device: torch.device, sharing: int = 1) -> int:
-        """Microbatches in one pass: all of them, as many as fit in the device's budget, or one.
+    def merge(self, sizes: tuple[int, ...], device: torch.device, memory: float, sharing: int = 1) -> int:
+        """Microbatches in one pass: all of them, as many as fit in the budget of a pass, or one.
 
-        Where several devices are `sharing` the work on a pass, each keeps a part of it.
-
-        A GPU's budget is half of its memory, or this rank's part of that. On a CPU large passes of small networks fall
-        out of the caches, so that a pass keeps 16 MiB for the backward pass at most; or as much as the weights, which
-        do not fit there either and are read in every pass.
+        Where several devices are `sharing` the work on a pass, each keeps a part of it. The budget is a part of the
+        `memory` that a rank has, in bytes.
         """
         if (self.draws and not self.owned) or not self.separable:
             return 1
-        budget = float(max(CPU_BUDGET, self.weight_bytes))
-        if device.type == "cuda":
-            budget = CUDA_SHARE * torch.cuda.get_device_properties(device).total_memory / self.on_device
+        budget = CUDA_SHARE * memory if device.type == "cuda" else min(CPU_SHARE * memory, CPU_BUDGET)
         return max(1, min(len(sizes), int(sharing * budget // max(1, self.bytes_per_sample * max(sizes)))))
 
 
@@ -245,7 +240,7 @@ def probe(
         separable = _separable(model, model, context, images, [each.detach() for each in together])
     total = sum(size for pointer, size in kept.items() if pointer not in weights)
     normed_again = any(isinstance(one, MicrobatchNorm) for one in again)
-    return Probe(separable, draws, total // sum(sizes), normed_again, outputs, weight_bytes=_bytes_of_weights(model))
+    return Probe(separable, draws, total // sum(sizes), normed_again, outputs)
 
 
 def probe_of_graph(
@@ -281,12 +276,7 @@ def probe_of_graph(
         normed_again=any(number > 1 for layer, number in normed.items() if isinstance(layers.get(layer), _BatchNorm)),
         outputs=len(leaves(graph.output, Ref)),
         owned=draws and together is None,
-        weight_bytes=_bytes_of_weights(model),
     )
-
-
-def _bytes_of_weights(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _is_of_weight(x: Tensor) -> bool:

@@ -20,6 +20,7 @@ from convoy.failure import place_of
 from convoy.graph import tree
 from convoy.graph.deferred import deferred, deferred_tensors
 from convoy.graph.graph import CaptureError, Ref
+from convoy.launch.memory import host_memory
 from convoy.ops import capture
 from convoy.planner import workload_of
 from convoy.planner.cost.pipeline import Staging
@@ -305,7 +306,7 @@ def merged(
         return 1, "reproducible: one by one"
     if recipe.batch_norm != "microbatch":
         return num, f"all {num}: batch_norm={recipe.batch_norm} is over the whole batch"
-    merge = found.merge(sizes, device, sharing)
+    merge = found.merge(sizes, device, _memory(recipe, found, device), sharing)
     if found.draws and not found.owned:
         return 1, "one by one: the network draws random numbers in a way of its own"
     if not found.separable:
@@ -316,6 +317,13 @@ def merged(
     if passes > 1 and merge > (most := exact if -(-num // exact) == passes else max(1, num // passes)):
         return most, f"so that {-(-num // most)} passes go through the stages one after the other"
     return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"
+
+
+def _memory(recipe: Recipe, found: Probe, device: torch.device) -> float:
+    """Bytes that a rank has: its part of the device's, or its limit."""
+    on_gpu = device.type == "cuda"
+    there = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory()
+    return min(there / found.on_device, recipe.parallel.memory_bytes or there)
 
 
 def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, ranks: Ranks) -> None:

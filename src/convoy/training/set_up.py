@@ -127,10 +127,10 @@ def parts_of(recipe: Recipe, plan: Plan | None, num_devices: int) -> tuple[int, 
 
 
 def num_on(device: torch.device, ranks: Ranks) -> int:
-    """How many ranks compute on this rank's GPU, and share its memory; 1 on a CPU. All ranks call it."""
+    """How many ranks share the memory of this rank's GPU, or of its host's CPUs. All ranks call it."""
     gpu = own(device).gpu
     every = ranks.gather(gpu)
-    return every.count(gpu) if gpu else 1
+    return every.count(gpu) if gpu else ranks.on_host
 
 
 def check_devices(recipe: Recipe, num_devices: int) -> None:
