@@ -142,7 +142,11 @@ def test_what_was_found_is_said_though_the_change_cannot_be_tried(
     monkeypatch.setattr(doctor, "_examination", examination)
     assert main(["doctor", "train", "lenet", "--data", str(data), "--verify"]) == 1
     out, err = capsys.readouterr()
-    assert out == f"{FOUND.text()}\n" and err == "convoy: the training that was examined was killed\n"
+    assert out == f"{FOUND.text()}\n"
+    assert err.splitlines() == [
+        "training 1 of 3, with --set threads=2",
+        "convoy: the training that was examined was killed",
+    ]
 
 
 def test_verify_of_a_healthy_training_tries_nothing(

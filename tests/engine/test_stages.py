@@ -312,10 +312,13 @@ def mistaken(kind: str) -> None:
     elif kind == "parts":
         convoy.parallelize(WithPenalty(), "stage=2", torch.zeros(4, 4), microbatches=2)
     else:
-        net, _ = two_heads("last")
+        net, _ = two_heads("last", microbatches=2)
         with torch.set_grad_enabled(kind != "no_grad"):
             targets = torch.zeros(8 if kind == "targets of others" else 4)
-            convoy.forward_backward(net, torch.zeros(4, 3, 8, 8).double(), targets, F.cross_entropy)
+            losses = {"no loss": lambda y, x: None, "losses": lambda y, x: F.cross_entropy(y[0], x, reduction="none")}
+            schedule = "gpipe" if kind == "schedules" and convoy.rank() else "1f1b"
+            loss = losses.get(kind, F.cross_entropy)
+            convoy.forward_backward(net, torch.zeros(4, 3, 8, 8).double(), targets.long(), loss, schedule=schedule)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -327,6 +330,9 @@ def mistaken(kind: str) -> None:
         ("complex", r"returns a tensor that is complex64, which the last stage cannot send to the others"),
         ("no_grad", r"call it outside of torch\.no_grad"),
         ("targets of others", r"given 4 samples, and a target of shape \[8\]: pass the targets of this rank's"),
+        ("no loss", r"the loss function .* returned None: let it return a scalar"),
+        ("losses", r"the loss function .* returned a tensor of shape \[\d\]: let it return a scalar"),
+        ("schedules", r"with different schedules, 1f1b, gpipe: pass the same on all"),
     ],
 )
 def test_mistakes_are_said(kind: str, sentence: str) -> None:

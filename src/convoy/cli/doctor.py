@@ -141,7 +141,11 @@ def _verify(what: Sequence[str], seconds: float, as_json: bool) -> int:
     try:
         if place is not None:
             changed = replaced(what, found.advice[place].arguments)
-            others = [_examination(line, 0).images_per_s for line in (changed, changed, what)]
+            others = []
+            for number, line in enumerate((changed, changed, what), 1):
+                how = "as it is" if line is what else f"with {shlex.join(found.advice[place].arguments)}"
+                click.echo(f"training {number} of 3, {how}", err=True)
+                others.append(_examination(line, 0).images_per_s)
             tried = found.advice[place].tried([found.images_per_s, *others])
             found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
             if not as_json:

@@ -26,7 +26,7 @@ from convoy.engine.guard import Guard
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.engine.shards import part_name, same_part
-from convoy.engine.stages import StagedNetwork
+from convoy.engine.stages import StagedNetwork, scalar
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred, evaluate, fill, fingerprint, materialize
 from convoy.graph.graph import CaptureError
@@ -274,16 +274,21 @@ def forward_backward(
             gradients of several parts at once while a stage would wait, and keeps more for that (Qi et al., 2024).
 
     Returns:
-        The loss of this rank's samples, a scalar without a gradient, the same on all ranks that compute them.
+        The loss of this rank's samples, a scalar in float64 without a gradient, the same on all ranks that compute
+        them.
+
+    Raises:
+        ConvoyError: the loss is not a scalar, a target has another number of samples than the inputs, or ranks have
+            different schedules.
     """
     _check_option("schedule", schedule, get_args(Schedule))
     network = network_of(net)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     if isinstance(network, StagedNetwork):
         return network.run_schedule(args, targets, loss, schedule)
-    value = loss(net(*args), targets)
+    value = scalar(loss(net(*args), targets))
     value.backward()
-    return value.detach()
+    return value.detach().double()
 
 
 @contextmanager

@@ -93,6 +93,7 @@ def parse_document(document: Any, at: Place = lambda path: "the plan: ") -> Part
             hint = f"did you mean {close[0]}?" if close else "a plan has the keys mesh and layers"
             raise ConvoyError(f"{at((str(key),))}the key {show(key)} is unknown: {hint}")
     mesh = _mesh(document, at)
+    stages = check_stages(document.get("stages", ()), mesh, at)
     first = next((name for name in mesh.names if name != STAGE), "sample")
     if "layers" not in document and mesh.names != (STAGE,):
         raise ConvoyError(
@@ -106,7 +107,6 @@ def parse_document(document: Any, at: Place = lambda path: "the plan: ") -> Part
             f"write lines such as `features.*: {{{first}: sample}}` below it"
         )
     check_layers(list(layers.items()), mesh, at)
-    stages = check_stages(document.get("stages", ()), mesh, at)
     return mesh, tuple((pattern, dict(strategies)) for pattern, strategies in layers.items()), stages
 
 
