@@ -84,7 +84,6 @@ def _predicted(case: StageCase, schedule: Schedule) -> list[int]:
         batch_norm="microbatch" if case.microbatch else "sync",
         microbatch=case.microbatch,
     )
-    found = score(
-        replace(workload, schedules=(schedule,)), PLAN, Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])
-    )
+    costs = Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])
+    found = score(replace(workload, schedules=(schedule,)), PLAN, costs, PARTS)
     return [each.total for each in found.by_stage]

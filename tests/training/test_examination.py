@@ -85,7 +85,10 @@ def test_one_device(data: Path, tmp_path: Path) -> None:
     assert facts.checkpoint_every == 1
     assert facts.trials == () and facts.hosts == ()
     assert said[:3] == ["timing updates", "timing pictures", "timing an evaluation"]
-    assert Diagnosis.of(facts).advice[0].cause == "checkpoint"
+    causes = [
+        advice.cause for advice in Diagnosis.of(facts).advice if advice.cause != "busy"
+    ]  # other programs run, too
+    assert causes[0] == "checkpoint"
     assert not list(tmp_path.iterdir())
 
 

@@ -34,6 +34,14 @@ def postpones(placed: PlacedCall, graph: Graph, differentiable: Container[str]) 
     return own and weight in differentiable and (bias is None or bias in differentiable)
 
 
+def postponed_part(placed: PlacedCall, graph: Graph, differentiable: Container[str]) -> float:
+    """The part of a call's time in the backward pass that zero-bubble postpones: about half, or all where its input has
+    no gradient."""
+    if not postpones(placed, graph, differentiable):
+        return 0.0
+    return 0.5 if placed.call.attributes["input"] in differentiable else 1.0
+
+
 @dataclass(frozen=True)
 class Weighted:
     """A function of an input that is linear in a weight, and its gradients, each by itself.

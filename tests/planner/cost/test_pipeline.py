@@ -38,7 +38,10 @@ def links(seconds=0.0, overlap=True, cpu_share=0.0):
 
 
 def layers_only(local_op):
-    return Times(1.0, 2.0) if local_op.op == "linear" and not local_op.is_empty else Times()
+    if local_op.op != "linear" or local_op.is_empty:
+        return Times()
+    passes = max(1.0, local_op.outputs[0].shape[0] / SAMPLES)  # at once
+    return Times(passes, 2.0 * passes)
 
 
 AT_ONCE = links()
@@ -77,6 +80,20 @@ def test_zero_bubble_waits_for_the_first_forward_passes_alone(stages, passes):
     assert pipeline_seconds(times, passes, "zero-bubble") == pytest.approx(by_hand)
     assert found.seconds == pytest.approx(by_hand)
     assert max(found.bubbles) == pytest.approx(bubble("zero-bubble", passes, stages))
+
+
+def test_weight_gradients_of_several_passes_at_once_may_take_less():
+    """The second stage computes all of them at the end. Here a second of each backward pass is for reading weights."""
+
+    def times(local_op):
+        found = layers_only(local_op)
+        return Times(found.forward, 1.0 + found.backward) if found.forward else found
+
+    plan = {"mesh": {"stage": 2}, "layers": {}, "stages": ["l1"]}
+    found = predicted(plan, 4, "zero-bubble", layers=3, times=times)
+    assert found.seconds == pytest.approx(1.0 + 4 * 2 * (1.0 + 1.5) + 2 * 0.5 * (1.0 + 4 * 2.0))
+    one_by_one = predicted(plan, 4, "gpipe", layers=3, times=times)
+    assert one_by_one.seconds == pytest.approx(1.0 + 4 * 2 * (1.0 + 3.0) + 3.0)
 
 
 def test_weights_are_laid_out_in_the_first_pass_alone(monkeypatch):

@@ -16,7 +16,7 @@ from convoy.planner.cost.link import Link
 from convoy.planner.cost.local import local_op, local_op_at
 from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.memory import most, rank_memory
-from convoy.planner.cost.program import copied, internal_messages, laid_out, moved
+from convoy.planner.cost.program import copied, internal_messages, laid_out, moved, of_passes
 from convoy.planner.cost.times import Times
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -75,6 +75,18 @@ class Additive:
         own = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
         found = laid_out(own)
         return min(2 * self._times(found).forward, self._times(own).total / 3) if found is not None else 0.0
+
+    def at_once(self, placed: PlacedCall, placement: Placement, part: float) -> float:
+        """Seconds that a part of a call's backward pass takes less for the samples of all passes at once.
+
+        Args:
+            placed, placement: as for `compute`.
+            part: of its backward pass.
+        """
+        place = placement.mesh.coordinates(0)
+        own = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
+        saved = self.passes * self._times(own).backward - self._times(of_passes(own, self.passes)).backward
+        return part * max(0.0, saved)
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
         """Seconds of one step of a redistribution in all passes: what is sent, and what is copied for it."""

@@ -67,6 +67,9 @@ class Analytic:
     def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
         return 0.0
 
+    def at_once(self, placed: PlacedCall, placement: Placement, part: float) -> float:
+        return 0.0
+
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """An all-reduce by itself."""
         axes = tuple(sorted(layout.copied))

@@ -6,7 +6,7 @@ messages, and what ranks exchange for normalizations, inside a call and, for run
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.onednn import FEW_PIXELS
 from convoy.ops.placing import sharing_axes
-from convoy.ops.postponed import postpones
+from convoy.ops.postponed import postponed_part
 from convoy.ops.recompute import stretches
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
@@ -81,6 +81,18 @@ def laid_out(one: LocalOp) -> LocalOp | None:
     samples, _, *pixels = one.outputs[0].shape
     weight = next((operand for operand in one.inputs if operand.role == "parameter"), None)
     return copied(weight.bytes) if weight is not None and 0 < samples * prod(pixels) <= FEW_PIXELS else None
+
+
+def of_passes(one: LocalOp, number: float) -> LocalOp:
+    """A call with the samples of several passes at once."""
+
+    def larger(operand: Operand) -> Operand:
+        if operand.role != "activation" or not operand.shape:
+            return operand
+        return replace(operand, shape=(round(number * operand.shape[0]), *operand.shape[1:]))
+
+    inputs, outputs = (tuple(map(larger, operands)) for operands in (one.inputs, one.outputs))
+    return replace(one, inputs=inputs, outputs=outputs)
 
 
 @dataclass(frozen=True)
@@ -158,8 +170,7 @@ class Item:
         differentiable: whether it takes part in the backward pass.
         takes: values that it takes and whose gradients it gives.
         parameters: those whose gradients are complete when its backward pass is done.
-        postponed: the part of its backward pass that zero-bubble does later: the gradient of its weight, about half,
-            or all where its input has none.
+        postponed: the part of its backward pass that zero-bubble does later.
         again: the items that are computed again before its backward pass begins, without what they exchange.
     """
 
@@ -220,7 +231,6 @@ class _Program:
         takes = tuple(name for name in call.inputs if name in self.differentiable)
         backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
         local_ops = self._pieces(placed)
-        later = backward and postpones(placed, self.graph, self.differentiable)
         return Item(
             call.layer,
             call.name,
@@ -229,7 +239,7 @@ class _Program:
             *self._inside(placed, local_ops, backward),
             backward,
             takes if backward else (),
-            postponed=(0.5 if call.attributes["input"] in takes else 1.0) if later else 0.0,
+            postponed=postponed_part(placed, self.graph, self.differentiable) if backward else 0.0,
         )
 
     def _pieces(self, placed: PlacedCall) -> tuple[LocalOp, ...]:

@@ -12,7 +12,7 @@ from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, r
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.program import Item, Message, copied, laid_out, program, running_statistics
+from convoy.planner.cost.program import Item, Message, copied, laid_out, of_passes, program, running_statistics
 from convoy.planner.cost.simulation import rank_classes
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Axes
@@ -301,8 +301,11 @@ class _Builder:
             sending.ready([name for item in self.stage.items if not item.postponed for name in item.parameters])
         for item in reversed(self.stage.items):
             for rank in self.ranks if item.postponed else ():
-                seconds = self.part * item.postponed * self._of_item(item, rank).backward
-                self._compute(rank, "backward", item.layer, item.name, seconds)
+                one = item.local_ops[rank]
+                seconds = self.part * self._times(one).backward
+                if self.part > 1:  # of all these passes at once
+                    seconds = min(seconds, self._times(of_passes(one, self.part)).backward)
+                self._compute(rank, "backward", item.layer, item.name, item.postponed * seconds)
             if sending is not None and item.postponed:
                 sending.ready(item.parameters)
         if again:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from convoy.graph.graph import Graph
 from convoy.ops import place
 from convoy.ops.kept import KeptTensors
-from convoy.ops.postponed import postpones
+from convoy.ops.postponed import postponed_part
 from convoy.planner.cost.link import Link
 from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs
@@ -95,6 +95,7 @@ class Chain:
     Attributes:
         cuts: the calls before which a stage may begin, and those at both ends.
         seconds: of a pass, forward and backward.
+        at_once: seconds of a pass less, where weight gradients are computed later, and those of all passes at once.
         once: seconds of the exchange of gradients and of the optimizer.
         held: bytes of parameters, gradients and optimizer.
         kept: bytes of activations of a pass, with what is received and sent.
@@ -107,7 +108,7 @@ class Chain:
         self.cuts = cuts_of(graph)
         self._unit = np.searchsorted(self.cuts, range(len(graph.calls)), side="right") - 1
         units = len(self.cuts) - 1
-        passes, once, held, postponed = (np.zeros(units) for _ in range(4))
+        passes, once, held, postponed, at_once = (np.zeros(units) for _ in range(5))
         origin = (0,) * len(mesh.sizes)
         differentiable = needs_gradient(graph)
         seen: set[str] = set()
@@ -125,10 +126,11 @@ class Chain:
                 passes[unit] += seconds
         for unit, placed in zip(self._unit, placement.calls, strict=True):
             passes[unit] += costs.compute(placed, placement)
-            at_once = False
-            if postpones(placed, graph, differentiable):
-                at_once = later
-                passes[unit] -= (update.passes - 1) * costs.laid_out(placed, placement) if later else 0.0
+            part = postponed_part(placed, graph, differentiable)
+            if part:
+                if later:
+                    passes[unit] -= (update.passes - 1) * costs.laid_out(placed, placement)
+                    at_once[unit] += costs.at_once(placed, placement, part)
                 for name in (placed.call.attributes["input"], placed.call.outputs[0]):
                     shape = placement.layouts[name].local_shape(graph.shape(name), mesh, origin)
                     postponed[unit] += prod(shape) * graph.values[name].dtype.itemsize
@@ -136,12 +138,12 @@ class Chain:
                 value = graph.values[name]
                 if value.origin == "parameter" and name not in seen:
                     layout = placement.layouts[name]
-                    passes[unit] += 0.0 if at_once else (update.passes - 1) * costs.adding(value, layout, mesh)
+                    passes[unit] += 0.0 if part and later else (update.passes - 1) * costs.adding(value, layout, mesh)
                     once[unit] += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
                     held[unit] += costs.parameter_memory(value, layout, mesh)
                     seen.add(name)
-        self.seconds, self.once, self.held, self.postponed = map(
-            _between, (passes / update.passes, once, held, postponed)
+        self.seconds, self.at_once, self.once, self.held, self.postponed = map(
+            _between, (passes / update.passes, at_once / update.passes, once, held, postponed)
         )
 
     @cached_property

@@ -167,6 +167,9 @@ class Costs(Protocol):
     def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
         """Seconds that a call takes less in each later pass of an update whose weight gradients are postponed."""
 
+    def at_once(self, placed: PlacedCall, placement: Placement, part: float) -> float:
+        """Seconds of an update that a part of a call's backward pass takes less for all passes at once."""
+
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the step."""
 

@@ -21,7 +21,7 @@ from convoy.planner.search.search import search
 from convoy.plans.fixes import Fix
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.plan import Plan
-from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule, bubble, in_flight
+from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule, actions, bubble, in_flight
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,8 @@ class _StageSearch:
             sends = ways[after][0] if after is not None else nothing
             returns = ways[before][1] if before is not None else nothing
             beside = max(_share(link) for link in (before, after) if link is not None)
-            computes = self._slowdown(mesh, stage) * chain.seconds + beside * (sends + returns)
+            own = chain.seconds - self._at_once(chain.update.passes, stage, stages) * chain.at_once
+            computes = self._slowdown(mesh, stage) * own + beside * (sends + returns)
             times.append((computes, sends, returns, chain.once))
         passes, found, fits = chain.update.passes, [], False
         for schedules in [self.schedules] if self.memory_limit is None else [(one,) for one in self.schedules]:
@@ -268,6 +269,13 @@ class _StageSearch:
                     names = tuple(graph.calls[chain.cuts[cut]].layer for cut in cuts[1:-1])
                     found.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
         return found if fits else None
+
+    def _at_once(self, passes: int, stage: int, stages: int) -> float:
+        """Of the weight gradients of an update, the part that a stage computes together with those of other passes."""
+        if not self._later or passes == 1:
+            return 0.0
+        times = sum(kind == "weights" for kind, _ in actions("zero-bubble", passes, stage, stages))
+        return (passes - times) / (passes - 1)
 
     def _slowdown(self, mesh: Mesh, stage: int) -> float:
         """Of the slowest rank of a stage."""
