@@ -18,7 +18,7 @@ from measuring import machine, ranks
 
 import convoy
 from convoy import models
-from convoy.comm.groups import join
+from convoy.comm.joining import join
 from convoy.engine.network import network_of
 
 CASES = {

@@ -20,7 +20,7 @@ from measuring import machine, ranks
 from torch import Tensor
 
 from convoy.bench.emulated import Cluster, emulate
-from convoy.comm.groups import join
+from convoy.comm.joining import join
 from convoy.comm.point_to_point import start_all_to_all
 
 LATE_MS = (0.0, 1.0, 10.0)

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from convoy import interfaces
-from convoy.comm.groups import choose_interface, join
+from convoy.comm.joining import choose_interface, join
 from convoy.errors import ConvoyError
 from emulated_hosts import listening
 from ranks import run_ranks

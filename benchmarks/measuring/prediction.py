@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 import convoy
 from convoy import models
-from convoy.comm.groups import join
+from convoy.comm.joining import join
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.optimizers import divide_update

@@ -20,7 +20,7 @@ import convoy
 from convoy.bench.measure import measure_rank
 from convoy.bench.measurement import MeasurementTask
 from convoy.bench.records import CONVOY, Made
-from convoy.comm.groups import join
+from convoy.comm.joining import join
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.network import network_of

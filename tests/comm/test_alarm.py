@@ -13,7 +13,8 @@ import stuck
 from convoy.comm import alarm as module
 from convoy.comm import groups
 from convoy.comm.collectives import all_reduce
-from convoy.comm.groups import Groups, leave
+from convoy.comm.groups import Groups
+from convoy.comm.joining import leave
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import RankFailedError
@@ -89,7 +90,7 @@ def failing_to_connect() -> tuple[str, float]:
             all_reduce(torch.ones(1), group)
 
     began = time.monotonic()
-    with mock.patch.object(groups, "_connect", connect), pytest.raises(RankFailedError) as raised:
+    with mock.patch.object(groups, "connect", connect), pytest.raises(RankFailedError) as raised:
         ranks.trying("profiling sample=4", lambda meanwhile: Groups(MESH))
     return str(raised.value), time.monotonic() - began
 

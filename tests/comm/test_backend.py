@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from convoy.comm import backend
 from convoy.comm.backend import GLOO, NCCL, RankDevice
-from convoy.comm.groups import choose_interface, generation_store, open_store
+from convoy.comm.joining import choose_interface, generation_store, open_store
 from convoy.errors import MeetingError
 from ranks import run_ranks
 

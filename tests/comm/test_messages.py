@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.comm.groups import everyone, num_ranks
+from convoy.comm.groups import everyone
+from convoy.comm.joining import num_ranks
 from convoy.comm.ranks import Ranks, broadcast_object, broadcast_tensors, gather_objects
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import evaluate

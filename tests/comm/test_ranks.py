@@ -172,7 +172,8 @@ def test_what_a_machine_did_while_ranks_tried_is_no_mistake() -> None:
 LOOP = """
 import torch
 from convoy.comm.collectives import all_reduce
-from convoy.comm.groups import everyone, join
+from convoy.comm.groups import everyone
+from convoy.comm.joining import join
 
 join()
 all_reduce(torch.ones(3), everyone())

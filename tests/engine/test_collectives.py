@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from convoy.comm import collectives
 from convoy.comm.collectives import gather_ints, time_limit
-from convoy.comm.groups import Groups, everyone, leave, temporary
+from convoy.comm.groups import Groups, everyone, temporary
+from convoy.comm.joining import leave
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 

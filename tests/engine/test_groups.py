@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from convoy.comm import backend
-from convoy.comm.groups import Groups, join, leave
+from convoy.comm.groups import Groups
+from convoy.comm.joining import join, leave
 from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
@@ -154,6 +155,6 @@ def test_a_port_that_is_taken_may_be_free_later(monkeypatch):
 def test_a_gpu_that_is_full_already_is_no_matter_of_the_network(monkeypatch):
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     variables_of(monkeypatch, 0, 9)
-    monkeypatch.setattr("convoy.comm.groups.open_store", mock.Mock(side_effect=full))
+    monkeypatch.setattr("convoy.comm.joining.open_store", mock.Mock(side_effect=full))
     with pytest.raises(MachineError, match=r"^rank 0 ran out of memory when it joined .* asked for 20\.00 MiB: see"):
         join(timeout=1)

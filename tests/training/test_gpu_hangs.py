@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import stuck
 from convoy.comm.collectives import all_reduce
-from convoy.comm.groups import Groups, leave
+from convoy.comm.groups import Groups
+from convoy.comm.joining import leave
 from convoy.comm.position import Ledger, current
 from convoy.comm.ranks import Ranks
 from convoy.plans.mesh import Mesh

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.comm.groups import join, leave, meeting_store
+from convoy.comm.joining import join, leave, meeting_store
 from convoy.comm.position import Ledger, Position
 from convoy.comm.ranks import Ranks
 from convoy.training import watchdog as module

@@ -17,7 +17,7 @@ from convoy.bench.measurement import MeasurementTask, MemoryPeak, Stopwatch, joi
 from convoy.bench.processes import Say
 from convoy.bench.records import CONVOY, PEERS, RankTimes
 from convoy.bench.study import data_of
-from convoy.comm.groups import join as join_group
+from convoy.comm.joining import join as join_group
 from convoy.data import Batch, Order, mix, open_data, training_batches
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold

@@ -7,7 +7,7 @@ import torch
 from convoy import launch
 from convoy.cli.options import is_verbose
 from convoy.comm.backend import gpus
-from convoy.comm.groups import leave
+from convoy.comm.joining import leave
 from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError

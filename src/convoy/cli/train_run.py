@@ -10,7 +10,7 @@ from convoy import interfaces, launch
 from convoy.cli.on_devices import device_of
 from convoy.cli.options import command_of, is_verbose
 from convoy.cli.requests import TrainRequest
-from convoy.comm.groups import leave, meeting_store
+from convoy.comm.joining import leave, meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError

@@ -142,6 +142,12 @@ def record_collectives(environment: MutableMapping[str, str] = os.environ) -> No
         environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
 
 
+def connect(group: dist.ProcessGroup) -> None:
+    """Connect the GPUs of a group that NCCL serves."""
+    if "cuda:nccl" in dist.get_backend_config(group):
+        warm_up(group, torch.device("cuda", torch.cuda.current_device()))
+
+
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """Connect the GPUs of a group, which NCCL would do at its first message: in the middle of training, and group by
     group in whatever order the ranks come to them.

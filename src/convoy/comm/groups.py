@@ -1,247 +1,21 @@
-"""Joining the other ranks, and the process groups over the axes of a mesh.
+"""The process groups over the axes of a mesh, and those that last for a while."""
 
-Before they have a process group the ranks meet in a key-value store, which listens on one address alone. torch's
-elastic launcher keeps one store for all restarts of a job, in which ranks would find the addresses of processes that
-are gone; how often ranks were restarted they cannot ask, as each host counts for itself. So every generation of ranks
-uses keys of its own (`generation_store`).
-"""
-
-import atexit
 import gc
 import itertools
-import json
-import os
-import sys
 import threading
-import time
 import traceback
-import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from convoy import interfaces
-from convoy.comm import backend
+from convoy.comm.backend import connect
 from convoy.comm.collectives import beside, close, gather_ints, time_limit
-from convoy.comm.memory import lack_of_memory
-from convoy.comm.position import ledger
-from convoy.errors import ConvoyError, MachineError, MeetingError
-from convoy.failure import say_uncaught
+from convoy.comm.joining import num_ranks
+from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Coordinates, Mesh
-
-
-def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT.
-
-    torchrun's agent keeps it where it says so. Otherwise rank 0 does, and listens on the address of MASTER_ADDR alone;
-    torch would listen on all interfaces.
-
-    Args:
-        rank: this one.
-        num_ranks: of all.
-        timeout: to wait for rank 0.
-
-    Raises:
-        ConvoyError: others could not reach rank 0 where they look for it.
-        MeetingError: rank 0 cannot listen there.
-        RuntimeError: the store is not to be reached.
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if rank > 0 or kept:
-        return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
-    address = interfaces.meeting_address(host, alone=num_ranks <= num_local(num_ranks))
-    try:
-        listening = interfaces.listen(address, port)
-    except OSError as error:
-        raise MeetingError(f"rank 0 {error.strerror}: set MASTER_PORT to a free port") from error
-    port = listening.getsockname()[1]
-    return TCPStore(address, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
-
-
-def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo and NCCL talk on the network on which the ranks meet, unless an interface was chosen.
-
-    By itself gloo would take the one that this host's name belongs to, which need not be one that others reach.
-    """
-    if interfaces.VARIABLES[0] in environment:
-        return
-    host = environment["MASTER_ADDR"]
-    address = interfaces.towards(host)
-    alone = interfaces.says_local(host) or num_ranks <= num_local(num_ranks, environment)
-    if address is None or (interfaces.is_loopback(address) and not alone):
-        return
-    name = interfaces.interface_with(address)
-    if name is not None:
-        gloo, nccl = interfaces.VARIABLES
-        environment[gloo] = name
-        environment.setdefault(nccl, f"={name}")  # without the sign NCCL takes all that begin so: eth1, eth10
-
-
-def num_local(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> int:
-    """Ranks of this host, as the launcher says; all where it does not."""
-    text = environment.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and 0 < int(text) <= num_ranks else num_ranks
-
-
-_POLL_S = 0.01
-_PATIENCE_S = 0.5
-
-
-def generation_store(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
-    """The part of a store that only the ranks which call this now use.
-
-    Rank 0 names a generation, the others answer with a word of their own, and it confirms the words that it has read:
-    so nobody takes a generation for the present one that is past.
-
-    Args:
-        store: that all of them have.
-        rank: this one.
-        num_ranks: that call it.
-        timeout: for all of it.
-
-    Raises:
-        RuntimeError: the others do not come.
-    """
-    own = uuid.uuid4().hex
-    if rank == 0:
-        store.set("generation", own)
-        names = [f"{own}/{other}" for other in range(1, num_ranks)]
-        if names:
-            store.wait(names, timeout)
-        store.set(f"{own}/all", json.dumps([store.get(name).decode() for name in names]))
-        return PrefixStore(own, store)
-    until = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < until:
-        store.wait(["generation"], timeout)
-        generation = store.get("generation").decode()
-        store.set(f"{generation}/{rank}", own)
-        soon = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < soon:
-            if store.check([f"{generation}/all"]) and own in json.loads(store.get(f"{generation}/all")):
-                return PrefixStore(generation, store)
-            if store.get("generation").decode() != generation:
-                break
-            time.sleep(_POLL_S)
-    raise RuntimeError(f"rank {rank} has waited {timeout.total_seconds():g} s for rank 0 to see all {num_ranks} ranks")
-
-
-_store: Store | None = None
-_has_joined = False
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
-    """Join the process group that torchrun's variables describe, unless some group is joined already.
-
-    CPU tensors go through gloo. Where every rank has a GPU of its own, CUDA tensors go through NCCL; where ranks share
-    one, or have none, all goes through gloo, and rank 0 says so. The rank's device is made the current one. Without the
-    variables nothing is joined: one device.
-
-    Args:
-        timeout: seconds that ranks wait for each other, here and in every collective.
-        device: the one that was asked for, on all ranks; `cpu` leaves GPUs alone.
-
-    Returns:
-        The device for this rank: by `LOCAL_RANK` where there is CUDA, else the CPU.
-
-    Raises:
-        ConvoyError: only some of the variables are set, or they are no numbers.
-        MeetingError: the other ranks are not to be reached.
-        MachineError: memory lacks to connect to them.
-    """
-    devices = 0 if device is not None and device.startswith("cpu") else backend.gpus().number
-    own = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
-    if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
-        say_uncaught(_first_to_say)
-        _check_variables(os.environ)
-        if devices:
-            torch.cuda.set_device(own)
-        rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
-        choose_interface(world)
-        try:
-            limit = timedelta(seconds=timeout)
-            global _store, _has_joined
-            _store = generation_store(open_store(rank, world, limit), rank, world, limit)
-            choice = backend.agreed(_store, rank, world, backend.own(own))
-            if choice.backend == backend.NCCL:
-                backend.record_collectives()
-            dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
-            _has_joined = True
-            if dist.group.WORLD is not None:
-                _connect(dist.group.WORLD)
-            if choice.note and rank == 0:
-                print(f"convoy: {choice.note}", file=sys.stderr, flush=True)
-        except (dist.DistError, RuntimeError) as error:
-            if (needed := lack_of_memory(error)) is not None:
-                raise MachineError(
-                    f"rank {rank} ran out of memory when it joined the others{needed}: see what else runs on its device"
-                ) from error
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise MeetingError(
-                f"Rank {os.environ['RANK']} cannot join the other ranks at {where} (MASTER_ADDR:MASTER_PORT): {error}"
-            ) from error
-    # torch, too, takes exceptions when it joins, and would hold them back until all is said
-    say_uncaught(_first_to_say)
-    return own
-
-
-def _connect(group: dist.ProcessGroup) -> None:
-    """Connect the GPUs of a group that NCCL serves."""
-    if "cuda:nccl" in dist.get_backend_config(group):
-        backend.warm_up(group, torch.device("cuda", torch.cuda.current_device()))
-
-
-def _first_to_say() -> bool:
-    """Whether no other rank has said why it failed."""
-    if _store is None:
-        return True
-    try:
-        _store.set_timeout(timedelta(seconds=2))
-        return bool(_store.add("convoy/failed", 1) == 1)
-    except RuntimeError:  # who keeps the store has ended
-        return True
-
-
-def meeting_store() -> Store | None:
-    """The key-value store by which the ranks have met in `join`; None where they have not."""
-    return _store
-
-
-def leave() -> None:
-    """Leave the process group, if one is joined."""
-    global _store
-    _store = None
-    ledger.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _let_threads_end() -> None:
-    """At the end of a process that has joined others, whether it has left them, or a loop of one's own has not.
-
-    gloo's threads release the tensors of the last messages some time later, and need Python's lock for that. Where
-    Python ends meanwhile the process is aborted: "terminate called without an active exception" (torch 2.13,
-    pytorch#190489), in a tenth to a third of short scripts. To destroy the group would not help where a network still
-    refers to it, and might wait for other ranks for ever.
-    """
-    if _has_joined or dist.is_initialized():
-        time.sleep(_THREADS_END_S)
-
-
-_THREADS_END_S = 0.1
-atexit.register(_let_threads_end)
-
-
-def num_ranks() -> int:
-    """How many ranks have joined; without a process group this one alone."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def everyone() -> dist.ProcessGroup | None:
@@ -382,27 +156,6 @@ def _end(group: dist.ProcessGroup, keep: bool) -> None:
     dist.destroy_process_group(group)
 
 
-def _check_variables(environment: Mapping[str, str]) -> None:
-    missing = [name for name in _VARIABLES if not environment.get(name)]
-    if missing:
-        present = [name for name in _VARIABLES if environment.get(name)]
-        raise ConvoyError(
-            f"{' and '.join(present)} set but not {' and '.join(missing)}: start the ranks with torchrun, "
-            "which sets all of them, or unset them to run on one device"
-        )
-    rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    if rank >= world:
-        raise ConvoyError(f"RANK={rank} must be below WORLD_SIZE={world}")
-    _number("MASTER_PORT", 0)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise ConvoyError(f"{name}={text!r} must be a whole number")
-    return int(text)
-
-
 class Groups:
     """The process groups over subsets of a mesh's axes, and this rank's place on the mesh.
 
@@ -444,7 +197,7 @@ class Groups:
         made = [axes for axes in _all_subsets(self.mesh) if self._make(axes)]
         meet()
         for axes in made:
-            _connect(self._made[axes])
+            connect(self._made[axes])
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
@@ -452,7 +205,7 @@ class Groups:
         if not wide:
             return None
         if wide not in self._made and self._make(wide):
-            _connect(self._made[wide])
+            connect(self._made[wide])
         return self._made[wide]
 
     @property
@@ -475,7 +228,7 @@ class Groups:
         assert found is not None
         if _temporary:
             _temporary[-1].add(found)
-        _connect(found)
+        connect(found)
         return found
 
     def _make(self, axes: Axes) -> bool:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from convoy.comm.alarm import Alarm, Cause
 from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
-from convoy.comm.groups import everyone, forget, num_local, temporary
+from convoy.comm.groups import everyone, forget, temporary
+from convoy.comm.joining import num_local
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import lazy

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.collectives import broadcast, gather_ints
-from convoy.comm.groups import Groups, join, num_ranks
+from convoy.comm.groups import Groups
+from convoy.comm.joining import join, num_ranks
 from convoy.engine.agreement import Form, agree, arguments
 from convoy.engine.allocation import keep_freed_memory, without_holes
 from convoy.engine.gradients import GradientReducer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.groups import join, num_ranks
+from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.ops.recompute import as_recompute

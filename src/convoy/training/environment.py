@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from convoy.comm.backend import gpus
-from convoy.comm.groups import join
+from convoy.comm.joining import join
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from convoy.checkpoint.store import CheckpointStore
-from convoy.comm.groups import meeting_store
+from convoy.comm.joining import meeting_store
 from convoy.comm.memory import memory_explained
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks

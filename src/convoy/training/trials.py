@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from convoy.comm.groups import meeting_store
+from convoy.comm.joining import meeting_store
 from convoy.comm.ranks import Ranks
 from convoy.doctor.advice import LEAST, STEADY
 from convoy.doctor.facts import Cause, Trial
