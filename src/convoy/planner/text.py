@@ -94,6 +94,7 @@ def _figures(found: Explained) -> Iterator[str]:
         (memory.activations, "activations"),
         (memory.buffers, "buffers"),
         (memory.messages, "messages"),
+        (memory.workspace, "workspace"),
     ]
     rows = [("update", f"{seconds(scored.seconds)}, {per_second(found.samples_per_second)} samples/s")]
     if planned.devices > 1:

@@ -118,11 +118,24 @@ def test_memory_is_that_of_the_plan_with_state_and_messages(plan):
     found = rank_memory(placement, costs(update=Update(state=2.0), sizes=Sizes(1 << 30, 1 << 20, 1 << 20)))
     for mine, theirs in zip(found, of_plan, strict=True):
         assert mine.optimizer == 2 * theirs.parameters
-        assert mine.total == theirs.total + mine.optimizer + mine.messages
+        assert mine.total == theirs.total + mine.optimizer + mine.messages + mine.workspace
     assert all((memory.messages > 0) == ("sample" in plan) for memory in found)
-    assert Additive(costs(update=Update(state=2.0)), placement.graph).memory(placement) == pytest.approx(
-        max(theirs.total + 2 * theirs.parameters for theirs in of_plan)
-    )
+    summed = Additive(costs(update=Update(state=2.0)), placement.graph).memory(placement)
+    most = zip(found, of_plan, strict=True)
+    assert summed == pytest.approx(max(b.total + 2 * b.parameters + a.workspace for a, b in most))
+
+
+def test_a_convolution_on_a_cpu_holds_two_copies_of_its_weight():
+    """Its filters divided as they are; filters of 1 × 1 and linear layers hold none, and of GPUs nothing is known."""
+    net = Chain(4, 8, 6, 6).conv("a", 16, 3).conv("b", 64, 1).conv("c", 16, 1).flatten().linear("d", 10)
+    whole = rank_memory(placed(net.graph(), "serial"), costs())[0]
+    assert whole.workspace == 2 * 16 * 8 * 9 * 4
+    halves = rank_memory(placed(net.graph(), "filter=2"), costs())
+    assert [one.workspace for one in halves] == [whole.workspace / 2] * 2
+    on_gpu = rank_memory(placed(net.graph(), "serial"), replace(costs(), on_cpu=False))[0]
+    assert on_gpu.total == whole.total - whole.workspace
+    only_points = Chain(4, 8, 6, 6).conv("b", 64, 1).graph()
+    assert rank_memory(placed(only_points, "serial"), costs())[0].workspace == 0
 
 
 def test_divided_updates_keep_a_part_of_the_state():

@@ -1,6 +1,7 @@
 """Cuts against all cuts, and plans with stages where they must win."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +13,18 @@ from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
 from convoy.ops.postponed import postpones
 from convoy.ops.recompute import recomputing
+from convoy.planner.cost.additive import Additive
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Links, Rate
-from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
+from convoy.planner.cost.memory import rank_memory
+from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
+from convoy.planner.cost.times import Times
 from convoy.planner.search import additive_seconds
 from convoy.planner.search.cuts import Bounds, Chain, InPasses, best_cuts, cuts_of
 from convoy.planner.search.stages import search_stages
 from convoy.plans.layout import balanced
+from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES
 from convoy.plans.stages import StagedGraph, Stages
@@ -119,6 +126,42 @@ def test_what_crosses_is_what_the_engine_sends(model, stages):
             size = {name: 4.0 * torch.Size(value.shape).numel() for name, value in graph.values.items()}
             assert sends[pair] == pytest.approx(sum(size[one.value] for one in staged.sent(stage)))
             assert returns[pair] == pytest.approx(sum(size[one.value] for one in staged.received(stage)))
+
+
+@pytest.mark.parametrize("model", NETS, ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize(("plan", "passes"), [("serial", 1), ("serial", 4), ("filter=2", 4)])
+def test_stages_hold_what_is_said_to_hold_of_their_ranks(model, plan, passes):
+    """Weights, gradients, momentum, and what a kernel holds while it runs; activations and messages are looked at by
+    themselves."""
+    costs = Costs(lambda _: Times(), SLOW, Update(state=1.0))
+    found = update(model, passes, Roofline(flops=1e9, rate=3e8, latency=1e-5))
+    found = replace(found, costs=Additive(costs, found.graph, passes))
+    inner = Plan.parse(plan)
+    placement = found.place(inner)
+    chain = Chain(found, placement)
+    assert chain.held[0, -1] == pytest.approx(_held(rank_memory(placement, costs)[0]) + (passes > 1) * _most(placement))
+    staged = Plan(Mesh(("stage", *inner.mesh.names), (2, *inner.mesh.sizes)), inner.layers)
+    for cut in range(1, len(chain.cuts) - 1):
+        name = found.graph.calls[chain.cuts[cut]].layer
+        one = replace(staged, stages=(name,))
+        staging = Staging.of(one, found.graph, found.outputs, (16 // passes,) * passes)
+        memory = rank_memory(replace(found, costs=None).place(one), costs, staging)
+        for stage, pair in enumerate([(0, cut), (cut, -1)]):
+            first = next(rank for rank in range(staged.mesh.num_devices) if staging.stage_of(rank) == stage)
+            assert chain.held[pair] == pytest.approx(_held(memory[first]))
+
+
+def _held(memory):
+    return memory.parameters + memory.gradients + memory.optimizer + memory.workspace
+
+
+def _most(placement):
+    """Bytes of the largest weight."""
+    mesh, graph = placement.mesh, placement.graph
+    return max(
+        4 * math.prod(placement.layouts[one.name].local_shape(one.shape, mesh, (0,) * len(mesh.sizes)))
+        for one in graph.parameters()
+    )
 
 
 def at(model, costs, samples=16, recompute=False):

@@ -15,7 +15,7 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Link
 from convoy.planner.cost.local import local_op, local_op_at
 from convoy.planner.cost.local_op import LocalOp, graph_facts
-from convoy.planner.cost.memory import most, rank_memory
+from convoy.planner.cost.memory import most, rank_memory, workspace
 from convoy.planner.cost.program import copied, internal_messages, laid_out, moved, of_passes
 from convoy.planner.cost.times import Times
 from convoy.plans.layout import Layout, common
@@ -137,6 +137,10 @@ class Additive:
         """Bytes on rank 0 for a parameter, its gradient and the optimizer's state."""
         size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
         return 2 * size + self.costs.update.state * self._updated(parameter, layout, mesh)
+
+    def workspace(self, placed: PlacedCall, placement: Placement) -> float:
+        """Bytes that a call holds on rank 0 while it runs."""
+        return workspace(placed, placement, 0) if self.costs.on_cpu else 0.0
 
     def memory(self, placement: Placement) -> float:
         """Bytes on the rank that needs most."""

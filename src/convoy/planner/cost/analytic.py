@@ -90,6 +90,9 @@ class Analytic:
         """Weights, gradients and momentum."""
         return 3.0 * math.prod(_local(layout, parameter.shape, mesh)) * parameter.dtype.itemsize
 
+    def workspace(self, placed: PlacedCall, placement: Placement) -> float:
+        return 0.0
+
     def memory(self, placement: Placement) -> float:
         """As predicted, and momentum."""
         return max(each.total + each.parameters for each in predict_memory(placement))

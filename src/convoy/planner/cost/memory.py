@@ -9,7 +9,7 @@ from convoy.ops.postponed import postpones
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.gradients import Exchange, exchange
 from convoy.planner.cost.pipeline import Staging
-from convoy.plans.place import Placement
+from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.schedule import returning
 from convoy.plans.stages import Crossing
 from convoy.plans.traffic import needs_gradient
@@ -17,12 +17,13 @@ from convoy.plans.traffic import needs_gradient
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank. What a kernel holds while it runs, and the framework itself, come on top.
+    """Bytes on one rank. The framework itself comes on top, and what kernels hold on GPUs.
 
     Attributes:
         parameters, gradients, buffers, activations: as `convoy.ops.memory` counts them.
         optimizer: the optimizer's state.
         messages: copies of small gradients, in which they are sent; what stages send each other, beside activations.
+        workspace: what a kernel holds while it runs, of the one that holds most.
     """
 
     parameters: int
@@ -31,12 +32,13 @@ class RankMemory:
     activations: int
     optimizer: int
     messages: int
+    workspace: int = 0
 
     @property
     def total(self) -> int:
         """All together."""
         held = self.parameters + self.gradients + self.buffers
-        return held + self.activations + self.optimizer + self.messages
+        return held + self.activations + self.optimizer + self.messages + self.workspace
 
 
 def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = None) -> list[RankMemory]:
@@ -108,6 +110,7 @@ def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[Ran
     if not placement.graph.training:
         return [RankMemory(m.parameters, 0, m.buffers, m.activations, 0, 0) for m in found]
     sent = gradient_exchange(placement, costs)
+    calls = placement.calls if costs.on_cpu else ()
     return [
         RankMemory(
             memory.parameters,
@@ -116,9 +119,25 @@ def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[Ran
             memory.activations,
             int(costs.update.state * sent.updated[rank]),
             sum(message.copied[rank] for message in sent.messages),
+            max((workspace(placed, placement, rank) for placed in calls), default=0),
         )
         for rank, memory in enumerate(found)
     ]
+
+
+def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
+    """Bytes that a call's backward pass holds on a CPU while it runs, beside what it is given and gives.
+
+    oneDNN computes a convolution with its weight laid out otherwise, and gives the weight's gradient in that layout:
+    torch has two copies of a weight in channels_last. Where filters are of 1 × 1 without a stride there are none. Of
+    contiguous images there is one, and copies of the images.
+    """
+    call = placed.call
+    if call.op != "conv":
+        return 0
+    name = call.attributes["weight"]
+    plain = set(placement.graph.shape(name)[2:]) == {1} and set(call.attributes["stride"]) == {1}
+    return 0 if plain else 2 * _size(placement, name, rank)
 
 
 def most(memory: Sequence[RankMemory]) -> RankMemory:

@@ -97,7 +97,7 @@ class Chain:
         seconds: of a pass, forward and backward.
         at_once: seconds of a pass less, where weight gradients are computed later, and those of all passes at once.
         once: seconds of the exchange of gradients and of the optimizer.
-        held: bytes of parameters, gradients and optimizer.
+        held: bytes of parameters, gradients and optimizer, and of the kernel that holds most while it runs.
         kept: bytes of activations of a pass, with what is received and sent.
         postponed: bytes from which the weight gradients of a pass are computed.
     """
@@ -108,8 +108,7 @@ class Chain:
         self.cuts = cuts_of(graph)
         self._unit = np.searchsorted(self.cuts, range(len(graph.calls)), side="right") - 1
         units = len(self.cuts) - 1
-        passes, once, held, postponed, at_once = (np.zeros(units) for _ in range(5))
-        origin = (0,) * len(mesh.sizes)
+        passes, once, held, postponed, at_once, gradients, workspace = (np.zeros(units) for _ in range(7))
         differentiable = needs_gradient(graph)
         seen: set[str] = set()
         asked = [
@@ -126,14 +125,14 @@ class Chain:
                 passes[unit] += seconds
         for unit, placed in zip(self._unit, placement.calls, strict=True):
             passes[unit] += costs.compute(placed, placement)
+            workspace[unit] = max(workspace[unit], costs.workspace(placed, placement))
             part = postponed_part(placed, graph, differentiable)
             if part:
                 if later:
                     passes[unit] -= (update.passes - 1) * costs.laid_out(placed, placement)
                     at_once[unit] += costs.at_once(placed, placement, part)
                 for name in (placed.call.attributes["input"], placed.call.outputs[0]):
-                    shape = placement.layouts[name].local_shape(graph.shape(name), mesh, origin)
-                    postponed[unit] += prod(shape) * graph.values[name].dtype.itemsize
+                    postponed[unit] += self._size(name)
             for name in placed.call.inputs:
                 value = graph.values[name]
                 if value.origin == "parameter" and name not in seen:
@@ -141,16 +140,25 @@ class Chain:
                     passes[unit] += 0.0 if part and later else (update.passes - 1) * costs.adding(value, layout, mesh)
                     once[unit] += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
                     held[unit] += costs.parameter_memory(value, layout, mesh)
+                    if update.passes > 1:  # a pass's own gradient, until it is added to those before
+                        gradients[unit] = max(gradients[unit], self._size(name))
                     seen.add(name)
-        self.seconds, self.at_once, self.once, self.held, self.postponed = map(
+        self.seconds, self.at_once, self.once, sums, self.postponed = map(
             _between, (passes / update.passes, at_once / update.passes, once, held, postponed)
         )
+        self.held = sums + _largest(gradients) + _largest(workspace)
+
+    def _size(self, name: str) -> int:
+        """Bytes of the first rank's part of a value."""
+        mesh, value = self.placement.mesh, self.update.graph.values[name]
+        shape = self.placement.layouts[name].local_shape(self.update.graph.shape(name), mesh, (0,) * len(mesh.sizes))
+        return prod(shape) * value.dtype.itemsize
 
     @cached_property
     def _touched(self) -> list[tuple[str, int, tuple[int, ...]]]:
         """The values that calls give: name, bytes on a rank, and the parts between cuts in which they are made or used;
         the network's outputs are used at its end."""
-        graph, mesh = self.update.graph, self.placement.mesh
+        graph = self.update.graph
         found: dict[str, set[int]] = {}
         for unit, call in zip(self._unit.tolist(), graph.calls, strict=True):
             for name in call.outputs:
@@ -161,16 +169,7 @@ class Chain:
         for name in self.update.outputs:
             if name in found:
                 found[name].add(len(self.cuts) - 2)
-        origin = (0,) * len(mesh.sizes)
-        return [
-            (
-                name,
-                prod(self.placement.layouts[name].local_shape(graph.shape(name), mesh, origin))
-                * graph.values[name].dtype.itemsize,
-                tuple(sorted(units)),
-            )
-            for name, units in found.items()
-        ]
+        return [(name, self._size(name), tuple(sorted(units))) for name, units in found.items()]
 
     def sends(self, link: Link) -> Numbers:
         """Seconds of the activations of a pass that a stage sends to later ones: each to the next that uses it."""
@@ -216,6 +215,14 @@ class Chain:
 def _between(numbers: Numbers) -> Numbers:
     sums = np.concatenate(([0.0], np.cumsum(numbers)))
     return sums[None, :] - sums[:, None]
+
+
+def _largest(numbers: Numbers) -> Numbers:
+    """Of those between two cuts."""
+    found = np.zeros((len(numbers) + 1, len(numbers) + 1))
+    for begin in range(len(numbers)):
+        found[begin, begin + 1 :] = np.maximum.accumulate(numbers[begin:])
+    return found
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,9 @@ class Costs(Protocol):
     def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Bytes on rank 0 for a parameter, its gradient and the optimizer's state."""
 
+    def workspace(self, placed: PlacedCall, placement: Placement) -> float:
+        """Bytes that a call holds on rank 0 while it runs, beside what it is given and gives."""
+
     def memory(self, placement: Placement) -> float:
         """Bytes on the rank that needs most, all included."""
 
