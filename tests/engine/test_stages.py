@@ -315,16 +315,26 @@ def mistaken(kind: str) -> None:
         net, _ = two_heads("last", microbatches=2)
         with torch.set_grad_enabled(kind != "no_grad"):
             targets = torch.zeros(8 if kind == "targets of others" else 4)
-            losses = {"no loss": lambda y, x: None, "losses": lambda y, x: F.cross_entropy(y[0], x, reduction="none")}
-            schedule = "gpipe" if kind == "schedules" and convoy.rank() else "1f1b"
-            loss = losses.get(kind, F.cross_entropy)
-            convoy.forward_backward(net, torch.zeros(4, 3, 8, 8).double(), targets.long(), loss, schedule=schedule)  # type: ignore[arg-type]
+            losses = {
+                "no loss": lambda y, x: None,
+                "losses": lambda y, x: F.cross_entropy(y[0], x, reduction="none"),
+                "detached": lambda y, x: F.cross_entropy(y[0].detach(), x),
+                "hits": lambda y, x: (y[0].argmax(1) == x).sum(),
+            }
+            loss = losses.get(kind, lambda y, x: F.cross_entropy(y[0], x))
+            given = torch.zeros(4, 3, 8, 8).double(), targets.long(), loss
+            if kind == "later schedules":
+                convoy.forward_backward(net, *given)
+            if kind == "a loop" and convoy.rank():
+                net(given[0])
+            other = kind in ("schedules", "later schedules") and convoy.rank()
+            convoy.forward_backward(net, *given, schedule="gpipe" if other else "1f1b")
 
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("no parts", r"microbatches=0 must be at least 1"),
+        ("no parts", r"microbatches=0 must be a whole number from 1"),
         ("parts", r"returns a tensor in which there are no samples, so a pass cannot be cut into 2 parts"),
         ("compiled", r"in stages is not compiled, .*: leave compile away, or choose a plan without stages"),
         ("complex", r"returns a tensor that is complex64, which the last stage cannot send to the others"),
@@ -332,7 +342,17 @@ def mistaken(kind: str) -> None:
         ("targets of others", r"given 4 samples, and a target of shape \[8\]: pass the targets of this rank's"),
         ("no loss", r"the loss function .* returned None: let it return a scalar"),
         ("losses", r"the loss function .* returned a tensor of shape \[\d\]: let it return a scalar"),
-        ("schedules", r"with different schedules, 1f1b, gpipe: pass the same on all"),
+        ("detached", r"the loss function .* returned float64 without a gradient: let it return a real number"),
+        ("hits", r"the loss function .* returned int64 without a gradient: let it return a real number"),
+        ("schedules", r"in convoy.forward_backward with schedule='gpipe' while rank 0 is in .* with schedule='1f1b'"),
+        (
+            "later schedules",
+            r"in convoy.forward_backward with schedule='gpipe' while rank 0 is in .* with schedule='1f1b'",
+        ),
+        (
+            "a loop",
+            r"rank 1 is in a pass of the network while rank 0 is in .*: all ranks call convoy.forward_backward with",
+        ),
     ],
 )
 def test_mistakes_are_said(kind: str, sentence: str) -> None:

@@ -19,6 +19,7 @@ from convoy.comm.collectives import gather_ints
 from convoy.comm.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
+from convoy.plans.schedule import SCHEDULES
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 
@@ -122,9 +123,12 @@ def kinds(inputs: Sequence[Tensor]) -> tuple[Kind, ...]:
     return tuple((tuple(x.shape[1:]), x.dtype) for x in inputs)
 
 
-_PASS = "a pass of the network"
+PASS = "a pass of the network"
+SCHEDULED = {schedule: f"convoy.forward_backward with schedule={schedule!r}" for schedule in SCHEDULES}
+"""Passes in stages, which run forward and backward in an order that all ranks go by."""
 _CALLS = (
-    _PASS,
+    PASS,
+    *SCHEDULED.values(),
     "convoy.state_dict",
     "convoy.load_state_dict",
     "convoy.optimizer_state_dict",
@@ -142,7 +146,7 @@ PATIENCE_S = 20.0
 
 
 def exchange_samples(
-    inputs: Sequence[Tensor], state: int, training: bool, groups: Groups, axes: Axes
+    inputs: Sequence[Tensor], state: int, training: bool, groups: Groups, axes: Axes, call: str
 ) -> tuple[int, ...]:
     """How many samples every sample rank has in this pass. All ranks call it.
 
@@ -152,6 +156,7 @@ def exchange_samples(
         training: the mode.
         groups: of this rank.
         axes: the sample axes.
+        call: `PASS`, or one of `SCHEDULED`.
 
     Raises:
         ConvoyError: ranks pass images of different sizes or types, run in different modes, or do something else; or
@@ -161,9 +166,9 @@ def exchange_samples(
     world = groups.of(tuple(mesh.axes))
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]
     what = f"{', '.join(shapes)}{' in training' if training else ' in evaluation'}"
-    own = [_CALLS.index(_PASS), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
+    own = [_CALLS.index(call), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
     rows = gather_ints(own, world)
-    _check(_PASS, groups.rank, [row[0] for row in rows])
+    _check(call, groups.rank, [row[0] for row in rows])
     found: dict[int, int] = {}
     for rank, (_, number, kind) in enumerate(rows):
         place = mesh.index(mesh.coordinates(rank), axes)
@@ -204,7 +209,7 @@ def _check(call: str, rank: int, calls: Sequence[int]) -> None:
     for other, number in enumerate(calls):
         theirs = _CALLS[number]
         if theirs != call:
-            name = theirs if call == _PASS else call
+            name = theirs if call == PASS else call
             raise ConvoyError(
                 f"rank {rank} is in {call} while rank {other} is in {theirs}: all ranks call {name} together, also "
                 "where only one of them uses the result"

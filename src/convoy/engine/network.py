@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from convoy.comm.groups import Groups
-from convoy.engine.agreement import Form, Kind, Signature, arguments, exchange_samples, kinds
+from convoy.engine.agreement import PASS, Form, Kind, Signature, arguments, exchange_samples, kinds
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.backward import current_backward
 from convoy.engine.gradients.divided import plain
@@ -245,14 +245,18 @@ class Network:
         found = self._run(placement, program, inputs)
         return replace(placement.graph.output, Ref, lambda ref: writable(found[ref.name]))
 
-    def open_pass(self, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """See that a pass can run. All ranks call it.
+
+        Args:
+            inputs: this rank's.
+            call: what all ranks are to be in; see `exchange_samples`.
 
         Returns:
             The inputs to compute with, and how many samples every sample rank has.
         """
         cast = self._unchanged.check(inputs)
-        samples = self.samples_of_pass(inputs)
+        samples = self.samples_of_pass(inputs, call)
         if cast:
             self.recast()
         if self.samples is None:
@@ -367,12 +371,12 @@ class Network:
             )
         return tuple(samples)
 
-    def samples_of_pass(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+    def samples_of_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[int, ...]:
         """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
         if self.samples is not None:
             return self.samples
         state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
-        return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes)
+        return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes, call)
 
     def _run(
         self,

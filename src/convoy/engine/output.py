@@ -1,4 +1,4 @@
-"""The last thing that a rank's output goes through, and the first that its inputs do."""
+"""The last thing that a rank's output goes through, its loss, and the first that its inputs do."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
+
+from convoy.errors import ConvoyError
+from convoy.units import shorten
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -71,3 +74,28 @@ def writable(x: Tensor) -> Tensor:
     gives as a view, though they may with what a plain layer gives.
     """
     return x.clone() if x.requires_grad and x._is_view() else x
+
+
+def differentiable_loss(loss: Any, kind: str) -> Tensor:
+    """What a loss function of the user's gave, a scalar at which a backward pass can begin.
+
+    Args:
+        loss: what it gave.
+        kind: `mean` or `part`, as `convoy.parallelize` takes it.
+
+    Raises:
+        ConvoyError: it gave something else.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ConvoyError(
+            f"the loss function given to convoy.forward_backward returned {shorten(given, 80)}: let it return a "
+            f"scalar, {'the mean' if kind == 'mean' else 'a sum'} over the samples that it is given"
+        )
+    if not loss.requires_grad or not loss.is_floating_point():
+        given = f"{str(loss.dtype).removeprefix('torch.')} with{'' if loss.requires_grad else 'out'} a gradient"
+        raise ConvoyError(
+            f"the loss function given to convoy.forward_backward returned {given}: let it return a real number, "
+            "computed from what the network gives by operations that torch differentiates"
+        )
+    return loss.reshape(())

@@ -26,8 +26,9 @@ from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.guard import Guard
 from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, named_tensors, network_of
+from convoy.engine.output import differentiable_loss
 from convoy.engine.shards import part_name, same_part
-from convoy.engine.stages import StagedNetwork, scalar
+from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred, evaluate, fill, fingerprint, materialize
 from convoy.graph.graph import CaptureError
@@ -203,8 +204,8 @@ def take_part(
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
     _check_option("batch_norm", batch_norm, get_args(BatchNorm))
     _check_option("loss", loss, get_args(Loss))
-    if microbatches is not None and microbatches < 1:
-        raise ConvoyError(f"microbatches={microbatches} must be at least 1, or None for as many as serve")
+    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
+        raise ConvoyError(f"microbatches={microbatches!r} must be a whole number from 1, or None for as many as serve")
     examples, form = _examples(model, example)
     keep_freed_memory(examples[0].device)
     parsed = Plan.parse(plan, num_devices=num_ranks())
@@ -256,11 +257,11 @@ def forward_backward(
     *,
     schedule: Schedule = "1f1b",
 ) -> Tensor:
-    """The loss of this rank's samples, with its backward pass: under a plan with stages by the 1F1B schedule.
+    """The loss of this rank's samples, with its backward pass: under a plan with stages in the order of a schedule.
 
-    As `loss(net(inputs), targets).backward()`, with the same gradients; but each stage begins with the backward pass of
-    the first part of the batch as soon as it can, and so keeps the activations of no more parts than there are stages
-    (Narayanan et al., PipeDream, 2019).
+    As `loss(net(inputs), targets).backward()`, with the same gradients; but by 1F1B each stage begins with the backward
+    pass of the first part of the batch as soon as it can, and so keeps the activations of no more parts than there are
+    stages (Narayanan et al., PipeDream, 2019).
 
     >>> loss = convoy.forward_backward(net, images[mine], labels[mine], F.cross_entropy)
     >>> optimizer.step()
@@ -279,15 +280,15 @@ def forward_backward(
         them.
 
     Raises:
-        ConvoyError: the loss is not a scalar, a target has another number of samples than the inputs, or ranks have
-            different schedules.
+        ConvoyError: the loss is no scalar or has no gradient, a target has another number of samples than the inputs,
+            or, with stages, ranks have different schedules or run their passes otherwise.
     """
     _check_option("schedule", schedule, get_args(Schedule))
     network = network_of(net)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     if isinstance(network, StagedNetwork):
         return network.run_schedule(args, targets, loss, schedule)
-    value = scalar(loss(net(*args), targets))
+    value = differentiable_loss(loss(net(*args), targets), network.loss)
     value.backward()
     return value.detach().double()
 

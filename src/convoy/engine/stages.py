@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from convoy.comm.collectives import all_reduce, broadcast, gather_ints
-from convoy.engine.agreement import Form, Signature, arguments
+from convoy.comm.collectives import all_reduce, broadcast
+from convoy.engine.agreement import SCHEDULED, Form, Signature, arguments
 from convoy.engine.coupling import why_together
-from convoy.engine.output import writable
+from convoy.engine.output import differentiable_loss, writable
 from convoy.engine.stage import Flight, Stage
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Ref
@@ -27,9 +27,8 @@ from convoy.graph.tree import replace as replace_leaves
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
-from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule
+from convoy.plans.schedule import PARTS_PER_STAGE, Schedule
 from convoy.plans.stages import why_not_sent
-from convoy.units import shorten
 
 
 @dataclass
@@ -102,9 +101,7 @@ class StagedNetwork(Stage):
                     f"convoy.forward_backward is given {len(inputs[0])} samples, and a target of shape "
                     f"{list(target.shape)}: pass the targets of this rank's samples, with these along dim 0"
                 )
-        if not self._passes:
-            self._check_schedule(schedule)
-        inputs, samples = self.open_pass(inputs)
+        inputs, samples = self.open_pass(inputs, SCHEDULED[schedule])
         parts = self._parts(inputs, samples, form)
         announced = self._announced(inputs, samples, parts)
         sizes = self._sizes(samples, parts)
@@ -147,15 +144,6 @@ class StagedNetwork(Stage):
         total = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         return broadcast(total, self.links.group, self.stages.number - 1)
 
-    def _check_schedule(self, schedule: Schedule) -> None:
-        """Refuse schedules that differ: a stage goes by what the others do when."""
-        world = self.groups.of(tuple(self.groups.mesh.axes))
-        given = [SCHEDULES[row[0]] for row in gather_ints([SCHEDULES.index(schedule)], world)]
-        if len(set(given)) > 1:
-            raise ConvoyError(
-                f"ranks call convoy.forward_backward with different schedules, {', '.join(given)}: pass the same on all"
-            )
-
     def _loss_of(
         self, flight: Flight, targets: Any, loss: Callable[[Any, Any], Tensor], size: int, samples: tuple[int, ...]
     ) -> Tensor:
@@ -163,7 +151,7 @@ class StagedNetwork(Stage):
         outputs = replace_leaves(self.output_of(flight), Tensor, lambda x: writable(self.weigh(x, samples)))
         if size == 0:
             return torch.stack([x.sum() for x in leaves(outputs, Tensor)]).sum() * 0
-        value = scalar(loss(outputs, targets))
+        value = differentiable_loss(loss(outputs, targets), self.loss)
         return value * (size / samples[self.sample_rank]) if self.loss == "mean" else value
 
     def _sizes(self, samples: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
@@ -314,17 +302,6 @@ class _Delivered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, None, None, None, *ctx.run(gradients)
-
-
-def scalar(loss: Any) -> Tensor:
-    """What a loss function of the user's gave, if a backward pass can begin there."""
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.reshape(())
-    given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-    raise ConvoyError(
-        f"the loss function given to convoy.forward_backward returned {shorten(given, 80)}: let it return a scalar, "
-        "the mean over the samples that it is given"
-    )
 
 
 def _part(x: Tensor, own: range) -> Tensor:
