@@ -42,6 +42,17 @@ def postponed_part(placed: PlacedCall, graph: Graph, differentiable: Container[s
     return 0.5 if placed.call.attributes["input"] in differentiable else 1.0
 
 
+def joins(moved: float, weight: int) -> bool:
+    """Whether a weight's gradients of several parts of a batch are computed in one call, which takes a copy of all that
+    they are computed from, and not one after the other and added up.
+
+    Args:
+        moved: numbers of a part's input and of its output's gradient.
+        weight: numbers of the weight.
+    """
+    return moved <= weight
+
+
 @dataclass(frozen=True)
 class Weighted:
     """A function of an input that is linear in a weight, and its gradients, each by itself.
@@ -194,7 +205,7 @@ def _summed(parts: Sequence[_Kept]) -> tuple[Tensor, Tensor | None]:
         return [each.to(first.weight.dtype) for each in found if each is not None]
 
     moved = sum(each.x.numel() + each.gradient.numel() for each in parts)
-    if len(parts) > 1 and moved <= len(parts) * weight.numel():  # copying them is less than adding up as many weights
+    if len(parts) > 1 and joins(moved / len(parts), weight.numel()):
         total = of(torch.cat([each.x for each in parts]), torch.cat([each.gradient for each in parts]))
     else:
         total = of(first.x, first.gradient)

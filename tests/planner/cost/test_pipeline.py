@@ -12,7 +12,7 @@ from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
 from convoy.planner.cost.prediction import scored
-from convoy.planner.cost.program import copied, laid_out
+from convoy.planner.cost.program import copied, joined, laid_out
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -94,6 +94,36 @@ def test_weight_gradients_of_several_passes_at_once_may_take_less():
     assert found.seconds == pytest.approx(1.0 + 4 * 2 * (1.0 + 1.5) + 2 * 0.5 * (1.0 + 4 * 2.0))
     one_by_one = predicted(plan, 4, "gpipe", layers=3, times=times)
     assert one_by_one.seconds == pytest.approx(1.0 + 4 * 2 * (1.0 + 3.0) + 3.0)
+
+
+def test_large_images_are_not_copied_for_one_call(monkeypatch):
+    """The engine adds their weight gradients up: three times of two layers, a quarter of a second each."""
+    monkeypatch.setattr(step, "joined", lambda one, number: None)
+
+    def times(local_op):
+        is_sum = local_op == copied((WIDTH + 1) * WIDTH * 4, 2)
+        return Times(0.25) if is_sum else layers_only(local_op)
+
+    plan = {"mesh": {"stage": 2}, "layers": {}, "stages": ["l1"]}
+    found = predicted(plan, 4, "zero-bubble", layers=3, times=times)
+    assert found.seconds == pytest.approx(1.0 + 4 * 6.0 + 3 * 2 * 0.25)
+
+
+def test_what_is_joined_is_what_the_engine_joins():
+    """It copies inputs and gradients where they have fewer numbers than the weight."""
+
+    def one(samples, pixels):
+        shapes = (samples, 16, pixels, pixels), (16, 16, 3, 3), (samples, 16, pixels, pixels)
+        x, weight, y = (
+            Operand(shape, "float32", role)
+            for shape, role in zip(shapes, ("activation", "parameter", "activation"), strict=True)
+        )
+        return LocalOp("conv", "", (x, weight), (y,))
+
+    assert joined(one(2, 6), 3) == one(6, 6)  # 2 · 16 · 36 twice are as many as 16 · 16 · 9
+    assert joined(one(2, 6), 2.5) == one(5, 6)  # the last pass is smaller
+    for apart in (joined(one(3, 6), 3), joined(one(4, 16), 8), joined(one(2, 6), 1)):
+        assert apart is None
 
 
 def test_weights_are_laid_out_in_the_first_pass_alone(monkeypatch):

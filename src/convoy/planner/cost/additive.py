@@ -16,7 +16,7 @@ from convoy.planner.cost.link import Link
 from convoy.planner.cost.local import local_op, local_op_at
 from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.memory import most, rank_memory, workspace
-from convoy.planner.cost.program import copied, internal_messages, laid_out, moved, of_passes
+from convoy.planner.cost.program import copied, internal_messages, joined, laid_out, moved, parameter_bytes
 from convoy.planner.cost.times import Times
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -76,17 +76,20 @@ class Additive:
         found = laid_out(own)
         return min(2 * self._times(found).forward, self._times(own).total / 3) if found is not None else 0.0
 
-    def at_once(self, placed: PlacedCall, placement: Placement, part: float) -> float:
-        """Seconds that a part of a call's backward pass takes less for the samples of all passes at once.
+    def joining(self, placed: PlacedCall, placement: Placement, part: float) -> float:
+        """Seconds of an update less where a weight's gradients of all passes are computed in one call, not added up.
 
         Args:
             placed, placement: as for `compute`.
-            part: of its backward pass.
+            part: of the call's backward pass, what its weight's gradient takes.
         """
         place = placement.mesh.coordinates(0)
         own = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
-        saved = self.passes * self._times(own).backward - self._times(of_passes(own, self.passes)).backward
-        return part * max(0.0, saved)
+        at_once = joined(own, self.passes)
+        if at_once is None:
+            return 0.0
+        saved = part * (self.passes * self._times(own).backward - self._times(at_once).backward)
+        return max(0.0, saved) + (self.passes - 1) * self._times(copied(parameter_bytes(own), 2)).forward
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
         """Seconds of one step of a redistribution in all passes: what is sent, and what is copied for it."""

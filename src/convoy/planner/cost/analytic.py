@@ -67,8 +67,12 @@ class Analytic:
     def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
         return 0.0
 
-    def at_once(self, placed: PlacedCall, placement: Placement, part: float) -> float:
-        return 0.0
+    def joining(self, placed: PlacedCall, placement: Placement, part: float) -> float:
+        """The gradients are added to none."""
+        names = [placed.call.attributes[role] for role in ("weight", "bias") if placed.call.attributes[role]]
+        graph, layouts = placement.graph, placement.layouts
+        once = sum(self.adding(graph.values[name], layouts[name], placement.mesh) for name in names)
+        return (self.passes - 1) * once
 
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """An all-reduce by itself."""

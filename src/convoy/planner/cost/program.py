@@ -14,7 +14,7 @@ from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.onednn import FEW_PIXELS
 from convoy.ops.placing import sharing_axes
-from convoy.ops.postponed import postponed_part
+from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
@@ -72,6 +72,11 @@ def copied(num_bytes: int, times: int = 1) -> LocalOp:
     return LocalOp("copy", "", (one,) * times, (one,))
 
 
+def parameter_bytes(one: LocalOp) -> int:
+    """Bytes of a call's weight and bias."""
+    return sum(operand.bytes for operand in one.inputs if operand.role == "parameter")
+
+
 def laid_out(one: LocalOp) -> LocalOp | None:
     """What oneDNN does with the weight of a convolution in every pass, unless that is done once for all; None where it
     takes little of its time."""
@@ -83,8 +88,19 @@ def laid_out(one: LocalOp) -> LocalOp | None:
     return copied(weight.bytes) if weight is not None and 0 < samples * prod(pixels) <= FEW_PIXELS else None
 
 
-def of_passes(one: LocalOp, number: float) -> LocalOp:
-    """A call with the samples of several passes at once."""
+def joined(one: LocalOp, number: float) -> LocalOp | None:
+    """A call with the samples of several passes, as the weight's gradients of all of them are computed in one; None
+    where each is computed by itself.
+
+    Args:
+        one: the call in one pass.
+        number: of passes, a smaller one as the part of the samples that it has.
+    """
+    operands = (*one.inputs, *one.outputs)
+    moved = sum(prod(operand.shape) for operand in operands if operand.role == "activation")
+    weight = max((prod(operand.shape) for operand in operands if operand.role == "parameter"), default=0)
+    if number <= 1 or not joins(moved, weight):
+        return None
 
     def larger(operand: Operand) -> Operand:
         if operand.role != "activation" or not operand.shape:
@@ -165,7 +181,7 @@ class Item:
         layer: its layer; for a transfer, the layer that asks for it.
         name: the call's name, or the value's and the step's.
         is_transfer: a transfer, not a call.
-        operations: what each rank computes, or copies for a transfer.
+        local_ops: what each rank computes, or copies for a transfer.
         forward, backward: messages, in order.
         differentiable: whether it takes part in the backward pass.
         takes: values that it takes and whose gradients it gives.

@@ -12,7 +12,16 @@ from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, r
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.program import Item, Message, copied, laid_out, of_passes, program, running_statistics
+from convoy.planner.cost.program import (
+    Item,
+    Message,
+    copied,
+    joined,
+    laid_out,
+    parameter_bytes,
+    program,
+    running_statistics,
+)
 from convoy.planner.cost.simulation import rank_classes
 from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Axes
@@ -302,10 +311,13 @@ class _Builder:
         for item in reversed(self.stage.items):
             for rank in self.ranks if item.postponed else ():
                 one = item.local_ops[rank]
-                seconds = self.part * self._times(one).backward
-                if self.part > 1:  # of all these passes at once
-                    seconds = min(seconds, self._times(of_passes(one, self.part)).backward)
-                self._compute(rank, "backward", item.layer, item.name, item.postponed * seconds)
+                seconds = item.postponed * self.part * self._times(one).backward
+                at_once = joined(one, self.part)
+                if at_once is not None:
+                    seconds = min(seconds, item.postponed * self._times(at_once).backward)
+                elif self.part > 1:
+                    seconds += (self.part - 1) * self._times(copied(parameter_bytes(one), 2)).forward
+                self._compute(rank, "backward", item.layer, item.name, seconds)
             if sending is not None and item.postponed:
                 sending.ready(item.parameters)
         if again:

@@ -90,25 +90,25 @@ class Chain:
     Args:
         update: the network, without stages.
         placement: a pass of it on the devices of a stage.
-        later: weight gradients are computed later, those of several passes at once, as under zero-bubble.
 
     Attributes:
         cuts: the calls before which a stage may begin, and those at both ends.
-        seconds: of a pass, forward and backward.
-        at_once: seconds of a pass less, where weight gradients are computed later, and those of all passes at once.
+        seconds: of a pass, forward and backward, its gradients added to those before.
+        laid_out: seconds of a pass less where weights are laid out once for all passes, as under zero-bubble.
+        joined: seconds of a pass less where weight gradients of all passes are computed in one call each.
         once: seconds of the exchange of gradients and of the optimizer.
         held: bytes of parameters, gradients and optimizer, and of the kernel that holds most while it runs.
         kept: bytes of activations of a pass, with what is received and sent.
         postponed: bytes from which the weight gradients of a pass are computed.
     """
 
-    def __init__(self, update: InPasses, placement: Placement, *, later: bool = False) -> None:
+    def __init__(self, update: InPasses, placement: Placement) -> None:
         graph, mesh, costs = update.graph, placement.mesh, update.costs
         self.update, self.placement = update, placement
         self.cuts = cuts_of(graph)
         self._unit = np.searchsorted(self.cuts, range(len(graph.calls)), side="right") - 1
         units = len(self.cuts) - 1
-        passes, once, held, postponed, at_once, gradients, workspace = (np.zeros(units) for _ in range(7))
+        passes, laid, joined, once, held, postponed, gradients, workspace = (np.zeros(units) for _ in range(8))
         differentiable = needs_gradient(graph)
         seen: set[str] = set()
         asked = [
@@ -128,24 +128,22 @@ class Chain:
             workspace[unit] = max(workspace[unit], costs.workspace(placed, placement))
             part = postponed_part(placed, graph, differentiable)
             if part:
-                if later:
-                    passes[unit] -= (update.passes - 1) * costs.laid_out(placed, placement)
-                    at_once[unit] += costs.at_once(placed, placement, part)
+                laid[unit] += (update.passes - 1) * costs.laid_out(placed, placement)
+                joined[unit] += costs.joining(placed, placement, part)
                 for name in (placed.call.attributes["input"], placed.call.outputs[0]):
                     postponed[unit] += self._size(name)
             for name in placed.call.inputs:
                 value = graph.values[name]
                 if value.origin == "parameter" and name not in seen:
                     layout = placement.layouts[name]
-                    passes[unit] += 0.0 if part and later else (update.passes - 1) * costs.adding(value, layout, mesh)
+                    passes[unit] += (update.passes - 1) * costs.adding(value, layout, mesh)
                     once[unit] += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
                     held[unit] += costs.parameter_memory(value, layout, mesh)
                     if update.passes > 1:  # a pass's own gradient, until it is added to those before
                         gradients[unit] = max(gradients[unit], self._size(name))
                     seen.add(name)
-        self.seconds, self.at_once, self.once, sums, self.postponed = map(
-            _between, (passes / update.passes, at_once / update.passes, once, held, postponed)
-        )
+        self.seconds, self.laid_out, self.joined = (_between(own / update.passes) for own in (passes, laid, joined))
+        self.once, self.postponed, sums = map(_between, (once, postponed, held))
         self.held = sums + _largest(gradients) + _largest(workspace)
 
     def _size(self, name: str) -> int:

@@ -165,10 +165,11 @@ class Costs(Protocol):
         """
 
     def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
-        """Seconds that a call takes less in each later pass of an update whose weight gradients are postponed."""
+        """Seconds that a call takes less in each pass after the first, where its weight is laid out once for all."""
 
-    def at_once(self, placed: PlacedCall, placement: Placement, part: float) -> float:
-        """Seconds of an update that a part of a call's backward pass takes less for all passes at once."""
+    def joining(self, placed: PlacedCall, placement: Placement, part: float) -> float:
+        """Seconds of an update less where a weight's gradients of all passes are computed in one call, and not added
+        up; they take `part` of the call's backward pass."""
 
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
         """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the step."""

@@ -41,6 +41,8 @@ class Staged:
 
 _BACK = 2 / 3
 """Of a layer's computing, what the backward pass takes."""
+_WAITS: dict[Schedule, float] = {"gpipe": 1.0, "1f1b": 1.0, "zero-bubble": 1 - _BACK}
+"""Of a pass's computing, what later stages wait for: under zero-bubble its forward pass alone; see `bubble`."""
 
 
 _Found = TypeVar("_Found")
@@ -181,7 +183,7 @@ class _StageSearch:
             if plan is None:
                 continue
             try:
-                chain = Chain(update, update.place(plan), later=self._later)
+                chain = Chain(update, update.place(plan))
             except ConvoyError:  # samples of a pass that so many ranks cannot share
                 continue
             found = self._cut(chain, plan, stages)
@@ -190,11 +192,6 @@ class _StageSearch:
                 yield from found
                 return
 
-    @property
-    def _later(self) -> bool:
-        """Of the schedules zero-bubble is the fastest, so that cuts are chosen by what it takes."""
-        return "zero-bubble" in self.schedules
-
     def _ideal(self, stages: int, passes: int) -> float:
         """Seconds of stages that are all equal, and send nothing."""
         speed = sum(1 / own for own in self.slowdowns) if self.slowdowns else self.num_devices
@@ -202,11 +199,12 @@ class _StageSearch:
         return self._alone(passes) * passes / speed / busy
 
     def _alone(self, passes: int) -> float:
-        """Seconds of a pass on one device."""
+        """Seconds of a pass on one device, as fast as in any schedule."""
         if passes not in self._known_alone:
             update = self.at(passes)
-            chain = Chain(update, update.place(Plan(Mesh((), ()))), later=self._later)
-            self._known_alone[passes] = float(chain.seconds[0, -1])
+            chain = Chain(update, update.place(Plan(Mesh((), ()))))
+            saved = chain.laid_out + chain.joined if "zero-bubble" in self.schedules else 0.0
+            self._known_alone[passes] = float((chain.seconds - saved)[0, -1])
         return self._known_alone[passes]
 
     def _strategies(self, update: InPasses, mesh: Mesh, limit: float | None) -> Plan | None:
@@ -231,51 +229,58 @@ class _StageSearch:
     def _cut(self, chain: Chain, plan: Plan, stages: int) -> list[Staged] | None:
         """Ways to cut it, in one schedule each, that may be faster than what is known; None where none fits."""
         mesh = Mesh((STAGE, *plan.mesh.names), (stages, *plan.mesh.sizes))
-        pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
-        ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
-        nothing = np.zeros_like(chain.seconds)
-        times: list[tuple[Numbers, ...]] = []  # of each stage: computes, sends, returns, at its end
-        for stage in range(stages):
-            after, before = (pairs[at] if 0 <= at < stages - 1 else None for at in (stage, stage - 1))
-            sends = ways[after][0] if after is not None else nothing
-            returns = ways[before][1] if before is not None else nothing
-            beside = max(_share(link) for link in (before, after) if link is not None)
-            own = chain.seconds - self._at_once(chain.update.passes, stage, stages) * chain.at_once
-            computes = self._slowdown(mesh, stage) * own + beside * (sends + returns)
-            times.append((computes, sends, returns, chain.once))
-        passes, found, fits = chain.update.passes, [], False
-        for schedules in [self.schedules] if self.memory_limit is None else [(one,) for one in self.schedules]:
-            through, rest = [], []
-            for stage, (computes, sends, returns, once) in enumerate(times):
-                own = computes + sends + returns
-                if self.memory_limit is not None:
-                    later = schedules[0] == "zero-bubble"
-                    kept = np.maximum(chain.kept, chain.postponed) if later else chain.kept
-                    held = chain.held + in_flight(schedules[0], passes, stage, stages) * kept
-                    own = np.where(held <= self.memory_limit, own, np.inf)
-                through.append(own)
-                rest.append((passes - 1) * np.maximum(computes, sends + returns) + once)
-            bounds = Bounds(through, rest)
+        passes, graph = chain.update.passes, chain.update.graph
+        found, fits = [], False
+        of_schedules = {one: self._times(chain, mesh, stages, one) for one in self.schedules}
+        # without a limit of memory, cuts are those for the schedule that waits least
+        tried = self.schedules if self.memory_limit is not None else (min(self.schedules, key=_WAITS.__getitem__),)
+        for leading in tried:
+            bounds = self._bounds(chain, of_schedules[leading], leading)
             best = best_cuts(bounds)
             fits = fits or bool(best)
             for cuts in best[:_SIMULATED]:
                 if bounds.seconds(cuts) > _WORTH * self.known:
                     break
-                each = [_times(own, pair) for own, pair in zip(times, itertools.pairwise(cuts), strict=True)]
-                for schedule in schedules:
-                    seconds = pipeline_seconds(each, passes, schedule)
+                for schedule in (leading,) if self.memory_limit is not None else self.schedules:
+                    pairs = zip(of_schedules[schedule], itertools.pairwise(cuts), strict=True)
+                    seconds = pipeline_seconds([own.between(pair) for own, pair in pairs], passes, schedule)
                     self.known = min(self.known, seconds)
-                    graph = chain.update.graph
                     names = tuple(graph.calls[chain.cuts[cut]].layer for cut in cuts[1:-1])
                     found.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
         return found if fits else None
 
-    def _at_once(self, passes: int, stage: int, stages: int) -> float:
-        """Of the weight gradients of an update, the part that a stage computes together with those of other passes."""
-        if not self._later or passes == 1:
-            return 0.0
-        times = sum(kind == "weights" for kind, _ in actions("zero-bubble", passes, stage, stages))
-        return (passes - times) / (passes - 1)
+    def _times(self, chain: Chain, mesh: Mesh, stages: int, schedule: Schedule) -> list["_Times"]:
+        """What each stage takes under a schedule."""
+        pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
+        ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
+        nothing = np.zeros_like(chain.seconds)
+        found = []
+        for stage in range(stages):
+            after, before = (pairs[at] if 0 <= at < stages - 1 else None for at in (stage, stage - 1))
+            sends = ways[after][0] if after is not None else nothing
+            returns = ways[before][1] if before is not None else nothing
+            beside = max(_share(link) for link in (before, after) if link is not None) * (sends + returns)
+            slower, own, saved = self._slowdown(mesh, stage), chain.seconds, nothing
+            if schedule == "zero-bubble":
+                own = own - chain.laid_out
+                saved = _joined(chain.update.passes, stage, stages) * chain.joined
+            found.append(_Times(slower * own + beside, slower * saved, sends, returns, chain.once))
+        return found
+
+    def _bounds(self, chain: Chain, times: Sequence["_Times"], schedule: Schedule) -> Bounds:
+        """What decides about the cuts under a schedule; infinite where a stage does not fit into memory."""
+        through, rest = [], []
+        passes, stages = chain.update.passes, len(times)
+        for stage, own in enumerate(times):
+            computes, sent = own.computes - own.saved, own.sends + own.returns
+            one = _WAITS[schedule] * computes + sent
+            if self.memory_limit is not None:
+                kept = np.maximum(chain.kept, chain.postponed) if schedule == "zero-bubble" else chain.kept
+                held = chain.held + in_flight(schedule, passes, stage, stages) * kept
+                one = np.where(held <= self.memory_limit, one, np.inf)
+            through.append(one)
+            rest.append((passes - _WAITS[schedule]) * np.maximum(computes, sent) + own.once)
+        return Bounds(through, rest)
 
     def _slowdown(self, mesh: Mesh, stage: int) -> float:
         """Of the slowest rank of a stage."""
@@ -289,6 +294,35 @@ def _share(link: Link) -> float:
     return link.cpu_share if link.overlap else 1.0
 
 
-def _times(own: tuple[Numbers, ...], pair: tuple[int, int]) -> StageTimes:
-    computes, sends, returns, once = (float(numbers[pair]) for numbers in own)
-    return StageTimes((1 - _BACK) * computes, _BACK * computes, sends, returns, once, _BACK / 2 * computes)
+def _joined(passes: int, stage: int, stages: int) -> float:
+    """Of the weight gradients of all passes but one, those that zero-bubble computes in one call with others."""
+    if passes == 1:
+        return 0.0
+    calls = sum(kind == "weights" for kind, _ in actions("zero-bubble", passes, stage, stages))
+    return (passes - calls) / (passes - 1)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of a pass through a stage, from any cut to any later one.
+
+    Attributes:
+        computes: with what messages take from it, and gradients of weights each by itself.
+        saved: what is less where gradients of weights are computed in one call for several passes.
+        sends, returns: activations to the next stage, gradients to the one before.
+        once: the end of an update.
+    """
+
+    computes: Numbers
+    saved: Numbers
+    sends: Numbers
+    returns: Numbers
+    once: Numbers
+
+    def between(self, cuts: tuple[int, int]) -> StageTimes:
+        """Those of the stage between two cuts; the gradients of weights take half of the backward pass."""
+        computes, saved, sends, returns, once = (
+            float(own[cuts]) for own in (self.computes, self.saved, self.sends, self.returns, self.once)
+        )
+        weights = max(0.0, _BACK / 2 * computes - saved)
+        return StageTimes((1 - _BACK) * computes, _BACK / 2 * computes + weights, sends, returns, once, weights)
