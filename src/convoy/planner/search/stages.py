@@ -7,7 +7,7 @@ stage by stage (`cost/pipeline.py`), and the fastest counts.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -121,6 +121,14 @@ _WORTH = 1.1
 """Times as long as the best plan known that may be what is known of others without simulating them."""
 
 
+@dataclass(frozen=True)
+class _Priced:
+    """The best plan in some number of passes, or about what it would take where that is known to be too long."""
+
+    seconds: float
+    staged: Staged | None = None
+
+
 @dataclass
 class _StageSearch:
     at: Callable[[int], InPasses]
@@ -155,26 +163,29 @@ class _StageSearch:
         mesh = Mesh(("gpu",), (inner,)) if inner > 1 else Mesh((), ())
         plans: dict[float | None, Plan | None] = {}
 
-        def found_in(passes: int) -> Staged | None:
-            found = self._in_passes(passes, mesh, stages, plans)
-            return min(found, key=lambda one: one.seconds, default=None)
-
-        return in_best_passes(self.counts, stages, found_in, lambda one: one.seconds)
+        best = in_best_passes(
+            self.counts,
+            stages,
+            lambda passes: self._in_passes(passes, mesh, stages, plans),
+            lambda one: (one.staged is None, one.seconds),
+        )
+        self._fits = self._fits or best is not None
+        return best.staged if best is not None else None
 
     def _in_passes(
         self, passes: int, mesh: Mesh, stages: int, plans: dict[float | None, Plan | None]
-    ) -> Iterator[Staged]:
-        """Plans in a number of passes, on as many devices for each stage.
+    ) -> "_Priced | None":
+        """The best in a number of passes, on as many devices for each stage; None where nothing can be or fits.
 
         Args:
             plans: strategies by the memory that the whole network may take with them; None for the fastest.
         """
-        if self._ideal(stages, passes) > _WORTH * self.known:
-            self._fits = True
-            return
+        ideal = self._ideal(stages, passes)
+        if ideal > self.known:
+            return _Priced(ideal)
         update = self.at(passes)
         if stages >= len(cuts_of(update.graph)):
-            return
+            return None
         # where no cut fits into memory, strategies that take less of it may let one
         for limit in [None] if self.memory_limit is None else [None, stages * self.memory_limit]:
             if limit not in plans:
@@ -188,9 +199,8 @@ class _StageSearch:
                 continue
             found = self._cut(chain, plan, stages)
             if found is not None:
-                self._fits = True
-                yield from found
-                return
+                return found
+        return None
 
     def _ideal(self, stages: int, passes: int) -> float:
         """Seconds of stages that are all equal, and send nothing."""
@@ -226,20 +236,20 @@ class _StageSearch:
         except ConvoyError:
             return None
 
-    def _cut(self, chain: Chain, plan: Plan, stages: int) -> list[Staged] | None:
-        """Ways to cut it, in one schedule each, that may be faster than what is known; None where none fits."""
+    def _cut(self, chain: Chain, plan: Plan, stages: int) -> "_Priced | None":
+        """The best way to cut it, and in which schedule; None where none fits."""
         mesh = Mesh((STAGE, *plan.mesh.names), (stages, *plan.mesh.sizes))
         passes, graph = chain.update.passes, chain.update.graph
-        found, fits = [], False
+        found: list[Staged] = []
+        sums: list[float] = []
         of_schedules = {one: self._times(chain, mesh, stages, one) for one in self.schedules}
         # without a limit of memory, cuts are those for the schedule that waits least
         tried = self.schedules if self.memory_limit is not None else (min(self.schedules, key=_WAITS.__getitem__),)
         for leading in tried:
             bounds = self._bounds(chain, of_schedules[leading], leading)
-            best = best_cuts(bounds)
-            fits = fits or bool(best)
-            for cuts in best[:_SIMULATED]:
-                if bounds.seconds(cuts) > _WORTH * self.known:
+            for cuts in best_cuts(bounds)[:_SIMULATED]:
+                sums.append(bounds.seconds(cuts))
+                if sums[-1] > _WORTH * self.known:
                     break
                 for schedule in (leading,) if self.memory_limit is not None else self.schedules:
                     pairs = zip(of_schedules[schedule], itertools.pairwise(cuts), strict=True)
@@ -247,7 +257,10 @@ class _StageSearch:
                     self.known = min(self.known, seconds)
                     names = tuple(graph.calls[chain.cuts[cut]].layer for cut in cuts[1:-1])
                     found.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
-        return found if fits else None
+        if found:
+            best = min(found, key=lambda one: one.seconds)
+            return _Priced(best.seconds, best)
+        return _Priced(min(sums)) if sums else None
 
     def _times(self, chain: Chain, mesh: Mesh, stages: int, schedule: Schedule) -> list["_Times"]:
         """What each stage takes under a schedule."""
