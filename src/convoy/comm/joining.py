@@ -1,4 +1,4 @@
-"""Joining the other ranks, and leaving them.
+"""Joining the other ranks, and leaving them: addresses and networks, the process group, the wait at the end.
 
 Before they have a process group the ranks meet in a key-value store, which listens on one address alone. torch's
 elastic launcher keeps one store for all restarts of a job, in which ranks would find the addresses of processes that

@@ -169,7 +169,7 @@ class Probe:
         normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
             would take all microbatches of one call before those of the next.
         outputs: tensors that it gives in training: with auxiliary heads more than one.
-        on_device: ranks that compute on the device, and share its memory.
+        on_device: ranks that share the memory of a GPU, or of a host's CPUs.
     """
 
     separable: bool

@@ -320,7 +320,8 @@ def merged(
 
 
 def _memory(recipe: Recipe, found: Probe, device: torch.device) -> float:
-    """Bytes that a rank has: its part of the device's, or its limit."""
+    """Bytes that a rank has: its part of the device's, or its limit; not what is free, as a run that goes on is to have
+    the same passes."""
     on_gpu = device.type == "cuda"
     there = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory()
     return min(there / found.on_device, recipe.parallel.memory_bytes or there)
