@@ -307,6 +307,11 @@ def mistaken(kind: str) -> None:
         convoy.parallelize(net, {"mesh": {"stage": 2}, "stages": ["strange"]}, x)(x)
     elif kind == "compiled":
         two_heads("last", compile=True)
+    elif kind == "other samples":
+        net = convoy.parallelize(
+            nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 2)), "stage=2", torch.zeros(4, 3, 4)
+        )
+        net(torch.zeros(4, 3, 5))
     elif kind == "no parts":
         two_heads("last", microbatches=0)
     elif kind == "parts":
@@ -334,6 +339,7 @@ def mistaken(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
+        ("other samples", r"cannot be run in training with samples of \[3, 5\] of .*: layer 1: .*; the example .* has"),
         ("no parts", r"microbatches=0 must be a whole number from 1"),
         ("parts", r"returns a tensor in which there are no samples, so a pass cannot be cut into 2 parts"),
         ("compiled", r"in stages is not compiled, .*: leave compile away, or choose a plan without stages"),

@@ -79,7 +79,7 @@ REFUSED = {
     "out": (written_out, "writes into out="),
     "autocast": (lambda layer, x: autocast_inside(x), "switches autocast on by itself"),
     "empty read": (lambda layer, x: x + torch.empty(1), "nothing was written to"),
-    "wrong size": (lambda layer, x: F.linear(x, torch.ones(3, 3)), "RuntimeError without numbers"),
+    "wrong size": (lambda layer, x: F.linear(x, torch.ones(3, 3)), "it raises RuntimeError in a trial without data"),
 }
 
 

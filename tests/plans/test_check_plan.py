@@ -7,7 +7,7 @@ from convoy.plans.fit import axis_names, check_devices, check_patterns, check_si
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
-from plans.made_graph import Chain, placed, small_net
+from plans.made_graph import Chain, in_stages, placed, small_net
 
 TWO_AXES = {"mesh": {"node": 2, "gpu": 5}, "layers": {"*": {"node": "filter", "gpu": "filter"}}}
 LAYERS = [call.layer for call in small_net().calls if call.op in COMPUTE]
@@ -157,3 +157,17 @@ def test_stages_that_begin_at_no_layer(stages: list[str], words: str) -> None:
 def test_stages_may_begin_at_layers_without_weights_and_at_containers(stages: list[str]) -> None:
     modules = ["", "features", *(f"features.{number}" for number in range(4)), "classifier", *LAYERS]
     check_patterns(Plan.parse({"mesh": {"stage": 2}, "stages": stages}), LAYERS, modules)
+
+
+@pytest.mark.parametrize(
+    ("number", "stages", "words"),
+    [
+        (2, ["features"], "features is where the network begins, and with it the first stage: begin stage 2 at a"),
+        (3, ["classifier", "features.2"], "features.2 begins stage 3, but is not called after classifier, where"),
+        (2, ["conv9"], "the network calls no layer conv9: a stage can begin at features.0, features.1, features.2, "),
+    ],
+)
+def test_stages_that_begin_where_they_cannot(number: int, stages: list[str], words: str) -> None:
+    with pytest.raises(ConvoyError, match=r"^stages: ") as caught:
+        in_stages(small_net(8), Plan.parse({"mesh": {"stage": number}, "stages": stages}))
+    assert words in str(caught.value)

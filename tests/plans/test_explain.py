@@ -37,9 +37,9 @@ stage  layer         work    strategy  gives                sent for its input  
 2      classifier.0  linear  sample    samples over sample  -                         -         -    61.5 kB     61.5 kB
 2      classifier.2  linear  sample    samples over sample  -                         -         -      840 B       840 B
 
-stage  begins at     ranks  takes the output of  forward  backward  parameters  activations
-1      features.0    0, 1   -                          -         -      4.4 kB      57.3 kB
-2      classifier.0  2, 3   the network itself   12.3 kB   12.3 kB     62.4 kB      12.6 kB
+stage  begins at     ranks  takes the output of            forward  backward  parameters  activations
+1      features.0    0, 1   -                                    -         -      4.4 kB      57.3 kB
+2      classifier.0  2, 3   flatten in the network itself  12.3 kB   12.3 kB     62.4 kB      12.6 kB
 
 4 other calls follow the layout given, without sending anything
 activations are GPipe's, of all parts of a pass; 1F1B keeps at most those of 2 parts in stage 1, down to 1 in stage 2

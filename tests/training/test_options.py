@@ -49,12 +49,16 @@ def test_an_approximate_run_is_called_so_and_is_near(
     assert least < apart(found[0], serial) < 0.2
 
 
-def test_on_one_device_nothing_is_approximate(data: Path, tmp_path: Path) -> None:
-    shared = {"epochs": "3ba"}
-    (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", shared)
-    (found,) = run_ranks(train_here, 1, data, tmp_path / "run", shared | {"parallel.local_sgd": "2"})
-    assert found.digest == serial.digest
-    assert "no approximation on one device, although the recipe says: local SGD" in "\n".join(found.said)
+@pytest.mark.parametrize(
+    ("plan", "where"), [("serial", "on one device"), ("stage=2", "with a device for each stage")], ids=["one", "stages"]
+)
+def test_where_nothing_is_exchanged_nothing_is_approximate(data: Path, tmp_path: Path, plan: str, where: str) -> None:
+    shared, num = {"epochs": "3ba", "parallel.plan": plan}, 1 if plan == "serial" else 2
+    exact, *_ = run_ranks(train_here, num, data, tmp_path / "exact", shared)
+    found, *_ = run_ranks(train_here, num, data, tmp_path / "run", shared | {"parallel.local_sgd": "2"})
+    assert found.digest == exact.digest
+    assert f"no approximation {where}, although the recipe says: local SGD" in "\n".join(found.said)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["approximate"] is None
 
 
 @pytest.mark.slow

@@ -421,7 +421,26 @@ class Network:
 
     def _placement(self, signature: Signature) -> Placement:
         parts = consecutive(signature.samples)
-        return self._place(self._capture(signature), parts, signature.as_given)
+        return self._place(self.capture_again(signature), parts, signature.as_given)
+
+    def capture_again(self, signature: Signature) -> Graph:
+        """The network in a pass of another kind than that of the example.
+
+        Raises:
+            ConvoyError: it does something else with such samples, or cannot take them.
+        """
+        try:
+            return self._capture(signature)
+        except CaptureError as error:
+            given, example = (
+                ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in each)
+                for each in (signature.inputs, [(shape[1:], dtype) for shape, dtype in self.example])
+            )
+            mode = "in training" if signature.training else "in evaluation"
+            raise ConvoyError(
+                f"the network cannot be run {mode} with samples of {given}: {error}; the example "
+                f"given to convoy.parallelize has samples of {example}"
+            ) from error
 
     def _capture(self, signature: Signature) -> Graph:
         total = sum(signature.samples)

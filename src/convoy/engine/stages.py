@@ -209,7 +209,7 @@ class StagedNetwork(Stage):
         """Why a pass of several samples cannot be cut into parts, in words; empty where it can."""
         key = signature.training, signature.form, signature.exceptions
         if key not in self._reasons:
-            self._reasons[key] = why_together(self._capture(signature), self.context.batch_norm)
+            self._reasons[key] = why_together(self.capture_again(signature), self.context.batch_norm)
         return self._reasons[key]
 
     def _deliver(self, inputs: Sequence[Tensor], flights: list[Flight]) -> dict[str, Tensor]:

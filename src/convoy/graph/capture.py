@@ -218,8 +218,9 @@ def _run(
     except Exception as error:
         if type(error).__name__.startswith("DataDependent"):
             raise CaptureError("it asks for the numbers in a tensor", layers.name) from error
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise CaptureError(f"{type(error).__name__} without numbers: {first}", layers.name) from error
+        first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        reason = f"it raises {type(error).__name__} in a trial without data: {first}"
+        raise CaptureError(reason, layers.name) from error
     if recorder.updates:
         raise CaptureError(f"it counts in {recorder.updates[0]}, which no batch norm uses")
     return output

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from convoy.graph.graph import Call
 from convoy.plans.fit import axis_names
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE, Memory, PlacedCall, Placement
@@ -139,7 +140,7 @@ def explanation(
 def rows_of_stages(placement: Placement, staged: StagedGraph) -> tuple[StageRow, ...]:
     """A network's stages, each with what it is sent in a pass over the batch that was placed."""
     graph, mesh, found = placement.graph, placement.mesh, []
-    makers = {name: call.layer or "the network itself" for call in graph.calls for name in call.outputs}
+    makers = {name: call.layer or _unnamed(call) for call in graph.calls for name in call.outputs}
     crossed = cut_traffic(placement, staged)
     for stage in range(staged.number):
         ranks = tuple(rank for rank in range(mesh.num_devices) if mesh.stage_of(rank) == stage)
@@ -151,6 +152,10 @@ def rows_of_stages(placement: Placement, staged: StagedGraph) -> tuple[StageRow,
         takes = tuple(dict.fromkeys(makers[each.crossing.value] for each in taken))
         found.append(StageRow(layer, ranks, takes, Traffic(forward, _most(taken, ranks).backward)))
     return tuple(found)
+
+
+def _unnamed(call: Call) -> str:
+    return f"{getattr(call.function, '__name__', 'a call').strip('_')} in the network itself"
 
 
 def _most_held(memory: Sequence[Memory], mesh: Mesh, stage: int) -> Memory:

@@ -257,10 +257,14 @@ class StagedGraph:
 
 def where_to_begin(name: str, layers: Sequence[str]) -> str:
     """Where a stage can begin, for a sentence about a name that is none of the layers: those nearest to it."""
-    near = difflib.get_close_matches(name, layers, 6, cutoff=0.0)
+    near = layers if len(layers) <= _FEW else difflib.get_close_matches(name, layers, 6, cutoff=0.0)
     return f"a stage can begin at {', '.join(layer for layer in layers if layer in near)}" + (
         ", …" if len(near) < len(layers) else ""
     )
+
+
+_FEW = 12
+"""Layers that are all named."""
 
 
 def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
@@ -284,6 +288,12 @@ def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[i
                     "one first, or only where the other stages begin"
                 )
             continue
+        if point == 0:
+            later = f", {firsts[1]} for example" if len(firsts) > 1 else ""
+            raise ConvoyError(
+                f"stages: {name} is where the network begins, and with it the first stage: begin stage {place + 1} "
+                f"at a later layer{later}"
+            )
         if point <= (cuts[-1] if cuts else 0):
             raise ConvoyError(
                 f"stages: {name} begins stage {place + 1}, but is not called after {names[place - 1] or firsts[0]}, "

@@ -88,6 +88,10 @@ class ParallelConfig(Section):
             return f"local SGD averages the weights every {self.local_sgd} updates"
         return None
 
+    def approximation(self, plan: Plan) -> str | None:
+        """The same, where it has an effect: on devices that all run the same stage."""
+        return self.approximate if plan.mesh.num_devices > plan.num_stages else None
+
 
 def fitted(
     section: ParallelConfig, num_devices: int, keep_plan: bool, keep_shares: bool, notes: list[str] | None = None
@@ -189,9 +193,10 @@ def plan_of(section: ParallelConfig, num_devices: int) -> tuple[Plan | None, lis
             f"run{'s' if num_devices == 1 else ''}: change --devices or the sizes in --plan"
         )
     if section.approximate is not None:
+        where = "on one device" if num_devices == 1 else "with a device for each stage"
         notes.append(
             f"approximate: {section.approximate}, so the result differs from that of one device"
-            if num_devices > 1
-            else f"no approximation on one device, although the recipe says: {section.approximate}"
+            if plan is None or section.approximation(plan) is not None
+            else f"no approximation {where}, although the recipe says: {section.approximate}"
         )
     return plan, notes

@@ -219,8 +219,8 @@ def _assemble(
     stages: list[StageRecord] = []
     if isinstance(network, StagedTraining):
         stages = network.describe(pieces, lowered(recipe))
-        notes.append(_cuts(stages, len(pieces), network.schedule))
-        notes += _few_passes(network.schedule, len(pieces), plan.num_stages, recipe.batch_norm)
+        more = _for_fewer_waits(recipe, model, plan, len(pieces), network.schedule)
+        notes.append(_cuts(stages, len(pieces), network.schedule) + more)
     notes += _within_limit(recipe, plan, network, pieces, device.type == "cpu")
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
@@ -303,16 +303,21 @@ def _cuts(stages: list[StageRecord], passes: int, schedule: Schedule) -> str:
     return f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, {waits}"
 
 
-def _few_passes(schedule: Schedule, passes: int, stages: int, batch_norm: str) -> list[str]:
-    """What to say where stages wait for each other for much of the time."""
-    share = bubble(schedule, passes, stages)
-    if share < 0.25:
-        return []
-    number = f"{passes} pass{'es' * (passes > 1)} of a batch go{'es' * (passes == 1)}"
-    more = f"more microbatches (--microbatches {PARTS_PER_STAGE * stages}) keep the stages busy"
-    if batch_norm != "microbatch":
-        more = f"batch_norm={batch_norm} takes all microbatches at once, and batch_norm=microbatch one after the other"
-    return [f"{number} through {stages} stages, so that each waits {share:.0%} of the time: {more}"]
+def _for_fewer_waits(recipe: Recipe, model: nn.Module, plan: Plan, passes: int, schedule: Schedule) -> str:
+    """What to do where stages wait for each other for much of the time; empty where they do not."""
+    if bubble(schedule, passes, plan.num_stages) < 0.25:
+        return ""
+    if recipe.batch_norm != "microbatch":
+        return (
+            f": batch_norm={recipe.batch_norm} takes all microbatches at once, and batch_norm=microbatch one after the "
+            "other"
+        )
+    most = min(PARTS_PER_STAGE * plan.num_stages, recipe.batch // plan.parts)
+    if most <= passes:
+        return ": a larger --batch can have more microbatches"
+    fewer = f": with --microbatches {most * plan.parts} about {rough_percent(bubble(schedule, most, plan.num_stages))}"
+    normed = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    return f"{fewer}{' (another training, as batch norm is of each microbatch)' if normed else ''}"
 
 
 def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:
@@ -357,8 +362,9 @@ def describe(section: ParallelConfig, plan: Plan, num_devices: int, division: Di
                 "each computes its own samples; the sum is that of one device",
             )
         )
-    if section.approximate is not None:
-        rows.append(Derived("approximate", section.approximate, "as said", "the result depends on the devices"))
+    approximate = section.approximation(plan)
+    if approximate is not None:
+        rows.append(Derived("approximate", approximate, "as said", "the result depends on the devices"))
     return rows
 
 

@@ -68,7 +68,7 @@ def write_summary(
         data=data.name,
         devices=session.ranks.num,
         plan=str(session.plan),
-        approximate=recipe.parallel.approximate if session.ranks.num > 1 else None,
+        approximate=recipe.parallel.approximation(session.plan),
         parameters=counts.parameters,
         flops=counts.flops,
         num_train=len(data.train),
