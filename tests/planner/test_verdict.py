@@ -259,6 +259,23 @@ def test_stages_are_explained_each_by_its_own_ranks() -> None:
     assert all("stage" not in layer for layer in document(explain("sample=2", costs()))["layers"])
 
 
+def test_adding_gradients_up_is_the_work_of_no_layer() -> None:
+    """Nor that of what the network computes by itself, which has no layer either."""
+
+    def adding_is_slow(local_op: LocalOp) -> Times:
+        return Times(1e-7) if local_op.op == "copy" and len(local_op.inputs) == 2 else by_flops(local_op)
+
+    def by_1f1b(known: Costs) -> Explained:
+        found = planned("stage=2", known)
+        scored = score(replace(found.workload, schedules=("1f1b",)), found.best.plan, known)
+        return explained(replace(found, candidates=(scored,)))
+
+    found, slow = by_1f1b(costs()), by_1f1b(costs(adding_is_slow))
+    assert slow.scored.passes == found.scored.passes > 1
+    assert all(more.computes > own.computes for own, more in zip(found.stages, slow.stages, strict=True))
+    assert [layer.backward for layer in slow.layers] == pytest.approx([layer.backward for layer in found.layers])
+
+
 def test_stages_of_unlike_work_hold_up_each_other() -> None:
     plan = str(Plan.parse({"mesh": {"stage": 2}, "stages": ["classifier"]}).to_yaml())
     found = explain(plan, costs())

@@ -8,6 +8,7 @@ from math import prod
 from convoy.errors import ConvoyError
 from convoy.planner.cost.memory import RankMemory
 from convoy.planner.cost.prediction import Scored
+from convoy.planner.cost.step import ADDING
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
@@ -110,7 +111,7 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
         first.setdefault(placed.call.layer, stage)
     spent: dict[tuple[str, str], float] = defaultdict(float)
     for span in timeline.spans:
-        if span.task.rank == ranks[first.get(span.task.layer, 0)]:
+        if span.task.rank == ranks[first.get(span.task.layer, 0)] and span.task.name != ADDING:
             kind = span.task.kind if span.task.stream == "compute" else "messages"
             spent[span.task.layer, kind] += span.end - span.start
     exposed = [timeline.exposed(rank) for rank in ranks]

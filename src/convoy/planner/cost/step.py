@@ -30,6 +30,9 @@ from convoy.plans.schedule import Action, actions
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Kind, Stream, Task
 
+ADDING = "add to earlier passes"
+"""The name of adding up the gradients of all layers, which is the work of none."""
+
 
 def step_tasks(
     placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
@@ -384,7 +387,7 @@ class _Builder:
         """Gradients of a pass after the first are added to those that are there."""
         for rank in self.ranks:
             times = self._times(copied(self.stage.exchange.held[rank], 2))
-            self._compute(rank, "backward", "", "add to earlier passes", times.forward, times.host_forward)
+            self._compute(rank, "backward", "", ADDING, times.forward, times.host_forward)
 
     def _update(self) -> None:
         exchange = self.stage.exchange
