@@ -241,6 +241,22 @@ class Bounds:
         through = sum(own[pair] for own, pair in zip(self.through, pairs, strict=True))
         return float(through + max(own[pair] for own, pair in zip(self.rest, pairs, strict=True)))
 
+    @cached_property
+    def least(self) -> float:
+        """Seconds of the rest that the slowest stage takes at least; infinite where there are no cuts."""
+        slowest = np.where(np.arange(len(self.rest[0])) == 0, -np.inf, np.inf)
+        for own in self.possible_rest:
+            slowest = np.maximum(slowest[:, None], own).min(axis=0)
+        return float(slowest[-1])
+
+    @cached_property
+    def possible_rest(self) -> list[Numbers]:
+        """That of every stage, infinite where it cannot be."""
+        return [
+            np.where(np.isfinite(own) & np.triu(np.ones(own.shape, bool), 1), rest, np.inf)
+            for own, rest in zip(self.through, self.rest, strict=True)
+        ]
+
 
 _STEPS = 200
 _LOOSER = (1.0, 1.05, 1.1, 1.2, 1.5)
@@ -255,13 +271,8 @@ def best_cuts(bounds: Bounds) -> list[tuple[int, ...]]:
     limit sinks to below the slowest of them, and to where a larger sum could still pay, until there is no better one.
     """
     shape, stages = bounds.through[0].shape, len(bounds.through)
-    later = np.triu(np.ones(shape, bool), 1)
-    through = [np.where(later, own, np.inf) for own in bounds.through]
-    rest = [np.where(np.isfinite(sums), own, np.inf) for own, sums in zip(bounds.rest, through, strict=True)]
-    slowest = np.where(np.arange(shape[0]) == 0, -np.inf, np.inf)
-    for own in rest:
-        slowest = np.maximum(slowest[:, None], own).min(axis=0)
-    least = slowest[-1]
+    rest, least = bounds.possible_rest, bounds.least
+    through = [np.where(np.isfinite(own), sums, np.inf) for own, sums in zip(rest, bounds.through, strict=True)]
     if not np.isfinite(least):
         return []
     found: dict[tuple[int, ...], float] = {}

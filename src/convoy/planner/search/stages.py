@@ -151,9 +151,9 @@ class _StageSearch:
             if best is not None:
                 worse = 0 if best.seconds <= min((one.seconds for one in found), default=np.inf) else worse + 1
                 found.append(best)
-            elif self._fits:
-                worse += 1
-            if worse == _WORSE:  # a finer division has ever more bubble and messages
+            elif self._fits:  # it is much slower
+                worse += _WORSE if found else 1
+            if worse >= _WORSE:  # a finer division has ever more bubble and messages
                 break
         return sorted(found, key=lambda one: one.seconds)[:top]
 
@@ -242,11 +242,16 @@ class _StageSearch:
         passes, graph = chain.update.passes, chain.update.graph
         found: list[Staged] = []
         sums: list[float] = []
-        of_schedules = {one: self._times(chain, mesh, stages, one) for one in self.schedules}
+        plain = self._times(chain, mesh, stages, postpones=False)
+        postponing = self._times(chain, mesh, stages, postpones=True) if "zero-bubble" in self.schedules else plain
+        of_schedules = {one: postponing if one == "zero-bubble" else plain for one in self.schedules}
         # without a limit of memory, cuts are those for the schedule that waits least
         tried = self.schedules if self.memory_limit is not None else (min(self.schedules, key=_WAITS.__getitem__),)
         for leading in tried:
             bounds = self._bounds(chain, of_schedules[leading], leading)
+            if np.isfinite(bounds.least) and bounds.least > _WORTH * self.known:
+                sums.append(bounds.least)
+                continue
             for cuts in best_cuts(bounds)[:_SIMULATED]:
                 sums.append(bounds.seconds(cuts))
                 if sums[-1] > _WORTH * self.known:
@@ -262,8 +267,8 @@ class _StageSearch:
             return _Priced(best.seconds, best)
         return _Priced(min(sums)) if sums else None
 
-    def _times(self, chain: Chain, mesh: Mesh, stages: int, schedule: Schedule) -> list["_Times"]:
-        """What each stage takes under a schedule."""
+    def _times(self, chain: Chain, mesh: Mesh, stages: int, *, postpones: bool) -> list["_Times"]:
+        """What each stage takes, where weight gradients are postponed or not."""
         pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
@@ -274,7 +279,7 @@ class _StageSearch:
             returns = ways[before][1] if before is not None else nothing
             beside = max(_share(link) for link in (before, after) if link is not None) * (sends + returns)
             slower, own, saved = self._slowdown(mesh, stage), chain.seconds, nothing
-            if schedule == "zero-bubble":
+            if postpones:
                 own = own - chain.laid_out
                 saved = _joined(chain.update.passes, stage, stages) * chain.joined
             found.append(_Times(slower * own + beside, slower * saved, sends, returns, chain.once))
