@@ -32,4 +32,6 @@ def test_a_run_leaves_a_trace_with_its_prediction(tmp_path: Path) -> None:
         if event["ph"] == "X" and event["cat"] == "forward":
             calls.setdefault(names[event["pid"]], set()).add(event["name"])
     assert calls["predicted rank 0"] & calls["measured rank 0"], calls
-    assert calls["measured rank 0"] == calls["measured rank 1"]
+    plan = json.loads((out / "summary.json").read_text())["plan"]  # as is best on this machine
+    in_stages = plan.startswith("stage=")
+    assert (calls["measured rank 0"] == calls["measured rank 1"]) is not in_stages
