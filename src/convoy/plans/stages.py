@@ -255,16 +255,16 @@ class StagedGraph:
         return tuple(crossing for crossing in self.crossings if crossing.source == stage)
 
 
+_FEW = 12
+"""Layers that are all named."""
+
+
 def where_to_begin(name: str, layers: Sequence[str]) -> str:
     """Where a stage can begin, for a sentence about a name that is none of the layers: those nearest to it."""
     near = layers if len(layers) <= _FEW else difflib.get_close_matches(name, layers, 6, cutoff=0.0)
     return f"a stage can begin at {', '.join(layer for layer in layers if layer in near)}" + (
         ", …" if len(near) < len(layers) else ""
     )
-
-
-_FEW = 12
-"""Layers that are all named."""
 
 
 def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:

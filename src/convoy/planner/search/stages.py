@@ -181,7 +181,7 @@ class _StageSearch:
             plans: strategies by the memory that the whole network may take with them; None for the fastest.
         """
         ideal = self._ideal(stages, passes)
-        if ideal > self.known:
+        if ideal > _WORTH * self.known:
             return _Priced(ideal)
         update = self.at(passes)
         if stages >= len(cuts_of(update.graph)):
