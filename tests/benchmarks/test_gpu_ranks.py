@@ -22,12 +22,13 @@ from convoy.ops.constants import Constants
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.division import divide
+from convoy.training.input import InputPipeline
 from convoy.training.optimizers import create_optimizer
 from convoy.training.parallel import Method, ParallelNetwork
 from convoy.training.precision import Scaler
 from convoy.training.schedules import Schedule
 from convoy.training.state import RunState
-from convoy.training.step import InputPipeline, TrainingStep
+from convoy.training.step import TrainingStep
 
 WORK = Work(batch=8, microbatch=2, size=64)
 FAKE = argparse.Namespace(device="fake", precision="fp32", updates=0)

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy.training.evaluate as evaluation
 from convoy.data import Batch
-from convoy.training import load_recipe, step
+from convoy.training import load_recipe
 from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally, WrongAnswer, _on_host
-from convoy.training.step import InputPipeline
+from convoy.training.input import InputPipeline
 
 
 def batches(logits: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Batch, Tensor]]:
@@ -185,7 +185,7 @@ def test_pictures_go_to_a_gpu_and_are_normalized_beside_what_computes(streams: S
         return pixels
 
     data = SimpleNamespace(mean=(0.5,), std=(0.5,))
-    with patch.object(step, "Normalize", lambda *options: normalize):
+    with patch("convoy.training.input.Normalize", lambda *options: normalize):
         pipeline = InputPipeline(data, torch.device("cuda"), torch.channels_last)  # type: ignore[arg-type]
     for _ in range(2):
         pipeline(SimpleNamespace(images=Pixels(streams)))  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def test_pictures_go_to_a_gpu_and_are_normalized_beside_what_computes(streams: S
 
 def test_pictures_on_their_way_to_a_gpu_are_kept(streams: Streams) -> None:
     """Workers write other pictures to their memory once nobody has them any more."""
-    with patch.object(step, "Normalize", lambda *options: lambda pixels: pixels):
+    with patch("convoy.training.input.Normalize", lambda *options: lambda pixels: pixels):
         pipeline = InputPipeline(SimpleNamespace(mean=(0.5,), std=(0.5,)), torch.device("cuda"), torch.channels_last)  # type: ignore[arg-type]
     pictures = [Pixels(streams) for _ in range(4)]
     kept = [weakref.ref(each) for each in pictures]

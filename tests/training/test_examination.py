@@ -18,7 +18,7 @@ from convoy.training import Session, checkup, examination, step, trials
 from convoy.training.checkpoints import Saver
 from convoy.training.evaluate import EvaluationTally
 from convoy.training.examination import examine
-from convoy.training.step import InputPipeline
+from convoy.training.input import InputPipeline
 from made_time import made_time
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures

@@ -9,7 +9,7 @@ from convoy.comm.ranks import Ranks
 from convoy.training import division as slow
 from convoy.training.division import Division, SlowRanks, divide
 from convoy.training.environment import join_ranks
-from convoy.training.step import InputPipeline
+from convoy.training.input import InputPipeline
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, as_before, train_here

@@ -25,12 +25,12 @@ from convoy.training import choose_device
 from convoy.training.build import build_model
 from convoy.training.derived import resolve
 from convoy.training.division import MEASURED, WARM_UP, SpeedTest
+from convoy.training.input import InputPipeline
 from convoy.training.loss import ClassificationLoss
 from convoy.training.optimizers import create_optimizer
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.step import InputPipeline
 
 
 def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:

@@ -25,9 +25,10 @@ from convoy.planner.profiling import try_out
 from convoy.planner.verdict import explained
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
+from convoy.training.input import InputPipeline
 from convoy.training.recipe import Recipe
 from convoy.training.session import Prepared
-from convoy.training.step import InputPipeline, TrainingStep, update_seconds, updates_in_a_row, wait_for
+from convoy.training.step import TrainingStep, update_seconds, updates_in_a_row, wait_for
 from convoy.training.workloads import counts_of_passes, workload_in_passes
 from convoy.units import size
 

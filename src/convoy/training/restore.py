@@ -28,10 +28,10 @@ from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
 from convoy.training.defaults import settle
 from convoy.training.evaluate import Evaluation, evaluate
+from convoy.training.input import InputPipeline
 from convoy.training.precision import set_numerics
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
-from convoy.training.step import InputPipeline
 
 EVALUATION_BATCH = 256
 

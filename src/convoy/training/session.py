@@ -18,11 +18,12 @@ from convoy.training.derived import Quantities
 from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.finite import FiniteGuard
+from convoy.training.input import InputPipeline
 from convoy.training.parallel import StagedTraining, TrainedNetwork
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.state import RunState
-from convoy.training.step import InputPipeline, TrainingStep
+from convoy.training.step import TrainingStep
 
 
 @dataclass

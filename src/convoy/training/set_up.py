@@ -33,6 +33,7 @@ from convoy.training.build import build_for, check_coupling, divisible_sizes, me
 from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.derived import derive, num_microbatches, resolve
 from convoy.training.division import Division, Pass, divide, text
+from convoy.training.input import InputPipeline
 from convoy.training.optimizers import create_optimizer
 from convoy.training.parallel import Method, ParallelNetwork, StagedTraining, TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
@@ -41,7 +42,7 @@ from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.session import Prepared, Session
 from convoy.training.state import AveragedWeights, RunState
-from convoy.training.step import InputPipeline, TrainingStep
+from convoy.training.step import TrainingStep
 from convoy.training.workloads import optimizer_for
 from convoy.units import plural, rough_percent, size
 
