@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from convoy.script.ranks import num_ranks as num_ranks
     from convoy.script.ranks import print as print
     from convoy.script.ranks import rank as rank
+    from convoy.script.recorded import recorded as recorded
     from convoy.script.state import load_optimizer_state_dict as load_optimizer_state_dict
     from convoy.script.state import load_state_dict as load_state_dict
     from convoy.script.state import optimizer_state_dict as optimizer_state_dict
@@ -59,6 +60,7 @@ _NAMES = {
     "script.data": "BatchSampler evaluate",
     "script.loss": "global_mean penalty",
     "script.ranks": "num_ranks print rank",
+    "script.recorded": "recorded",
     "script.state": "load_optimizer_state_dict load_state_dict optimizer_state_dict state_dict",
     "training.restore": "load_run",
 }

@@ -40,6 +40,7 @@ KEYS = {
     "precision": "precision",
     "channels_last": "channels_last",
     "compile": "compile",
+    "cuda_graphs": "cuda_graphs",
     "recompute": "recompute",
     "workers": "data.workers",
     "bad_images": "data.bad_images",

@@ -121,7 +121,8 @@ class Pending:
 
 def _numbered(name: str, work: dist.Work | None, group: dist.ProcessGroup) -> dist.Work | None:
     """Note what was enqueued through a backend that does not wait."""
-    if work is not None:
+    recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if work is not None and not recording:  # nothing is sent yet
         members = functools.partial(dist.get_process_group_ranks, group)
         ledger.add(group.group_name, members, name, _done(work))
     return work
@@ -386,9 +387,18 @@ def close(group: dist.ProcessGroup) -> None:
         channel.close()
 
 
-def _is_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
+def by_way_of_host(device: torch.device, group: Group) -> bool:
+    """Whether tensors of a device that is no CPU reach the other ranks through one."""
+    return group is not None and device.type != "cpu" and _carries(group, device)
+
+
+def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether gloo carries tensors of this device."""
-    return f"{x.device.type}:gloo" in dist.get_backend_config(group).split(",")
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def _is_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
+    return _carries(group, x.device)
 
 
 def _for(group: dist.ProcessGroup, x: Tensor) -> Tensor:

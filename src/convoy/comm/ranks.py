@@ -111,6 +111,10 @@ class Ranks:
         num = size(group)
         return Ranks(place(group), num, num_local(num), group)
 
+    def first_of(self, reason: str | None) -> str | None:
+        """Of what ranks have to say, the first; None where none has. All ranks call it."""
+        return next((said for said in self.gather(reason) if said is not None), None)
+
     def follow(self, mesh: Mesh, axes: Axes) -> None:
         """Take this rank's place on a mesh whose `axes` divide the samples."""
         assert mesh.num_devices == self.num

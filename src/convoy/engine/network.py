@@ -115,6 +115,7 @@ class Network:
         watch: makes what watches a pass of a placement; None where nobody looks.
         guard: notices what ranks should have alike and have not; None where nobody looks.
         recomputes: whether some activations are computed again.
+        passes: in training so far, of a loop that does not announce them.
     """
 
     model: nn.Module
@@ -147,7 +148,8 @@ class Network:
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
         self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
-        self._passes = 0
+        self.passes = 0
+        self._seen_samples: tuple[int, ...] = ()
         self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
 
@@ -259,7 +261,8 @@ class Network:
         samples = self.samples_of_pass(inputs, call)
         if cast:
             self.recast()
-        if self.samples is None:
+        if self.samples is None and not self.context.replays:
+            self._seen_samples = samples
             if self.model.training and current_backward() != -1:
                 raise ConvoyError(
                     "activation checkpointing around a parallelized network would run it as another pass, with other "
@@ -288,8 +291,8 @@ class Network:
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Announce a training pass over one microbatch, where the caller does not announce passes."""
         if self.samples is None and self.model.training:
-            self.context.enter(self._passes, 0, (sum(samples),), device)
-            self._passes += 1
+            self.context.enter(self.passes, 0, (sum(samples),), device)
+            self.passes += 1
 
     def end_pass(self) -> None:
         """Bring running statistics up to date, where the caller does not do so at the end of an update."""
@@ -375,6 +378,8 @@ class Network:
         """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
         if self.samples is not None:
             return self.samples
+        if self.context.replays:
+            return self._seen_samples
         state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
         return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes, call)
 

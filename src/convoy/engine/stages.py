@@ -164,9 +164,9 @@ class StagedNetwork(Stage):
         """The inputs of each part, which is announced as it is its turn."""
         cuts = [balanced(number, parts) for number in samples]
         starts = list(accumulate(samples, initial=0))[:-1]
-        step = self._passes
+        step = self.passes
         announces = self.samples is None and self.model.training
-        self._passes += announces
+        self.passes += announces
         for part in range(parts):
             if announces:
                 places = [start + i for start, cut in zip(starts, cuts, strict=True) for i in cut[part]]

@@ -45,6 +45,7 @@ class StepContext:
         postponed: the weight gradients of the passes that run now are left to it; None to compute them with the others.
         statistics: what batch norm layers saw of the microbatches since the running statistics were last brought up
             to date.
+        tape: where the keys of passes are kept that are recorded; None where they are made for each.
     """
 
     seed: int = 0
@@ -58,6 +59,7 @@ class StepContext:
     recording: bool = True
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     postponed: PostponedGradients | None = None
+    tape: "KeyTape | None" = field(default=None, repr=False)
     _samples: Sequence[int] = field(default=(), repr=False)
     _device: torch.device = field(default=torch.device("cpu"), repr=False)
 
@@ -82,7 +84,27 @@ class StepContext:
         self._device = device
         self._samples = samples
         if self.draws:
-            self.keys = sample_keys(self.seed, step, samples).to(device, non_blocking=True)
+            self.keys = self._uploaded_keys(step, samples, device)
+
+    def _uploaded_keys(self, step: int, samples: Sequence[int], device: torch.device) -> Tensor:
+        if self.tape is not None:
+            return self.tape.keys(self.seed, step, samples, device)
+        return uploaded(sample_keys(self.seed, step, samples), device)
+
+    @property
+    def replays(self) -> bool:
+        """Whether the passes that run now are to be replayed: nothing may be asked of other ranks by the host."""
+        return self.tape is not None and self.tape.is_complete
+
+    @contextmanager
+    def taped(self, tape: "KeyTape", step: int) -> Iterator[None]:
+        """While entered, the keys of passes are those on a tape, from its beginning, which is that of a step."""
+        tape.rewind(step)
+        self.tape = tape
+        try:
+            yield
+        finally:
+            self.tape = None
 
     def rerun(self) -> "Rerun":
         """For a part of the pass that runs now which may be computed again, when other passes have been announced."""
@@ -91,7 +113,7 @@ class StepContext:
     def need_keys(self) -> None:
         """Note that a layer needs the keys, also of a pass that has been announced already."""
         if not self.draws and self._samples:
-            self.keys = sample_keys(self.seed, self.step, self._samples).to(self._device)
+            self.keys = self._uploaded_keys(self.step, self._samples, self._device)
         self.draws = True
 
     def keys_of(self, samples: Indices, count: int) -> Tensor:
@@ -107,6 +129,48 @@ class StepContext:
         if places is None:
             places = self.kept["places", samples] = Constants(samples)
         return self.keys.index_select(0, places.like(self.keys, torch.int64))
+
+
+def uploaded(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; from pinned memory, as the host would wait for a copy from any other."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+class KeyTape:
+    """Keys of the passes of an update that is recorded: in buffers that are written before each replay.
+
+    Attributes:
+        is_complete: all passes of the update are known.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._passes: list[tuple[int, Sequence[int], Tensor]] = []
+        self._next = self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def rewind(self, step: int) -> None:
+        """An update begins; this is the step of its first pass."""
+        self._next, self._step = 0, step
+
+    def keys(self, seed: int, step: int, samples: Sequence[int], device: torch.device) -> Tensor:
+        """Those of the next pass: int32 [samples, 2]."""
+        if not self.is_complete:
+            keys = uploaded(sample_keys(seed, step, samples), device)
+            self._passes.append((step - self._step, samples, keys))
+            return keys
+        _, known, keys = self._passes[self._next]
+        assert len(known) == len(samples), "another pass than the one that was recorded"
+        self._next += 1
+        return keys
+
+    def write(self, seed: int, step: int) -> None:
+        """Write the keys of an update."""
+        for offset, samples, keys in self._passes:
+            fresh = sample_keys(seed, step + offset, samples)
+            keys.copy_(fresh.pin_memory() if keys.is_cuda else fresh, non_blocking=True)
 
 
 _OF_A_PASS = ("step", "sizes", "starts", "keys", "postponed", "_samples", "_device")

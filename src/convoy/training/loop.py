@@ -203,6 +203,8 @@ class Loop:
         """
         step = self.session.step()
         step.timed = self._speed is not None
+        if step.recorded is not None:
+            step.recorded.tell = self._tell
         averaged = self.session.state.averaged
         self.session.model.train()
         left = self.session.quantities.total_updates - self.done
@@ -212,6 +214,7 @@ class Loop:
                 self.window.wait_s += self._checkup.got()
                 self.window.bad += [(self.done, sample, reason) for sample, reason in batch.bad]
                 with self._observed(step):
+                    step.records = self._observation is None or self._observation.has_watched
                     result = step(batch, self.done)
                     if result.bad is not None:
                         self._skipped(result.bad)

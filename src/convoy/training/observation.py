@@ -16,6 +16,7 @@ from typing import Any
 
 from convoy.engine.clock import DeviceClock
 from convoy.engine.layerwise import Layerwise
+from convoy.engine.recorded import graph_on
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.watched import WatchedUpdate
 from convoy.files import to_json, write_text
@@ -43,6 +44,8 @@ WARM_UP = 3
 """Updates that are slower than all that follow."""
 WATCHED, APART = (12, 28, 44), (20, 36, 52)
 """Numbers of the updates that are watched as they are, and with gradients sent after the backward pass."""
+RECORDED_WATCHED, RECORDED_APART = (5, 7, 9), (6, 8, 10)
+"""The same where updates are recorded after that: nobody sees the parts of a replay."""
 LAST = 64
 """The update after which nobody looks any more."""
 _HOW = {
@@ -69,7 +72,7 @@ class Observation:
         session: of the run.
         clock: by default that of the session's device.
         watched, apart: numbers of the updates that are watched as they are, and with gradients sent after the backward
-            pass.
+            pass; by default early ones, where updates are recorded after that.
         last: the update after which nobody looks any more.
     """
 
@@ -77,11 +80,14 @@ class Observation:
         self,
         session: Session,
         clock: DeviceClock | None = None,
-        watched: Sequence[int] = WATCHED,
-        apart: Sequence[int] = APART,
+        watched: Sequence[int] | None = None,
+        apart: Sequence[int] | None = None,
         last: int = LAST,
     ) -> None:
-        self._numbers, self._numbers_apart, self._last = watched, apart, last
+        early = graph_on(session.device) is not None and session.why_not_recorded is None
+        self._numbers = watched if watched is not None else RECORDED_WATCHED if early else WATCHED
+        self._numbers_apart = apart if apart is not None else RECORDED_APART if early else APART
+        self._last = last
         self._session = session
         self._clock = clock or DeviceClock(session.device)
         self._unseen = _why_unseen(session)
@@ -96,6 +102,11 @@ class Observation:
     def done(self) -> bool:
         """Whether enough has been seen."""
         return self._count > self._last
+
+    @property
+    def has_watched(self) -> bool:
+        """Whether from the next update on only times are taken."""
+        return self._count >= max((*self._numbers, *self._numbers_apart), default=0)
 
     def begin(self) -> None:
         """The data of the next update is asked for."""

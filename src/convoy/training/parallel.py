@@ -46,6 +46,7 @@ class TrainedNetwork:
             too.
         local_mean: whether the loss is to be the mean over this rank's own samples: approximate methods alone.
         version: which of the optimizer's states is this rank's, where a method lets them drift apart, else 0.
+        context: of the step, for all layers.
         divides_gradients: whether ranks hold other gradients than each other, of parts or of their own samples.
     """
 
@@ -59,7 +60,7 @@ class TrainedNetwork:
         self, model: nn.Module, context: StepContext, device: torch.device, forward: Callable[..., Any], tree: bool
     ) -> None:
         self.model = model
-        self._context, self._device, self._forward = context, device, forward
+        self.context, self._device, self._forward = context, device, forward
         self._own_tree = GradientTree(list(model.parameters())) if tree else None
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
@@ -68,7 +69,7 @@ class TrainedNetwork:
 
     def enter(self, update: int, piece: Pass) -> None:
         """Announce a training pass, with the samples of all ranks."""
-        self._context.enter(update, piece.parts[0].start, piece.sizes, self._device)
+        self.context.enter(update, piece.parts[0].start, piece.sizes, self._device)
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
         """Announce a pass in evaluation mode: how many samples each sample rank has."""
@@ -197,7 +198,8 @@ class ParallelNetwork(TrainedNetwork):
             compile=compile,
             recompute=recompute,
         )
-        self.engine.context.statistics.in_order = method.tree
+        self.context = self.engine.context
+        self.context.statistics.in_order = method.tree
         self._forward = model
         self.sample_axes = self.engine.sample_axes
         self.local_mean = method.local_updates is not None

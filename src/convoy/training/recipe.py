@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from convoy.data.config import DataConfig
 from convoy.documents import DEEPEST, dump, parse, read_mapping, show
@@ -113,6 +113,9 @@ class Recipe(Section):
     )
     channels_last: bool | None = Field(None, description="memory format; null: on GPUs in bf16 and fp16")
     compile: bool = Field(False, description="torch.compile")
+    cuda_graphs: Annotated[Literal["auto", "off"], BeforeValidator(lambda given: "off" if given is False else given)] = (
+        Field("auto", description="replay updates of a GPU as one recording, where that proves to give the same results")
+    )
     recompute: bool | tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         False,
         description="drop activations and compute them again in the backward pass: of all layers, or of those whose "

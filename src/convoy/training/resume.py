@@ -70,6 +70,7 @@ FREE = (
     "on_nan",
     "evaluate_every",
     "optimizer.fused",
+    "cuda_graphs",
     "recompute",
     *(f"parallel.{key}" for key in PLACEMENT),
 )

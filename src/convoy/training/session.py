@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from convoy import models
+from convoy.comm.collectives import by_way_of_host
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, evaluation_batches, training_batches
 from convoy.engine import Probe
+from convoy.engine.recorded import Recorded, graph_on
 from convoy.planner import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
@@ -166,7 +168,7 @@ class Session(Prepared):
         recipe = self.recipe
         passes = self.division.passes(self.merge, late=not recipe.reproducible)
         self.network.divide(self.division, len(passes))
-        return TrainingStep(
+        step = TrainingStep(
             recipe,
             self.state,
             self.pipeline,
@@ -177,3 +179,21 @@ class Session(Prepared):
             last_waits=recipe.reproducible and self.ranks.num > 1,
             guard=self.guard() if recipe.on_nan == "skip" else None,
         )
+        graph = graph_on(self.device)
+        if graph is not None and recipe.cuda_graphs == "auto" and self.why_not_recorded is None:
+            context = self.network.context
+            step.recorded = Recorded(step.to_record, self.model, context, graph, agree=self.ranks.first_of)
+        return step
+
+    @property
+    def why_not_recorded(self) -> str | None:
+        """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
+        if isinstance(self.network, StagedTraining):
+            return "the plan has stages, which send to each other"
+        if self.probe.draws and not self.probe.owned:
+            return f"{self.recipe.model.name} draws random numbers in a way of its own"
+        if self.recipe.reproducible and self.ranks.num > 1:
+            return "reproducible adds gradients up in a fixed order, which sends from device to device"
+        if by_way_of_host(self.device, self.ranks.group):
+            return "gloo carries what the devices exchange, by way of the CPU"
+        return None

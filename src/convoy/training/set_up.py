@@ -17,6 +17,7 @@ from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.layerwise import Layerwise
+from convoy.engine.recorded import graph_on, leave_default_stream
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.deferred import deferred_tensors, materialize
 from convoy.planner.cost.calibrated import Calibrated
@@ -71,6 +72,7 @@ def set_up(
         ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
     """
     ranks = ranks or Ranks()
+    leave_default_stream(device)
     set_numerics(recipe)
     check_devices(recipe, ranks.num)
     plan, notes = plan_of(recipe.parallel, ranks.num)
@@ -115,7 +117,19 @@ def set_up(
     session = _assemble(ready, plan, notes, shares, staging)
     if chosen is not None:
         session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
+    session.notes += _of_recording(session, explicit_keys)
     return session
+
+
+def _of_recording(session: Session, explicit_keys: Collection[str]) -> list[str]:
+    """What to say where updates are not recorded, and somebody may expect it."""
+    if session.recipe.cuda_graphs == "off":
+        return []
+    if graph_on(session.device) is None:
+        no_gpu = "cuda_graphs has no effect: there are CUDA graphs on GPUs alone, and this run is on a CPU"
+        return [no_gpu] if "cuda_graphs" in explicit_keys else []
+    why = session.why_not_recorded
+    return [] if why is None else [f"updates are not recorded as CUDA graphs: {why}"]
 
 
 def parts_of(recipe: Recipe, plan: Plan | None, num_devices: int) -> tuple[int, int]:
@@ -183,7 +197,8 @@ def _assemble(
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
     network: TrainedNetwork
-    if plan.mesh.num_devices > 1 or ready.probe.draws or recipe.recompute:  # on one: as on several
+    # on one device as on several where the engine does what the plain network does not; on a GPU by its kernels
+    if plan.mesh.num_devices > 1 or ready.probe.draws or recipe.recompute or device.type == "cuda":
         example = torch.empty(sizes[0], *ready.image_shape, device=device)
         model.train()
         schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")

@@ -5,8 +5,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, mix
 from convoy.engine.profiling import steady
+from convoy.engine.recorded import Recorded
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
@@ -79,6 +81,8 @@ class TrainingStep:
         guard: leaves out updates that are not finite; None makes all.
         timed: take the time of the passes, and exchange gradients after them instead of meanwhile.
         mark: is told of the parts of an update as they begin.
+        recorded: replays the passes, once it has recorded them; None where they run as ever.
+        records: it is asked to.
     """
 
     recipe: Recipe
@@ -92,6 +96,9 @@ class TrainingStep:
     guard: FiniteGuard | None = None
     timed: bool = False
     mark: Callable[[Kind], None] = unmarked
+
+    recorded: Recorded | None = None
+    records: bool = False
 
     def __post_init__(self) -> None:
         self.network, self.optimizer, self.scaler = self.state.network, self.state.optimizer, self.state.scaler
@@ -127,7 +134,27 @@ class TrainingStep:
     def _whole_gradient(self, batch: Batch, update: int) -> StepResult:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
-        result = self._gradient(batch, update)
+        labels = batch.labels.to(self.pipeline.device, non_blocking=True)
+        inputs = partial(self._input, batch, labels, update)
+        watched = self.timed or self.mark is not unmarked
+        if self.recorded is None or not self.records or watched:
+            return self._passes(update, inputs)
+        given = [tensor for piece in self.passes for tensor in inputs(piece)]
+        self._begin("forward")
+        losses, correct = self.recorded(update, given)
+        self._begin("rest")
+        return StepResult(list(losses.unbind()), list(correct.unbind()), 0.0)
+
+    def to_record(self, update: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The passes of an update as one function of the images and targets of each: their losses, and how many
+        answers were right."""
+        given = dict(zip(map(id, self.passes), zip(inputs[::2], inputs[1::2], strict=True), strict=True))
+        result = self._passes(update, lambda piece: given[id(piece)])
+        nothing = inputs[0].new_zeros(0)
+        return [torch.stack(each) if each else nothing for each in (result.losses, result.correct)]
+
+    def _passes(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> StepResult:
+        result = self._gradient(update, inputs)
         self._begin("gradient")
         self.network.finish_update()
         self._begin("rest")
@@ -136,7 +163,9 @@ class TrainingStep:
     def _left_out(self, batch: Batch, update: int, result: StepResult, guard: FiniteGuard) -> StepResult:
         """Change nothing, and find out why."""
         guard.restore()
+        self.records, records = False, self.records
         bad = guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update))
+        self.records = records
         guard.restore()
         self.optimizer.zero_grad(set_to_none=True)
         self.network.updated()
@@ -146,8 +175,7 @@ class TrainingStep:
         current.to(part)
         self.mark(part)
 
-    def _gradient(self, batch: Batch, update: int) -> StepResult:
-        labels = batch.labels.to(self.pipeline.device, non_blocking=True)
+    def _gradient(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> StepResult:
         result, seconds = StepResult([], [], 0.0), 0.0
         running: dict[int, _RunningPass] = {}
         *others, final = self.passes
@@ -156,7 +184,7 @@ class TrainingStep:
         for kind, number in self.network.order(passes):
             began, last = time.perf_counter(), number == len(passes) - 1
             if kind == "forward":
-                running[number] = self._forward(batch, labels, update, passes[number])
+                running[number] = self._forward(inputs, update, passes[number])
             elif kind == "backward":
                 self._backward(running.pop(number), last and not self.timed, result)
             else:
@@ -170,11 +198,11 @@ class TrainingStep:
         result.seconds = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
         return result
 
-    def _forward(self, batch: Batch, labels: Tensor, update: int, piece: Pass) -> "_RunningPass":
-        start = piece.parts[self.rank].start - self.passes[0].parts[self.rank].start
-        end = start + len(piece.parts[self.rank])
+    def _forward(
+        self, inputs: Callable[[Pass], tuple[Tensor, Tensor]], update: int, piece: Pass
+    ) -> "_RunningPass":
         self._begin("input")
-        images, targets = self._input(batch, labels, start, end, update, piece)
+        images, targets = inputs(piece)
         self._begin("rest")
         self.network.enter(update, piece)
         if self.reseed:
@@ -200,10 +228,10 @@ class TrainingStep:
     def _share(self) -> float:
         return sum(len(piece.parts[self.rank]) for piece in self.passes) / self.num_samples
 
-    def _input(
-        self, batch: Batch, labels: Tensor, start: int, end: int, update: int, piece: Pass
-    ) -> tuple[Tensor, Tensor]:
-        """Images and targets of a pass: samples `start` to `end` of this rank's batch."""
+    def _input(self, batch: Batch, labels: Tensor, update: int, piece: Pass) -> tuple[Tensor, Tensor]:
+        """Images and targets of a pass, of this rank's batch."""
+        start = piece.parts[self.rank].start - self.passes[0].parts[self.rank].start
+        end = start + len(piece.parts[self.rank])
         images, targets = self.pipeline(batch, start, end), labels[start:end]
         mixing = self.recipe.data.mix
         if not mixing.on:

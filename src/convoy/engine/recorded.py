@@ -1,0 +1,421 @@
+"""Work of a GPU that is recorded once, as a CUDA graph, and replayed: the host then issues an update in one call.
+
+A recording is a list of kernels and of the addresses that they read and write. What changes from update to update has
+to lie in memory that is written before a replay: the inputs, and the keys of random numbers (`KeyTape`). The optimizer
+is not recorded, so that learning rates stay numbers of Python. A recording proves itself before it is used:
+
+1. Two updates run as ever: programs are made, kernels are chosen, ranks agree on the order of their messages.
+2. Two more run on the static inputs while their operations are noted (`Trace`). What a replay would freeze shows as a
+   difference between the two, and what a recording cannot hold (a number read back, a copy from the host) by itself.
+3. The next one runs twice, is recorded with the announcement of the update before, and replayed. Outputs, gradients and
+   buffers must have the bits of the first run, or be as near to it as the second.
+
+All of it happens on one stream, which is not the default one: a gradient's accumulator keeps the stream on which it was
+made, and cannot be recorded on another (pytorch#137483).
+"""
+
+import contextlib
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from convoy.comm.memory import lack_of_memory
+from convoy.comm.position import current
+from convoy.ops.context import KeyTape, StepContext
+
+WARM_UP, TRACED = 2, 2
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim", "bincount"}
+"""Operations whose result, or its size, the host waits for."""
+SMALL = 256
+"""Numbers of a tensor of the host that are compared one by one."""
+_PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+
+
+class CannotRecordError(Exception):
+    """Why something cannot be replayed, in words that end a sentence."""
+
+
+class RecordedGraph(Protocol):
+    """What replays some work: a CUDA graph."""
+
+    def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Record what `work` issues; its results, which have no contents before the first replay."""
+
+    def replay(self) -> None:
+        """Issue it again."""
+
+
+class CudaGraph:
+    """A CUDA graph of work on the current stream."""
+
+    def __init__(self) -> None:
+        self._graph: Any = torch.cuda.CUDAGraph()
+
+    def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+        device = torch.cuda.current_device()
+        generator = torch.cuda.default_generators[device]
+        before = generator.clone_state()
+        try:
+            # other threads, of a loader, go on allocating pinned memory and asking for events meanwhile
+            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                return work()
+        except BaseException:
+            # torch leaves its generator in the middle of the recording: "Offset increment outside graph capture"
+            generator.graphsafe_set_state(before)
+            raise
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def graph_on(device: torch.device) -> Callable[[], RecordedGraph] | None:
+    """What makes recordings on a device; None where nothing is to be gained."""
+    return CudaGraph if device.type == "cuda" else None
+
+
+def leave_default_stream(device: torch.device) -> None:
+    """Have this thread give its work to another stream of a GPU than the default one, where nothing is recorded."""
+    if device.type != "cuda":
+        return
+    default = torch.cuda.default_stream(device)
+    if torch.cuda.current_stream(device) == default:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(default)
+        torch.cuda.set_stream(stream)
+
+
+class Recorded:
+    """A function of tensors that leaves gradients behind: run, then recorded, then replayed.
+
+    Args:
+        function: of a number, the update's, and of tensors; gives tensors. It finds no gradients in the parameters, and
+            leaves them there.
+        model: whose parameters and buffers it uses.
+        context: that its random numbers follow.
+        graph: makes a recording.
+        agree: of a reason not to record, the first that any rank has; all ranks call it.
+        tell: is told in one sentence what came of it.
+
+    Attributes:
+        refusal: why it is not recorded; None while that may still happen, or has.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[int, Sequence[Tensor]], list[Tensor]],
+        model: nn.Module,
+        context: StepContext,
+        graph: Callable[[], RecordedGraph],
+        *,
+        agree: Callable[[str | None], str | None] = lambda reason: reason,
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        self._function, self._model, self._context = function, model, context
+        self._make_graph, self._agree, self.tell = graph, agree, tell
+        self.refusal: str | None = None
+        self._calls = 0
+        self._inputs: list[Tensor] = []
+        self._traces: list[Trace] = []
+        self._tape = KeyTape()
+        self._graph: RecordedGraph | None = None
+        self._outputs: list[Tensor] = []
+        self._gradients: list[Tensor | None] = []
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it is replayed from now on."""
+        return self._graph is not None
+
+    @property
+    def passes(self) -> int:
+        """Forward passes in a call."""
+        return len(self._tape)
+
+    def __call__(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What `function(step, inputs)` gives and does, on whatever way."""
+        with torch._C.DisableTorchFunctionSubclass():  # gradients may be marked as parts
+            return self._call(step, inputs)
+
+    def _call(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        fits = not self._inputs or [_form(x) for x in inputs] == [_form(x) for x in self._inputs]
+        self._calls += self.refusal is None and fits
+        if self.refusal is not None or not fits:
+            return self._function(step, inputs)
+        if self._calls <= WARM_UP:
+            self._tape = KeyTape()
+            with self._context.taped(self._tape, step):
+                return self._function(step, inputs)
+        self._tape.is_complete = True
+        if not self._inputs:
+            self._inputs = [torch.empty_like(x.detach()) for x in inputs]
+        for held, x in zip(self._inputs, inputs, strict=True):
+            held.copy_(x, non_blocking=True)
+        if self._graph is not None:
+            return self._replay(step)
+        # what is compiled is not dispatched operation by operation
+        if self._calls <= WARM_UP + TRACED and "torch._dynamo" not in sys.modules:
+            return self._traced(step)
+        return self._recorded(step)
+
+    def forget(self) -> None:
+        """Let go of the recording and its memory, and record no more."""
+        self._graph, self._outputs, self._gradients, self._inputs, self._traces = None, [], [], [], []
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        self.forget()
+        gc.collect()  # a recording that failed holds its memory in cycles of its traceback
+        self.tell(f"updates are not recorded as CUDA graphs: {reason}")
+
+    def _run(self, step: int) -> list[Tensor]:
+        with self._context.taped(self._tape, step):
+            return self._function(step, self._inputs)
+
+    def _traced(self, step: int) -> list[Tensor]:
+        self._tape.write(self._context.seed, step)
+        trace = Trace(self._inputs[0].device, self._model)
+        with _watching_optimizers(trace), trace:
+            outputs = self._run(step)
+        self._traces.append(trace)
+        if len(self._traces) == TRACED:
+            reason = self._agree(trace.refusal or self._traces[0].difference(trace))
+            if reason is not None:
+                outputs = [x.clone() for x in outputs]
+                self._refuse(reason)
+        return outputs
+
+    def _recorded(self, step: int) -> list[Tensor]:
+        """Run the update as ever, then record it and compare its replay."""
+        self._traces = []
+        parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
+        earlier = [p.grad for p in parameters]
+        before = [buffer.clone() for buffer in buffers]
+
+        def begin(gradients: Sequence[Tensor | None]) -> None:
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+        def results(outputs: list[Tensor]) -> list[Tensor | None]:
+            return [x if x is None else x.detach().clone() for x in (*outputs, *(p.grad for p in parameters), *buffers)]
+
+        def run() -> list[Tensor]:
+            begin([None] * len(parameters))
+            return self._run(step)
+
+        reason, off = None, 0.0
+        self._tape.write(self._context.seed, step)
+        first = results(run())
+        try:
+            noise = distance(results(run()), first)
+            begin([None] * len(parameters))
+            graph = self._make_graph()
+            # with the announcement of another update: a number of Python's that follows it would be frozen, and show
+            self._outputs = graph.record(lambda: self._run(step - 1))
+            self._gradients = [p.grad for p in parameters]
+        except Exception as error:
+            reason = _why(error)
+        reason = self._agree(reason)  # a replay waits for those of the other ranks
+        if reason is None:
+            begin(self._gradients)
+            graph.replay()
+            off = distance(results(self._outputs), first)
+            if not off <= 4 * noise:
+                reason = f"a replay was off by {off:.1e}, where two runs are by {noise:.1e}"
+            reason = self._agree(reason)
+        count = len(first) - len(buffers) - len(parameters)
+        if reason is None:
+            self._graph = graph
+            kept = "has the same bits" if off == 0 else f"differs by {off:.0e}, as two runs do"
+            self.tell(f"updates are replayed as a CUDA graph: the first {kept} (--cuda-graphs off: as before)")
+            begin_from, outputs = self._gradients, [x.clone() for x in self._outputs]
+        else:
+            self._refuse(reason)
+            begin_from = first[count : count + len(parameters)]
+            outputs = [x for x in first[:count] if x is not None]
+        for buffer, value in zip(buffers, first[count + len(parameters) :], strict=True):
+            assert value is not None
+            buffer.copy_(value)
+        self._leave(parameters, begin_from, earlier)
+        return outputs
+
+    def _replay(self, step: int) -> list[Tensor]:
+        assert self._graph is not None
+        parameters = list(self._model.parameters())
+        # what accumulates may lie where the replay writes
+        earlier = [None if p.grad is None else p.grad.clone() for p in parameters]
+        self._tape.write(self._context.seed, step)
+        self._graph.replay()
+        self._leave(parameters, self._gradients, earlier)
+        return [x.clone() for x in self._outputs]
+
+    def _leave(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], earlier: Sequence[Tensor | None]
+    ) -> None:
+        """Leave gradients in the parameters, added to those that were there."""
+        for p, gradient, there in zip(parameters, gradients, earlier, strict=True):
+            if gradient is not None and there is not None:
+                gradient.add_(there)
+            p.grad = gradient if gradient is not None else there
+
+
+def distance(results: Sequence[Tensor | None], first: Sequence[Tensor | None]) -> float:
+    """How far some tensors are from others: the largest difference in one, over its largest number or a thousandth of
+    the largest of all; 0 where all bits are the same, infinite where one is missing or of another kind."""
+    alike = [(a, b) for a, b in zip(results, first, strict=True) if a is not None and b is not None]
+    if len(alike) < sum(a is not None or b is not None for a, b in zip(results, first, strict=True)):
+        return float("inf")
+    alike = [(a, b) for a, b in alike if not torch.equal(a, b) and a.numel()]
+    if not alike:
+        return 0.0
+    scales = [b.double().abs().max() for _, b in alike]
+    floor = torch.stack(scales).max() * 1e-3
+    off = [(a.double() - b.double()).abs().max() / torch.maximum(s, floor) for (a, b), s in zip(alike, scales, strict=True)]
+    worst = float(torch.stack(off).nan_to_num(float("inf")).max())
+    return max(worst, sys.float_info.min)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An operation, and what of it a replay would freeze.
+
+    Attributes:
+        name: of the operation.
+        numbers: its arguments that are no tensors.
+        outside: its tensors that nothing in the update has made, with the contents of small ones of the host.
+        where: it was called, for people.
+    """
+
+    name: str
+    numbers: str
+    outside: tuple[tuple[Tensor, list[Any] | None], ...]
+    where: str
+
+
+class Trace(TorchDispatchMode):
+    """Notes the operations of an update.
+
+    Args:
+        device: of the recording.
+        model: whose parameters may be used.
+
+    Attributes:
+        refusal: what cannot be recorded, in words; None for nothing.
+    """
+
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
+        super().__init__()
+        self.refusal: str | None = None
+        self._device = device
+        self._parameters = {id(p) for p in model.parameters()}
+        self._noted: list[Noted] = []
+        self._made: set[int] = set()
+
+    def refuse(self, what: str) -> None:
+        """Something that cannot be recorded is done now."""
+        if self.refusal is None:
+            self.refusal = f"{what} {_where()}".rstrip()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments, _ = tree_flatten((args, kwargs or {}))
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        name = func._schema.name.partition("::")[2]
+        if func.namespace != "profiler":
+            self._look(func, name, tensors, kwargs or {})
+            numbers = repr([_plain(x) for x in arguments if not isinstance(x, Tensor)])
+            outside = tuple((x, _contents(x)) for x in tensors if _storage(x) not in self._made)
+            self._noted.append(Noted(name, numbers, outside, _where()))
+        before = {_storage(x) for x in tensors}
+        results = func(*args, **(kwargs or {}))
+        self._made |= {_storage(x) for x in tree_flatten(results)[0] if isinstance(x, Tensor)} - before
+        return results
+
+    def _look(self, func: Any, name: str, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
+        here = [x for x in tensors if x.device.type == self._device.type]
+        if name in READS and here:
+            self.refuse("the host reads a number or a size back from the device")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse(f"{name} draws random numbers from torch's generator")
+        target = kwargs.get("device") if name == "_to_copy" else here[0].device if name == "copy_" and here else None
+        if target is not None and target.type != "cpu" and any(x.is_cpu and x.numel() for x in tensors):
+            self.refuse("something is copied from the host to the device")
+        if any(x.requires_grad and x.is_leaf and isinstance(x, nn.Parameter) and id(x) not in self._parameters for x in here):
+            self.refuse("a parameter is used that is none of the network's")
+
+    def difference(self, other: "Trace") -> str | None:
+        """What changes from one update to the next, in words; None where nothing does."""
+        if len(self._noted) != len(other._noted):
+            count = f"{len(self._noted):,} and {len(other._noted):,} operations"
+            return f"two updates after each other have {count}"
+        for a, b in zip(self._noted, other._noted, strict=True):
+            if (a.name, a.numbers) != (b.name, b.numbers):
+                return f"{a.name} changes from update to update, by a number of Python's {b.where}".rstrip()
+            if len(a.outside) != len(b.outside) or not all(map(_alike, a.outside, b.outside)):
+                return f"{a.name} takes another tensor in each update {b.where}".rstrip()
+        return None
+
+
+def _plain(x: object) -> object:
+    """An argument as it is compared: of objects that are no values their kind alone."""
+    return x if x is None or isinstance(x, bool | int | float | complex | str | torch.dtype | torch.device) else type(x)
+
+
+def _contents(x: Tensor) -> list[Any] | None:
+    return x.detach().flatten().tolist() if x.is_cpu and x.numel() <= SMALL else None
+
+
+def _alike(a: tuple[Tensor, list[Any] | None], b: tuple[Tensor, list[Any] | None]) -> bool:
+    """Whether it is the same memory (which `a` keeps from being given away), or the same constant."""
+    return a[0].shape == b[0].shape and (a[0].data_ptr() == b[0].data_ptr() or (a[1] is not None and a[1] == b[1]))
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.device
+
+
+def _where() -> str:
+    """In which layer, and in which line of a user's."""
+    layer = f"in layer {current.layer.partition('#')[0]}" if current.part in ("forward", "start") and current.layer else ""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename.startswith((*_PACKAGES, "<")) or "/triton/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    line = f"({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame is not None else ""
+    return f"{layer} {line}".strip()
+
+
+def _why(error: BaseException) -> str:
+    """Of a recording that failed, what was said first."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(_PACKAGES[0])]
+    at = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
+    if lack_of_memory(error) is not None:
+        return f"memory lacks for it{at}"
+    return f"{(str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')}{at}"
+
+
+@contextlib.contextmanager
+def _watching_optimizers(trace: Trace) -> Iterator[None]:
+    """A step of an optimizer is not to be recorded: its learning rate would be frozen."""
+    handle = register_optimizer_step_pre_hook(
+        lambda *_: trace.refuse("optimizer.step() is part of it, whose learning rate would be frozen: call it after it")
+    )
+    try:
+        yield
+    finally:
+        handle.remove()

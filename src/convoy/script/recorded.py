@@ -1,0 +1,124 @@
+"""Forward and backward passes of a loop of one's own, recorded as a CUDA graph and replayed."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from convoy.comm.collectives import by_way_of_host, gather_ints
+from convoy.engine.network import Network, network_of
+from convoy.engine.recorded import Recorded, graph_on
+from convoy.engine.stages import StagedNetwork
+from convoy.errors import ConvoyError
+from convoy.graph.tree import leaves, replace
+
+Result = TypeVar("Result")
+
+
+def recorded(net: nn.Module, function: Callable[..., Result]) -> Callable[..., Result]:
+    """The same function, which a GPU replays as one CUDA graph as soon as that has proved to give the same.
+
+    The host then issues a pass in one call, where hundreds of kernels are worth more time than the GPU needs for small
+    batches. The function does forward and backward passes, and leaves the gradients in `net`'s parameters; clipping and
+    `optimizer.step()` stay outside, so that learning rates are not frozen:
+
+    >>> def gradients(images, labels):
+    ...     loss = F.cross_entropy(net(images), labels)
+    ...     loss.backward()
+    ...     return loss
+    >>> gradients = convoy.recorded(net, gradients)
+    >>> loss = gradients(images[mine], labels[mine])
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+
+    The first calls run as ever. Two are compared operation by operation, the next one is recorded, replayed, and
+    compared with the pass that ran; ranks agree. Where something cannot be replayed (a number that is read back, as by
+    `loss.item()`, one of Python's that changes, a copy from the host), a warning names it and the function runs as
+    ever. Batches of another shape than the first run as ever too. On a CPU nothing is recorded.
+
+    Args:
+        net: what `convoy.parallelize` returned, without stages.
+        function: of tensors on the network's device; gives tensors, or tuples, lists and dicts of them. Whatever else
+            it uses must stay as it is.
+
+    Raises:
+        ConvoyError: the network is in stages; when it is called, an argument is no tensor.
+    """
+    network = network_of(net)
+    if isinstance(network, StagedNetwork):
+        raise ConvoyError(
+            "convoy.recorded: a network in stages is not recorded, as its ranks send to each other: call the function "
+            "itself, or choose a plan without stages"
+        )
+    return _Step(net, network, function)
+
+
+class _Step:
+    """A function of one's own in place of the one that is recorded."""
+
+    def __init__(self, net: nn.Module, network: Network, function: Callable[..., Any]) -> None:
+        self._network, self._function = network, function
+        self._result: Any = None
+        self._recorded: Recorded | None = None
+        self._stream: torch.cuda.Stream | None = None
+        groups = network.groups
+        world = groups.of(tuple(groups.mesh.axes))
+        graph = graph_on(network.device)
+        if graph is None:
+            return
+        if by_way_of_host(network.device, world):
+            _warn("gloo carries what the devices exchange, by way of the CPU")
+            return
+
+        def agree(reason: str | None) -> str | None:
+            refusing = [rank for rank, (no,) in enumerate(gather_ints([reason is not None], world)) if no]
+            return reason or (f"rank {refusing[0]} cannot record it" if refusing else None)
+
+        self._recorded = Recorded(self._run, net, network.context, graph, agree=agree, tell=_tell)
+        if network.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
+            self._stream = torch.cuda.Stream()
+
+    def __call__(self, *args: Any) -> Any:
+        inputs = leaves(args, Tensor)
+        if len(inputs) != len(args):
+            raise ConvoyError("a function that is recorded takes tensors alone: give it everything else another way")
+        if self._recorded is None:
+            return self._function(*args)
+        network, before = self._network, self._network.passes
+        with self._on_stream():
+            outputs = iter(self._recorded(before, inputs))
+        if self._recorded.is_recorded:
+            network.passes = before + self._recorded.passes
+        return replace(self._result, Tensor, lambda _: next(outputs))
+
+    def _run(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        self._network.passes = step
+        result = self._function(*inputs)
+        self._result = replace(result, Tensor, lambda x: x.detach())
+        return leaves(self._result, Tensor)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Any:
+        if self._stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            if self._network.reducer is not None and self._result is None:
+                self._network.reducer = self._network.reducer.anew()  # its accumulators, on this stream
+            yield
+        outside.wait_stream(self._stream)
+
+
+def _tell(sentence: str) -> None:
+    _, refused, reason = sentence.partition("are not recorded as CUDA graphs: ")
+    if refused:
+        _warn(reason)
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"convoy.recorded: the function runs as ever, as {reason}", stacklevel=4)

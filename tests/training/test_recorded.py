@@ -1,0 +1,126 @@
+"""Updates recorded and replayed give the bits of updates that run, and say so; what cannot be replayed is named."""
+
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.training.environment import join_ranks
+from convoy.training.recipe import load_recipe
+from convoy.training.set_up import set_up
+from ranks import run_ranks
+from replayed import recording
+from tiny import TinyNet, write_mnist
+
+UPDATES = 20
+Bits = tuple[dict[str, Tensor], list[float], list[str]]
+
+
+def train(data: Path, model: str, record: bool, *settings: str) -> Bits:
+    """Weights and buffers, and EMA's, after some updates; their losses; what was said of recording."""
+    ranks, device = join_ranks()
+    with recording() if record else nullcontext():
+        choices = ["data.path=" + str(data), "model.name=" + model, "batch=16", "microbatch=4", *settings]
+        session = set_up(load_recipe("default", choices), device, ranks=ranks, keep=False)
+        step, averaged, said, losses = session.step(), session.state.averaged, list[str](), list[float]()
+        step.records = True
+        if record:
+            assert step.recorded is not None
+            step.recorded.tell = said.append
+        session.model.train()
+        with closing(session.batches(0, UPDATES)) as batches:
+            for update, batch in enumerate(batches):
+                result = step(batch, update)
+                losses.append(float(sum(result.losses)))
+                if averaged is not None:
+                    averaged.update(session.model)
+        state = {name: x.clone() for name, x in session.model.state_dict().items()}
+        if averaged is not None:
+            state |= {f"average of {n}": x.clone() for n, x in session.state.contents({})[0] if "average" in n}
+        return state, losses, said
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mnist(tmp_path_factory.mktemp("recorded") / "data")
+
+
+def same(a: Bits, b: Bits) -> bool:
+    return a[1] == b[1] and all(torch.equal(x, b[0][name]) for name, x in a[0].items())
+
+
+ALL = "optimizer.base_lr=0.1", "ema={decay: 0.9}", "clip_norm=0.5", "epochs=20ba"
+
+
+def both(data: Path, model: str, settings: tuple[str, ...]) -> tuple[bool, list[str]]:
+    eager, replayed = (train(data, model, record, *settings) for record in (False, True))
+    return same(eager, replayed), replayed[2]
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2"])
+@pytest.mark.parametrize("batch_norm", ["microbatch", "sync", "local"])
+def test_replayed_updates_have_the_bits_of_updates_that_run(data: Path, plan: str, batch_norm: str) -> None:
+    """Other pictures, labels, random keys and learning rates in each; dropout, EMA and clipping."""
+    settings = (*ALL, f"parallel.plan={plan}", f"batch_norm={batch_norm}")
+    for alike, said in run_ranks(both, 1 if plan == "serial" else 2, data, "tiny:TinyNet", settings):
+        assert alike
+        assert len(said) == 1 and said[0].startswith("updates are replayed as a CUDA graph"), said
+        assert "has the same bits" in said[0]
+
+
+def test_the_scale_of_a_loss_in_fp16_is_that_of_each_update(data: Path) -> None:
+    with_scale = (*ALL, "precision=fp16", "parallel.plan=serial")
+    ((alike, said),) = run_ranks(both, 1, data, "tiny:TinyNet", with_scale)
+    assert alike and "has the same bits" in said[0]
+
+
+class Frozen(TinyNet):
+    """Does what a recording would freeze or cannot hold."""
+
+    kind = ""
+    count = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.count += 1
+        found: Any = super().forward(x)
+        if not self.training:
+            return found
+        logits, aux = found
+        if self.kind == "counter":
+            logits = logits * (1 + 0.1 * self.count)
+        elif self.kind == "constant":
+            logits = logits + torch.tensor([float(self.count)])
+        elif self.kind == "replaced":
+            self.offset = torch.full((10,), 0.1) * x.mean().detach()
+            logits = logits + self.__dict__.get("before", self.offset)
+            self.before = self.offset
+        elif self.kind == "read":
+            logits = logits * float(aux.detach().mean())
+        elif self.kind == "branch":
+            logits = logits + 0 if self.count % 3 else logits
+        return logits, aux
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("counter", "mul changes from update to update, by a number of Python's (test_recorded.py:"),
+        ("constant", "takes another tensor in each update (test_recorded.py:"),
+        ("replaced", "takes another tensor in each update (test_recorded.py:"),
+        ("read", "the host reads a number or a size back from the device (test_recorded.py:"),
+        ("branch", "operations"),
+    ],
+)
+def train_frozen(data: Path, kind: str) -> str:
+    """What is said of a network that runs as it is, on one device."""
+    Frozen.kind = kind
+    _, _, said = train(data, "training.test_recorded:Frozen", True, *ALL, "parallel.plan=serial")
+    (sentence,) = said
+    return sentence
+
+
+def test_what_a_replay_would_freeze_is_named(data: Path, kind: str, named: str) -> None:
+    assert named in train_frozen(data, kind)
