@@ -113,40 +113,63 @@ def plain_update(model: nn.Module, images: Tensor, labels: Tensor, autocast: Abs
     return update
 
 
-def convoy_update(
+@dataclass(frozen=True)
+class Passes:
+    """The passes of an update as Convoy's trainer makes them on rank 0; `passes(number, images, labels)` gives the loss
+    and leaves gradients."""
+
+    network: ParallelNetwork
+    passes: Callable[[int, Tensor, Tensor], Tensor]
+
+
+def convoy_passes(
     model: nn.Module,
     images: Tensor,
-    labels: Tensor,
     autocast: AbstractContextManager[Any],
     *,
     ranks: int,
     batch_norm: BatchNorm,
     microbatch: int,
     merge: int,
-) -> Update:
-    """Updates as Convoy's trainer does them on rank 0, in passes of `merge` microbatches."""
+) -> Passes:
+    """In passes of `merge` microbatches."""
     own = len(images) // microbatch
     plan = Plan.parse("serial" if ranks == 1 else f"sample={ranks}", num_devices=ranks)
     network = ParallelNetwork(model, plan, images[:microbatch], batch_norm=batch_norm, seed=0, method=Method())
     division = Division((microbatch,) * (own * ranks), (own,) * ranks)
-    passes = division.passes(merge)
-    network.divide(division, len(passes))
-    optimizer = network.share(_optimizer(model))
+    pieces = division.passes(merge)
+    network.divide(division, len(pieces))
+
+    def passes(number: int, images: Tensor, labels: Tensor) -> Tensor:
+        losses = []
+        for piece in pieces:
+            part = piece.parts[0]
+            network.enter(number, piece)
+            with autocast:
+                loss = F.cross_entropy(network.forward(images[part.start : part.stop]), labels[part.start : part.stop])
+            network.backward(loss * (len(part) / (ranks * len(images))), last=piece is pieces[-1])
+            losses.append(loss.detach())
+        network.finish_update()
+        return losses[-1]
+
+    return Passes(network, passes)
+
+
+def convoy_update(
+    model: nn.Module, images: Tensor, labels: Tensor, autocast: AbstractContextManager[Any], **options: Any
+) -> Update:
+    """Updates as Convoy's trainer does them on rank 0; options as of `convoy_passes`."""
+    made = convoy_passes(model, images, autocast, **options)
+    optimizer = made.network.share(_optimizer(model))
     number = 0
 
     def update() -> None:
         nonlocal number
         optimizer.zero_grad(set_to_none=True)
-        for piece in passes:
-            part = piece.parts[0]
-            network.enter(number, piece)
-            with autocast:
-                loss = F.cross_entropy(network.forward(images[part.start : part.stop]), labels[part.start : part.stop])
-            network.backward(loss * (len(part) / (ranks * len(images))), last=piece is passes[-1])
-        network.finish_update()
-        with network.stepping(optimizer):
+        made.passes(number, images, labels)
+        with made.network.stepping(optimizer):
             optimizer.step()
-        network.updated()
+        made.network.updated()
         number += 1
 
     return update

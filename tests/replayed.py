@@ -1,8 +1,7 @@
 """Stands in for a CUDA graph where there is no GPU: operations noted once, and done again on the same memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 

@@ -54,7 +54,9 @@ def updates(plan: str, record: bool, twice: bool = False) -> list[Tensor]:
 def compared(plan: str, twice: bool) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of what is not recorded
-        return all(map(torch.equal, updates(plan, True, twice), updates(plan, False, twice)))
+        pairs = zip(updates(plan, True, twice), updates(plan, False, twice), strict=True)
+        # gradients that were there are added after the exchange, not before it
+        return all(torch.equal(a, b) or (twice and torch.allclose(a, b, 1e-4, 1e-5)) for a, b in pairs)
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "accumulated"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from convoy.training.environment import join_ranks
 from convoy.training.recipe import load_recipe
@@ -80,8 +80,9 @@ def test_the_scale_of_a_loss_in_fp16_is_that_of_each_update(data: Path) -> None:
 class Frozen(TinyNet):
     """Does what a recording would freeze or cannot hold."""
 
-    kind = ""
-    count = 0
+    def __init__(self, num_classes: int = 10, in_channels: int = 1, kind: str = "") -> None:
+        super().__init__(num_classes, in_channels)
+        self.kind, self.count = kind, 0
 
     def forward(self, x: Tensor) -> Any:
         self.count += 1
@@ -100,8 +101,16 @@ class Frozen(TinyNet):
         elif self.kind == "read":
             logits = logits * float(aux.detach().mean())
         elif self.kind == "branch":
-            logits = logits + 0 if self.count % 3 else logits
+            logits = logits + 0 if self.count % 2 else logits
         return logits, aux
+
+
+def train_frozen(data: Path, kind: str) -> str:
+    """What is said of a network that runs as it is, on one device."""
+    settings = (*ALL, "parallel.plan=serial", f"model.options={{kind: {kind}}}")
+    _, _, said = train(data, "training.test_recorded:Frozen", True, *settings)
+    (sentence,) = said
+    return sentence
 
 
 @pytest.mark.parametrize(
@@ -114,13 +123,5 @@ class Frozen(TinyNet):
         ("branch", "operations"),
     ],
 )
-def train_frozen(data: Path, kind: str) -> str:
-    """What is said of a network that runs as it is, on one device."""
-    Frozen.kind = kind
-    _, _, said = train(data, "training.test_recorded:Frozen", True, *ALL, "parallel.plan=serial")
-    (sentence,) = said
-    return sentence
-
-
 def test_what_a_replay_would_freeze_is_named(data: Path, kind: str, named: str) -> None:
     assert named in train_frozen(data, kind)

@@ -44,7 +44,9 @@ Examples:
 @options.precision
 @options.channels_last
 @click.option("--compile/--no-compile", "compile", default=None, help="Compile the network with torch.compile.")
-@click.option("--cuda-graphs", metavar="WHAT", help="Updates recorded once and replayed on GPUs: auto or off. [default: auto]")
+@click.option(
+    "--cuda-graphs", metavar="WHAT", help="Updates recorded once and replayed on GPUs: auto or off. [default: auto]"
+)
 @options.recompute
 @click.option("--workers", type=int, help="Processes that load data. [default: chosen for the data]")
 @click.option("--bad-images", metavar="WHAT", help="A picture that cannot be read: error or skip.")

@@ -162,8 +162,7 @@ class Recorded:
             held.copy_(x, non_blocking=True)
         if self._graph is not None:
             return self._replay(step)
-        # what is compiled is not dispatched operation by operation
-        if self._calls <= WARM_UP + TRACED and "torch._dynamo" not in sys.modules:
+        if self._calls <= WARM_UP + TRACED:  # where a mode of dispatch is on, what is compiled runs as it was written
             return self._traced(step)
         return self._recorded(step)
 
@@ -184,8 +183,13 @@ class Recorded:
     def _traced(self, step: int) -> list[Tensor]:
         self._tape.write(self._context.seed, step)
         trace = Trace(self._inputs[0].device, self._model)
+        parameters = list(self._model.parameters())
+        earlier = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
         with _watching_optimizers(trace), trace:
             outputs = self._run(step)
+        self._leave(parameters, [p.grad for p in parameters], earlier)
         self._traces.append(trace)
         if len(self._traces) == TRACED:
             reason = self._agree(trace.refusal or self._traces[0].difference(trace))
@@ -281,7 +285,9 @@ def distance(results: Sequence[Tensor | None], first: Sequence[Tensor | None]) -
         return 0.0
     scales = [b.double().abs().max() for _, b in alike]
     floor = torch.stack(scales).max() * 1e-3
-    off = [(a.double() - b.double()).abs().max() / torch.maximum(s, floor) for (a, b), s in zip(alike, scales, strict=True)]
+    off = [
+        (a.double() - b.double()).abs().max() / torch.maximum(s, floor) for (a, b), s in zip(alike, scales, strict=True)
+    ]
     worst = float(torch.stack(off).nan_to_num(float("inf")).max())
     return max(worst, sys.float_info.min)
 
@@ -350,7 +356,10 @@ class Trace(TorchDispatchMode):
         target = kwargs.get("device") if name == "_to_copy" else here[0].device if name == "copy_" and here else None
         if target is not None and target.type != "cpu" and any(x.is_cpu and x.numel() for x in tensors):
             self.refuse("something is copied from the host to the device")
-        if any(x.requires_grad and x.is_leaf and isinstance(x, nn.Parameter) and id(x) not in self._parameters for x in here):
+        if any(
+            x.requires_grad and x.is_leaf and isinstance(x, nn.Parameter) and id(x) not in self._parameters
+            for x in here
+        ):
             self.refuse("a parameter is used that is none of the network's")
 
     def difference(self, other: "Trace") -> str | None:
@@ -390,9 +399,13 @@ def _form(x: Tensor) -> tuple[Any, ...]:
 
 def _where() -> str:
     """In which layer, and in which line of a user's."""
-    layer = f"in layer {current.layer.partition('#')[0]}" if current.part in ("forward", "start") and current.layer else ""
+    layer = (
+        f"in layer {current.layer.partition('#')[0]}" if current.part in ("forward", "start") and current.layer else ""
+    )
     frame: Any = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith((*_PACKAGES, "<")) or "/triton/" in frame.f_code.co_filename):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith((*_PACKAGES, "<")) or "/triton/" in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     line = f"({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame is not None else ""
     return f"{layer} {line}".strip()

@@ -202,7 +202,7 @@ class _Module(_Thing):
 
     def about(self) -> dict[str, Any]:
         networks = Parts(self.thing).networks.items()
-        draws = {place: {"seed": each.context.seed, "passes": each._passes} for place, each in networks}
+        draws = {place: {"seed": each.context.seed, "passes": each.passes} for place, each in networks}
         return {"kind": self.kind, "draws": draws}
 
     def state(self, entries: Entries | None = None) -> Any:
@@ -224,7 +224,7 @@ class _Module(_Thing):
         for place, network in parts.networks.items():
             draws = about["draws"].get(place)
             if draws is not None:
-                network.context.seed, network._passes = draws["seed"], draws["passes"]
+                network.context.seed, network.passes = draws["seed"], draws["passes"]
 
 
 class _Optimizer(_Object):

@@ -113,8 +113,10 @@ class Recipe(Section):
     )
     channels_last: bool | None = Field(None, description="memory format; null: on GPUs in bf16 and fp16")
     compile: bool = Field(False, description="torch.compile")
-    cuda_graphs: Annotated[Literal["auto", "off"], BeforeValidator(lambda given: "off" if given is False else given)] = (
-        Field("auto", description="replay updates of a GPU as one recording, where that proves to give the same results")
+    cuda_graphs: Annotated[
+        Literal["auto", "off"], BeforeValidator(lambda given: "off" if given is False else given)
+    ] = Field(
+        "auto", description="replay updates of a GPU as one recording, where that proves to give the same results"
     )
     recompute: bool | tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         False,

@@ -198,9 +198,7 @@ class TrainingStep:
         result.seconds = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
         return result
 
-    def _forward(
-        self, inputs: Callable[[Pass], tuple[Tensor, Tensor]], update: int, piece: Pass
-    ) -> "_RunningPass":
+    def _forward(self, inputs: Callable[[Pass], tuple[Tensor, Tensor]], update: int, piece: Pass) -> "_RunningPass":
         self._begin("input")
         images, targets = inputs(piece)
         self._begin("rest")
