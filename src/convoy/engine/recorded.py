@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -326,7 +327,8 @@ class Trace(TorchDispatchMode):
         self._device = device
         self._parameters = {id(p) for p in model.parameters()}
         self._noted: list[Noted] = []
-        self._made: set[int] = set()
+        # weak, so that memory is given back, and no other storage gets the number of one that is gone
+        self._made: dict[int, StorageWeakRef] = {}
 
     def refuse(self, what: str) -> None:
         """Something that cannot be recorded is done now."""
@@ -344,7 +346,9 @@ class Trace(TorchDispatchMode):
             self._noted.append(Noted(name, numbers, outside, _where()))
         before = {_storage(x) for x in tensors}
         results = func(*args, **(kwargs or {}))
-        self._made |= {_storage(x) for x in tree_flatten(results)[0] if isinstance(x, Tensor)} - before
+        for x in tree_flatten(results)[0]:
+            if isinstance(x, Tensor) and _storage(x) not in before:
+                self._made[_storage(x)] = StorageWeakRef(x.untyped_storage())
         return results
 
     def _look(self, func: Any, name: str, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
