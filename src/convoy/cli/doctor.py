@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -50,22 +51,36 @@ Examples:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=click.FloatRange(min=1),
     default=60.0,
     show_default=True,
-    help="Try changes for so long; 0: none, and nothing is said of batch, precision, memory format, threads or plan.",
+    help="Answer within about so many seconds, with what is known by then.",
+)
+@click.option(
+    "--no-trials",
+    is_flag=True,
+    help="Try no change, and say nothing of batch, precision, memory format, threads or plan.",
 )
 @options.as_json
 @click.argument("what", nargs=-1, type=click.UNPROCESSED, metavar="RUN|train [OPTIONS OF convoy train]", required=True)
 @click.pass_obj
-def command(arguments: Sequence[str], /, verify: bool, seconds: float, as_json: bool, what: tuple[str, ...]) -> int:
+def command(
+    arguments: Sequence[str],
+    /,
+    verify: bool,
+    seconds: float,
+    no_trials: bool,
+    as_json: bool,
+    what: tuple[str, ...],
+) -> int:
     """Say what holds a training back, and which changes would help most.
 
-    It trains, and tries changes, without leaving a run: for one to three minutes, and twice that with --verify. Each
+    It trains, and tries changes, without leaving a run, for up to a minute; --verify goes on after the answer. Each
     change is said with the option that makes it, and with the gain that is predicted. What it looks at: docs/doctor.md.
     """
-    if math.isnan(seconds):
-        raise ConvoyError("--seconds nan is no time: give a number of seconds, e.g. 20, or 0 to try no change")
+    began = time.perf_counter()
+    if not math.isfinite(seconds):
+        raise ConvoyError(f"--seconds {seconds:g} is no time: give a number of seconds, e.g. 20")
     request = request_of(arguments, what)
     place = find_place()
     if place is None:  # ranks find mistakes together
@@ -77,10 +92,10 @@ def command(arguments: Sequence[str], /, verify: bool, seconds: float, as_json: 
         )
     with options.sigterm_as_interrupt() if place is None else nullcontext():
         if verify:
-            return _verify(what, seconds, as_json)
+            return _verify(what, seconds, no_trials, as_json)
         with waiting_for("loading PyTorch"):
-            from convoy.cli.doctor_run import run  # with torch, for which no mistake is to wait
-        return run(request, partial(with_command, what), seconds, as_json)
+            from convoy.cli.doctor_run import Look, run  # with torch, for which no mistake is to wait
+        return run(request, partial(with_command, what), Look(began, seconds, not no_trials, as_json))
 
 
 def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
@@ -129,10 +144,10 @@ def _line(what: Sequence[str]) -> list[str]:
     return rest if first == "train" else ["--recipe", str(RunDirectory(Path(first)).config), *rest]
 
 
-def _verify(what: Sequence[str], seconds: float, as_json: bool) -> int:
+def _verify(what: Sequence[str], seconds: float, no_trials: bool, as_json: bool) -> int:
     """Examine, and compare the first change with the training as it is, each in processes of its own, so that nothing
     is left over, and in turns, as a machine's speed may change within minutes."""
-    found = _examination(what, seconds)
+    found = _examination(what, seconds, no_trials)
     place = found.possible
     if not as_json:
         click.echo(found.text())
@@ -145,7 +160,7 @@ def _verify(what: Sequence[str], seconds: float, as_json: bool) -> int:
             for number, line in enumerate((changed, changed, what), 1):
                 how = "as it is" if line is what else f"with {shlex.join(found.advice[place].arguments)}"
                 click.echo(f"training {number} of 3, {how}", err=True)
-                others.append(_examination(line, 0).images_per_s)
+                others.append(_examination(line, seconds, no_trials=True).images_per_s)
             tried = found.advice[place].tried([found.images_per_s, *others])
             found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
             if not as_json:
@@ -177,7 +192,7 @@ def _settings(line: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
         yield value.partition("=")[0] if option is not None and option.name == "settings" else key, taken
 
 
-def _examination(what: Sequence[str], seconds: float) -> Diagnosis:
+def _examination(what: Sequence[str], seconds: float, no_trials: bool) -> Diagnosis:
     """What `convoy doctor --json` says.
 
     Raises:
@@ -186,6 +201,7 @@ def _examination(what: Sequence[str], seconds: float) -> Diagnosis:
         MachineError: it was killed.
     """
     command = [sys.executable, "-m", "convoy", "doctor", *what, "--seconds", f"{seconds:g}", "--json"]
+    command += ["--no-trials"] if no_trials else []
     # In a session of its own a terminal's Ctrl-C reaches it once.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import click
 import torch
@@ -16,6 +17,7 @@ from convoy.doctor.diagnosis import Diagnosis
 from convoy.launch import cores
 from convoy.terminal import Console
 from convoy.training import ConsoleReporter, choose_device
+from convoy.training.budget import Budget
 from convoy.training.examination import examine
 from convoy.training.parallel_config import num_devices
 from convoy.training.set_up import check_devices, set_up
@@ -23,14 +25,29 @@ from convoy.training.set_up import check_devices, set_up
 Complete = Callable[[Diagnosis], Diagnosis]
 
 
-def run(request: TrainRequest, complete: Complete, seconds: float, as_json: bool) -> int:
+@dataclass(frozen=True)
+class Look:
+    """How a training is looked at.
+
+    Attributes:
+        began, seconds: when that began (`time.perf_counter`), and how long it may take.
+        trials: whether changes are tried.
+        as_json: print JSON in place of text.
+    """
+
+    began: float
+    seconds: float
+    trials: bool
+    as_json: bool
+
+
+def run(request: TrainRequest, complete: Complete, look: Look) -> int:
     """Examine, and print the diagnosis.
 
     Args:
         request: the training.
         complete: puts into the diagnosis what the command line knows.
-        seconds: of trying changes.
-        as_json: in place of text.
+        look: how.
 
     Returns:
         The exit status.
@@ -44,7 +61,7 @@ def run(request: TrainRequest, complete: Complete, seconds: float, as_json: bool
     if place is not None:
 
         def work(ranks: Ranks, device: torch.device) -> int:
-            return _examined(request, complete, ranks, device, seconds, as_json)
+            return _examined(request, complete, ranks, device, look)
 
         per_device = request.recipe_of().parallel.cores_per_device
         return run_as_rank(place, request.devices, request.device, work, per_device)
@@ -60,20 +77,18 @@ def run(request: TrainRequest, complete: Complete, seconds: float, as_json: bool
     if per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, per_device))
     with memory_explained(0, 1):
-        return _examined(request, complete, Ranks(), choose_device(request.device), seconds, as_json)
+        return _examined(request, complete, Ranks(), choose_device(request.device), look)
 
 
-def _examined(
-    request: TrainRequest, complete: Complete, ranks: Ranks, device: torch.device, seconds: float, as_json: bool
-) -> int:
+def _examined(request: TrainRequest, complete: Complete, ranks: Ranks, device: torch.device, look: Look) -> int:
     recipe, out = request.resolve(ranks)
-    console = Console(highlight=False, quiet=ranks.rank > 0, stderr=as_json)
-    with ConsoleReporter(console) as reporter:
+    console = Console(highlight=False, quiet=ranks.rank > 0, stderr=True)
+    with ConsoleReporter(console, log_preparation=True) as reporter:
+        budget = Budget(ranks, look.seconds, look.began, reporter.prepare)
         session = set_up(recipe, device, reporter.prepare, ranks)
-        say = reporter.prepare if ranks.rank == 0 else lambda *work: None
-        facts = examine(session, seconds=seconds, say=say, folder=out)
+        facts = examine(session, budget, trials=look.trials, folder=out)
     if ranks.rank == 0:
         found = complete(Diagnosis.of(facts))
-        click.echo(json.dumps(found.to_document(), indent=2) if as_json else found.text())
+        click.echo(json.dumps(found.to_document(), indent=2) if look.as_json else found.text())
     ranks.barrier()
     return 0

@@ -168,7 +168,9 @@ def _beside(facts: Facts, **changes: Any) -> float:
         return 1.0
     if "cpu_s" in changes and facts.pictures is not None and facts.pictures.cpu_s:
         changes["cpu_s"] *= model.cpu_s / facts.pictures.cpu_s
-    saved = facts.update_s * (1 - model(**changes) / now)
+    # No update is shorter than what is left of it, the longer of computing and of making its pictures the other way.
+    after_s = model(**changes) * max(1.0, facts.update_s / now)
+    saved = max(0.0, facts.update_s - after_s)
     if facts.evaluate_every and model.picture_s:
         reading = min(facts.evaluation_cost_s, facts.test_samples * model.picture_s)
         saved += reading * (1 - replace(model, **changes).picture_s / model.picture_s) / facts.evaluate_every

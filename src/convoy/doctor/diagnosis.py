@@ -35,6 +35,7 @@ class Diagnosis:
         updates: the first and the last update that were looked at, counted from 1; None where they belong to no run.
         command: the command that trains with the first change which an option makes; None where there is none, and in
             a run.
+        notes: sentences on what there was no time for.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Diagnosis:
     advice: tuple[Advice, ...] = ()
     updates: tuple[int, int] | None = None
     command: str | None = None
+    notes: tuple[str, ...] = ()
 
     @staticmethod
     def of(facts: Facts, updates: tuple[int, int] | None = None) -> "Diagnosis":
@@ -66,6 +68,7 @@ class Diagnosis:
             found[0].sentence if found else _healthy(facts),
             found,
             updates,
+            notes=facts.notes,
         )
 
     @property
@@ -104,6 +107,7 @@ class Diagnosis:
             said.append(_ANOTHER)
         if self.command is not None and self.possible is not None:
             said.append(f"With change {self.possible + 1}: {self.command}")
+        said += self.notes
         return "\n".join(said)
 
 

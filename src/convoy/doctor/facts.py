@@ -96,6 +96,11 @@ class Trial:
     threads: int | None = None
     waited: float = 0.0
 
+    @property
+    def gain(self) -> float:
+        """How many times as many samples a second there are with the change."""
+        return self.samples * self.before_s / self.seconds if self.seconds else 1.0
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -122,6 +127,7 @@ class Facts:
         hosts: the hosts of the ranks; empty with one rank.
         link_bits_per_s: bits a second that an all-reduce of all ranks moves each way; None where nobody looked.
         bubble: part of an update in which a stage has nothing to do, however fast its link is.
+        notes: sentences on what there was no time for.
     """
 
     model: str
@@ -152,6 +158,7 @@ class Facts:
     hosts: tuple[str, ...] = ()
     link_bits_per_s: float | None = None
     bubble: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def wait_s(self) -> float:

@@ -21,8 +21,8 @@ from convoy.data.turbo import missing
 from convoy.doctor.facts import Pictures
 from convoy.errors import ConvoyError
 
-_MOST_S = 4.0
-"""Seconds that measuring may take, each kind."""
+_KINDS = 8
+"""Measurements of pictures, at most, each of which gets as much of the time."""
 _READERS = 8
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
@@ -66,7 +66,9 @@ class _Stored(EncodedSource):
         return f"picture {sample}"
 
 
-def measure_pictures(data: DataSet, config: DataConfig, samples: NDArray[np.int64], seed: int) -> Pictures | None:
+def measure_pictures(
+    data: DataSet, config: DataConfig, samples: NDArray[np.int64], seed: int, most_s: float = 32.0
+) -> Pictures | None:
     """Make some pictures ready in this process, as a worker would.
 
     Args:
@@ -74,35 +76,39 @@ def measure_pictures(data: DataSet, config: DataConfig, samples: NDArray[np.int6
         config: the recipe's section.
         samples: numbers of training samples that nobody has read yet, so that they come from where they are stored.
         seed: of the augmentation.
+        most_s: seconds for all of it, about; each kind looks at one picture at least.
 
     Returns:
         Seconds a picture; None where one cannot be read, or, where bad ones are skipped, none can.
     """
+    each_s = most_s / _KINDS
     try:
         maker = batch_maker(data, config, data.train, seed)
         side = max(data.resize, data.image_size)
         if not isinstance(data.train, EncodedSource):
-            return Pictures(cpu_s=_cpu(maker, samples), in_memory=maker.vectorised, short_side=side)
+            return Pictures(cpu_s=_cpu(maker, samples, each_s), in_memory=maker.vectorised, short_side=side)
         half = max(1, len(samples) // 2)
-        read_s, read = _reading(data.train, samples[:half])
+        read_s, read = _reading(data.train, samples[:half], each_s)
         if maker.skip_bad:
             read = np.array([sample for sample in read.tolist() if _is_good(data.train, sample)], np.int64)
             if not len(read):
                 return None
-        found = Pictures(read_s, _at_once(data.train, samples[half:]), _cpu(maker, read), short_side=side)
+        found = Pictures(
+            read_s, _at_once(data.train, samples[half:], each_s), _cpu(maker, read, each_s), short_side=side
+        )
         if maker.decoder != "turbo" and not missing():
             turbo = batch_maker(data, config.model_copy(update={"decoder": "turbo"}), data.train, seed)
-            found = replace(found, turbo_s=_cpu(turbo, read))
-        packed = [_packed(maker, data.train, read, PackOptions(side, raw)) for raw in (False, True)]
+            found = replace(found, turbo_s=_cpu(turbo, read, each_s))
+        packed = [_packed(maker, data.train, read, PackOptions(side, raw), each_s) for raw in (False, True)]
         return replace(found, packed_s=packed[0], raw_s=packed[1])
     except (BadImage, ConvoyError):
         return None
 
 
-def _reading(source: EncodedSource, samples: NDArray[np.int64]) -> tuple[float, NDArray[np.int64]]:
+def _reading(source: EncodedSource, samples: NDArray[np.int64], most_s: float) -> tuple[float, NDArray[np.int64]]:
     """Seconds that a picture's bytes are waited for, and the samples that were read."""
     began, read = _Spent.now(), 0
-    while read < len(samples) and time.perf_counter() - began.wall < _MOST_S:
+    while read < len(samples) and (not read or time.perf_counter() - began.wall < most_s):
         source.read(int(samples[read]))
         read += 1
     return (_Spent.now() - began).idle / max(1, read), samples[:read]
@@ -116,11 +122,11 @@ def _is_good(source: EncodedSource, sample: int) -> bool:
     return True
 
 
-def _at_once(source: EncodedSource, samples: NDArray[np.int64]) -> float:
+def _at_once(source: EncodedSource, samples: NDArray[np.int64], most_s: float) -> float:
     """Seconds for each of several pictures that are read at once."""
     began = _Spent.now()
     with ThreadPoolExecutor(_READERS) as readers:
-        read = list(readers.map(partial(_read_until, source, began.wall + _MOST_S), samples.tolist()))
+        read = list(readers.map(partial(_read_until, source, began.wall + most_s), samples.tolist()))
     spent = _Spent.now() - began
     return max(0.0, spent.wall - sum(seconds for _, seconds in read)) / max(1, sum(done for done, _ in read))
 
@@ -133,7 +139,7 @@ def _read_until(source: EncodedSource, ends: float, sample: int) -> tuple[bool, 
     return in_time, time.thread_time() - before
 
 
-def _cpu(maker: BatchMaker, samples: NDArray[np.int64]) -> float:
+def _cpu(maker: BatchMaker, samples: NDArray[np.int64], most_s: float) -> float:
     """Seconds of the processor that a picture takes, but for the first ones, for which all that is needed is loaded."""
     if maker.vectorised:
         maker.training(samples, 0)
@@ -147,17 +153,19 @@ def _cpu(maker: BatchMaker, samples: NDArray[np.int64]) -> float:
         before = time.thread_time()
         maker.fill(images, samples[place : place + 1], 0)
         taken.append(time.thread_time() - before)
-        if time.perf_counter() - began > _MOST_S:
+        if time.perf_counter() - began > most_s:
             break
     return float(np.mean(taken[1:] or taken))
 
 
-def _packed(maker: BatchMaker, source: EncodedSource, samples: NDArray[np.int64], options: PackOptions) -> float | None:
+def _packed(
+    maker: BatchMaker, source: EncodedSource, samples: NDArray[np.int64], options: PackOptions, most_s: float
+) -> float | None:
     """Seconds of the processor for a picture from a pack; None where packing changes nothing."""
     began, files = time.perf_counter(), []
     for sample in samples.tolist():
         files.append(packed_picture(source, sample, options).data)
-        if time.perf_counter() - began > _MOST_S:
+        if time.perf_counter() - began > most_s:
             break
     if all(source.read(sample) == file for sample, file in zip(samples.tolist(), files, strict=False)):
         return None
@@ -169,4 +177,4 @@ def _packed(maker: BatchMaker, source: EncodedSource, samples: NDArray[np.int64]
         skip_bad=False,
         decoder=maker.decoder,
     )
-    return _cpu(other, np.arange(len(files)))
+    return _cpu(other, np.arange(len(files)), most_s)

@@ -67,12 +67,12 @@ def steady(
     """
     found: list[T] = []
     near: list[int] = []
-    began = time.monotonic()
+    began = time.perf_counter()
     for _ in range(most):
         found.append(measure())
         limit = (1 + within) * min(map(seconds, found))
         near = [number for number, one in enumerate(found) if seconds(one) <= limit]
-        late = len(found) > 1 and settled() and time.monotonic() - began > patience_s
+        late = len(found) > 1 and settled() and time.perf_counter() - began > patience_s
         if agree(late or len(near) >= enough):
             break
     return found[near[0] :]

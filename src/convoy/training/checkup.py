@@ -23,7 +23,7 @@ from convoy.training.session import Session
 from convoy.training.step import StepResult
 
 UPDATES = 100
-"""Updates after which a run says what holds it back; so many are remembered."""
+"""Updates after which a run says what holds it back; so many are remembered there."""
 LEAST = 10
 """Fewer updates say nothing."""
 _SELDOM_S = 10.0
@@ -36,12 +36,14 @@ class Checkup:
 
     Attributes:
         gpu: whether the GPU is looked at as well, by `nvidia-smi`, which may take seconds.
+        remembered: how many of the last updates are; None remembers all.
         num: updates that were seen.
         workers: processes of this rank that make pictures ready, by now.
     """
 
     session: Session
     gpu: bool = False
+    remembered: int | None = UPDATES
 
     def __post_init__(self) -> None:
         data, config = self.session.data, self.session.recipe.data
@@ -51,18 +53,13 @@ class Checkup:
     def begin(self) -> None:
         """Forget the updates so far: they count from now on."""
         self.num = 0
-        self._seconds, self._waits, self._own = (deque[float](maxlen=UPDATES) for _ in range(3))
+        self._seconds, self._waits, self._own = (deque[float](maxlen=self.remembered) for _ in range(3))
         self._watch: HostWatch | None = None
         with suppress(Exception):  # a look at the machine is no reason to stop a training
             self._watch = HostWatch(self.session.device if self.gpu else None)
         self._load: HostLoad | None = None
         self._looked = time.perf_counter()
         self._asked = self._waited_s = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """The time that the updates took which are remembered."""
-        return sum(self._seconds)
 
     def told(self, workers: int) -> None:
         """Other worker processes have started: there are so many."""

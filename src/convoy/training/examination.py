@@ -4,10 +4,8 @@ Nothing is written, but a few checkpoints to a temporary folder where these may 
 compute are tried; those of the input are not, and pictures are measured one by one instead.
 """
 
-import math
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,32 +18,41 @@ from numpy.typing import NDArray
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.collectives import all_reduce
 from convoy.data import Order
+from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
 from convoy.errors import ConvoyError
+from convoy.training.budget import Budget
 from convoy.training.checkpoint_interval import Every
 from convoy.training.checkpoints import Saver
-from convoy.training.checkup import LEAST, UPDATES, Checkup
+from convoy.training.checkup import Checkup
 from convoy.training.evaluate import StoppedError
 from convoy.training.observation import Observation
+from convoy.training.pace import Pace, Window, updates_for
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from convoy.training.step import random_batch, wait_for
 from convoy.training.trials import try_changes
+from convoy.units import per_second, plural, seconds
 
-Say = Callable[[str, int, int], None]
-
-_WARM_UP, _WATCHED = 3, (4, 6, 8)
-"""How many updates do not count, and those whose parts are looked at: before the timed ones, as that takes longer."""
-_MOST, _SAMPLES = 200, 2048
-"""Updates that are measured at most, and the samples that suffice: more than lay ready when they began."""
-_LONGEST_S = 15.0
+_WATCHED = (2, 4, 6)
+"""The updates whose parts are looked at, as few before the pace is there as may be: that takes longer."""
+_UPDATES_PART, _PICTURES_PART, _EVALUATION_PART, _CHECKPOINTS_PART = 0.4, 0.2, 0.15, 0.25
+"""What each part of the work may take of the time that is left when it begins; trials have the rest."""
+_WINDOWS = 24
+"""Windows of updates in their part of the time."""
+_MOST = 10**6
+"""Updates for which batches are asked for: more than there is time for."""
+_FEW = 10
+"""Fewer updates are worth a word."""
 _PICTURES = 64
 _TEST_BATCHES = 4
 _MESSAGE = 2**22
 """Bytes by which links are measured."""
 _CHECKPOINTS = 3
 """Checkpoints that are timed, after one that is not."""
+_RUNS = _CHECKPOINTS + 4
+"""Runs of updates in which these are timed."""
 _FREQUENT_S = 120.0
 """Seconds between two checkpoints from which on what they cost is not looked at."""
 _LONG_PAUSES = 0.05
@@ -54,39 +61,52 @@ _BEST = 0.5
 """The part of evaluations that find the best weights so far, about."""
 
 
-def examine(
-    session: Session, *, seconds: float = 60.0, say: Say = lambda *work: None, folder: Path | None = None
-) -> Facts:
+def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Path | None = None) -> Facts:
     """Measure a training, and try changes of it. All ranks call it, and get the same.
 
     Args:
         session: of the training; its weights change.
-        seconds: time for trying changes, after which no other trial is begun.
-        say: is told of the work: what, done, total.
+        budget: the time for it, of which setting up the session may have taken some. At least one update is measured.
+        trials: whether changes are tried.
         folder: where the run would lie, which need not be there; None looks at no checkpoints.
     """
     ranks, recipe = session.ranks, session.recipe
     session.model.train()
-    facts = _measure_updates(session, say)
-    say("timing pictures", 0, 1)
-    everyone = ranks.gather(measure_pictures(session.data, recipe.data, _fresh(session), recipe.seed))
-    known = [one for one in everyone if one is not None]
-    if known:
-        facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
-    if ranks.num > 1:
+    facts = _measure_updates(session, budget)
+    budget.tell("timing pictures")
+    if budget.allows(0.0, "how pictures are made"):
+        most_s = budget.part(_PICTURES_PART).left
+        everyone = ranks.gather(measure_pictures(session.data, recipe.data, _fresh(session), recipe.seed, most_s))
+        known = [one for one in everyone if one is not None]
+        if known:
+            facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
+    if ranks.num > 1 and budget.allows(0.0, "the link"):
         facts = replace(facts, link_bits_per_s=_bits_per_s(session))
-    say("timing an evaluation", 0, 1)
-    facts = replace(facts, evaluation_s=_evaluation_s(session))
+    budget.tell("timing an evaluation")
+    part = budget.part(_EVALUATION_PART)
+    if part.allows(_pass_s(session, facts), "an evaluation"):
+        facts = replace(facts, evaluation_s=_evaluation_s(session, part))
     if folder is not None:
-        facts = _with_checkpoints(session, facts, folder, say)
+        facts = _with_checkpoints(session, facts, folder, budget)
     taken = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
     make = partial(set_up, keep=session.profiles is not None)
-    compute_s, trials = try_changes(session, make, time.perf_counter() + seconds, say, taken)
-    if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in trials):
-        # Others have cores of its threads, and an update takes now twice, now five times as long: the mean of many.
-        compute_s = max(compute_s, facts.update_s - facts.wait_s)
-        trials = tuple(replace(trial, before_s=compute_s) for trial in trials)
-    return ranks.broadcast(replace(facts, compute_s=min(compute_s, facts.update_s), trials=trials))
+    ready_s = facts.update_s - facts.wait_s
+    compute_s, tried = try_changes(session, make, budget, update_s=ready_s, taken=taken, wanted=trials)
+    if compute_s is not None:
+        if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in tried):
+            # Others have cores of its threads, and an update takes now twice, now five times as long: the mean of many.
+            compute_s = max(compute_s, facts.update_s - facts.wait_s)
+            tried = tuple(replace(trial, before_s=compute_s) for trial in tried)
+        facts = replace(facts, compute_s=min(compute_s, facts.update_s), trials=tried)
+    return ranks.broadcast(replace(facts, notes=(*facts.notes, *_no_time_for(budget))))
+
+
+def _no_time_for(budget: Budget) -> list[str]:
+    if not budget.missed:
+        return []
+    *others, last = budget.missed
+    what = f"{', '.join(others)} or {last}" if others else last
+    return [f"There was no time for {what}: --seconds {2 * budget.seconds:g} leaves more."]
 
 
 def _fresh(session: Session) -> NDArray[np.int64]:
@@ -97,36 +117,58 @@ def _fresh(session: Session) -> NDArray[np.int64]:
     return last[ranks.rank * each % len(last) :][:each]
 
 
-def _measure_updates(session: Session, say: Say) -> Facts:
-    """The facts that updates tell which run with their input, as they come."""
-    ranks, batch = session.ranks, session.recipe.batch
-    step, checkup = session.step(), Checkup(session, gpu=True)
+def _measure_updates(session: Session, budget: Budget) -> Facts:
+    """The facts that updates tell which run with their input, as they come, once they have their pace."""
+    ranks, recipe, device = session.ranks, session.recipe, session.device
+    step, checkup = session.step(), Checkup(session, gpu=True, remembered=None)
     observation = Observation(session, watched=_WATCHED, apart=(), last=max(_WATCHED))
-    total = _WARM_UP + LEAST
-    done = 0
-    with closing(session.batches(0, _WARM_UP + _MOST, checkup.told)) as batches:
-        while done < total:
-            observation.begin()
-            checkup.ask()
-            made = next(batches)
-            checkup.got()
-            with observation.update(step):
-                result = step(made, done)
-            checkup.add(result)
-            done += 1
-            if done == _WARM_UP:
-                wait_for(session.device)
+    samples = max(1, len(session.division.positions(ranks.sample_rank)))
+    pace = Pace(max(ranks.gather(samples_ahead(samples) / samples if checkup.workers else 0.0)))
+    part = budget.part(_UPDATES_PART)
+    window_s, number, done = part.seconds / _WINDOWS, 1, 0
+    budget.tell("timing updates")
+    with closing(session.batches(0, _MOST, checkup.told)) as batches:
+        while True:
+            began, waited, workers = time.perf_counter(), 0.0, checkup.workers
+            for place in range(number):
+                observation.begin()
+                checkup.ask()
+                made = next(batches)
+                waited += checkup.got()
+                with observation.update(step):
+                    result = step(made, done)
+                done += 1
+                if place == number - 1:  # the host of a GPU may be ahead of it by many updates
+                    wait_for(device)
+                checkup.add(result)
+            own = time.perf_counter() - began, waited, checkup.workers > workers
+            spans, waits, grew = zip(*ranks.gather(own), strict=True)  # all know the same
+            window = Window(number, max(spans), max(waits))
+            pace.add(window, any(grew))
+            budget.tell(f"timing updates, {per_second(recipe.batch / window.each)} images a second so far")
+            if done == 1:
+                if not budget.allows(window.each):
+                    break
                 checkup.begin()
-            elif checkup.num == _WARM_UP:
-                wait_for(session.device)
-                (microseconds,) = ranks.largest(round(1e6 * checkup.seconds / checkup.num))
-                enough = min(max(LEAST, math.ceil(_SAMPLES / batch)), _MOST)
-                total = _WARM_UP + min(enough, max(LEAST, round(_LONGEST_S / (1e-6 * microseconds))))
-            say("timing updates", done, total)
-        wait_for(session.device)
+            elif pace.is_steady(late=not part.allows(part.seconds / 2)) or not part.allows(window.each):
+                break
+            number = ranks.broadcast(updates_for(window_s, window, part.left))
         checkup.look()
-    since = max(0, min(checkup.num, UPDATES) - math.ceil(checkup.num / 2))  # the later half, as far as it is remembered
-    return checkup.facts(observation.conclude(session.scored, None), since=since)
+    counted = sum(one.updates for one in pace.counted()) or 1
+    facts = checkup.facts(observation.conclude(session.scored, None), since=checkup.num - counted)
+    return replace(facts, notes=_of_few(facts, counted, pace))
+
+
+def _of_few(facts: Facts, counted: int, pace: Pace) -> tuple[str, ...]:
+    """What to say where there was no time to see the pace that a training keeps."""
+    if not pace.windows:
+        return (f"The first update took {seconds(facts.update_s)}, and was the only one that there was time for.",)
+    if pace.is_steady(late=True):
+        return ()
+    if counted < _FEW:
+        return (f"An update takes {seconds(facts.update_s)}, so that only {plural(counted, 'update')} could be timed.",)
+    each = sorted(per_second(facts.batch / one.each) for one in pace.counted())
+    return (f"The pace changed as long as there was time to look: {each[0]} to {each[-1]} images a second.",)
 
 
 def _bits_per_s(session: Session) -> float:
@@ -143,13 +185,19 @@ def _bits_per_s(session: Session) -> float:
     return 8 * _MESSAGE * 2 * (ranks.num - 1) / ranks.num / (1e-6 * max(1, longest))
 
 
-def _evaluation_s(session: Session) -> float:
-    """Seconds of the second evaluation, as all later ones take: for the first, memory and kernels are made."""
-    _from_first_batches(session)
-    return _from_first_batches(session)
+def _pass_s(session: Session, facts: Facts) -> float:
+    """Seconds of a pass of an evaluation, about: a third of an update with as many samples."""
+    return facts.update_s * session.evaluation_batch() * session.ranks.num_sample_ranks / facts.batch / 3
 
 
-def _from_first_batches(session: Session) -> float:
+def _evaluation_s(session: Session, part: Budget) -> float:
+    """Seconds of the second evaluation, as all later ones take: for the first, memory and kernels are made. Where that
+    one has taken the time, it has to do."""
+    first = _from_first_batches(session, part)
+    return _from_first_batches(session, part) if part.allows(part.seconds / 2) else first
+
+
+def _from_first_batches(session: Session, part: Budget) -> float:
     """Seconds of an evaluation, as its first batches tell."""
     size = max(1, session.evaluation_batch() * session.ranks.num_sample_ranks)
     number = -(-len(session.data.test) // size)
@@ -157,20 +205,21 @@ def _from_first_batches(session: Session) -> float:
 
     def stop() -> bool:
         asked.append(time.perf_counter())
-        return len(asked) > _TEST_BATCHES
+        return len(asked) > 1 and (len(asked) > _TEST_BATCHES or not part.allows(0.0))
 
     began = time.perf_counter()
     try:
         session.evaluate(stop)
         taken = time.perf_counter() - began
     except StoppedError:
-        each = (asked[-1] - asked[1]) / (len(asked) - 2)
+        others = asked[1:] if len(asked) > 2 else asked
+        each = (others[-1] - others[0]) / (len(others) - 1)
         taken = asked[1] - began + each * (number - 1)
     session.model.train()
     return max(session.ranks.gather(taken))
 
 
-def _with_checkpoints(session: Session, facts: Facts, folder: Path, say: Say) -> Facts:
+def _with_checkpoints(session: Session, facts: Facts, folder: Path, budget: Budget) -> Facts:
     """The facts with what checkpoints cost, where they come often, or evaluations that save the best weights do."""
     every, evaluate_every = session.quantities.checkpoint_every, facts.evaluate_every
     is_often = every is not None and every * facts.update_s < _FREQUENT_S
@@ -178,9 +227,12 @@ def _with_checkpoints(session: Session, facts: Facts, folder: Path, say: Say) ->
     between = [number for number, counts in ((every, is_often), (evaluate_every, pauses)) if number and counts]
     if not between:
         return facts
-    say("timing checkpoints", 0, 1)
+    budget.tell("timing checkpoints")
+    part = budget.part(_CHECKPOINTS_PART)
+    if not part.allows(_RUNS * facts.update_s, "checkpoints"):
+        return facts
     with suppress(OSError, ConvoyError):  # a full disk, or a folder that is not to be written to
-        taken = _checkpoint_s(session, min(between), facts, folder)
+        taken = _checkpoint_s(session, min(between), facts, folder, part)
         if is_often:
             facts = replace(facts, checkpoint_s=taken, checkpoint_every=every)
         if pauses and facts.evaluation_s is not None:
@@ -188,10 +240,11 @@ def _with_checkpoints(session: Session, facts: Facts, folder: Path, say: Say) ->
     return facts
 
 
-def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path) -> float:
+def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path, part: Budget) -> float:
     """Seconds that a checkpoint adds to the updates between two of them."""
     ranks = session.ranks
-    step, between = session.step(), min(every, max(1, int(_LONGEST_S / _CHECKPOINTS / facts.update_s)))
+    fitting = ranks.broadcast(max(1, int(part.left / _RUNS / facts.update_s)))
+    step, between = session.step(), min(every, fitting)
     batch = random_batch(step, session.image_shape, session.device)
     while not folder.is_dir():
         folder = folder.absolute().parent
@@ -213,13 +266,16 @@ def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path) -> f
             for number in range(_CHECKPOINTS + 1):
                 if number == 1:  # the first one finds no memory to copy to
                     began = time.perf_counter()
+                elif number > 1 and not part.allows(0.0):
+                    break
+                timed = number
                 tensors, rest = session.state.contents({})
                 saver.save(number, "", tensors, rest, None)
                 updates()
             passed = time.perf_counter() - began
             saver.finish()
         ranks.barrier()
-    return max(0.0, max(ranks.gather(passed)) / _CHECKPOINTS - plain)
+    return max(0.0, max(ranks.gather(passed)) / timed - plain)
 
 
 def _temporary(folder: Path, stack: ExitStack) -> Path:

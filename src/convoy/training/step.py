@@ -281,6 +281,7 @@ def update_seconds(
     enough: int = 3,
     most: int = 8,
     least_s: float = 0.0,
+    patience_s: float = math.inf,
 ) -> float:
     """Seconds of an update of the slowest rank, of random images that are ready. All ranks call it.
 
@@ -291,6 +292,7 @@ def update_seconds(
         ranks: that do it together.
         enough, most: measurements near the fastest that make an end, and after how many it ends in any case.
         least_s: seconds that all but the first measurement take, at least, by more updates in a row.
+        patience_s: seconds, on rank 0, after which two measurements are enough.
     """
     batch = random_batch(step, image_shape, device)
     updates, in_a_row, taken = itertools.count(), updates_in_a_row(device), list[float]()
@@ -308,7 +310,7 @@ def update_seconds(
         in_a_row = max(in_a_row, math.ceil(least_s / max(slowest, least_s / _IN_A_ROW)) if least_s else 1)
         return slowest
 
-    counted = steady(measure, lambda seconds: seconds, enough=enough, most=most)
+    counted = steady(measure, float, ranks.broadcast, enough=enough, most=most, patience_s=patience_s)
     if len(counted) < enough:  # they vary: the fastest of some is not what a run has
         counted = taken[len(taken) // 2 :]
     return statistics.median(counted)

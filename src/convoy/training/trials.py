@@ -23,6 +23,7 @@ from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.launch import cores
 from convoy.plans.plan import plan_text
+from convoy.training.budget import Budget
 from convoy.training.defaults import has_bf16
 from convoy.training.derived import num_threads
 from convoy.training.precision import set_numerics
@@ -41,8 +42,10 @@ _LONGEST = timedelta(minutes=10)
 """The time that one rank may take for a trial while others wait."""
 _FREE = 0.3
 """Part of a core that other processes may use before there is a thread less for it."""
-_UPDATES = 12
-"""Updates, about, that a trial takes."""
+_UPDATES = 2
+"""Updates that a measurement takes at least: one to warm up, and one that counts."""
+_PREPARING_S: dict[Cause, float] = {"compile": 30.0, "plan": 10.0}
+"""Seconds, about, that some changes take before their first update: guesses, as nothing ends them."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
     if bits_may_change:
         option = "--channels-first" if recipe.channels_last else "--channels-last"
         yield Change("memory_format", (option,), {"channels_last": not recipe.channels_last})
+    if not recipe.compile and bits_may_change and device.type == "cuda":
+        yield Change("compile", ("--compile",), {"compile": True})
     for times in _LARGER:
         batch = times * recipe.batch
         if batch <= len(session.data.train) and (times <= 4 or batch <= _SMALL * ranks.num):
@@ -115,41 +120,61 @@ def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
     if ranks.num > 1 and bits_may_change and (recipe.parallel.plan or "").strip() != "auto" and session.scored is None:
         auto = {"plan": "auto", "shares": None, "schedule": None}
         yield Change("plan", ("--plan", "auto"), {"parallel": auto})
-    if not recipe.compile and bits_may_change and device.type == "cuda":
-        yield Change("compile", ("--compile",), {"compile": True})
 
 
 def try_changes(
     session: Session,
     set_up: SetUp,
-    ends: float,
-    say: Callable[[str, int, int], None] = lambda *work: None,
+    budget: Budget,
+    *,
+    update_s: float = 0.0,
     taken: float = 0.0,
-) -> tuple[float, tuple[Trial, ...]]:
+    wanted: bool = True,
+) -> tuple[float | None, tuple[Trial, ...]]:
     """Seconds of an update whose input is ready, and a trial of each change that goes. All ranks call it.
+
+    Each gets an equal share of the time that is left, and what it needs less is left to the others. Where not even two
+    updates fit into it, it is not tried.
 
     Args:
         session: as it is; its weights change.
         set_up: makes a session of another recipe, as `convoy.training.set_up.set_up`.
-        ends: the time (`time.perf_counter`) after which no other trial is begun, on rank 0.
-        say: is told of the work: what, done, total.
+        budget: the time for it.
+        update_s: seconds of an update, about.
         taken: how many of a rank's cores other processes keep busy.
+        wanted: whether changes are tried.
     """
-    step, found = session.step(), list[Trial]()
-    before_s = as_it_is = _seconds(session, step)
-    possible = session.ranks.broadcast(list(changes(session, taken)))  # others may have other cores
+    step, tried = session.step(), list[Trial]()
+    possible = list(changes(session, taken)) if wanted else []
+    possible = session.ranks.broadcast(possible)  # others may have other cores
+    budget.tell("timing updates whose input is ready")
+    if not budget.allows(_UPDATES * update_s):
+        budget.missed.extend(" ".join(change.arguments) for change in possible)
+        return None, ()
+    before_s = as_it_is = _seconds(session, step, budget.part(1 / (1 + len(possible))).left)
+    setting_up_s = 0.0
+
+    def timed_set_up(*args: Any) -> Session:
+        nonlocal setting_up_s
+        began = time.perf_counter()
+        other = set_up(*args)
+        setting_up_s = time.perf_counter() - began
+        return other
+
     for number, change in enumerate(possible):
-        in_time = session.ranks.broadcast(time.perf_counter() + _UPDATES * change.samples * as_it_is < ends)
-        if not in_time:
-            break
-        say(f"trying {' '.join(change.arguments)}", number, len(possible))
+        name = " ".join(change.arguments)
+        if change.cause == "batch" and any(trial.cause == "batch" and trial.gain < LEAST for trial in tried):
+            continue  # a smaller one brings nothing
+        needed_s = setting_up_s + _PREPARING_S.get(change.cause, 0.0) + _UPDATES * (1 + change.samples) * as_it_is
+        if not budget.allows(needed_s, name):
+            continue
+        budget.tell(f"trying {name}")
+        share = budget.part(1 / (len(possible) - number))
         watch = HostWatch()
         try:
-            what = partial(_by_one if change.alone else _by_all, session, set_up, change)
-            if change.cause == "plan":  # its plans race, and each is tried by itself
-                seconds = what(session.ranks)
-            else:
-                seconds = session.ranks.trying(f"trying {' '.join(change.arguments)}", what)
+            what = partial(_by_one if change.alone else _by_all, session, timed_set_up, change, share)
+            raced = change.cause == "plan"  # each of its plans is tried by itself
+            seconds = what(session.ranks) if raced else session.ranks.trying(f"trying {name}", what)
         except ConvoyError:
             continue  # it does not go with this network, or does not fit
         finally:
@@ -158,7 +183,7 @@ def try_changes(
         if seconds is None:
             continue
         load = watch.read()
-        after_s = _seconds(session, step)
+        after_s = _seconds(session, step, share.left)
         # A machine's speed drifts, so the mean of both counts; but what is a gain beside one of them alone is none, and
         # where the two are far apart the mean says nothing.
         least, most = sorted((before_s, after_s))
@@ -170,26 +195,32 @@ def try_changes(
             waits = session.ranks.gather((load.waited_s or 0.0) / load.wall_s / change.settings["threads"])
             waited = min(max(waits), 1.0)
             trial = replace(trial, threads=change.settings["threads"], waited=waited)
-        found.append(trial)
-    say("trying changes", len(possible), len(possible))
-    return as_it_is, tuple(found)
+        tried.append(trial)
+    return as_it_is, tuple(tried)
 
 
-def _seconds(session: Session, step: TrainingStep) -> float:
+def _seconds(session: Session, step: TrainingStep, patience_s: float) -> float:
     return update_seconds(
-        step, session.image_shape, session.device, session.ranks, enough=_ENOUGH, most=_MOST, least_s=_LEAST_S
+        step,
+        session.image_shape,
+        session.device,
+        session.ranks,
+        enough=_ENOUGH,
+        most=_MOST,
+        least_s=_LEAST_S,
+        patience_s=patience_s,
     )
 
 
-def _by_all(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> float | None:
+def _by_all(session: Session, set_up: SetUp, change: Change, share: Budget, ranks: Ranks) -> float | None:
     with _random_numbers_kept(session.device):
         other = set_up(change.of(session.recipe), session.device, None, ranks, session.data)
         if plan_text(other.plan) == plan_text(session.plan) and change.cause == "plan":
             return None
-        return _seconds(other, other.step())
+        return _seconds(other, other.step(), share.left / 2)
 
 
-def _by_one(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> float | None:
+def _by_one(session: Session, set_up: SetUp, change: Change, share: Budget, ranks: Ranks) -> float | None:
     """By rank 0 with the cores of all on its host, while the others wait."""
     host = network_place()
     every = [own for where, own in ranks.gather((host, cores.own_cores())) if where == host]
@@ -201,7 +232,7 @@ def _by_one(session: Session, set_up: SetUp, change: Change, ranks: Ranks) -> fl
         try:
             with _random_numbers_kept(session.device), _on(sorted({core for own in every for core in own})):
                 other = set_up(change.of(session.recipe), session.device, None, Ranks(), session.data)
-                taken = _seconds(other, other.step())
+                taken = _seconds(other, other.step(), share.left / 2)
         finally:
             if store is not None:
                 store.set(done, "")
