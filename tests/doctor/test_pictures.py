@@ -80,16 +80,18 @@ class Photos(EncodedSource):
         return f"photo {sample}"
 
 
-def measured(source: EncodedSource, samples: NDArray[np.int64] = SAMPLES, side: int = 48) -> Pictures:
-    found = measured_if_readable(source, samples, side)
+def measured(source: EncodedSource, samples: NDArray[np.int64] = SAMPLES, side: int = 48, **time: float) -> Pictures:
+    found = measured_if_readable(source, samples, side, **time)
     assert found is not None
     return found
 
 
-def measured_if_readable(source: EncodedSource, samples: NDArray[np.int64], side: int = 48) -> Pictures | None:
+def measured_if_readable(
+    source: EncodedSource, samples: NDArray[np.int64], side: int = 48, **time: float
+) -> Pictures | None:
     data = DataSet("photos", ["a", "b"], source, source, side, 3, (0.5,) * 3, (0.5,) * 3, side + 8)
     config = DataConfig(path="photos", augment=AugmentConfig(crop="random-resized", flip=True))
-    return measure_pictures(data, config, samples, seed=3)
+    return measure_pictures(data, config, samples, 3, **time)
 
 
 def test_waiting_for_bytes_is_no_work(clock: MadeTime, working: Working) -> None:
@@ -165,15 +167,14 @@ def test_a_few_pictures_suffice(number: int) -> None:
     assert all(np.isfinite(each) for each in (found.read_s, found.least_read_s, found.packed_s))
 
 
-def test_it_does_not_take_longer_than_it_may(clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "_MOST_S", 0.05)
+def test_it_does_not_take_longer_than_it_may(clock: MadeTime) -> None:
     reads: list[int] = []
 
     def arrive() -> None:
         reads.append(1)
         clock.sleep(0.04)
 
-    found = measured(Photos(arrive))
+    found = measured(Photos(arrive), most_s=8 * 0.05)
     assert found.read_s == pytest.approx(0.04)
     # Two, at once one and one more for each reader, and three for each way to keep them: all would be over 100.
     assert len(reads) <= 2 + 9 + 2 * (1 if turbo.missing() else 2) + 2 * 3

@@ -1,9 +1,8 @@
 """Changes that are tried: which, that each is what its option makes of the recipe, and that nothing is left of them."""
 
 import itertools
-import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,9 +11,11 @@ import pytest
 import torch
 
 from convoy.doctor.facts import Trial
+from convoy.engine import profiling
 from convoy.errors import ConvoyError
 from convoy.launch.cores import own_cores, pin
-from convoy.training import Session, step, trials
+from convoy.training import Session, budget, step, trials
+from convoy.training.budget import Budget
 from convoy.training.set_up import set_up
 from convoy.training.trials import Change, changes, try_changes
 from made_time import made_time
@@ -198,12 +199,16 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
         return other
 
     os.chdir(folder)
-    with made_time(trials, step) as clock, patch.object(trials, "changes", lambda *_: iter(each)), cores_as_before():
+    with (
+        made_time(budget, trials, step, profiling) as clock,
+        patch.object(trials, "changes", lambda *_: iter(each)),
+        cores_as_before(),
+    ):
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
         cores = own_cores()
         pin([cores[found.ranks.rank % len(cores)]])  # as ranks of a run are
         before = state()
-        as_it_is, done = try_changes(found, set_up_or_fail, clock.now + 1000)
+        as_it_is, done = try_changes(found, set_up_or_fail, Budget(found.ranks, 1000.0))
         return Left(done, as_it_is, before, state())
 
 
@@ -241,7 +246,9 @@ def random_numbers(data: Path) -> list[bool]:
     for change, work in ((LAST, trials._by_all), (alone, trials._by_one)):
         before = torch.get_rng_state()
         with cores_as_before():
-            found.ranks.trying("trying", lambda ranks, work=work, change=change: work(found, set_up, change, ranks))
+            found.ranks.trying(
+                "trying", lambda ranks, work=work, change=change: work(found, set_up, change, Budget(ranks), ranks)
+            )
         same.append(torch.equal(before, torch.get_rng_state()))
     return same
 
@@ -250,19 +257,29 @@ def test_random_numbers_go_on(data: Path) -> None:
     assert run_ranks(random_numbers, 2, data) == [[True, True]] * 2
 
 
-def tried_in(data: Path, seconds: float) -> tuple[float, int]:
-    """Seconds of an update, which takes one, and how many changes are tried in some."""
+def tried_in(data: Path, seconds: float) -> tuple[float | None, int, list[str], bool]:
+    """Seconds of an update, which takes one, how many changes are tried in some, which are not, and whether in time."""
     found = session(data)
-    with made_time(trials, step) as clock, patch.object(trials, "changes", lambda *_: iter([LAST, LAST])):
+    with (
+        made_time(budget, trials, step, profiling) as clock,
+        patch.object(trials, "changes", lambda *_: iter([LAST, replace(LAST, arguments=("--set", "other"))])),
+    ):
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
-        as_it_is, done = try_changes(found, set_up, clock.now + seconds)
-    return as_it_is, len(done)
+        limits = Budget(found.ranks, seconds)
+        as_it_is, done = try_changes(found, set_up, limits, update_s=1.0)
+        return as_it_is, len(done), limits.missed, clock.now <= seconds
 
 
-@pytest.mark.parametrize(("seconds", "number"), [(-1, 0), (15, 0), (16, 1)])
-def test_what_there_is_time_for_is_tried(data: Path, seconds: float, number: int) -> None:
-    """To time what is takes three updates, and it is said of a change that it takes twelve."""
-    assert run_ranks(tried_in, 2, data, seconds) == [(1.0, number)] * 2
+@pytest.mark.parametrize(
+    ("seconds", "as_it_is", "number", "missed"),
+    [(1.0, None, 0, 2), (5.0, 1.0, 0, 2), (8.0, 1.0, 1, 1), (20.0, 1.0, 2, 0)],
+)
+def test_what_there_is_time_for_is_tried(
+    data: Path, seconds: float, as_it_is: float | None, number: int, missed: int
+) -> None:
+    """Two updates tell what one takes, and those of a change take turns with those without it."""
+    names = ["--channels-last", "--set other"][2 - missed :]
+    assert run_ranks(tried_in, 2, data, seconds) == [(as_it_is, number, names, True)] * 2
 
 
 def seconds_of(data: Path, each: tuple[float, ...], least_s: float) -> tuple[float, int]:
@@ -297,7 +314,7 @@ def beside(data: Path, before: float, changed: float, after: float) -> float:
         patch.object(trials, "_seconds", lambda *_: next(each)),
         patch.object(trials, "_by_all", lambda *_: changed),
     ):
-        _, (trial,) = try_changes(found, set_up, math.inf)
+        _, (trial,) = try_changes(found, set_up, Budget(found.ranks))
     return trial.before_s
 
 
@@ -323,7 +340,7 @@ def unlike(data: Path) -> list[tuple[str, float]]:
         return [Change("batch", (f"--batch {of.ranks.rank}",)), *[Change("plan", ())] * of.ranks.rank]
 
     with patch.object(trials, "changes", offers), patch.object(trials, "_by_all", lambda *rest: 1.0):
-        _, done = try_changes(found, set_up, math.inf)
+        _, done = try_changes(found, set_up, Budget(found.ranks))
     return [(trial.arguments[0], trial.seconds) for trial in done]
 
 

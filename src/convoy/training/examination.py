@@ -167,8 +167,9 @@ def _of_few(facts: Facts, counted: int, pace: Pace) -> tuple[str, ...]:
         return ()
     if counted < _FEW:
         return (f"An update takes {seconds(facts.update_s)}, so that only {plural(counted, 'update')} could be timed.",)
-    each = sorted(per_second(facts.batch / one.each) for one in pace.counted())
-    return (f"The pace changed as long as there was time to look: {each[0]} to {each[-1]} images a second.",)
+    rates = [facts.batch / one.each for one in pace.counted()]
+    between = f"{per_second(min(rates))} to {per_second(max(rates))} images a second"
+    return (f"The pace changed as long as there was time to look: {between}.",)
 
 
 def _bits_per_s(session: Session) -> float:
