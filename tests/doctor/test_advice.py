@@ -44,6 +44,8 @@ def first(**changes: Any) -> Any:
 def test_a_healthy_training_gets_no_advice() -> None:
     assert advise(HEALTHY) == ()
     assert "None of the changes" in Diagnosis.of(HEALTHY).sentence
+    late = replace(HEALTHY, notes=("There was no time for --batch 128.",))
+    assert Diagnosis.of(late).text() == f"{Diagnosis.of(HEALTHY).text()}\n{late.notes[0]}"
 
 
 def waiting(seconds: float) -> tuple[RankFacts, ...]:
@@ -68,6 +70,15 @@ def test_slow_storage_is_told_from_slow_decoding() -> None:
     found = first(update_s=2.688, ranks=waiting(1.7), workers=1, pictures=pictures)
     assert found.cause == "storage"
     assert found.gain == pytest.approx(2.688 / 0.99, rel=0.02)
+
+
+@pytest.mark.parametrize("slow", [Pictures(cpu_s=0.0095, raw_s=0.0005), Pictures(read_s=0.02, cpu_s=0.001)])
+def test_nothing_is_promised_beyond_what_computing_leaves(slow: Pictures) -> None:
+    """Pictures that take longer one by one than in the training: a GPU waits for them a twelfth of its time."""
+    facts = replace(HEALTHY, batch=256, update_s=0.06, compute_s=0.055, threads=0, workers=16, cores=16.0)
+    facts = replace(facts, pictures=slow, ranks=(RankFacts(256, wait_s=0.005),), evaluate_every=None)
+    gains = [one.gain for one in advise(facts)]
+    assert gains and gains == pytest.approx([0.06 / 0.055] * len(gains))
 
 
 def test_pictures_in_memory_are_not_advised_on() -> None:

@@ -245,7 +245,7 @@ class Loader:
 PACES: dict[str, tuple[Callable[[int], float], Callable[[int], float], int, float, float]] = {
     # seconds to make a batch, to compute an update, when workers grow, and what an update takes and waits in the end
     "a first update of seconds": (lambda _: 0.01, lambda n: 0.02 if n else 5.0, -1, 0.02, 0.0),
-    "first updates of seconds": (lambda _: 0.05, lambda n: 0.02 if n > 7 else 1.0, -1, 0.05, 0.03),
+    "first updates of seconds": (lambda _: 0.05, lambda n: 0.02 if n > 7 else 0.5, -1, 0.05, 0.03),
     "other workers that start": (lambda n: 0.1 if n < 20 else 0.01, lambda _: 0.02, 6, 0.02, 0.0),
     "no other workers": (lambda _: 0.1, lambda _: 0.02, -1, 0.1, 0.08),
     "one update after the other": (lambda n: 0.2 - 0.008 * min(n, 20), lambda _: 0.02, -1, 0.04, 0.02),
@@ -260,7 +260,7 @@ def at_its_pace(data: Path, case: str) -> tuple[Facts, float]:
         loader = Loader(found, clock, made_s, 6, grows)
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(computed_s(next(number))))
         with patch.object(found, "batches", loader.batches):
-            return examination._measure_updates(found, Budget(found.ranks, 60.0)), clock.now
+            return examination._measure_updates(found, Budget(found.ranks, 30.0)), clock.now
 
 
 @pytest.mark.parametrize("case", PACES)
@@ -268,7 +268,7 @@ def test_a_training_is_timed_at_its_pace(data: Path, case: str) -> None:
     ((facts, taken),) = run_ranks(at_its_pace, 1, data, case)
     *_, update_s, wait_s = PACES[case]
     assert facts.update_s == pytest.approx(update_s, rel=0.05) and facts.wait_s == pytest.approx(wait_s, abs=0.002)
-    assert taken < 0.4 * 60 + 6 and not facts.notes
+    assert taken < 0.4 * 30 + 2 and not facts.notes
 
 
 def of_long_updates(data: Path, folder: Path, update_s: float, seconds: float) -> tuple[Facts, float]:
