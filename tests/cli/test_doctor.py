@@ -67,7 +67,7 @@ def test_of_a_command_line_it_is_said_in_a_few_lines(data: Path, capsys: pytest.
     assert lines[1].endswith(".")
     changes = [line for line in lines[2:] if "(predicted)" in line]
     assert len(changes) <= 3 and all(line.startswith(f"{n}. ") for n, line in enumerate(changes, 1))
-    others = ("Another training: ", "With change ", "There was no time", "The pace changed")
+    others = ("Another training: ", "With change ", "There was no time", "The pace changed", "An update takes")
     assert all(line.startswith(others) for line in lines[2 + len(changes) :])
 
 

@@ -74,11 +74,11 @@ def test_slow_storage_is_told_from_slow_decoding() -> None:
 
 @pytest.mark.parametrize("slow", [Pictures(cpu_s=0.0095, raw_s=0.0005), Pictures(read_s=0.02, cpu_s=0.001)])
 def test_nothing_is_promised_beyond_what_computing_leaves(slow: Pictures) -> None:
-    """Pictures that take longer one by one than in the training: a GPU waits for them a twelfth of its time."""
-    facts = replace(HEALTHY, batch=256, update_s=0.06, compute_s=0.055, threads=0, workers=16, cores=16.0)
-    facts = replace(facts, pictures=slow, ranks=(RankFacts(256, wait_s=0.005),), evaluate_every=None)
+    """Pictures that take longer one by one than in the training: a GPU waits for them a quarter of its time."""
+    facts = replace(HEALTHY, batch=256, update_s=0.06, compute_s=0.045, threads=0, workers=16, cores=16.0)
+    facts = replace(facts, pictures=slow, ranks=(RankFacts(256, wait_s=0.015),), evaluate_every=None)
     gains = [one.gain for one in advise(facts)]
-    assert gains and gains == pytest.approx([0.06 / 0.055] * len(gains))
+    assert gains and gains == pytest.approx([0.06 / 0.045] * len(gains))
 
 
 def test_pictures_in_memory_are_not_advised_on() -> None:

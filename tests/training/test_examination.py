@@ -68,7 +68,7 @@ def examined(data: Path, folder: Path, settings: tuple[str, ...], trials: bool, 
 
 
 def by_the_clock(data: Path, folder: Path) -> tuple[Facts, list[str], int]:
-    """An update takes 10 ms, a batch of an evaluation 0.1 s, and a second in the first one, a checkpoint a second.
+    """An update takes 10 ms, a batch of an evaluation 0.1 s, and half a second in the first one, a checkpoint a second.
 
     And how many batches of evaluations there were.
     """
@@ -76,10 +76,10 @@ def by_the_clock(data: Path, folder: Path) -> tuple[Facts, list[str], int]:
     found, said, batches = session(data, *EACH), list[str](), itertools.count()
     with made_time(*CLOCKS) as clock, cores_as_before():
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(0.01))
-        counted = clock.before(EvaluationTally.add, lambda: 0.1 if next(batches) else 1.0)
+        counted = clock.before(EvaluationTally.add, lambda: 0.1 if next(batches) else 0.5)
         saved = clock.before(Saver.save, lambda: 1.0)
         with patch.object(EvaluationTally, "add", counted), patch.object(Saver, "save", saved):
-            limits = Budget(found.ranks, 30.0, say=lambda what, *_: said.append(what.split(",")[0]))
+            limits = Budget(found.ranks, 20.0, say=lambda what, *_: said.append(what.split(",")[0]))
             facts = examine(found, limits, trials=False, folder=folder / "runs" / "x")
     return facts, list(dict.fromkeys(said)), next(batches)
 
