@@ -1,74 +1,126 @@
-"""Builds Convoy's kernels for a GPU, on a machine without one."""
+"""Builds Convoy's kernels for GPUs that are not here, with what the operations launch them with.
+
+    python -m triton_builds [more]
+
+in a process in which Triton does not interpret. Batch norm and dropout run on tensors of the CPU, forward and backward,
+and what would launch a kernel builds it: for each of `CAPABILITIES`, of few variants or of `more`.
+"""
 
 import itertools
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
-from triton.compiler import ASTSource  # type: ignore[import-not-found]
+from triton.runtime import driver  # type: ignore[import-not-found]
+from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
 
-from convoy.ops import microbatch_kernels as kernels
-from convoy.ops import random_kernels
+from convoy.ops import microbatch_kernels, microbatch_norm, random_bits, random_kernels, shared_batch_norm
+from convoy.ops.microbatch_norm import normalize_at_once
+from convoy.ops.random_bits import drop, one_for_each
+from convoy.ops.shared_batch_norm import Following, Holders, normalize_together
 
-H100 = GPUTarget("cuda", 90, 32)
-LAYOUTS = {
-    "channels_last": {"inner": True, "height": 32, "width": 64},
-    "contiguous": {"inner": False, "height": 2048, "width": 1},
-}
-TYPES = {
-    "bf16": ("*bf16", "*fp32", tl.float32),
-    "fp32": ("*fp32", "*fp32", tl.float32),
-    "fp64": ("*fp64", "*fp64", tl.float64),
-}
-ANY = ("splits", "blocks", "layer", "bound")
-"""Numbers that are divisible by nothing."""
+CAPABILITIES = (80, 90, 100)
+FEW_NUMBERS = ("_combine", "_follow", "_one_for_each")
+"""Kernels that read some numbers of each channel or sample, and no activations."""
 
 
-def build(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
-    """Its PTX, with all pointers and most sizes divisible by 16."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants and name not in ANY
-    }
-    values = {(names.index(name),): value for name, value in constants.items()}
-    ptx: str = triton.compile(ASTSource(kernel, signature, values, aligned), target=H100).asm["ptx"]
-    return ptx
+class Gpu:
+    """Stands for Triton's driver of one."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return self._capability  # kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
 
 
-def main() -> None:
-    for (name, (x, wide, dtype)), (layout, options) in itertools.product(TYPES.items(), LAYOUTS.items()):
-        types = dict.fromkeys(("channels", "positions", "splits", "number"), "i32") | {
-            "starts": "*i64",
-            "counter": "*i64",
-        }
-        types |= dict.fromkeys(("x", "y", "gradient", "dx"), x)
-        types |= dict.fromkeys(
-            ("weight", "bias", "partial", "statistics", "sums", "terms", "running_mean", "running_var"), wide
-        )
-        for kernel in (kernels._moments, kernels._normalize, kernels._gradient_sums, kernels._input_gradient):
-            ptx = build(kernel, types, {**options, "dtype": dtype})
-            assert "ld.global.v" in ptx, f"{kernel.__name__}, {name}, {layout}: one number at a time"
-        block = {"width": 64, "dtype": dtype}
-        build(kernels._combine, types, {**block, "eps": 1e-5})
-        build(kernels._follow, types, {**block, "momentum": 0.1, "counter": None})
-        build(kernels._follow, types, {**block, "momentum": 0.0})
-    random_numbers()
+def build(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    """In place of a launch."""
+    compiled = launch(kernel, *args, grid=grid, warmup=True, **options)
+    built.setdefault((kernel.__module__, kernel.__name__), set()).add(compiled.asm["ptx"])
+    return compiled
 
 
-def random_numbers() -> None:
-    types = {"keys": "*i32", "layers": "*i32", "found": "*i32", "part": "*i32"}
-    types |= dict.fromkeys(("layer", "bound", "count", "channels", "positions", "blocks", "samples"), "i32")
-    for x, _, dtype in TYPES.values():
-        for inner, by_channel, constants in itertools.product((False, True), (False, True), ({}, {"part": None})):
-            options = {"kept": 1 / 0.7, "inner": inner, "by_channel": by_channel, "width": 1024, "dtype": dtype}
-            ptx = build(random_kernels._drop, types | {"x": x, "y": x}, options | constants)
-            assert "ld.global.v" in ptx and "st.global.v" in ptx, f"dropout, {x}: one number at a time"
-            assert (".f64" in ptx) == (x == "*fp64"), f"dropout, {x}: in another precision"
-            assert ("cvt.rn.bf16" in ptx) == (x == "*bf16"), f"dropout, {x}: not rounded to nearest"
-    build(random_kernels._one_for_each, types, {"width": 256})
+launch, JITFunction.run = JITFunction.run, build
+built: dict[tuple[str, str], set[str]] = {}
+"""PTX by module and name of the kernel."""
+
+
+def kernels_of(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Kernels that are to be launched: those that no other one calls."""
+    kernels = {name: kernel for name, kernel in vars(module).items() if isinstance(kernel, JITFunction)}
+    for name in kernels:
+        if not any(re.search(rf"(?<!def )\b{name}\(", kernel.src) for kernel in kernels.values()):
+            yield module.__name__, name
+
+
+def batch_norm(dtype: torch.dtype, order: torch.memory_format, affine: bool, relu: bool, counts: bool) -> None:
+    """By microbatch, with and without running statistics, and over two ranks."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x = torch.ones(16, 64, 32, 32).to(dtype, memory_format=order).requires_grad_()
+    weight, bias = (torch.ones(64, dtype=wide, requires_grad=True) if affine else None for _ in range(2))
+    running = Following(*torch.ones(2, 64, dtype=wide), None if counts else 0.1, torch.tensor(1))
+    holders = Holders(dist.group.WORLD, (x.numel() // 64,) * 2)  # type: ignore[arg-type]
+    for y in (
+        normalize_at_once(x, weight, bias, 1e-5, (8, 8), relu=relu)[0],
+        normalize_at_once(x, weight, bias, 1e-5, (16,), running, relu)[0],  # type: ignore[arg-type]
+        normalize_together(x, weight, bias, running, 1e-5, holders, relu),
+    ):
+        y.backward(torch.ones_like(y))
+
+
+def dropout(dtype: torch.dtype, order: torch.memory_format, channels: bool, part: bool) -> None:
+    x = torch.ones(4, 64, 32, 32).to(dtype, memory_format=order)
+    keys, numbers = torch.zeros(4, 2, dtype=torch.int32), torch.arange(x[0].numel(), dtype=torch.int32)
+    drop(x, keys, 3, 0.3, channels, numbers if part else None)
+    one_for_each(keys, keys[:, 0].contiguous())
+
+
+def check(name: str, dtype: torch.dtype, ptx: str) -> None:
+    """What makes a kernel fast and right."""
+    if name not in FEW_NUMBERS:
+        assert "ld.global.v" in ptx, f"{name}, {dtype}: one number at a time"
+    if name == "_drop":
+        assert "st.global.v" in ptx, f"{name}, {dtype}: one number at a time"
+        assert (".f64" in ptx) == (dtype == torch.float64), f"{name}, {dtype}: in another precision"
+        assert ("cvt.rn.bf16" in ptx) == (dtype == torch.bfloat16), f"{name}, {dtype}: not rounded to nearest"
+
+
+def main(more: bool) -> None:
+    for module in (microbatch_norm, shared_batch_norm):
+        module.batch_norm_kernels = lambda x: microbatch_kernels  # type: ignore[attr-defined]
+    shared_batch_norm.at_once = lambda x: True  # type: ignore[attr-defined]
+    random_bits._fused, random_bits._kernels = lambda x: True, lambda x: random_kernels  # type: ignore[assignment]
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    either, orders = (True, False) if more else (True,), (torch.channels_last, torch.contiguous_format)
+    types = (torch.bfloat16, torch.float32, torch.float64) if more else (torch.bfloat16,)
+    for capability, dtype in itertools.product(CAPABILITIES, types):
+        driver.set_active(Gpu(capability))
+        built.clear()
+        for order in orders if more else orders[:1]:
+            for variant in itertools.product(either, repeat=3):
+                batch_norm(dtype, order, *variant)
+            for channels, part in itertools.product(either, repeat=2):
+                dropout(dtype, order, channels, part)
+        assert set(built) == {*kernels_of(microbatch_kernels), *kernels_of(random_kernels)}
+        for (_, name), texts in built.items():
+            for ptx in texts:
+                assert f".target sm_{capability}" in ptx
+                check(name, dtype, ptx)
+        print(f"sm_{capability}, {dtype}: {sum(map(len, built.values()))} kernels")
 
 
 if __name__ == "__main__":
-    main()
+    main("more" in sys.argv)

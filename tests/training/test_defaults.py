@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from convoy import processor
 from convoy.comm.ranks import Ranks
 from convoy.engine.coupling import CPU_SHARE, CUDA_SHARE, Probe
 from convoy.errors import ConvoyError
@@ -186,7 +187,7 @@ def test_cpus_say_what_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = tmp_path / "cpuinfo"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setattr(defaults, "CPU_INFO", file)
+    monkeypatch.setattr(processor, "CPU_INFO", file)
     assert has_bf16(CPU) == able
     recipe = recipe_of("precision=bf16")
     note = "precision bf16: without hardware for it, this CPU may take longer than in fp32"

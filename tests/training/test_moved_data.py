@@ -1,4 +1,4 @@
-"""The data of a run may lie elsewhere when it goes on; other data are refused."""
+"""What a run goes on with may lie elsewhere, data or processor, and that is said; other data are refused."""
 
 import json
 import shutil
@@ -9,12 +9,14 @@ import torch
 
 from convoy.errors import ConvoyError
 from convoy.training import load_recipe, train
+from convoy.training.environment import machine
 from tiny import write_mnist
 from whole_runs import BASE, Words, as_before
 
 
-def run(data: str, out: Path, resume: bool = False) -> list[str]:
-    recipe = load_recipe("default", [f"{k}={v}" for k, v in (BASE | {"data.path": data, "epochs": "2ba"}).items()])
+def run(data: str, out: Path, resume: bool = False, **more: str) -> list[str]:
+    options = BASE | {"data.path": data, "epochs": "2ba"} | more
+    recipe = load_recipe("default", [f"{k}={v}" for k, v in options.items()])
     words = Words()
     with as_before():
         train(recipe, out, resume=resume, device=torch.device("cpu"), reporter=words)
@@ -58,3 +60,29 @@ def test_fewer_samples_are_refused_and_nothing_is_changed(tmp_path: Path) -> Non
     with pytest.raises(ConvoyError, match=words):
         run(str(write_mnist(tmp_path / "less", 72)), out, resume=True)
     assert (out / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("reproducible", ["true", "false"])
+def test_another_processor_is_said_of_reproducible_runs(tmp_path: Path, reproducible: str) -> None:
+    data, out = write_mnist(tmp_path / "data"), tmp_path / "run"
+
+    def go_on(**recorded: str) -> list[str]:
+        begun = json.loads((out / "environment.json").read_text())
+        (out / "environment.json").write_text(json.dumps(begun | recorded))
+        (out / "summary.json").unlink(missing_ok=True)  # the run is not finished
+        said = run(str(data), out, resume=True, reproducible=reproducible)
+        return [sentence for sentence in said if "the run was begun on" in sentence]
+
+    run(str(data), out, reproducible=reproducible)
+    assert go_on() == []
+    facts = machine(torch.device("cpu"))
+    here = f"{facts['machine']} with {facts['kernels']}"
+    sentences = go_on(machine="Z80", kernels="DEFAULT") + go_on(kernels="AVX9 with AMX")
+    starts = [f"the run was begun on Z80 with DEFAULT and continues on {here}: its numbers may differ"]
+    starts.append(f"the run was begun on Z80 with AVX9 with AMX and continues on {here}: its numbers may differ")
+    assert len(sentences) == (2 if reproducible == "true" else 0)
+    assert all(sentence.startswith(start) for sentence, start in zip(sentences, starts, strict=False))
+    if sentences:
+        assert sentences[-1] in json.loads((out / "summary.json").read_text())["notes"]
+        restarts = json.loads((out / "environment.json").read_text())["restarts"]
+        assert [restart.get("kernels") for restart in restarts] == [None, facts["kernels"], facts["kernels"]]

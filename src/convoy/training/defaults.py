@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from convoy import processor
 from convoy.comm.ranks import Ranks
 from convoy.data.sources import Progress
 from convoy.engine import microbatch_sizes, prepare
@@ -28,7 +28,6 @@ from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived
 
-CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """What Linux calls it on x86 and on Arm."""
 ROUNDS, LONG_S = 5, 10.0
@@ -73,10 +72,7 @@ def has_bf16(device: torch.device) -> bool:
     """Whether a device multiplies in bf16 by hardware: GPUs since Ampere, CPUs that say so."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    try:
-        return not BF16_FLAGS.isdisjoint(CPU_INFO.read_text(encoding="utf-8", errors="replace").split())
-    except OSError:
-        return False
+    return not BF16_FLAGS.isdisjoint(processor.flags())
 
 
 def settle(

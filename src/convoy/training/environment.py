@@ -5,10 +5,10 @@ import os
 import platform
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 
+from convoy import processor
 from convoy.comm.backend import gpus
 from convoy.comm.joining import join
 from convoy.comm.ranks import Ranks
@@ -83,7 +83,7 @@ def describe(command: str, device: torch.device, num_devices: int = 1, plan: str
         "convoy": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "machine": _machine(device),
+        **machine(device),
         "device": str(device) if num_devices == 1 else f"{num_devices} devices ({device.type})",
         "devices": num_devices,
         "plan": plan,
@@ -102,12 +102,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _machine(device: torch.device) -> str:
+def machine(device: torch.device) -> dict[str, str | int]:
+    """The facts that decide which kernels torch takes, and so how a run rounds."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        return {"machine": torch.cuda.get_device_name(device)}
+    return {"machine": processor.name(), "kernels": processor.kernels()}

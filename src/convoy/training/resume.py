@@ -6,7 +6,7 @@ schedule is that of the whole, new length: a cosine goes on from where it would 
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,18 @@ def moved_data(recipe: Recipe, run: RunDirectory) -> str | None:
     if Path(before).resolve() == Path(recipe.data.path).resolve():
         return None
     return f"the data come from {recipe.data.path}, not from {before} as when the run was begun"
+
+
+def other_machine(recipe: Recipe, run: RunDirectory, now: Mapping[str, str | int]) -> str | None:
+    """The sentence where a reproducible run goes on on a machine (`environment.machine`) whose bits may be others."""
+    before = {key: value for key, value in run.begun_by().items() if key in ("machine", "kernels")}
+    if not recipe.reproducible or all(now.get(key) == value for key, value in before.items()):
+        return None
+    was, here = (" with ".join(map(str, each.values())) for each in (before, now))
+    return (
+        f"the run was begun on {was} and continues on {here}: its numbers may differ in their last bits "
+        "from those of a run that stays on one kind of processor"
+    )
 
 
 def differences(recipe: Recipe, begun: Recipe) -> Iterator[tuple[str, Any, Any]]:

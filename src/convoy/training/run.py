@@ -26,7 +26,15 @@ from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
 from convoy.training.progress import Reporter
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
-from convoy.training.resume import check_data, check_extension, check_run, extended, load_latest, moved_data
+from convoy.training.resume import (
+    check_data,
+    check_extension,
+    check_run,
+    extended,
+    load_latest,
+    moved_data,
+    other_machine,
+)
 from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
@@ -272,14 +280,17 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
     if loop.finished:
         reporter.say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")
         return
-    moved = moved_data(session.recipe, run) if rank == 0 else None
+    moved = other = None
     if rank == 0:
+        here = environment.machine(session.device)
+        moved, other = moved_data(session.recipe, run), other_machine(session.recipe, run, here)
         session.notes[:0] = [note for note in run.summary().get("notes") or () if note not in session.notes]
         facts = environment.restart(loop.done, session.ranks.num, str(session.plan))
-        run.add_restart(facts if moved is None else {**facts, "data": session.recipe.data.path})
-    if moved is not None:
-        session.notes.append(moved)
-        reporter.say(moved)
+        facts |= {"data": session.recipe.data.path} if moved else {}
+        run.add_restart(facts | (here if other else {}))
+    for sentence in filter(None, (moved, other)):
+        session.notes.append(sentence)
+        reporter.say(sentence)
     nothing = "" if loop.done else ": no checkpoint was written before"
     reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates{nothing}")
 

@@ -1,15 +1,14 @@
 """What measured times hold for (the device, its libraries, how it is used), and the memory a plan may take there."""
 
 import hashlib
-import platform
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from convoy import processor
 from convoy.launch.cores import cores_allowed
 from convoy.launch.memory import host_memory
 from convoy.units import size
@@ -102,7 +101,7 @@ def this_device(
         precision, channels_last, compiled, neighbours: as in `Device`.
     """
     is_cpu = device.type == "cpu"
-    name = _processor() if is_cpu else torch.cuda.get_device_name(device)
+    name = processor.name() if is_cpu else torch.cuda.get_device_name(device)
     threads = torch.get_num_threads() if is_cpu else 0
     return Device(
         name,
@@ -129,13 +128,3 @@ def _numerics(is_cpu: bool) -> Iterator[str]:
     for what, each in (("convolutions", convolutions.conv), ("products", products.matmul)):
         if each.fp32_precision in _LOWER:
             yield f"{each.fp32_precision} {what}"
-
-
-def _processor() -> str:
-    """The name of the CPU's model, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine() or "CPU"
