@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from short import measure_shortly
 
@@ -19,6 +20,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 # Hundreds of processes import the same modules: the first of them keeps the bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Without a GPU Triton interprets its kernels, in whatever imports it: torch._dynamo does, in ranks as well.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Runs and plans keep what they measure: here, not in the user's profile store.
 _cache = tempfile.TemporaryDirectory(prefix="convoy-tests-")

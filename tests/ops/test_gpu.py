@@ -1,6 +1,5 @@
 """Convoy's own kernels for GPUs, on a machine without one; what they compute is tested beside what torch computes."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -31,13 +30,12 @@ def test_where_triton_cannot_build_its_kernels_torch_runs(
         assert gpu._tried.__wrapped__(module, what, torch.device("cpu")) is None
 
 
-def test_triton_builds_for_a_gpu() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: its kernels are not built")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(Path(__file__).parents[1]), *sys.path]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    subprocess.run([sys.executable, "-m", "triton_builds"], env=environment, check=True, timeout=150)
+@pytest.mark.parametrize("more", [(), pytest.param(("more",), marks=pytest.mark.slow)], ids=["few", "more"])
+def test_triton_builds_for_gpus(more: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: its kernels are not built")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    subprocess.run([sys.executable, "-m", "triton_builds", *more], env=environment, check=True, timeout=150)
 
 
 def test_where_memory_lacks_for_the_trial_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:

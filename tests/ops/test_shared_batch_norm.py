@@ -1,6 +1,5 @@
 """Batch norm over several ranks as it runs on a GPU, on the CPU: exact, in few operations."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +36,6 @@ def by_torch(case: OneCall) -> dict[str, Tensor]:
 
 
 def by_triton(case: OneCall) -> dict[str, Tensor]:
-    os.environ["TRITON_INTERPRET"] = "1"
     with as_on_a_gpu(interpreted.kernels()["microbatch"]):
         return rank_results(case)
 
@@ -133,7 +131,6 @@ def test_low_precision_is_rounded_to_once(wide: torch.dtype | None, cuda: bool) 
 
 def _behind(relu: bool, triton: bool) -> list[Tensor]:
     """This rank's part of a layer with a ReLU behind it, or in it: the result and the gradients."""
-    os.environ["TRITON_INTERPRET"] = "1"
     rank = dist.get_rank()
     torch.manual_seed(0)
     x, gradient = (torch.randn(5, 6, 4, 4).double().split(COUNTS)[rank] for _ in range(2))
