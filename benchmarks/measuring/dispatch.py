@@ -228,6 +228,7 @@ class FakeGpu(Counter):
             (torch.cuda, "get_rng_state", torch.zeros(16, dtype=torch.uint8)),
         ):
             self._stack.enter_context(mock.patch.object(owner, name, lambda *_, value=value: value))
+        self._stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor))
         self._stack.enter_context(mock.patch.object(torch.cuda, "Stream", _Stream))
         self._stack.enter_context(mock.patch.object(torch.cuda, "Event", _Moment))
         self._stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()))
