@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.engine import StepContext, passes, prepare, probe
-from convoy.engine.coupling import CPU_BUDGET, Probe, owns_draws
+from convoy.engine.coupling import CPU_BUDGET, Probe, probe
 from convoy.engine.parallelize import take_part
 
 CPU = torch.device("cpu")
@@ -231,7 +231,7 @@ def test_one_pass_with_stochastic_depth_equals_microbatches_one_by_one(block: Ca
 def test_the_engine_owns_numbers_that_belong_to_samples(between: nn.Module, owned: bool) -> None:
     model = Net(copy.deepcopy(between))
     state = torch.get_rng_state()
-    assert owns_draws(model, (3, 8, 8), CPU) == owned
+    assert probe(model, (3, 8, 8), CPU).owned == owned
     assert torch.equal(state, torch.get_rng_state())
 
 

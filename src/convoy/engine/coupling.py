@@ -2,29 +2,29 @@
 
 One pass over several microbatches uses the device better, and is exact where the network treats every microbatch as it
 would by itself. Layers that couple samples (batch norm) or draw random numbers (dropout) are replaced by versions that
-do. Where the captured graph does not tell whether a call couples samples (`coupling`), the network is run both ways
-(`probe`). A branch whose first weights are zero or next to it, as the last of a residual block often are, shows
+do. Whether anything else does is read off the captured graph (`coupling`): no numbers in low precision decide it, which
+hang on the size of the batch on a GPU. Where a call has no rule, or where there is no graph, the network is run both
+ways in float64. A branch whose first weights are zero or next to it, as the last of a residual block often are, shows
 nothing: where there are such weights, it is run both ways with others in their place too.
 """
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.comm.groups import Groups
-from convoy.engine.layers import DROPOUT_LAYERS, MicrobatchNorm, SampleDropout
+from convoy.engine.layers import BATCH_NORM_LAYERS, DROPOUT_LAYERS, MicrobatchNorm, SampleDropout, prepare
 from convoy.engine.layerwise import Layerwise, random_state
-from convoy.engine.network import Network, network_of
+from convoy.engine.network import network_of
 from convoy.graph.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import OPERATIONS, capture, place
-from convoy.ops.context import StepContext
+from convoy.ops.context import BatchNormMode, StepContext
 from convoy.ops.memory import predict_memory
 from convoy.ops.placing import sharing_axes
 from convoy.ops.precision import under_autocast
@@ -147,7 +147,8 @@ def _name(call: Call) -> str:
 
 
 PROBE_SAMPLES = 2
-TOLERANCE = 1e-2
+TOLERANCE = 1e-6
+"""Of the largest number, in float64."""
 CPU_BUDGET = 512 * 2**20
 """Bytes that a pass keeps on a CPU at most: docs/benchmarks/small-passes.md."""
 CPU_SHARE, CUDA_SHARE = 1 / 8, 1 / 2
@@ -164,7 +165,7 @@ class Probe:
         separable: microbatches that run in one pass give what they give one after the other; where the network draws
             random numbers, in evaluation mode.
         draws: the network draws random numbers that no layer here controls, or one dropout layer runs several times.
-        owned: the engine draws all of them itself (`owns_draws`).
+        owned: the engine draws all of them itself, each as a function of (seed, step, layer, sample).
         bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
         normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
             would take all microbatches of one call before those of the next.
@@ -193,30 +194,31 @@ class Probe:
 
 
 def probe(
-    model: nn.Module,
-    context: StepContext,
+    plain: nn.Module,
     image_shape: tuple[int, ...],
     device: torch.device,
     samples: int = PROBE_SAMPLES,
     precision: torch.dtype | None = None,
+    batch_norm: BatchNormMode = "microbatch",
 ) -> Probe:
-    """Run the network in training mode on random images, together and one microbatch at a time.
+    """Run a copy of the network in training mode on random images, and look at its calls.
 
-    Weights, buffers, the mode and torch's random state are left as they were. What is kept for the backward pass is
-    counted under autocast, where that is on; all else is compared without it, as its rounding would hide too much.
+    Torch's random state is left as it was. What is kept for the backward pass is counted under autocast, where that is
+    on.
 
     Args:
-        model: the network, prepared by `convoy.engine.layers`.
-        context: its step context.
+        plain: the network.
         image_shape: (channels, height, width).
         device: where the network lives.
-        samples: size of each of the two microbatches.
+        samples: size of each of two microbatches.
         precision: in which autocast has layers compute; None where it is off.
+        batch_norm: over which samples statistics are taken.
     """
     sizes = (samples, samples)
     images = torch.rand(sum(sizes), *image_shape, generator=torch.Generator().manual_seed(0)).to(device)
-    with _untouched(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model.train()
+    model = copy.deepcopy(plain).train()
+    context = prepare(model, 0, batch_norm)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         before = random_state(device)
         context.enter(0, 0, sizes, device)
         kept: dict[int, int] = {}
@@ -228,19 +230,67 @@ def probe(
 
         autocast = torch.autocast(device.type, precision, enabled=precision is not None)
         with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as ran:
-            together = leaves(model(images), Tensor)
-        outputs = len(together)
+            outputs = len(leaves(model(images), Tensor))
         again = [layer for layer, number in ran.items() if number > 1]
         draws = not torch.equal(before, random_state(device)) or any(isinstance(one, SampleDropout) for one in again)
-        if draws:
-            model.eval()
-        if draws or precision is not None:
-            together = _run(model, context, images, 0, sizes)
-        weights = {p.data_ptr() for p in model.parameters()}
-        separable = _separable(model, model, context, images, [each.detach() for each in together])
-    total = sum(size for pointer, size in kept.items() if pointer not in weights)
-    normed_again = any(isinstance(one, MicrobatchNorm) for one in again)
-    return Probe(separable, draws, total // sum(sizes), normed_again, outputs)
+        graph = _graph(plain, image_shape, samples, training=True)
+        shown = graph if not draws else _graph(plain, image_shape, samples, training=False)
+        separable = _separates(shown, plain, batch_norm) if shown is not None else None
+        if separable is None:
+            separable = _tried(plain, image_shape, samples, device, training=not draws, batch_norm=batch_norm)
+    weights = {p.data_ptr() for p in model.parameters()}
+    return Probe(
+        separable=separable,
+        draws=draws,
+        bytes_per_sample=sum(size for pointer, size in kept.items() if pointer not in weights) // sum(sizes),
+        normed_again=any(isinstance(one, MicrobatchNorm) for one in again),
+        outputs=outputs,
+        # of numbers that belong to no sample, or are drawn in a way of the network's own, there is no graph
+        owned=draws and batch_norm == "microbatch" and graph is not None and coupling(graph) is None,
+    )
+
+
+def _graph(plain: nn.Module, image_shape: tuple[int, ...], samples: int, training: bool) -> Graph | None:
+    """The network with two microbatches; None where it does something that a graph cannot say."""
+    try:
+        return capture(plain, [torch.empty(2 * samples, *image_shape, device="meta")], training=training)
+    except CaptureError:
+        return None
+
+
+def _separates(graph: Graph, plain: nn.Module, batch_norm: BatchNormMode) -> bool | None:
+    """Whether microbatches in one pass give what they give one after the other; None where a call has no rule."""
+    call = coupling(graph)
+    if call is not None:
+        return None if call.op == "opaque" else False
+    replaced = {name for name, layer in plain.named_modules() if type(layer) in BATCH_NORM_LAYERS}
+    by_hand = (call for call in graph.calls if call.op == "batch_norm" and call.layer not in replaced)
+    return batch_norm != "microbatch" or not any(call.attributes["training"] for call in by_hand)
+
+
+def _tried(
+    plain: nn.Module,
+    image_shape: tuple[int, ...],
+    samples: int,
+    device: torch.device,
+    *,
+    training: bool,
+    batch_norm: BatchNormMode,
+) -> bool:
+    """The same by numbers: in float64 on the CPU, so that it is the same on all devices."""
+
+    def on(device: torch.device, dtype: torch.dtype) -> bool:
+        model = copy.deepcopy(plain).to(device, dtype).train(training)
+        context = prepare(model, 0, batch_norm)
+        generator = torch.Generator().manual_seed(0)
+        images = torch.rand(2 * samples, *image_shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        return _separable(model, context, images)
+
+    try:
+        return on(torch.device("cpu"), torch.float64)
+    except (RuntimeError, NotImplementedError, TypeError):  # it computes in a type, or on a device, of its own
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            return on(device, next((p.dtype for p in plain.parameters()), torch.float32))
 
 
 def probe_of_graph(
@@ -250,7 +300,7 @@ def probe_of_graph(
     samples: int = PROBE_SAMPLES,
     precision: torch.dtype | None = None,
 ) -> Probe:
-    """What `probe` and `owns_draws` show, read off the network's calls, for one that is nowhere as a whole.
+    """What `probe` shows, read off the network's calls, for one that is nowhere as a whole.
 
     Args:
         model: the plain network, which may be deferred.
@@ -287,71 +337,32 @@ def _is_of_weight(x: Tensor) -> bool:
     return hasattr(step, "variable")
 
 
-def owns_draws(
-    model: nn.Module, image_shape: tuple[int, ...], device: torch.device, samples: int = PROBE_SAMPLES
-) -> bool:
-    """Whether the engine draws all random numbers of a network, each as a function of (seed, step, layer, sample), and
-    two microbatches in one pass give what they give one after the other; in training mode, which is tried.
-
-    Args:
-        model: the plain network. Its buffers change: give a copy.
-        image_shape: (channels, height, width).
-        device: where the network lives.
-        samples: size of each of the two microbatches.
-    """
-    context = StepContext(batch_norm="microbatch")
-    images = torch.rand(2 * samples, *image_shape, generator=torch.Generator().manual_seed(0)).to(device)
-    network = Network(model.train(), _ALONE, Groups(_ALONE.mesh, rank=0), context, loss="part")
-    try:
-        network.look([images], training=True)
-        network.place_parameters()
-        graph = network.example_placement(True).graph
-    except CaptureError:  # numbers that belong to no sample, or are drawn in a way of the network's own
-        return False
-    if coupling(graph) is not None:
-        return False
-
-    def forward(images: Tensor) -> Any:
-        network.samples = (len(images),)
-        return network.forward(images)
-
-    return _separable(model, forward, context, images, _run(forward, context, images, 0, (samples, samples)))
-
-
-def _separable(
-    model: nn.Module, forward: Callable[[Tensor], Any], context: StepContext, images: Tensor, together: list[Tensor]
-) -> bool:
-    """Whether the two halves of the images one after the other give what they gave `together`, as two microbatches;
-    also with weights that are not next to zero."""
-    sizes = (len(images) // 2,) * 2
-    if not _alike(together, forward, context, images, sizes[0]):
+def _separable(model: nn.Module, context: StepContext, images: Tensor) -> bool:
+    """Whether the two halves of the images one after the other give what they give together, as two microbatches; also
+    with weights that are not next to zero."""
+    if not _alike(model, context, images):
         return False
     asleep = list(_asleep(model))
     if not asleep:
         return True
     with _awake(asleep):
-        together = _run(forward, context, images, 0, sizes)
-        finite = all(bool(each.isfinite().all()) for each in together)  # else it shows nothing
-        return not finite or _alike(together, forward, context, images, sizes[0])
+        finite = all(bool(each.isfinite().all()) for each in _run(model, context, images, 0, (len(images) // 2,) * 2))
+        return not finite or _alike(model, context, images)  # else it shows nothing
 
 
 def _run(
-    forward: Callable[[Tensor], Any],
-    context: StepContext,
-    images: Tensor,
-    first_sample: int,
-    sizes: tuple[int, ...] | None = None,
+    model: nn.Module, context: StepContext, images: Tensor, first_sample: int, sizes: tuple[int, ...]
 ) -> list[Tensor]:
-    context.enter(0, first_sample, sizes or (len(images),), images.device)
+    context.enter(0, first_sample, sizes, images.device)
     with torch.no_grad():
-        return leaves(forward(images), Tensor)
+        return leaves(model(images), Tensor)
 
 
-def _alike(
-    together: list[Tensor], forward: Callable[[Tensor], Any], context: StepContext, images: Tensor, samples: int
-) -> bool:
-    """Whether two microbatches one after the other give what they gave together."""
-    apart = [_run(forward, context, images[start : start + samples], start) for start in (0, samples)]
+def _alike(model: nn.Module, context: StepContext, images: Tensor) -> bool:
+    """Whether two microbatches one after the other give what they give together."""
+    half = len(images) // 2
+    together = _run(model, context, images, 0, (half, half))
+    apart = [_run(model, context, images[start : start + half], start, (half,)) for start in (0, half)]
     return all(_close(whole, torch.cat([pieces[i] for pieces in apart])) for i, whole in enumerate(together))
 
 
@@ -398,18 +409,4 @@ def _close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
     scale = b.abs().max().clamp(min=1e-12)
-    return bool((a - b).abs().max() <= TOLERANCE * scale)
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-        for module, training in modes.items():
-            module.training = training
+    return bool((a - b).abs().max() <= (TOLERANCE if b.dtype == torch.float64 else 1e-2) * scale)

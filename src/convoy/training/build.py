@@ -1,8 +1,7 @@
 """The network that a recipe names: built, and tried before it is trained, with the data and for coupled samples."""
 
-import copy
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
-from convoy.engine import Probe, prepare, probe
-from convoy.engine.coupling import coupled, coupled_in_training, microbatch_sizes, owns_draws, probe_of_graph
+from convoy.engine import Probe, probe
+from convoy.engine.coupling import coupled, coupled_in_training, microbatch_sizes, probe_of_graph
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.graph import tree
@@ -203,23 +202,18 @@ def probed(
     Raises:
         ConvoyError: it cannot train on such images, or gives other logits.
     """
-    is_deferred = bool(deferred_tensors(plain))
-    model = plain if is_deferred else copy.deepcopy(plain)
-    context = None if is_deferred else prepare(model, recipe.seed, recipe.batch_norm)
+    samples = min(2, *sizes)
     try:
         if num_classes is not None:
-            logits = _logits(model, torch.empty(1, *shape, device=device))
+            logits = _logits(plain, torch.empty(1, *shape, device=device))
             if logits.shape != (1, num_classes):
                 raise ConvoyError(
                     f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
                     "classes: build the network for as many classes, or choose another model"
                 )
-        if context is None:
-            return probe_of_graph(model, shape, device, min(2, *sizes), lowered(recipe))
-        found = probe(model, context, shape, device, min(2, *sizes), lowered(recipe))
-        if not found.draws or recipe.batch_norm != "microbatch" or recipe.reproducible:  # `merged` does not ask
-            return found
-        return replace(found, owned=owns_draws(copy.deepcopy(plain), shape, device, samples=min(2, *sizes)))
+        if deferred_tensors(plain):
+            return probe_of_graph(plain, shape, device, samples, lowered(recipe))
+        return probe(plain, shape, device, samples, lowered(recipe), recipe.batch_norm)
     except (ConvoyError, torch.OutOfMemoryError):
         raise
     except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
