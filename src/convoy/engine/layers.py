@@ -15,7 +15,7 @@ from convoy.ops.context import BatchNormMode, StepContext
 from convoy.ops.microbatch_norm import at_once, normalize_at_once, normalize_by_itself
 from convoy.ops.onednn import DILATED, POINT, is_better_dilated, is_torchs
 from convoy.ops.random_bits import drop, layer_key
-from convoy.ops.statistics import Running, add_term
+from convoy.ops.statistics import Following, add_term
 
 DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -97,7 +97,7 @@ class MicrobatchNorm(_BatchNorm):
         if self._records and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(len(sizes))
-            running = Running("", self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+            running = Following(self.running_mean, self.running_var, self.momentum, self.num_batches_tracked)
         return normalize_at_once(x, self.weight, self.bias, self.eps, sizes, running)[0]
 
     def _normalize(self, x: Tensor) -> Tensor:

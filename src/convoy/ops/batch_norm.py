@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,18 +15,19 @@ from convoy.graph.graph import Call, Graph
 from convoy.graph.torch_call import Recognized, TorchCall
 from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site, by_role
 from convoy.ops.layouts import by_channel
-from convoy.ops.microbatch_norm import at_once, new_term, normalize_at_once, normalize_by_itself
+from convoy.ops.microbatch_norm import at_once, ended, follow, new_term, normalize_at_once, normalize_by_itself
 from convoy.ops.operation import Operation, keeps_input
 from convoy.ops.shared_batch_norm import (
-    Following,
+    Branch,
     Holders,
     all_moments,
+    normalize_both,
     normalize_by,
     normalize_together,
     own_moments,
 )
 from convoy.ops.shared_statistics import affine
-from convoy.ops.statistics import Running, add_term
+from convoy.ops.statistics import Following, Running, add_term
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import Placed
@@ -57,7 +58,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a call is given; None where it is not."""
+    """What a call is given; None where it is not. The residual is added to its result."""
 
     x: Tensor
     weight: Tensor | None
@@ -65,15 +66,21 @@ class Tensors:
     mean: Tensor | None
     var: Tensor | None
     count: Tensor | None
+    residual: Tensor | None = None
 
 
 def _build(site: Site) -> Kernel:
     """By running statistics in evaluation, otherwise as the context's mode says."""
     attributes, names = site.call.attributes, site.call.inputs
     layer, pick = _Layer(site), by_role(site.call, *ARGUMENTS)
+    if site.twin is not None:
+        return Alone(_both(layer, _Layer(site.twin), site, site.twin))
+
+    def given(tensors: Sequence[Tensor]) -> Tensors:
+        return Tensors(*pick(tensors), tensors[len(names)] if site.addend is not None else None)
 
     def whole(run: Callable[[Tensors], Tensor]) -> Kernel:
-        return lambda *tensors: [run(Tensors(*pick(tensors)))]
+        return lambda *tensors: [run(given(tensors))]
 
     if not attributes["training"]:
         return whole(layer.by_running_statistics)
@@ -91,16 +98,30 @@ def _build(site: Site) -> Kernel:
             whole(layer.by_whole_pass),
             whole(lambda t: own_moments(t.x)),
             lambda *tensors: [layer.exchange(held(tensors[:-1]), tensors[-1])],
-            lambda *tensors: [layer.normalize_by(Tensors(*pick(tensors[:-1])), tensors[-1])],
+            lambda *tensors: [layer.normalize_by(given(tensors[:-1]), tensors[-1])],
             buffers,
         )
     by_microbatch = site.context.batch_norm == "microbatch"
     compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
     record = layer.record_microbatches if by_microbatch else layer.record_own_samples
     kernel = Recorded(
-        lambda *tensors: compute(Tensors(*pick(tensors))), lambda given, terms: record(held(given), terms), buffers
+        lambda *tensors: compute(given(tensors)), lambda seen, terms: record(held(seen), terms), buffers
     )
     return kernel if layer.own is None else Alone(kernel)
+
+
+def _both(layer: "_Layer", twin: "_Layer", site: Site, twin_site: Site) -> Kernel:
+    """The sum of two batch norms over all ranks: of the call's inputs and then those of its twin."""
+    picks = [by_role(each.call, *ARGUMENTS) for each in (site, twin_site)]
+    number = len(site.call.inputs)
+
+    def kernel(*tensors: Tensor) -> list[Tensor]:
+        t, other = Tensors(*picks[0](tensors[:number])), Tensors(*picks[1](tensors[number:]))
+        if layer.passing is None or t.x.shape[1] == 0:
+            return [layer.by_whole_pass(replace(t, residual=twin.by_whole_pass(other)))]
+        return [normalize_both(layer.branch(t), twin.branch(other), layer.passing, layer.relu)]
+
+    return kernel
 
 
 def _nothing(t: Tensors) -> Tensor:
@@ -132,18 +153,28 @@ class _Layer:
     def by_running_statistics(self, t: Tensors) -> Tensor:
         if t.x.shape[1] == 0:  # torch's functions refuse tensors without channels
             return _nothing(t)
-        return self._ended(F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps))
+        y = F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps)
+        return ended(y, t.residual, self.relu)
 
     def by_whole_pass(self, t: Tensors) -> Tensor:
         """Over the samples, rows and columns of all ranks."""
-        if self.passing is None or t.x.shape[1] == 0:
-            weight = self._count(t.count, 1)
-            if t.x.shape[1] == 0:
-                return _nothing(t)
-            mean, var = self._to_follow(t)
-            return self._ended(F.batch_norm(t.x, mean, var, t.weight, t.bias, True, weight, self.eps))
-        following = self._following(Buffers(t.mean, t.var, t.count))
-        return normalize_together(t.x, t.weight, t.bias, following, self.eps, self.passing, self.relu)
+        if t.x.shape[1] == 0:
+            self._count(t.count, 1)
+            return _nothing(t)
+        if self.passing is not None:
+            branch = self.branch(t)
+            given = branch.x, branch.weight, branch.bias, branch.running, self.eps
+            return normalize_together(*given, self.passing, self.relu, t.residual)
+        if self._by_kernels(t.x):
+            following = self._following(Buffers(t.mean, t.var, t.count))
+            return self._at_once(t, (len(t.x),), following)[0]
+        weight = self._weight(t.count, 1)
+        y = F.batch_norm(t.x, *self._to_follow(t), t.weight, t.bias, True, weight, self.eps)
+        return ended(y, t.residual, self.relu)
+
+    def branch(self, t: Tensors) -> Branch:
+        """The call over all ranks; it follows the running statistics."""
+        return Branch(t.x, t.weight, t.bias, self._following(Buffers(t.mean, t.var, t.count)), self.eps)
 
     def exchange(self, buffers: Buffers, own: Tensor) -> Tensor:
         """The moments of all ranks, where `by_whole_pass` is taken apart."""
@@ -152,7 +183,7 @@ class _Layer:
 
     def normalize_by(self, t: Tensors, moments: Tensor) -> Tensor:
         """By these."""
-        return normalize_by(t.x, t.weight, t.bias, moments, self.eps, self.relu)
+        return ended(normalize_by(t.x, t.weight, t.bias, moments, self.eps), t.residual, self.relu)
 
     def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
         """Over the samples of this rank; approximate: the result depends on how many ranks there are.
@@ -161,40 +192,41 @@ class _Layer:
         """
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
-        if self.own is None and self.momentum is not None and at_once(t.x) and not torch.compiler.is_compiling():
-            # the ranks' average is written into them before the backward pass, which autograd would take for a mistake
-            mean, var = (b if b is None else b.data for b in self._to_follow(t))
-            y = F.batch_norm(t.x, mean, var, t.weight, t.bias, True, self.momentum, self.eps)
-            return self._ended(y), []
+        if self.own is None and self._by_kernels(t.x):
+            is_followed = self.momentum is not None and t.mean is not None and self.site.context.recording
+            following = Following(t.mean, t.var, self.momentum) if is_followed else None  # type: ignore[arg-type]
+            y, terms = self._at_once(t, (len(t.x),), following)
+            return y, [] if is_followed else [terms[0]]
         y, term = self._normalize(t, t.x)
-        return self._ended(y), [term]
+        return ended(y, t.residual, self.relu), [term]
 
     def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Follow this rank's statistics; `RunningStatistics.fold` averages them."""
         if not self.site.context.recording:
             return
-        weight = self._count(buffers.count, 1)
+        self._count(buffers.count, 1)
         running = self._running(buffers)
         if running is None:
             return
         if running.mean.numel():
             self.site.context.statistics.record_local(running)
-        if terms:
-            add_term([running.mean, running.var], terms[0].unbind(0), [weight] * 2)
+        if terms and at_once(terms[0]):
+            momentum = 0.0 if self.momentum is None and buffers.count is None else self.momentum
+            follow(running.mean, running.var, running.count, momentum, terms[0][None])
+        elif terms:
+            add_term([running.mean, running.var], terms[0].unbind(0), [self._weight(buffers.count)] * 2)
 
     def by_microbatch(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
         """Over each microbatch, all of which a rank has."""
         sizes = self._division().sizes if t.x.shape[1] else ()
         if not sizes:
             return _nothing(t), []
-        if len(sizes) == 1:
-            y, term = self._normalize(t, t.x)
-            return self._ended(y), [term[None]]
-        if self.own is None and at_once(t.x):
-            y, terms = normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes, relu=self.relu)
+        if self.own is None and (self._by_kernels(t.x) or (at_once(t.x) and len(sizes) > 1)):
+            y, terms = self._at_once(t, sizes, None)
             return y, [terms]
         pieces = [self._normalize(t, x) for x in t.x.split(sizes)]
-        return self._ended(torch.cat([y for y, _ in pieces])), [torch.stack([term for _, term in pieces])]
+        y = pieces[0][0] if len(pieces) == 1 else torch.cat([y for y, _ in pieces])
+        return ended(y, t.residual, self.relu), [torch.stack([term for _, term in pieces])]
 
     def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Leave what was seen to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
@@ -207,9 +239,12 @@ class _Layer:
             return
         context.statistics.record(running, context.starts, self._division().owners, *terms)
 
-    def _ended(self, y: Tensor) -> Tensor:
-        """With the ReLU that follows, if one does."""
-        return y.relu_() if self.relu else y
+    def _by_kernels(self, x: Tensor) -> bool:
+        """Whether Convoy's own kernels run: a compiler makes better ones for itself of torch's operations."""
+        return at_once(x) and not torch.compiler.is_compiling()
+
+    def _at_once(self, t: Tensors, sizes: tuple[int, ...], following: Following | None) -> tuple[Tensor, Tensor]:
+        return normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes, following, self.relu, t.residual)
 
     def _to_follow(self, t: Tensors) -> tuple[Tensor | None, Tensor | None]:
         """The buffers that torch's own batch norm brings up to date: others of the same kind where it runs again."""
@@ -243,10 +278,14 @@ class _Layer:
         following = Following(term[0], term[1], 1.0)
         return normalize_together(x, t.weight, t.bias, following, self.eps, self._holders_of[rows]), term
 
-    def _count(self, count: Tensor | None, terms: int) -> float:
-        """Count terms of the running statistics; the weight of the next one, where it is not left to `fold`."""
+    def _count(self, count: Tensor | None, terms: int) -> None:
+        """Count terms of the running statistics."""
         if count is not None and self.site.context.recording:
             count.add_(terms)
+
+    def _weight(self, count: Tensor | None, terms: int = 0) -> float:
+        """Count terms; the weight of the last one, where it is not left to `fold`."""
+        self._count(count, terms)
         if self.momentum is not None:
             return self.momentum
         return 0.0 if count is None else 1.0 / float(count)

@@ -81,6 +81,8 @@ class Site:
     Attributes:
         layouts: of every input and output of the call, as its rule asked for them.
         relu: whether its result is that of the ReLU that follows, which alone reads it.
+        addend: what is added to its result before that; the kernel takes it after `call.inputs`.
+        twin: that of the call whose result is added instead; the kernel takes the tensors of this call's inputs.
     """
 
     graph: Graph
@@ -91,6 +93,8 @@ class Site:
     call: Call
     layouts: Mapping[str, Layout]
     relu: bool = False
+    addend: str | None = None
+    twin: "Site | None" = None
 
     def parts(self, name: str, dim: int) -> Indices:
         """The global indices of a dimension that this rank holds of a value."""

@@ -3,23 +3,46 @@
 
 An activation is [samples, channels, positions], with the channels innermost in memory (`inner`) or the positions. The
 numbers of a channel in a microbatch are its rows; a program computes a stretch of rows of some channels, `height` times
-`width` numbers at a time. Statistics take two steps, for a microbatch has too few channels to fill a GPU: stretches
-of rows give count, mean and square deviation, which are then combined (Chan, Golub and LeVeque, 1979).
+`width` numbers at a time. A microbatch has too few channels to fill a GPU with them alone, so that its sums are those
+of many stretches, in groups: the last program of a group to be done adds up the group (Chan, Golub and LeVeque, 1979),
+and the last group to be done all groups, always in the same order. A layer takes two launches forward, moments and
+normalization, and two backward, sums and the input's gradient.
 """
 
+import functools
+import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from convoy.ops.gpu import on_its_gpu
+from convoy.ops.constants import Constants
+from convoy.ops.gpu import Launch, counters
 
 PROGRAMS = 1024
 """About as many as fill a GPU several times."""
 TILE = 2048
 """Numbers that a program has in hand at a time."""
+LANES = 1024
+"""Numbers of parts that it adds up at a time."""
+MANY = 64
+"""Parts of a microbatch, on as many ranks, that every program of a normalization combines for itself."""
+UNLIKE = ("splits", "groups", "parts", "stride", "number", "microbatches")
+"""Arguments whose values make no other kernel, which would have to be built."""
+
+
+@triton.jit
+def _stretch(starts, positions, splits, height: tl.constexpr):
+    """This program's microbatch, its first sample and number of rows; where the stretch of rows begins and ends."""
+    m = tl.program_id(0) // splits
+    start = tl.load(starts + m)
+    rows = ((tl.load(starts + m + 1) - start) * positions).to(tl.int32)
+    length = tl.cdiv(tl.cdiv(rows, splits), height) * height
+    begin = tl.program_id(0) % splits * length
+    return m.to(tl.int64), start, rows, begin, tl.minimum(begin + length, rows)
 
 
 @triton.jit
@@ -34,26 +57,71 @@ def _offsets(start, r, c, channels, positions, inner: tl.constexpr):
 
 
 @triton.jit
-def _moments(
-    x,
-    starts,
-    partial,
-    channels,
-    positions,
-    splits,
-    inner: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Count, mean and sum of squared deviations of stretches of rows: [microbatches, splits, 3, channels]."""
-    m = tl.program_id(0) // splits
+def _group(splits, groups):
+    """Of this program: its stretch, its group, the first stretch of the group and how many it has."""
     k = tl.program_id(0) % splits
-    start = tl.load(starts + m)
-    rows = ((tl.load(starts + m + 1) - start) * positions).to(tl.int32)
-    length = tl.cdiv(tl.cdiv(rows, splits), height) * height
-    begin = k * length
-    end = tl.minimum(begin + length, rows)
+    size = tl.cdiv(splits, groups)
+    g = k // size
+    return k, g, g * size, tl.minimum(size, splits - g * size)
+
+
+@triton.jit
+def _is_last(counters, splits, groups, slot, number):
+    """Whether the other programs, `number` with this one, have come here, so that all they wrote is to be seen; the
+    counter is then as it was. A microbatch and block of channels has one for each group and one for the groups."""
+    at = (tl.program_id(0) // splits * (groups + 1) + slot) * tl.num_programs(1) + tl.program_id(1)
+    tl.debug_barrier()  # all threads of this program have written what its first thread now announces
+    last = tl.atomic_add(counters + at, 1, sem="acq_rel", scope="gpu") == number - 1
+    if last:
+        tl.store(counters + at, 0)
+    return last
+
+
+@triton.jit
+def _combined(parts, number, stride, c, channels, lanes: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr):
+    """Count, mean and sum of squared deviations of channels [width] from those of parts: each [3, channels], `stride`
+    apart."""
+    count = tl.zeros([lanes, width], dtype)
+    mean = tl.zeros([lanes, width], dtype)
+    square = tl.zeros([lanes, width], dtype)
+    for first in range(0, number, lanes):
+        k = first + tl.arange(0, lanes)
+        there = (k < number)[:, None] & (c < channels)[None, :]
+        at = parts + k[:, None] * stride + c[None, :]
+        more = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+        delta = tl.load(at + channels, mask=there, other=0.0, cache_modifier=".cg") - mean
+        total = tl.maximum(count + more, 1.0)
+        mean += delta * (more / total)
+        square += tl.load(at + 2 * channels, mask=there, other=0.0, cache_modifier=".cg")
+        square += delta * delta * (count * more / total)
+        count += more
+    return _joined(count, mean, square)
+
+
+@triton.jit
+def _joined(count, mean, square):
+    """The same of all lanes together: [lanes, width] to [width]."""
+    number = tl.sum(count, 0)
+    whole = tl.sum(mean * count, 0) / tl.maximum(number, 1.0)
+    away = mean - whole[None, :]
+    return number, whole, tl.sum(square + count * away * away, 0)
+
+
+@triton.jit
+def _store_moments(at, count, mean, square, c, channels):
+    tl.store(at + c, count, mask=c < channels)
+    tl.store(at + channels + c, mean, mask=c < channels)
+    tl.store(at + 2 * channels + c, square, mask=c < channels)
+
+
+@triton.jit(do_not_specialize=UNLIKE)
+def _moments(
+    x, starts, counters, partial, moments, channels, positions, splits, groups,
+    inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Count, mean and sum of squared deviations: of stretches of rows and then of groups of them, `partial`
+    [microbatches, splits + groups, 3, channels], and of microbatches, [microbatches, 3, channels]."""
+    m, start, rows, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
     lane = tl.arange(0, height)
     mean = tl.zeros([height, width], dtype)
@@ -68,76 +136,30 @@ def _moments(
         mean += delta / step
         square += delta * (value - mean)
     number = tl.maximum((end - begin - lane + height - 1) // height, 0).to(dtype)[:, None]
-    count = tl.sum(number, 0)
-    whole = tl.sum(mean * number, 0) / tl.maximum(count, 1.0)
-    away = mean - whole[None, :]
-    square = tl.sum(square + number * away * away, 0)
-    at = partial + tl.program_id(0).to(tl.int64) * 3 * channels + c
-    tl.store(at, tl.zeros([width], dtype) + count, mask=c < channels)
-    tl.store(at + channels, whole, mask=c < channels)
-    tl.store(at + 2 * channels, square, mask=c < channels)
+    count, mean, square = _joined(number, mean, square)
+    parts = partial + m * (splits + groups) * 3 * channels
+    k, g, first, size = _group(splits, groups)
+    _store_moments(parts + k * 3 * channels, count, mean, square, c, channels)
+    if _is_last(counters, splits, groups, g, size):
+        at = parts + first * 3 * channels
+        count, mean, square = _combined(at, size, 3 * channels, c, channels, lanes, width, dtype)
+        if groups == 1:
+            _store_moments(moments + m * 3 * channels, count, mean, square, c, channels)
+        else:
+            at = parts + splits * 3 * channels
+            _store_moments(at + g * 3 * channels, count, mean, square, c, channels)
+            if _is_last(counters, splits, groups, groups, groups):
+                count, mean, square = _combined(at, groups, 3 * channels, c, channels, lanes, width, dtype)
+                _store_moments(moments + m * 3 * channels, count, mean, square, c, channels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNLIKE)
 def _combine(
-    partial, moments, statistics, terms, channels, splits,
-    eps: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
+    parts, moments, number, stride, channels, lanes: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Count, mean and sum of squared deviations, [microbatches, 3, channels], if wanted; or else mean and
-    1 / √(variance + eps), and mean and unbiased variance, [microbatches, 2, channels] each."""
-    m = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * width + tl.arange(0, width)
-    count = tl.zeros([width], dtype)
-    mean = tl.zeros([width], dtype)
-    square = tl.zeros([width], dtype)
-    for k in range(splits):
-        at = partial + (m * splits + k) * 3 * channels + c
-        number = tl.load(at, mask=c < channels, other=0.0)
-        delta = tl.load(at + channels, mask=c < channels, other=0.0) - mean
-        total = tl.maximum(count + number, 1.0)
-        mean += delta * (number / total)
-        square += tl.load(at + 2 * channels, mask=c < channels, other=0.0) + delta * delta * (count * number / total)
-        count += number
-    if moments is not None:
-        at = moments + m * 3 * channels + c
-        tl.store(at, count, mask=c < channels)
-        tl.store(at + channels, mean, mask=c < channels)
-        tl.store(at + 2 * channels, square, mask=c < channels)
-    else:
-        at = m * 2 * channels + c
-        var = square / tl.maximum(count, 1.0)
-        tl.store(statistics + at, mean, mask=c < channels)
-        tl.store(statistics + at + channels, 1.0 / tl.sqrt(var + eps), mask=c < channels)
-        tl.store(terms + at, mean, mask=c < channels)
-        tl.store(terms + at + channels, square / tl.maximum(count - 1.0, 1.0), mask=c < channels)
-
-
-@triton.jit
-def _follow(
-    running_mean,
-    running_var,
-    terms,
-    counter,
-    momentum: tl.constexpr,
-    number,
-    channels,
-    width: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """r ← (1 − m)·r + m·s for one microbatch after the other; with a counter m is one by the number of terms."""
     c = tl.program_id(0) * width + tl.arange(0, width)
-    mean = tl.load(running_mean + c, mask=c < channels, other=0.0).to(dtype)
-    var = tl.load(running_var + c, mask=c < channels, other=0.0).to(dtype)
-    weight = tl.zeros([], dtype) + momentum
-    for m in range(number):
-        if counter is not None:
-            weight = 1.0 / (tl.load(counter) - number + m + 1).to(dtype)
-        mean = (1.0 - weight) * mean + weight * tl.load(terms + m * 2 * channels + c, mask=c < channels, other=0.0)
-        var = (1.0 - weight) * var + weight * tl.load(
-            terms + m * 2 * channels + channels + c, mask=c < channels, other=0.0
-        )
-    tl.store(running_mean + c, mean, mask=c < channels)
-    tl.store(running_var + c, var, mask=c < channels)
+    count, mean, square = _combined(parts, number, stride, c, channels, lanes, width, dtype)
+    _store_moments(moments, count, mean, square, c, channels)
 
 
 @triton.jit
@@ -153,87 +175,153 @@ def _affine(weight, bias, inverse, c, channels, width: tl.constexpr, dtype: tl.c
 
 
 @triton.jit
+def _follow(running, term, weight, c, channels, dtype: tl.constexpr):
+    """r ← (1 − m)·r + m·s."""
+    before = tl.load(running + c, mask=c < channels, other=0.0).to(dtype)
+    tl.store(running + c, (1.0 - weight) * before + weight * term, mask=c < channels)
+
+
+@triton.jit(do_not_specialize=UNLIKE)
 def _normalize(
-    x, weight, bias, statistics, starts, y, channels, positions, splits, relu: tl.constexpr,
-    inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
+    x, moments, weight, bias, residual, running_mean, running_var, counter, starts, y, statistics, terms,
+    channels, positions, splits, parts, stride, eps: tl.constexpr, momentum: tl.constexpr, relu: tl.constexpr,
+    inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0) // splits
-    k = tl.program_id(0) % splits
-    start = tl.load(starts + m)
-    rows = ((tl.load(starts + m + 1) - start) * positions).to(tl.int32)
-    length = tl.cdiv(tl.cdiv(rows, splits), height) * height
+    """y from the moments of parts of a microbatch, [parts, 3, channels] each, `stride` apart; several microbatches have
+    one part each. The first stretch writes mean and 1 / √(variance + eps), and mean and unbiased variance if wanted,
+    [microbatches, 2, channels] each, and brings running statistics up to date; with a counter of the terms so far the
+    weight of this one is 1 by their number."""
+    m, start, rows, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
-    at = statistics + m.to(tl.int64) * 2 * channels + c
-    mean = tl.load(at, mask=c < channels, other=0.0)
-    inverse = tl.load(at + channels, mask=c < channels, other=0.0)
+    count, mean, square = _combined(moments + m * stride, parts, stride, c, channels, lanes, width, dtype)
+    inverse = 1.0 / tl.sqrt(square / tl.maximum(count, 1.0) + eps)
+    if tl.program_id(0) % splits == 0:
+        at = m * 2 * channels + c
+        var = square / tl.maximum(count - 1.0, 1.0)
+        tl.store(statistics + at, mean, mask=c < channels)
+        tl.store(statistics + at + channels, inverse, mask=c < channels)
+        if terms is not None:
+            tl.store(terms + at, mean, mask=c < channels)
+            tl.store(terms + at + channels, var, mask=c < channels)
+        if running_mean is not None:
+            share = tl.zeros([], dtype) + momentum
+            if counter is not None:
+                share = 1.0 / tl.load(counter).to(dtype)
+            _follow(running_mean, mean, share, c, channels, dtype)
+            _follow(running_var, var, share, c, channels, dtype)
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
-    for first in range(k * length, tl.minimum(k * length + length, rows), height):
+    for first in range(begin, end, height):
         r = first + tl.arange(0, height)
-        there = (r < rows)[:, None] & (c < channels)[None, :]
+        there = (r < end)[:, None] & (c < channels)[None, :]
         offsets = _offsets(start, r, c, channels, positions, inner)
         value = tl.load(x + offsets, mask=there, other=0.0).to(dtype)
-        found = (value - mean[None, :]) * scale[None, :] + shift[None, :]
+        value = (value - mean[None, :]) * scale[None, :] + shift[None, :]
+        if residual is not None:
+            value += tl.load(residual + offsets, mask=there, other=0.0).to(dtype)
         if relu:
-            found = tl.where(found <= 0.0, 0.0, found)  # what is no number stays none
-        tl.store(y + offsets, found, mask=there)
+            value = tl.where(value <= 0.0, 0.0, value)  # what is no number stays none
+        tl.store(y + offsets, value, mask=there)
 
 
 @triton.jit
+def _summed(parts, number, c, channels, lanes: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr):
+    """The sums of parts: [number, 2, channels] to [width] each."""
+    first_sum = tl.zeros([lanes, width], dtype)
+    second_sum = tl.zeros([lanes, width], dtype)
+    for first in range(0, number, lanes):
+        k = first + tl.arange(0, lanes)
+        there = (k < number)[:, None] & (c < channels)[None, :]
+        at = parts + k[:, None] * 2 * channels + c[None, :]
+        first_sum += tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+        second_sum += tl.load(at + channels, mask=there, other=0.0, cache_modifier=".cg")
+    return tl.sum(first_sum, 0), tl.sum(second_sum, 0)
+
+
+@triton.jit
+def _store_sums(at, first_sum, second_sum, c, channels):
+    tl.store(at + c, first_sum, mask=c < channels)
+    tl.store(at + channels + c, second_sum, mask=c < channels)
+
+
+@triton.jit(do_not_specialize=UNLIKE)
 def _gradient_sums(
-    gradient, x, weight, bias, statistics, starts, partial, channels, positions, splits, relu: tl.constexpr,
-    inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
+    gradient, x, y, weight, bias, statistics, starts, counters, partial, sums, shift_sum, slope_sum, masked,
+    channels, positions, splits, groups, relu: tl.constexpr,
+    inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Sums of dy and of dy · x̂ over stretches of rows: [microbatches, splits, 2, channels]."""
-    m = tl.program_id(0) // splits
-    k = tl.program_id(0) % splits
-    start = tl.load(starts + m)
-    rows = ((tl.load(starts + m + 1) - start) * positions).to(tl.int32)
-    length = tl.cdiv(tl.cdiv(rows, splits), height) * height
+    """Sums of dy and of dy · x̂: over stretches of rows and then over groups of them, `partial` [microbatches,
+    splits + groups, 2, channels], and over microbatches, [microbatches, 2, channels]; of a single one also by
+    themselves, if wanted. Behind a ReLU dy is 0 where its result is: y, if that is given, and `masked` then becomes the
+    gradient behind it; or else as computed again from x."""
+    m, start, rows, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
-    at = statistics + m.to(tl.int64) * 2 * channels + c
-    mean = tl.load(at, mask=c < channels, other=0.0)
-    inverse = tl.load(at + channels, mask=c < channels, other=0.0)
+    at = m * 2 * channels + c
+    mean = tl.load(statistics + at, mask=c < channels, other=0.0)
+    inverse = tl.load(statistics + at + channels, mask=c < channels, other=0.0)
     total = tl.zeros([height, width], dtype)
     slope = tl.zeros([height, width], dtype)
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
-    for first in range(k * length, tl.minimum(k * length + length, rows), height):
+    for first in range(begin, end, height):
         r = first + tl.arange(0, height)
-        there = (r < rows)[:, None] & (c < channels)[None, :]
+        there = (r < end)[:, None] & (c < channels)[None, :]
         offsets = _offsets(start, r, c, channels, positions, inner)
         dy = tl.load(gradient + offsets, mask=there, other=0.0).to(dtype)
         away = tl.load(x + offsets, mask=there, other=0.0).to(dtype) - mean[None, :]
-        if relu:
+        if y is not None:
+            dy = tl.where(tl.load(y + offsets, mask=there, other=0.0) <= 0.0, 0.0, dy)
+            tl.store(masked + offsets, dy, mask=there)
+        elif relu:
             dy = tl.where(away * scale[None, :] + shift[None, :] <= 0.0, 0.0, dy)
         total += dy
         slope += dy * away
-    at = partial + tl.program_id(0).to(tl.int64) * 2 * channels + c
-    tl.store(at, tl.sum(total, 0), mask=c < channels)
-    tl.store(at + channels, tl.sum(slope, 0) * inverse, mask=c < channels)
+    parts = partial + m * (splits + groups) * 2 * channels
+    k, g, first, size = _group(splits, groups)
+    _store_sums(parts + k * 2 * channels, tl.sum(total, 0), tl.sum(slope, 0) * inverse, c, channels)
+    if _is_last(counters, splits, groups, g, size):
+        of_dy, of_slope = _summed(parts + first * 2 * channels, size, c, channels, lanes, width, dtype)
+        if groups == 1:
+            _store_sums(sums + m * 2 * channels, of_dy, of_slope, c, channels)
+            if shift_sum is not None:
+                tl.store(shift_sum + c, of_dy, mask=c < channels)
+                tl.store(slope_sum + c, of_slope, mask=c < channels)
+        else:
+            at = parts + splits * 2 * channels
+            _store_sums(at + g * 2 * channels, of_dy, of_slope, c, channels)
+            if _is_last(counters, splits, groups, groups, groups):
+                of_dy, of_slope = _summed(at, groups, c, channels, lanes, width, dtype)
+                _store_sums(sums + m * 2 * channels, of_dy, of_slope, c, channels)
+                if shift_sum is not None:
+                    tl.store(shift_sum + c, of_dy, mask=c < channels)
+                    tl.store(slope_sum + c, of_slope, mask=c < channels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNLIKE)
 def _input_gradient(
-    gradient, x, weight, bias, statistics, sums, starts, dx, number, channels, positions, splits, relu: tl.constexpr,
+    gradient, x, weight, bias, statistics, sums, starts, dx, shift_sum, slope_sum,
+    number, microbatches, channels, positions, splits, relu: tl.constexpr,
     inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0) // splits
-    k = tl.program_id(0) % splits
-    start = tl.load(starts + m)
-    rows = ((tl.load(starts + m + 1) - start) * positions).to(tl.int32)
-    length = tl.cdiv(tl.cdiv(rows, splits), height) * height
+    """dx from the sums over as many numbers as a microbatch has, or over `number` on all ranks; if wanted, the
+    sums over all microbatches."""
+    m, start, rows, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
-    at = m.to(tl.int64) * 2 * channels + c
+    at = m * 2 * channels + c
     mean = tl.load(statistics + at, mask=c < channels, other=0.0)
     inverse = tl.load(statistics + at + channels, mask=c < channels, other=0.0)
     count = rows.to(dtype)
-    if number is not None:  # of all ranks
+    if number is not None:
         count = tl.zeros([], dtype) + number
     mean_dy = tl.load(sums + at, mask=c < channels, other=0.0) / count
     slope = tl.load(sums + at + channels, mask=c < channels, other=0.0) / count * inverse
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
-    for first in range(k * length, tl.minimum(k * length + length, rows), height):
+    if shift_sum is not None:
+        if tl.program_id(0) == 0:
+            of_dy, of_slope = _summed(sums, microbatches, c, channels, 1, width, dtype)
+            tl.store(shift_sum + c, of_dy, mask=c < channels)
+            tl.store(slope_sum + c, of_slope, mask=c < channels)
+    for first in range(begin, end, height):
         r = first + tl.arange(0, height)
-        there = (r < rows)[:, None] & (c < channels)[None, :]
+        there = (r < end)[:, None] & (c < channels)[None, :]
         offsets = _offsets(start, r, c, channels, positions, inner)
         dy = tl.load(gradient + offsets, mask=there, other=0.0).to(dtype)
         away = tl.load(x + offsets, mask=there, other=0.0).to(dtype) - mean[None, :]
@@ -242,138 +330,137 @@ def _input_gradient(
         tl.store(dx + offsets, (dy - mean_dy[None, :] - away * slope[None, :]) * scale[None, :], mask=there)
 
 
+
 class _Work:
-    """How the work on an activation is cut."""
+    """How the work on an activation is cut, and the kernels that are ready for it."""
 
-    def __init__(self, x: Tensor, starts: Tensor) -> None:
-        self.microbatches, self.channels, self.positions = len(starts) - 1, x.shape[1], math.prod(x.shape[2:])
-        inner = (x.stride(1) == 1 and x.shape[1] > 1) or x.dim() == 2
-        block = min(64, triton.next_power_of_2(self.channels)) if inner else 1
-        rows = max(1, len(x) * self.positions // self.microbatches)
-        height = min(TILE // block, triton.next_power_of_2(rows))
-        self.wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self.options = {"inner": inner, "height": height, "width": block, "dtype": _wide(x)}
-        self.channel_blocks = triton.cdiv(self.channels, block)
-        steps = triton.cdiv(rows, height)
-        wanted = triton.cdiv(PROGRAMS, self.microbatches * self.channel_blocks)
-        self.splits = max(1, min(wanted, triton.cdiv(steps, 4)))
-        self.many_splits = max(1, triton.cdiv(steps, 8))
+    def __init__(
+        self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]
+    ) -> None:
+        self.microbatches, self.channels, self.positions = len(sizes), shape[1], math.prod(shape[2:])
+        inner = (strides[1] == 1 and self.channels > 1) or len(shape) == 2
+        width = min(64, triton.next_power_of_2(self.channels)) if inner else 1
+        rows = max(1, shape[0] * self.positions // self.microbatches)
+        height = min(TILE // width, triton.next_power_of_2(rows))
+        wide, block = (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
+        self.wide, self.width, self.lanes = wide, width, LANES // width
+        channel_blocks, steps = triton.cdiv(self.channels, width), triton.cdiv(rows, height)
+        wanted = triton.cdiv(PROGRAMS, self.microbatches * channel_blocks)
+        self.splits, many = max(1, min(wanted, triton.cdiv(steps, 4))), max(1, triton.cdiv(steps, 8))
+        size = self.splits if self.splits <= 2 * self.lanes else math.isqrt(self.splits - 1) + 1
+        self.groups = triton.cdiv(self.splits, size)
+        self.grid, self.many_grid = ((self.microbatches * each, channel_blocks) for each in (self.splits, many))
+        self.counters = self.microbatches * (self.groups + 1) * channel_blocks
+        self.summing = self.channels, self.positions, self.splits, self.groups
+        self.writing = self.channels, self.positions, many
+        self.tile, self.type = (inner, height, width), block
+        self._starts = Constants(list(itertools.accumulate(sizes, initial=0)))
+        self._device = device
+        self._launches: dict[tuple[object, ...], Launch] = {}
 
-    def grid(self, splits: int) -> tuple[int, int]:
-        return self.microbatches * splits, self.channel_blocks
+    def starts(self, x: Tensor) -> Tensor:
+        """Of each microbatch its first sample, and the end of the last."""
+        return self._starts.like(x, torch.int64)
+
+    def empty(self, *shape: int) -> Tensor:
+        """So many numbers for each channel, not filled in."""
+        return torch.empty(*shape, self.channels, dtype=self.wide, device=self._device)
+
+    def launch(self, kernel, grid: tuple[int, ...], tensors: Sequence[Tensor | None], *numbers: object) -> None:
+        """Run a kernel of these arguments on the GPU of its tensors."""
+        key = id(kernel), numbers, *[tensor if tensor is None else tensor.dtype for tensor in tensors]
+        if key not in self._launches:
+            self._launches[key] = Launch(kernel, grid, numbers, self._device)
+        self._launches[key](tensors)
+
+
+_work = functools.lru_cache(maxsize=1024)(_Work)
+
+
+def _of(x: Tensor, sizes: Sequence[int]) -> _Work:
+    return _work(x.shape, x.stride(), x.dtype, x.device, tuple(sizes))
 
 
 def try_out(device: torch.device) -> None:
     """Launch the forward kernels."""
-    starts = torch.arange(0, 4, 2, device=device)
-    forward(torch.zeros(2, 1, device=device), None, None, None, None, None, None, starts, 1.0, True)
+    x = torch.zeros(4, 1, device=device)
+    normalize(x, moments(x, (2, 2)), None, None, None, None, None, None, None, (2, 2), 1.0, True)
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    count: Tensor | None,
-    momentum: float | None,
-    starts: Tensor,
-    eps: float,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, statistics and terms of `convoy::normalize_microbatches`; `starts` int64 [microbatches + 1]."""
-    return normalize(
-        x, _partial(x, starts), weight, bias, running_mean, running_var, count, momentum, starts, eps, relu
-    )
-
-
-def moments(x: Tensor, starts: Tensor) -> Tensor:
+def moments(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """Count, mean and sum of squared deviations: [microbatches, 3, channels]."""
-    partial = _partial(x, starts)
-    microbatches, splits, _, channels = partial.shape
-    found = partial.new_empty(microbatches, 3, channels)
-    block, wide = min(128, triton.next_power_of_2(channels)), _wide(x)
-    with on_its_gpu(x):
-        grid = microbatches, triton.cdiv(channels, block)
-        _combine[grid](partial, found, None, None, channels, splits, 0.0, width=block, dtype=wide)
+    work = _of(x, sizes)
+    partial, found = work.empty(work.microbatches, work.splits + work.groups, 3), work.empty(work.microbatches, 3)
+    tensors = x, work.starts(x), counters(x, work.counters), partial, found
+    work.launch(_moments, work.grid, tensors, *work.summing, *work.tile, work.lanes, work.type)
     return found
 
 
 def normalize(
     x: Tensor,
-    partial: Tensor,
+    moments: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     count: Tensor | None,
     momentum: float | None,
-    starts: Tensor,
+    sizes: Sequence[int],
     eps: float,
     relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `forward`, from the moments of parts of the microbatches on whatever ranks; `x` may be empty.
+    terms: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The result; mean and 1 / √(variance + eps), and if wanted mean and unbiased variance: [microbatches, 2, channels].
 
-    `partial` [microbatches, parts, 3, channels].
+    `moments` are [microbatches, 3, channels], or those of the parts of one microbatch on whatever ranks, of which this
+    one's, `x`, may be empty. The running statistics are followed where there is one microbatch.
     """
-    microbatches, parts, _, channels = partial.shape
-    statistics, terms = (partial.new_empty(microbatches, 2, channels) for _ in range(2))
-    y = torch.empty_like(x)
-    block, wide = min(128, triton.next_power_of_2(channels)), _wide(x)
-    with on_its_gpu(x):
-        grid = microbatches, triton.cdiv(channels, block)
-        _combine[grid](partial, None, statistics, terms, channels, parts, eps, width=block, dtype=wide)
-        if running_mean is not None:
-            counted = (count, 0.0) if momentum is None else (None, momentum)
-            buffers = running_mean, running_var, terms
-            _follow[grid[1:]](*buffers, *counted, microbatches, channels, width=block, dtype=wide)
-        if x.numel():
-            work = _Work(x, starts)
-            many = work.many_splits
-            shape = channels, work.positions, many
-            _normalize[work.grid(many)](x, weight, bias, statistics, starts, y, *shape, relu, **work.options)
-    return y, statistics, terms
+    work, parts = _of(x, sizes), len(moments) if len(sizes) == 1 else 1
+    if parts > MANY:
+        whole = work.empty(1, 3)
+        numbers = parts, moments.stride(0), work.channels, work.lanes, work.width, work.type
+        work.launch(_combine, work.many_grid[1:], (moments, whole), *numbers)
+        moments, parts = whole, 1
+    y, statistics = torch.empty_like(x), work.empty(work.microbatches, 2)
+    seen = work.empty(work.microbatches, 2) if terms else None
+    counted = (count, 0.0) if momentum is None else (None, momentum)
+    tensors = x, moments, weight, bias, residual, running_mean, running_var, counted[0], work.starts(x), y
+    lanes = min(work.lanes, triton.next_power_of_2(parts))
+    numbers = *work.writing, parts, moments.stride(0), eps, counted[1], relu, *work.tile, lanes, work.type
+    work.launch(_normalize, work.many_grid, (*tensors, statistics, seen), *numbers)
+    return y, statistics, seen
 
 
 def gradient_sums(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, starts: Tensor,
-    relu: bool,
-) -> Tensor:  # fmt: skip
-    """For each microbatch the sums of dy and of dy · x̂: [microbatches, 2, channels]."""
-    work = _Work(x, starts)
-    partial = x.new_empty(work.microbatches, work.splits, 2, work.channels, dtype=work.wide)
-    shape = work.channels, work.positions, work.splits
-    with on_its_gpu(x):
-        _gradient_sums[work.grid(work.splits)](
-            gradient, x, weight, bias, statistics, starts, partial, *shape, relu, **work.options
-        )
-    return partial.sum(1)
+    gradient: Tensor, x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None, statistics: Tensor,
+    sizes: Sequence[int], relu: bool, apart: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """For each microbatch the sums of dy and of dy · x̂, [microbatches, 2, channels]; those of a single one also by
+    themselves, if wanted; where the result of a ReLU is given, the gradient behind it."""
+    work = _of(x, sizes)
+    partial = work.empty(work.microbatches, work.splits + work.groups, 2)
+    sums, shift, slope = work.empty(work.microbatches, 2), *_if(apart, work)
+    masked = None if y is None else torch.empty_like(gradient)
+    tensors = gradient, x, y, weight, bias, statistics, work.starts(x), counters(x, work.counters), partial, sums
+    numbers = *work.summing, relu, *work.tile, work.lanes, work.type
+    work.launch(_gradient_sums, work.grid, (*tensors, shift, slope, masked), *numbers)
+    return sums, shift, slope, masked
 
 
 def input_gradient(
     gradient: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, sums: Tensor,
-    starts: Tensor, number: int | None, relu: bool,
-) -> Tensor:  # fmt: skip
-    """dx from these sums; over so many numbers of each channel, if that is not what the microbatch has."""
-    work = _Work(x, starts)
-    dx, many = torch.empty_like(x), work.many_splits
-    shape = work.channels, work.positions, many
-    with on_its_gpu(x):
-        _input_gradient[work.grid(many)](
-            gradient, x, weight, bias, statistics, sums, starts, dx, number, *shape, relu, **work.options
-        )
-    return dx
+    sizes: Sequence[int], number: int | None, relu: bool, whole: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """dx from these sums, over so many numbers of each channel if that is not what the microbatch has; if wanted, the
+    sums over all microbatches, [channels] each."""
+    work = _of(x, sizes)
+    dx, shift, slope = torch.empty_like(x), *_if(whole, work)
+    tensors = gradient, x, weight, bias, statistics, sums, work.starts(x), dx, shift, slope
+    numbers = number, work.microbatches, *work.writing, relu, *work.tile, work.type
+    work.launch(_input_gradient, work.many_grid, tensors, *numbers)
+    return dx, shift, slope
 
 
-def _partial(x: Tensor, starts: Tensor) -> Tensor:
-    """The moments of stretches of rows: [microbatches, stretches, 3, channels]."""
-    work = _Work(x, starts)
-    partial = x.new_empty(work.microbatches, work.splits, 3, work.channels, dtype=work.wide)
-    shape = work.channels, work.positions, work.splits
-    with on_its_gpu(x):
-        _moments[work.grid(work.splits)](x, starts, partial, *shape, **work.options)
-    return partial
-
-
-def _wide(x: Tensor) -> tl.dtype:
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
+def _if(wanted: bool, work: _Work) -> tuple[Tensor | None, Tensor | None]:
+    return (work.empty(), work.empty()) if wanted else (None, None)

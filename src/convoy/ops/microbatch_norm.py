@@ -6,7 +6,6 @@ Linux, otherwise by a few of torch's own operations. What `torch.compile` traces
 fuse them with what follows.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from convoy.ops.constants import Constants
-from convoy.ops.gpu import triton_kernels
-from convoy.ops.statistics import Running
+from convoy.ops.gpu import is_watched, triton_kernels
+from convoy.ops.statistics import Following
 
 
 def normalize_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -55,8 +53,9 @@ def normalize_at_once(
     bias: Tensor | None,
     eps: float,
     sizes: Sequence[int],
-    running: Running | None = None,
+    running: Following | None = None,
     relu: bool = False,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalize every microbatch by its own mean and variance.
 
@@ -67,6 +66,7 @@ def normalize_at_once(
         sizes: samples of each microbatch.
         running: brought up to date by the terms, in order; None where that comes later.
         relu: whether a ReLU follows at once.
+        residual: of the shape of `x`, added before that.
 
     Returns:
         The normalized microbatches, and their terms of the running statistics: mean and unbiased variance,
@@ -77,14 +77,30 @@ def normalize_at_once(
     """
     if min(sizes) * math.prod(x.shape[2:]) < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    if torch.compiler.is_compiling():
+    by_operation = not torch.compiler.is_compiling()
+    followed = running if by_operation and len(sizes) == 1 else None
+    ends = by_operation and fits(residual, x)
+    if by_operation:
+        inside = (residual, relu) if ends else (None, False)
+        y, terms = _AtOnce.apply(x, weight, bias, inside[0], eps, tuple(sizes), followed, inside[1])
+    else:
         y, mean, var, _ = _normalized(x, weight, bias, eps, sizes)
         terms = torch.stack([mean, var * _corrections(x, sizes)], 1).detach()
-        if running is not None:
-            follow(running.mean, running.var, running.count, running.momentum, terms)
-        return y.relu() if relu else y, terms
-    found: tuple[Tensor, Tensor] = _AtOnce.apply(x, weight, bias, eps, tuple(sizes), running, relu)
-    return found
+    if running is not None and followed is None:
+        follow(running.mean, running.var, running.count, running.momentum, terms)
+    return y if ends else ended(y, residual, relu), terms
+
+
+def fits(residual: Tensor | None, x: Tensor) -> bool:
+    """Whether the kernels of `x` can add it."""
+    return residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
+
+
+def ended(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    """A result with what follows it at once, written over it."""
+    if residual is not None:
+        y = y.add_(residual) if fits(residual, y) and y.is_floating_point() else y + residual
+    return y.relu_() if relu else y
 
 
 class _AtOnce(torch.autograd.Function):
@@ -94,17 +110,20 @@ class _AtOnce(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        residual: Tensor | None,
         eps: float,
         sizes: tuple[int, ...],
-        running: Running | None,
+        running: Following | None,
         relu: bool,
     ) -> tuple[Tensor, Tensor]:
         x = arranged(x)
+        added = None if residual is None else arranged_as(x, residual)
         followed: tuple[Any, ...] = (None, None, None, None)
         if running is not None:
             followed = running.mean, running.var, running.count, running.momentum
-        y, statistics, terms = torch.ops.convoy.normalize_microbatches(x, weight, bias, *followed, sizes, eps, relu)
-        ctx.save_for_backward(x, weight, bias, statistics)
+        run = torch.ops.convoy.normalize_microbatches if is_watched(x) else _forward
+        y, statistics, terms = run(x, weight, bias, added, *followed, sizes, eps, relu)
+        ctx.save_for_backward(x, y if relu and added is not None else None, weight, bias, statistics)
         ctx.sizes, ctx.relu = sizes, relu
         ctx.mark_non_differentiable(terms)
         ctx.set_materialize_grads(False)  # that of the terms would be zeros
@@ -114,13 +133,13 @@ class _AtOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, _: None) -> Any:
         if gradient is None:
-            return (None,) * 7
-        x, weight, bias, statistics = ctx.saved_tensors
-        dx, slope, shift = torch.ops.convoy.normalize_microbatches_backward(
-            arranged_as(x, gradient), x, weight, bias, statistics, ctx.sizes, ctx.relu
-        )
+            return (None,) * 8
+        x, y, weight, bias, statistics = ctx.saved_tensors
+        run = torch.ops.convoy.normalize_microbatches_backward if is_watched(gradient) else _backward
+        dx, slope, shift, masked = run(arranged_as(x, gradient), x, y, weight, bias, statistics, ctx.sizes, ctx.relu)
         needed = ctx.needs_input_grad
-        return dx, slope if needed[1] else None, shift if needed[2] else None, None, None, None, None
+        of_residual = (gradient if y is None else masked) if needed[3] else None
+        return dx, slope if needed[1] else None, shift if needed[2] else None, of_residual, None, None, None, None
 
 
 def arranged(x: Tensor) -> Tensor:
@@ -142,13 +161,13 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 torch.library.define(
     "convoy::normalize_microbatches",
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? count, "
-    "float? momentum, int[] sizes, float eps, bool relu) -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+    "Tensor? count, float? momentum, int[] sizes, float eps, bool relu) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "convoy::normalize_microbatches_backward",
-    "(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, int[] sizes, bool relu) "
-    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor gradient, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor statistics, int[] sizes, bool relu) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -157,6 +176,7 @@ def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     count: Tensor | None,
@@ -166,40 +186,42 @@ def _forward(
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The result; mean and 1 / √(variance + eps), and mean and unbiased variance: [microbatches, 2, channels] each."""
-    kernels = batch_norm_kernels(x)
+    kernels, buffers = batch_norm_kernels(x), (running_mean, running_var, count, momentum)
     if kernels is not None:
-        starts = starts_of(tuple(sizes)).like(x, torch.int64)
-        found: tuple[Tensor, Tensor, Tensor] = kernels.forward(
-            x, weight, bias, running_mean, running_var, count, momentum, starts, eps, relu
+        result: tuple[Tensor, Tensor, Tensor] = kernels.normalize(
+            x, kernels.moments(x, sizes), weight, bias, residual, *buffers, sizes, eps, relu
         )
-        return found
+        return result
     y, mean, var, inverse = _normalized(x, weight, bias, eps, sizes)
     terms = torch.stack([mean, var * _corrections(x, sizes)], 1)
     if running_mean is not None and running_var is not None:
         follow(running_mean, running_var, count, momentum, terms)
-    return y.relu_() if relu else y, torch.stack([mean, inverse], 1), terms
+    return ended(y, residual, relu), torch.stack([mean, inverse], 1), terms
 
 
 @torch.library.impl("convoy::normalize_microbatches_backward", "default")
 def _backward(
     gradient: Tensor,
     x: Tensor,
+    y: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     statistics: Tensor,
     sizes: Sequence[int],
     relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)); the gradients of weight and bias."""
-    kernels, given = batch_norm_kernels(x), (gradient, x, weight, bias, statistics)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)); the gradients of weight and bias; that
+    behind the ReLU, where its result `y` is given, or else nothing."""
+    kernels, numbers = batch_norm_kernels(x), (x, weight, bias, statistics)
     if kernels is not None:
-        starts = starts_of(tuple(sizes)).like(x, torch.int64)
-        sums = kernels.gradient_sums(*given, starts, relu)
-        dx = kernels.input_gradient(*given, sums, starts, None, relu)
+        sums, *_, masked = kernels.gradient_sums(gradient, x, y, *numbers[1:], sizes, relu)
+        dy = gradient if masked is None else masked
+        dx, shift, slope = kernels.input_gradient(dy, *numbers, sums, sizes, None, relu and y is None, True)
     else:
-        dx, sums = _by_torch(*given, sizes, relu)
-    shift, slope = sums.sum(0).unbind(0)
-    return dx, slope, shift.clone()  # results of an operation must not share memory
+        masked = None if y is None else gradient.masked_fill(y <= 0, 0)
+        dx, sums = _by_torch(gradient if masked is None else masked, *numbers, sizes, relu and y is None)
+        shift, slope = (each.clone() for each in sums.sum(0).unbind(0))  # results must not share memory
+    return dx, slope, shift, gradient.new_empty(0) if masked is None else masked
 
 
 def _by_torch(
@@ -221,17 +243,14 @@ def _by_torch(
     return (results[0], sums[0]) if len(results) == 1 else (torch.cat(results), torch.cat(sums))
 
 
-def _fake_forward(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, count: Any, m: Any, sizes: Any, eps: Any, relu: Any
-) -> Any:
-    shape = len(sizes), 2, x.shape[1]
+def _fake_forward(x: Tensor, weight: Any, bias: Any, residual: Any, *rest: Any) -> Any:
+    shape = len(rest[4]), 2, x.shape[1]
     return torch.empty_like(x), *(x.new_empty(shape, dtype=wide_type(x.dtype)) for _ in range(2))
 
 
-def _fake_backward(
-    gradient: Tensor, x: Tensor, weight: Any, bias: Any, statistics: Tensor, sizes: Any, relu: Any
-) -> Any:
-    return torch.empty_like(x), *(statistics.new_empty(x.shape[1]) for _ in range(2))
+def _fake_backward(gradient: Tensor, x: Tensor, y: Any, weight: Any, bias: Any, statistics: Tensor, *_: Any) -> Any:
+    numbers = (statistics.new_empty(x.shape[1]) for _ in range(2))
+    return torch.empty_like(x), *numbers, gradient.new_empty(0) if y is None else torch.empty_like(gradient)
 
 
 torch.library.register_fake("convoy::normalize_microbatches", _fake_forward)
@@ -241,12 +260,6 @@ torch.library.register_fake("convoy::normalize_microbatches_backward", _fake_bac
 def batch_norm_kernels(x: Tensor) -> ModuleType | None:
     """Those of Triton, where they run."""
     return triton_kernels("microbatch_kernels", "batch norm", x)
-
-
-@functools.lru_cache(maxsize=64)
-def starts_of(sizes: tuple[int, ...]) -> Constants:
-    """Of each microbatch its first sample, and the end of the last."""
-    return Constants(list(itertools.accumulate(sizes, initial=0)))
 
 
 def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:

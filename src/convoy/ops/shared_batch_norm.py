@@ -7,6 +7,7 @@ without samples; there what lies between the exchanges is one operation each, of
 many numbers every rank has is known from the plan, so that a GPU's host never waits.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,19 +20,21 @@ from torch.distributed import ProcessGroup
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.ops.constants import Constants
 from convoy.ops.context import exchanged
+from convoy.ops.gpu import is_watched
 from convoy.ops.microbatch_norm import (
     arranged,
     arranged_as,
     at_once,
     batch_norm_kernels,
+    ended,
+    fits,
     follow,
     gradient_sums,
     input_gradient,
     normalized,
-    starts_of,
     wide_type,
 )
-from convoy.ops.statistics import add_term
+from convoy.ops.statistics import Following, add_term
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,21 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Following:
-    """Running mean and variance, [channels] each, which a pass brings up to date.
+class Branch:
+    """A batch norm.
 
     Attributes:
-        momentum: weight of what the pass sees; None for one by the number of terms.
-        count: this number, with the term that is to come.
+        x: [samples, channels, ...], this rank's part, perhaps without samples.
+        weight, bias: [channels] or None.
+        running: brought up to date; None where nobody keeps them.
+        eps: added to the variance.
     """
 
-    mean: Tensor
-    var: Tensor
-    momentum: float | None
-    count: Tensor | None = None
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    running: Following | None
+    eps: float
 
 
 def normalize_together(
@@ -84,58 +90,101 @@ def normalize_together(
     eps: float,
     holders: Holders,
     relu: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Normalize by the mean and variance over all ranks: this rank's part of the result.
 
     Args:
-        x: [samples, channels, ...], this rank's part, perhaps without samples.
-        weight, bias: [channels] or None.
-        running: brought up to date; None where nobody keeps them.
-        eps: added to the variance.
+        x, weight, bias, running, eps: as in `Branch`.
         holders: the ranks that have the other parts.
         relu: whether a ReLU follows at once.
+        residual: of the shape of `x`, added before that.
     """
-    if at_once(x):
-        result: Tensor = _OnGpu.apply(x, weight, bias, running, eps, holders, relu)
-        return result
-    result = _OnCpu.apply(x, weight, bias, running, eps, holders)
-    return result.relu_() if relu else result
+    if not at_once(x):
+        return ended(_OnCpu.apply(x, weight, bias, running, eps, holders), residual, relu)
+    branch = Branch(x, weight, bias, running, eps)
+    if fits(residual, x):
+        return _on_gpu((branch,), holders, relu, residual)
+    return ended(_on_gpu((branch,), holders, False, None), residual, relu)
+
+
+def normalize_both(first: Branch, second: Branch, holders: Holders, relu: bool) -> Tensor:
+    """The sum of two batch norms, with a ReLU or without. On a GPU they share their messages."""
+    if at_once(first.x) and first.x.shape == second.x.shape and first.x.dtype == second.x.dtype:
+        return _on_gpu((second, first), holders, relu, None)
+    y = normalize_together(second.x, second.weight, second.bias, second.running, second.eps, holders)
+    return normalize_together(
+        first.x, first.weight, first.bias, first.running, first.eps, holders, relu, y
+    )
+
+
+def _on_gpu(branches: Sequence[Branch], holders: Holders, relu: bool, residual: Tensor | None) -> Tensor:
+    tensors = [tensor for branch in branches for tensor in (branch.x, branch.weight, branch.bias)]
+    followed = tuple((branch.running, branch.eps) for branch in branches)
+    result: Tensor = _OnGpu.apply(followed, holders, relu, residual, *tensors)
+    return result
 
 
 class _OnGpu(torch.autograd.Function):
+    """The sum of batch norms and perhaps of something else, with a ReLU perhaps. They exchange one message each way."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running: Following | None,
-        eps: float,
+        followed: tuple[tuple[Following | None, float], ...],
         holders: Holders,
         relu: bool,
+        residual: Tensor | None,
+        *tensors: Tensor | None,
     ) -> Tensor:
-        x = arranged(x)
-        gathered = exchanged(all_gather, torch.ops.convoy.channel_moments(x), holders.group)
-        followed: tuple[Any, ...] = (None, None, None, None)
-        if running is not None:
-            followed = running.mean, running.var, running.count, running.momentum
-        y, statistics = torch.ops.convoy.normalize_shared(x, gathered, weight, bias, *followed, eps, relu)
-        ctx.save_for_backward(x, weight, bias, statistics)
-        ctx.holders, ctx.relu = holders, relu
-        return y  # type: ignore[no-any-return]
+        given = [tensors[place : place + 3] for place in range(0, len(tensors), 3)]
+        inputs = [arranged(x) for x, _, _ in given]  # type: ignore[arg-type]
+        inputs = [inputs[0], *(arranged_as(inputs[0], x) for x in inputs[1:])]
+        found = [_run("channel_moments", x) for x in inputs]
+        gathered = exchanged(all_gather, _stacked(found), holders.group)
+        y = None if residual is None else arranged_as(inputs[0], residual)
+        saved: list[Tensor | None] = []
+        for number, (x, (_, weight, bias), (running, eps)) in enumerate(zip(inputs, given, followed, strict=True)):
+            moments = gathered if len(given) == 1 else gathered[:, number]
+            buffers = () if running is None else (running.mean, running.var, running.count, running.momentum)
+            ends = relu and number == len(given) - 1
+            y, statistics = _run("normalize_shared", x, moments, weight, bias, y, *(buffers or (None,) * 4), eps, ends)
+            saved += [x, weight, bias, statistics]
+        has_sum = residual is not None or len(given) > 1
+        ctx.save_for_backward(y if relu and has_sum else None, *saved)
+        ctx.holders, ctx.relu, ctx.has_residual = holders, relu, residual is not None
+        assert y is not None
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, bias, statistics = ctx.saved_tensors
-        given = arranged_as(x, gradient), x, weight, bias, statistics
-        sums, own = torch.ops.convoy.shared_gradient_sums(*given, ctx.relu)
-        needed, dx = ctx.needs_input_grad, None
-        if needed[0]:
-            sums = all_reduce(sums, ctx.holders.group)
-            dx = torch.ops.convoy.shared_input_gradient(*given, sums, ctx.holders.total, ctx.relu)
-        shift, slope = own.unbind(0)
-        return dx, slope if needed[1] else None, shift if needed[2] else None, None, None, None, None
+        y, *saved = ctx.saved_tensors
+        given = [saved[place : place + 4] for place in range(0, len(saved), 4)]
+        dy, relu = arranged_as(given[0][0], gradient), ctx.relu and y is None
+        found = []
+        for x, weight, bias, statistics in given:
+            sums, shift, slope, masked = _run("shared_gradient_sums", dy, x, y, weight, bias, statistics, relu)
+            if y is not None:  # once: behind the ReLU the gradient is that of every term of the sum
+                dy, y = masked, None
+            found.append((sums, shift, slope))
+        needed, gradients = ctx.needs_input_grad[4:], []
+        wanted = [needed[3 * number] for number in range(len(given))]
+        if any(wanted):
+            totals = all_reduce(_stacked([sums for sums, _, _ in found]), ctx.holders.group)
+        for number, ((x, weight, bias, statistics), (_, shift, slope)) in enumerate(zip(given, found, strict=True)):
+            dx = None
+            if wanted[number]:
+                total = totals if len(given) == 1 else totals[number]
+                numbers = x, weight, bias, statistics, total, ctx.holders.total
+                dx = _run("shared_input_gradient", dy, *numbers, relu)
+            has_weight, has_bias = needed[3 * number + 1 : 3 * number + 3]
+            gradients += [dx, slope if has_weight else None, shift if has_bias else None]
+        return None, None, None, dy if ctx.has_residual and ctx.needs_input_grad[3] else None, *gradients
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def own_moments(x: Tensor) -> Tensor:
@@ -152,13 +201,10 @@ def all_moments(own: Tensor, running: Following | None, holders: Holders) -> Ten
     return found
 
 
-def normalize_by(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Tensor, eps: float, relu: bool
-) -> Tensor:
+def normalize_by(x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Tensor, eps: float) -> Tensor:
     """This rank's part of `normalize_together`, from `all_moments`: of torch's operations, to be compiled."""
     mean, var = moments[:, None].unbind(0)
-    y = normalized(x[None], mean, (var + eps).rsqrt(), weight, bias)[0].to(x.dtype)
-    return y.relu() if relu else y
+    return normalized(x[None], mean, (var + eps).rsqrt(), weight, bias)[0].to(x.dtype)
 
 
 class _Combine(torch.autograd.Function):
@@ -187,12 +233,13 @@ class _Combine(torch.autograd.Function):
 torch.library.define("convoy::channel_moments", "(Tensor x) -> Tensor")
 torch.library.define(
     "convoy::normalize_shared",
-    "(Tensor x, Tensor gathered, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor? count, float? momentum, float eps, bool relu) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor gathered, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!)? running_mean, "
+    "Tensor(b!)? running_var, Tensor? count, float? momentum, float eps, bool relu) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "convoy::shared_gradient_sums",
-    "(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, bool relu) -> (Tensor, Tensor)",
+    "(Tensor gradient, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor statistics, bool relu) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "convoy::shared_input_gradient",
@@ -208,7 +255,7 @@ def _moments(x: Tensor) -> Tensor:
         return _fake_moments(x).zero_()
     kernels = batch_norm_kernels(x)
     if kernels is not None:
-        found: Tensor = kernels.moments(x, _starts(x))[0]
+        found: Tensor = kernels.moments(x, (len(x),))[0]
         return found
     var, mean = torch.var_mean(x.to(wide_type(x.dtype)), _others(x), correction=0)
     count = x.numel() // x.shape[1]
@@ -221,6 +268,7 @@ def _normalize(
     gathered: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    residual: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     count: Tensor | None,
@@ -228,12 +276,13 @@ def _normalize(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of the result, from the moments of all; mean and 1 / √(variance + eps), [2, channels]."""
-    kernels = batch_norm_kernels(x)
+    """This rank's part of the result, from the moments of all, [ranks, 3, channels]; mean and 1 / √(variance + eps),
+    [1, 2, channels]."""
+    kernels, buffers = batch_norm_kernels(x), (running_mean, running_var, count, momentum)
     if kernels is not None:
-        followed = running_mean, running_var, count, momentum
-        y, statistics, _ = kernels.normalize(x, gathered[None], weight, bias, *followed, _starts(x), eps, relu)
-        return y, statistics[0]
+        ends = (len(x),), eps, relu, False
+        y, statistics, _ = kernels.normalize(x, gathered, weight, bias, residual, *buffers, *ends)
+        return y, statistics
     counts, means, squares = gathered.unbind(1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
@@ -243,23 +292,32 @@ def _normalize(
         follow(running_mean, running_var, count, momentum, term[None])
     statistics = torch.stack([mean, (square / total + eps).rsqrt_()])
     y = normalized(x[None], mean[None], statistics[1:], weight, bias)[0].to(x.dtype)
-    return y.relu_() if relu else y, statistics
+    return ended(y, residual, relu), statistics[None]
 
 
 @torch.library.impl("convoy::shared_gradient_sums", "default")
 def _gradient_sums(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, relu: bool
-) -> tuple[Tensor, Tensor]:
-    """The sums of dy and of dy · x̂ over this rank's part, [2, channels]; twice, for one of them is to be added up."""
-    if x.numel() == 0:
-        sums = torch.zeros_like(statistics)
-        return sums, sums.clone()
-    kernels = batch_norm_kernels(x)
-    if kernels is None:
-        sums = gradient_sums(gradient[None], x[None], weight, bias, statistics[None], relu)[0]
+    gradient: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sums of dy and of dy · x̂ over this rank's part: together, [1, 2, channels], to be added up over all ranks;
+    one by one; and the gradient behind the ReLU, where its result `y` is given, or else nothing."""
+    kernels = batch_norm_kernels(x) if x.numel() else None
+    if kernels is not None:
+        sums, shift, slope, masked = kernels.gradient_sums(
+            gradient, x, y, weight, bias, statistics, (len(x),), relu, True
+        )
     else:
-        sums = kernels.gradient_sums(gradient, x, weight, bias, statistics, _starts(x), relu)[0]
-    return sums, sums.clone()
+        masked = None if y is None else gradient.masked_fill(y <= 0, 0)
+        dy, relu = gradient if masked is None else masked, relu and y is None
+        sums = gradient_sums(dy[None], x[None], weight, bias, statistics, relu)
+        shift, slope = (each.clone() for each in sums[0].unbind(0))  # results must not share memory
+    return sums, shift, slope, gradient.new_empty(0) if masked is None else masked
 
 
 @torch.library.impl("convoy::shared_input_gradient", "default")
@@ -275,10 +333,10 @@ def _input_gradient(
 ) -> Tensor:
     if x.numel() == 0:
         return torch.empty_like(x)
-    kernels = batch_norm_kernels(x)
+    kernels, numbers = batch_norm_kernels(x), (weight, bias, statistics)
     if kernels is None:
-        return input_gradient(gradient[None], x[None], weight, bias, statistics[None], (sums / total)[None], relu)[0]
-    found: Tensor = kernels.input_gradient(gradient, x, weight, bias, statistics, sums, _starts(x), total, relu)
+        return input_gradient(gradient[None], x[None], *numbers, sums / total, relu)[0]
+    found: Tensor = kernels.input_gradient(gradient, x, *numbers, sums, (len(x),), total, relu)[0]
     return found
 
 
@@ -287,19 +345,31 @@ def _fake_moments(x: Tensor) -> Tensor:
 
 
 def _fake_normalize(x: Tensor, gathered: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), gathered.new_empty(2, x.shape[1])
+    return torch.empty_like(x), gathered.new_empty(1, 2, x.shape[1])
+
+
+def _fake_sums(gradient: Tensor, x: Tensor, y: Any, weight: Any, bias: Any, statistics: Tensor, *_: Any) -> Any:
+    numbers = (statistics.new_empty(x.shape[1]) for _ in range(2))
+    masked = gradient.new_empty(0) if y is None else torch.empty_like(gradient)
+    return torch.empty_like(statistics), *numbers, masked
 
 
 torch.library.register_fake("convoy::channel_moments", _fake_moments)
 torch.library.register_fake("convoy::normalize_shared", _fake_normalize)
-torch.library.register_fake(
-    "convoy::shared_gradient_sums", lambda dy, x, w, b, statistics, relu: (torch.empty_like(statistics),) * 2
-)
+torch.library.register_fake("convoy::shared_gradient_sums", _fake_sums)
 torch.library.register_fake("convoy::shared_input_gradient", lambda dy, x, *_: torch.empty_like(x))
 
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "channel_moments": _moments,
+    "normalize_shared": _normalize,
+    "shared_gradient_sums": _gradient_sums,
+    "shared_input_gradient": _input_gradient,
+}
 
-def _starts(x: Tensor) -> Tensor:
-    return starts_of((len(x),)).like(x, torch.int64)
+
+def _run(operation: str, x: Tensor, *rest: Any) -> Any:
+    run = getattr(torch.ops.convoy, operation) if is_watched(x) else _FUNCTIONS[operation]
+    return run(x, *rest)
 
 
 def _others(x: Tensor) -> list[int]:

@@ -23,6 +23,21 @@ from convoy.plans.mesh import Axes
 
 
 @dataclass(frozen=True)
+class Following:
+    """Running mean and variance, [channels] each, which a pass brings up to date.
+
+    Attributes:
+        momentum: weight of what the pass sees; None for one by the number of terms.
+        count: this number, with the term that is to come.
+    """
+
+    mean: Tensor
+    var: Tensor
+    momentum: float | None
+    count: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Running:
     """The buffers of one layer, on this rank.
 
