@@ -12,7 +12,8 @@ computed, added up and sent in the same order as without.
 
 import math
 import types
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.comm.redistribution import redistribute
 from convoy.engine.shards import cut
+from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.context import StepContext
 from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site
@@ -57,8 +59,8 @@ def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None
     return _add_to_first if name == placed.call.inputs[0] else lambda x, y: _add_to_first(y, x)
 
 
-def _as_it_is(x: Tensor) -> Sequence[Tensor]:
-    return [x]
+def _taking(place: int) -> Kernel:
+    return lambda *tensors: [tensors[place]]
 
 
 def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
@@ -66,15 +68,96 @@ def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
     return [x.add_(y) if alike else x + y]
 
 
-def inside(placed: Sequence[PlacedCall], readers: Readers) -> dict[str, str]:
-    """ReLUs that the batch norm before them does, in one kernel on a GPU; and which that is."""
-    producers = {name: one.call for one in placed for name in one.call.outputs if one.call.op == "batch_norm"}
-    return {
-        one.call.name: producers[source].name
-        for one in placed
-        for source in one.call.inputs
-        if len(one.call.inputs) == 1 and source in producers and overwriting(one, readers) is not None
-    }
+@dataclass
+class Ending:
+    """What follows a batch norm at once, which alone reads its result, and is done with it in one kernel on a GPU.
+
+    Attributes:
+        relu: whether a ReLU does, after the addition if there is one.
+        addition: the call that adds something; the batch norm runs right before it.
+        addend: what that is.
+        twin: a batch norm whose result it is and that nobody else reads either; both run as one.
+    """
+
+    relu: bool = False
+    addition: PlacedCall | None = None
+    addend: str | None = None
+    twin: PlacedCall | None = None
+
+
+def inside(
+    calls: Sequence[PlacedCall], graph: Graph, readers: Readers, stretch: Callable[[int], range | None], pairs: bool
+) -> tuple[dict[str, Ending], dict[str, int]]:
+    """What batch norms do beside themselves.
+
+    Args:
+        calls: of the program, in order.
+        graph: the network.
+        readers: of its values.
+        stretch: which of them a call belongs to that is computed again.
+        pairs: whether sums of two batch norms run as one, so that they share their messages.
+
+    Returns:
+        The endings, by name of the batch norm's call; and by name of each call that is done in one, which of its inputs
+        its result is.
+    """
+    buffers = Counter(one.call.attributes["running_mean"] for one in calls if one.call.op == "batch_norm")
+
+    def movable(norm: Call) -> bool:  # not past another one that follows the same statistics
+        return norm.attributes["running_mean"] is None or buffers[norm.attributes["running_mean"]] == 1
+
+    norms: dict[str, tuple[int, PlacedCall]] = {}  # by what is their result so far
+    endings: dict[str, Ending] = {}
+    done: dict[str, int] = {}
+    for number, placed in enumerate(calls):
+        call = placed.call
+        if call.op == "batch_norm":
+            norms[call.outputs[0]] = number, placed
+        spare = [
+            name
+            for name in call.inputs
+            if name in norms
+            and not placed.placed.inputs[name].partial
+            and stretch(norms[name][0]) == stretch(number)
+            and readers.is_spare(name, placed.transfers)
+        ]
+        source = overwritten(call, lambda name, spare=spare: name in spare)  # type: ignore[misc]
+        if source is None:
+            continue
+        norm = norms[source][1].call
+        ending = endings.get(norm.name, Ending())
+        if len(call.inputs) == 1:
+            ending.relu = True
+        else:
+            addend = next(name for name in call.inputs if name != source)
+            if ending != Ending() or not movable(norm) or graph.shape(addend) != graph.shape(source):
+                continue
+            ending.addition, ending.addend = placed, addend
+            twin = norms[addend][1] if pairs and addend in spare else None
+            if twin is not None and twin.call.name not in endings and movable(twin.call):
+                ending.twin = twin
+        endings[norm.name] = ending
+        done[call.name] = call.inputs.index(source)
+        norms[call.outputs[0]] = norms[source]
+    return endings, done
+
+
+def _moved(calls: Sequence[PlacedCall], endings: Mapping[str, Ending]) -> Iterator[tuple[int, PlacedCall]]:
+    """The calls with their numbers, in the order in which they run: a batch norm with an addition right before that,
+    and its twin as a part of it."""
+    numbers = {placed.call.name: number for number, placed in enumerate(calls)}
+    before = {each.addition.call.name: norm for norm, each in endings.items() if each.addition is not None}
+    late = {*before.values(), *(each.twin.call.name for each in endings.values() if each.twin is not None)}
+    for number, placed in enumerate(calls):
+        if placed.call.name in before:
+            norm = numbers[before[placed.call.name]]
+            yield norm, calls[norm]
+        if placed.call.name not in late:
+            yield number, placed
+
+
+def _layouts(placed: PlacedCall) -> dict[str, Layout]:
+    return {**placed.placed.inputs, **placed.placed.outputs}
 
 
 @dataclass(frozen=True)
@@ -318,25 +401,35 @@ class Program:
             if placed.call.op not in LOW_PRECISION
         }
         readers = Readers(placement.graph, [*placement.outputs, *crossing])
-        relus = inside(calls, readers)
         part = placement if staged is None else staged.part(placement, stage)
         again = {number: stretch for stretch in stretches(part) for number in stretch}
+        pairs = graph.training and context.batch_norm == "sync" and not compile
+        endings, done = inside(calls, graph, readers, again.get, pairs)
         places: dict[range, range] = {}
         made: set[str] = set()
-        for number, placed in enumerate(calls):
-            for name, steps in placed.transfers.items():
-                target = placed.placed.inputs[name]
+        for number, placed in _moved(calls, endings):
+            ending = endings.get(placed.call.name, Ending())
+            joining = [each for each in (placed, ending.twin, ending.addition) if each is not None]
+            for name, steps, target in (
+                (n, steps, one.placed.inputs[n]) for one in joining for n, steps in one.transfers.items()
+            ):
                 self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in others)
-            layouts = {**placed.placed.inputs, **placed.placed.outputs}
-            relu = placed.call.name in relus.values()
-            site = Site(graph, mesh, coordinates, groups, context, placed.call, layouts, relu)
+            site = Site(graph, mesh, coordinates, groups, context, placed.call, _layouts(placed), ending.relu)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
+            if ending.twin is not None:
+                twin = ending.twin
+                site = replace(site, twin=replace(site, call=twin.call, layouts=_layouts(twin), relu=False))
+                inputs += [self._slot(name, twin.placed.inputs[name]) for name in twin.call.inputs]
+            elif ending.addition is not None and ending.addend is not None:
+                site = replace(site, addend=ending.addend)
+                inputs.append(self._slot(ending.addend, ending.addition.placed.inputs[ending.addend]))
             stretch, start = again.get(number), len(self._instructions)
-            if stretch is not None and stretch.start == number:
+            if stretch is not None and stretch not in places:
                 made = set()
-            kernel: Kernel | None = _as_it_is
-            if placed.call.name not in relus:
+            if placed.call.name in done:
+                kernel: Kernel | None = _taking(done[placed.call.name])
+            else:
                 kernel = overwriting(placed, readers, None if stretch is None else made)
             kernel = kernel or OPERATIONS[site.call.op].build(site)
             made.update(placed.call.outputs)

@@ -77,7 +77,8 @@ def _build(site: Site) -> Kernel:
         return Alone(_both(layer, _Layer(site.twin), site, site.twin))
 
     def given(tensors: Sequence[Tensor]) -> Tensors:
-        return Tensors(*pick(tensors), tensors[len(names)] if site.addend is not None else None)
+        t = Tensors(*pick(tensors))
+        return t if site.addend is None else replace(t, residual=tensors[len(names)])
 
     def whole(run: Callable[[Tensors], Tensor]) -> Kernel:
         return lambda *tensors: [run(given(tensors))]
@@ -104,9 +105,7 @@ def _build(site: Site) -> Kernel:
     by_microbatch = site.context.batch_norm == "microbatch"
     compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
     record = layer.record_microbatches if by_microbatch else layer.record_own_samples
-    kernel = Recorded(
-        lambda *tensors: compute(given(tensors)), lambda seen, terms: record(held(seen), terms), buffers
-    )
+    kernel = Recorded(lambda *tensors: compute(given(tensors)), lambda seen, terms: record(held(seen), terms), buffers)
     return kernel if layer.own is None else Alone(kernel)
 
 

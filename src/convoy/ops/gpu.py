@@ -91,7 +91,7 @@ def counters(x: Tensor, number: int) -> Tensor:
 class Launch:
     """A kernel of Triton made ready for tensors that differ in nothing but their places.
 
-    Triton looks at every argument of every launch for what kernel it needs, which takes the host longer than the launch.
+    Triton looks at every argument of every launch for which kernel it needs, and takes the host longer than the launch.
 
     Args:
         kernel: of tensors, and then of numbers.
@@ -122,7 +122,7 @@ class Launch:
     def _prepare(self, compiled: Any) -> None:
         """Take from a kernel that has run what Triton's own launch takes from it; of another Triton perhaps nothing."""
         with contextlib.suppress(ImportError, AttributeError):
-            from triton.runtime import driver  # type: ignore[import-not-found]
+            from triton.runtime import driver
 
             nobody_watches = None, None, None
             self._handles = compiled.function, compiled.packed_metadata, *nobody_watches

@@ -121,7 +121,7 @@ def _moments(
 ):  # fmt: skip
     """Count, mean and sum of squared deviations: of stretches of rows and then of groups of them, `partial`
     [microbatches, splits + groups, 3, channels], and of microbatches, [microbatches, 3, channels]."""
-    m, start, rows, begin, end = _stretch(starts, positions, splits, height)
+    m, start, _, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
     lane = tl.arange(0, height)
     mean = tl.zeros([height, width], dtype)
@@ -191,7 +191,7 @@ def _normalize(
     one part each. The first stretch writes mean and 1 / √(variance + eps), and mean and unbiased variance if wanted,
     [microbatches, 2, channels] each, and brings running statistics up to date; with a counter of the terms so far the
     weight of this one is 1 by their number."""
-    m, start, rows, begin, end = _stretch(starts, positions, splits, height)
+    m, start, _, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
     count, mean, square = _combined(moments + m * stride, parts, stride, c, channels, lanes, width, dtype)
     inverse = 1.0 / tl.sqrt(square / tl.maximum(count, 1.0) + eps)
@@ -253,7 +253,7 @@ def _gradient_sums(
     splits + groups, 2, channels], and over microbatches, [microbatches, 2, channels]; of a single one also by
     themselves, if wanted. Behind a ReLU dy is 0 where its result is: y, if that is given, and `masked` then becomes the
     gradient behind it; or else as computed again from x."""
-    m, start, rows, begin, end = _stretch(starts, positions, splits, height)
+    m, start, _, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
     at = m * 2 * channels + c
     mean = tl.load(statistics + at, mask=c < channels, other=0.0)
@@ -314,7 +314,7 @@ def _input_gradient(
     mean_dy = tl.load(sums + at, mask=c < channels, other=0.0) / count
     slope = tl.load(sums + at + channels, mask=c < channels, other=0.0) / count * inverse
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
-    if shift_sum is not None:
+    if shift_sum is not None:  # noqa: SIM102 (only this is known when the kernel is built)
         if tl.program_id(0) == 0:
             of_dy, of_slope = _summed(sums, microbatches, c, channels, 1, width, dtype)
             tl.store(shift_sum + c, of_dy, mask=c < channels)
@@ -330,12 +330,16 @@ def _input_gradient(
         tl.store(dx + offsets, (dy - mean_dy[None, :] - away * slope[None, :]) * scale[None, :], mask=there)
 
 
-
 class _Work:
     """How the work on an activation is cut, and the kernels that are ready for it."""
 
     def __init__(
-        self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...]
+        self,
+        shape: torch.Size,
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        sizes: tuple[int, ...],
     ) -> None:
         self.microbatches, self.channels, self.positions = len(sizes), shape[1], math.prod(shape[2:])
         inner = (strides[1] == 1 and self.channels > 1) or len(shape) == 2
@@ -411,7 +415,7 @@ def normalize(
     relu: bool,
     terms: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The result; mean and 1 / √(variance + eps), and if wanted mean and unbiased variance: [microbatches, 2, channels].
+    """The result; mean and 1 / √(variance + eps), [microbatches, 2, channels]; mean and unbiased variance, if wanted.
 
     `moments` are [microbatches, 3, channels], or those of the parts of one microbatch on whatever ranks, of which this
     one's, `x`, may be empty. The running statistics are followed where there is one microbatch.

@@ -121,7 +121,7 @@ class _AtOnce(torch.autograd.Function):
         followed: tuple[Any, ...] = (None, None, None, None)
         if running is not None:
             followed = running.mean, running.var, running.count, running.momentum
-        run = torch.ops.convoy.normalize_microbatches if is_watched(x) else _forward
+        run: Any = torch.ops.convoy.normalize_microbatches if is_watched(x) else _forward
         y, statistics, terms = run(x, weight, bias, added, *followed, sizes, eps, relu)
         ctx.save_for_backward(x, y if relu and added is not None else None, weight, bias, statistics)
         ctx.sizes, ctx.relu = sizes, relu
@@ -171,7 +171,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("convoy::normalize_microbatches", "default")
 def _forward(
     x: Tensor,
     weight: Tensor | None,
@@ -199,7 +198,6 @@ def _forward(
     return ended(y, residual, relu), torch.stack([mean, inverse], 1), terms
 
 
-@torch.library.impl("convoy::normalize_microbatches_backward", "default")
 def _backward(
     gradient: Tensor,
     x: Tensor,
@@ -253,6 +251,8 @@ def _fake_backward(gradient: Tensor, x: Tensor, y: Any, weight: Any, bias: Any, 
     return torch.empty_like(x), *numbers, gradient.new_empty(0) if y is None else torch.empty_like(gradient)
 
 
+torch.library.impl("convoy::normalize_microbatches", "default", _forward)
+torch.library.impl("convoy::normalize_microbatches_backward", "default", _backward)
 torch.library.register_fake("convoy::normalize_microbatches", _fake_forward)
 torch.library.register_fake("convoy::normalize_microbatches_backward", _fake_backward)
 

@@ -113,9 +113,7 @@ def normalize_both(first: Branch, second: Branch, holders: Holders, relu: bool) 
     if at_once(first.x) and first.x.shape == second.x.shape and first.x.dtype == second.x.dtype:
         return _on_gpu((second, first), holders, relu, None)
     y = normalize_together(second.x, second.weight, second.bias, second.running, second.eps, holders)
-    return normalize_together(
-        first.x, first.weight, first.bias, first.running, first.eps, holders, relu, y
-    )
+    return normalize_together(first.x, first.weight, first.bias, first.running, first.eps, holders, relu, y)
 
 
 def _on_gpu(branches: Sequence[Branch], holders: Holders, relu: bool, residual: Tensor | None) -> Tensor:
@@ -248,7 +246,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("convoy::channel_moments", "default")
 def _moments(x: Tensor) -> Tensor:
     """Count, mean and sum of squared deviations of this rank's part: [3, channels]."""
     if x.numel() == 0:
@@ -262,7 +259,6 @@ def _moments(x: Tensor) -> Tensor:
     return torch.stack([torch.full_like(mean, count), mean, var * count])
 
 
-@torch.library.impl("convoy::normalize_shared", "default")
 def _normalize(
     x: Tensor,
     gathered: Tensor,
@@ -295,7 +291,6 @@ def _normalize(
     return ended(y, residual, relu), statistics[None]
 
 
-@torch.library.impl("convoy::shared_gradient_sums", "default")
 def _gradient_sums(
     gradient: Tensor,
     x: Tensor,
@@ -320,7 +315,6 @@ def _gradient_sums(
     return sums, shift, slope, gradient.new_empty(0) if masked is None else masked
 
 
-@torch.library.impl("convoy::shared_input_gradient", "default")
 def _input_gradient(
     gradient: Tensor,
     x: Tensor,
@@ -354,6 +348,10 @@ def _fake_sums(gradient: Tensor, x: Tensor, y: Any, weight: Any, bias: Any, stat
     return torch.empty_like(statistics), *numbers, masked
 
 
+torch.library.impl("convoy::channel_moments", "default", _moments)
+torch.library.impl("convoy::normalize_shared", "default", _normalize)
+torch.library.impl("convoy::shared_gradient_sums", "default", _gradient_sums)
+torch.library.impl("convoy::shared_input_gradient", "default", _input_gradient)
 torch.library.register_fake("convoy::channel_moments", _fake_moments)
 torch.library.register_fake("convoy::normalize_shared", _fake_normalize)
 torch.library.register_fake("convoy::shared_gradient_sums", _fake_sums)
