@@ -36,6 +36,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from convoy.comm import collectives
+
 _ASKS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount"}
 """The host waits for their result, or for its size."""
 _ASKS |= {"unique_consecutive", "unique_dim_consecutive", "is_nonzero"}
@@ -139,7 +141,7 @@ class Counter(TorchDispatchMode):
             return
         if not _on_gpu(args, kwargs):
             self._tally("host", name)
-        elif func.namespace in ("c10d", "_c10d_functional"):
+        elif func.namespace in ("c10d", "_c10d_functional", "fake_ranks"):
             self._tally("collectives", name)
         else:
             self._tally("views" if func.is_view or name in _NO_KERNEL else "operations", name)
@@ -316,9 +318,26 @@ def fake_ranks(number: int) -> Iterator[None]:
         return
     dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
     try:
-        yield
+        with mock.patch.object(collectives, "_gather_single", _gather):
+            yield
     finally:
         dist.destroy_process_group()
+
+
+torch.library.define("fake_ranks::all_gather", "(Tensor(a!) output, Tensor input) -> ()")
+
+
+def _copy_to_all(output: Tensor, input: Tensor) -> None:
+    output.view(-1, input.numel()).copy_(input.view(1, -1))
+
+
+torch.library.impl("fake_ranks::all_gather", "default", _copy_to_all)
+torch.library.register_fake("fake_ranks::all_gather", lambda output, input: None)
+
+
+def _gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> None:
+    """In one kernel, as NCCL's: the fake group itself copies once for each rank."""
+    torch.ops.fake_ranks.all_gather(output, input)
 
 
 def lines(events: Sequence[Event]) -> list[str]:

@@ -112,6 +112,7 @@ class Network:
         borrowed: layers whose parameters another one computes with: its name by theirs.
         undivided: whether there is one device and nothing is drawn, so that the model's own forward pass does the same;
             torch.compile then sees the plain network.
+        normalizes: whether it has batch norm in training, for which Convoy has kernels of its own on a GPU.
         watch: makes what watches a pass of a placement; None where nobody looks.
         guard: notices what ranks should have alike and have not; None where nobody looks.
         recomputes: whether some activations are computed again.
@@ -139,6 +140,7 @@ class Network:
     layers: tuple[tuple[str, str], ...] = ()
     borrowed: dict[str, str] = field(default_factory=dict)
     undivided: bool = False
+    normalizes: bool = False
     watch: Callable[[Placement], Watch] | None = None
     guard: Guard | None = None
     recomputes: bool = False
@@ -180,6 +182,7 @@ class Network:
                 graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples), form))
                 draws = any(OPERATIONS[call.op].is_random for call in graph.calls)
                 self.undivided = not draws and not self.recompute
+                self.normalizes = any(c.op == "batch_norm" and c.attributes["training"] for c in graph.calls)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Decide where every parameter and buffer is kept: where the calls that were found want it.
@@ -214,11 +217,18 @@ class Network:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output for this rank's own samples."""
-        if self.undivided and self.context.batch_norm != "microbatch" and not self.compile:
+        plain = self.undivided and self.context.batch_norm != "microbatch" and not self.compile
+        if plain and (torch.compiler.is_compiling() or not self._has_kernels()):
             return type(self.model).forward(self.model, *args, **kwargs)
         if self._uncompiled is None and "torch._dynamo" in sys.modules:  # importing it takes seconds
             self._uncompiled = torch.compiler.disable(self._forward)
         return (self._uncompiled or self._forward)(*args, **kwargs)
+
+    def _has_kernels(self) -> bool:
+        """Whether a pass of the undivided network is faster by Convoy's kernels, and nobody would miss its layers."""
+        if not (self.normalizes and self.model.training and self.device.type == "cuda"):
+            return False
+        return len(self._programs) < MAX_PROGRAMS and not self._unchanged.has_hooks()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs)
@@ -263,7 +273,7 @@ class Network:
             self.recast()
         if self.samples is None and not self.context.replays:
             self._seen_samples = samples
-            if self.model.training and current_backward() != -1:
+            if self.model.training and current_backward() != -1 and not self.undivided:
                 raise ConvoyError(
                     "activation checkpointing around a parallelized network would run it as another pass, with other "
                     "random numbers: checkpoint the parts of the network, before convoy.parallelize"

@@ -44,6 +44,15 @@ class Unchanged:
             self._remember()
         return tuple(i for i, module in enumerate(self._modules) if module.training is not training)
 
+    def has_hooks(self) -> bool:
+        """Whether somebody is to see layers inside the network run."""
+        if not self._modules:
+            self._remember()
+        return any(
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+            for module in self._modules[1:]
+        )
+
     def check(self, inputs: Sequence[Tensor]) -> bool:
         """Look at the network and at the inputs of a pass; some 0.1 µs for each layer and parameter.
 

@@ -142,15 +142,15 @@ def _moments(
     _store_moments(parts + k * 3 * channels, count, mean, square, c, channels)
     if _is_last(counters, splits, groups, g, size):
         at = parts + first * 3 * channels
-        count, mean, square = _combined(at, size, 3 * channels, c, channels, lanes, width, dtype)
+        group_count, group_mean, group_square = _combined(at, size, 3 * channels, c, channels, lanes, width, dtype)
         if groups == 1:
-            _store_moments(moments + m * 3 * channels, count, mean, square, c, channels)
+            _store_moments(moments + m * 3 * channels, group_count, group_mean, group_square, c, channels)
         else:
             at = parts + splits * 3 * channels
-            _store_moments(at + g * 3 * channels, count, mean, square, c, channels)
+            _store_moments(at + g * 3 * channels, group_count, group_mean, group_square, c, channels)
             if _is_last(counters, splits, groups, groups, groups):
-                count, mean, square = _combined(at, groups, 3 * channels, c, channels, lanes, width, dtype)
-                _store_moments(moments + m * 3 * channels, count, mean, square, c, channels)
+                all_count, all_mean, all_square = _combined(at, groups, 3 * channels, c, channels, lanes, width, dtype)
+                _store_moments(moments + m * 3 * channels, all_count, all_mean, all_square, c, channels)
 
 
 @triton.jit(do_not_specialize=UNLIKE)
@@ -285,10 +285,10 @@ def _gradient_sums(
                 tl.store(shift_sum + c, of_dy, mask=c < channels)
                 tl.store(slope_sum + c, of_slope, mask=c < channels)
         else:
-            at = parts + splits * 2 * channels
-            _store_sums(at + g * 2 * channels, of_dy, of_slope, c, channels)
+            top = parts + splits * 2 * channels
+            _store_sums(top + g * 2 * channels, of_dy, of_slope, c, channels)
             if _is_last(counters, splits, groups, groups, groups):
-                of_dy, of_slope = _summed(at, groups, c, channels, lanes, width, dtype)
+                of_dy, of_slope = _summed(top, groups, c, channels, lanes, width, dtype)
                 _store_sums(sums + m * 2 * channels, of_dy, of_slope, c, channels)
                 if shift_sum is not None:
                     tl.store(shift_sum + c, of_dy, mask=c < channels)
