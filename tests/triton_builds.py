@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,13 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
 from convoy.ops import microbatch_kernels, microbatch_norm, random_bits, random_kernels, shared_batch_norm
 from convoy.ops.microbatch_norm import normalize_at_once
 from convoy.ops.random_bits import drop, one_for_each
-from convoy.ops.shared_batch_norm import Following, Holders, normalize_together
+from convoy.ops.shared_batch_norm import Holders, normalize_together
+from convoy.ops.statistics import Following
 
 CAPABILITIES = (80, 90, 100)
 TYPES = (torch.bfloat16, torch.float32, torch.float64)
 ORDERS = (torch.channels_last, torch.contiguous_format)
-FEW_NUMBERS = ("_combine", "_follow", "_one_for_each")
+FEW_NUMBERS = ("_combine", "_one_for_each")
 """Kernels that read some numbers of each channel or sample, and no activations."""
 
 
@@ -69,7 +71,7 @@ def kernels_of(module: ModuleType) -> Iterator[tuple[str, str]]:
 
 
 def batch_norm(dtype: torch.dtype, order: torch.memory_format, affine: bool, relu: bool, counts: bool) -> None:
-    """By microbatch, with and without running statistics, and over two ranks."""
+    """By microbatch, with and without running statistics and something to add, and over two ranks, and over many."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x = torch.ones(16, 64, 32, 32).to(dtype, memory_format=order).requires_grad_()
     weight, bias = (torch.ones(64, dtype=wide, requires_grad=True) if affine else None for _ in range(2))
@@ -78,9 +80,12 @@ def batch_norm(dtype: torch.dtype, order: torch.memory_format, affine: bool, rel
     for y in (
         normalize_at_once(x, weight, bias, 1e-5, (8, 8), relu=relu)[0],
         normalize_at_once(x, weight, bias, 1e-5, (16,), running, relu)[0],  # type: ignore[arg-type]
+        normalize_at_once(x, weight, bias, 1e-5, (16,), None, relu, x.detach())[0],
         normalize_together(x, weight, bias, running, 1e-5, holders, relu),
     ):
         y.backward(torch.ones_like(y))
+    with mock.patch.object(microbatch_kernels, "MANY", 1):
+        normalize_together(x, weight, bias, running, 1e-5, holders, relu)
 
 
 def dropout(dtype: torch.dtype, order: torch.memory_format, channels: bool, part: bool) -> None:
@@ -94,6 +99,12 @@ def check(name: str, dtype: torch.dtype, ptx: str) -> None:
     """What makes a kernel fast and right."""
     if name not in FEW_NUMBERS:
         assert "ld.global.v" in ptx, f"{name}, {dtype}: one number at a time"
+    if name in ("_moments", "_gradient_sums"):
+        before, counted, after = ptx.partition("atom.global.gpu.acq_rel.add")
+        assert counted, f"{name}: what the last program adds up need not be there"
+        assert "bar.sync" in before[before.rindex("st.global") :], f"{name}: counted before all is written"
+        assert "bar.sync" in after[: after.index("ld.global")], f"{name}: read before all others are counted"
+        assert "ld.global.cg" in after and "ld.global.nc" not in after, f"{name}: read from an old copy"
     if name == "_drop":
         assert "st.global.v" in ptx, f"{name}, {dtype}: one number at a time"
         assert (".f64" in ptx) == (dtype == torch.float64), f"{name}, {dtype}: in another precision"

@@ -386,9 +386,12 @@ def _of(x: Tensor, sizes: Sequence[int]) -> _Work:
 
 
 def try_out(device: torch.device) -> None:
-    """Launch the forward kernels."""
-    x = torch.zeros(4, 1, device=device)
-    normalize(x, moments(x, (2, 2)), None, None, None, None, None, None, None, (2, 2), 1.0, True)
+    """Launch the kernels of a layer forward and backward."""
+    x = torch.zeros(4, 64, 8, 8, device=device, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    sizes = (2, 2)
+    y, statistics, _ = normalize(x, moments(x, sizes), *(None,) * 7, sizes, 1.0, True)
+    sums, _, _, dy = gradient_sums(y, x, y, None, None, statistics, sizes, True)
+    input_gradient(dy, x, None, None, statistics, sums, sizes, None, False, True)
 
 
 def moments(x: Tensor, sizes: Sequence[int]) -> Tensor:
