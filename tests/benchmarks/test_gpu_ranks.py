@@ -3,9 +3,11 @@
 import argparse
 import itertools
 from collections.abc import Callable
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from gpu_ranks import MODELS, Row, Work, markdown, measure
@@ -16,7 +18,11 @@ import convoy
 import small_nets
 from convoy import models
 from convoy.comm import collectives
-from convoy.data import Batch, DataSet
+from convoy.data import AugmentConfig, Batch, DataConfig, DataSet, Order, training_batches
+from convoy.data.buffers import Buffers
+from convoy.data.crops import Crops
+from convoy.data.loader import bring_to
+from convoy.data.sources import PixelSource
 from convoy.engine import agreement
 from convoy.ops.constants import Constants
 from convoy.plans.plan import Plan
@@ -72,6 +78,29 @@ def test_an_update_of_rank_0(name: str, batch_norm: str) -> None:
     for what in ("operations", "views", "host", "collectives"):
         assert getattr(few, what) == getattr(many, what), what
     assert f"| {few.operations / plain.operations:.2f} |" in markdown([plain, few])
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_loop_over_batches_waits_for_nothing(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether pictures come from pinned memory or lie on the GPU, where places and labels are sent."""
+    monkeypatch.setattr(Buffers, "_pin", lambda self: True)
+    config = DataConfig(augment=AugmentConfig(crop="pad", flip=True))
+    pixels, labels = np.zeros((64, 32, 32, 3), np.uint8), np.zeros(64, np.int64)
+    sources = (PixelSource(pixels, labels, "made") for _ in range(2))
+    data = DataSet("made", list("ab"), *sources, 32, 3, (0.5,) * 3, (0.2,) * 3, 32)
+    with FakeGpu() as gpu:
+        bring_to(gpu.device, data, config, there * 2**30)
+        pipeline = InputPipeline(data, gpu.device, torch.channels_last)
+        made = training_batches(data, config, Order(64, 16, 0), first_update=0, num_updates=6, seed=0, pin_memory=True)
+        with gpu.count() as seen, closing(made) as batches:
+            for batch in batches:
+                assert isinstance(batch.images, Crops) == there
+                labels = pipeline.labels(batch)
+                images = pipeline(batch, 0, 8)
+                assert labels.is_cuda and images.is_cuda and images.shape == (8, 3, 32, 32)
+                assert pipeline(batch, 8, out=torch.empty_like(images)).shape == images.shape
+    assert not seen.synchronizations, lines(seen.synchronizations)
+    assert len(seen.uploads) == 6 * 3
 
 
 def test_every_network_has_its_bars() -> None:

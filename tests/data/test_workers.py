@@ -17,6 +17,7 @@ import torch
 
 from convoy.data import AugmentConfig, DataConfig, Order, open_data, training_batches, workers
 from convoy.data.batch import Batch, Filled
+from convoy.data.buffers import Buffers
 from convoy.data.memory import SharedNumbers
 from convoy.data.sources import PixelSource
 from convoy.data.workers import Request, Workers
@@ -53,13 +54,13 @@ def test_batches_in_pieces_are_the_same_for_any_number_of_workers(photos, monkey
 def test_the_comparison_notices_buffers_that_are_written_to_too_early(photos, monkeypatch):
     """The negative control: a buffer is free again while its batch is kept."""
 
-    def careless(self, slot: int, copied: bool) -> np.ndarray:
+    def careless(self, slot: int, copied: bool) -> tuple[np.ndarray, np.ndarray]:
         self.free.append(slot)
         return self[slot]
 
     plain = images(photos, 0)
     monkeypatch.setattr(workers, "_SAMPLES_AHEAD", 1)
-    monkeypatch.setattr(workers._Buffers, "hand_out", careless)
+    monkeypatch.setattr(Buffers, "hand_out", careless)
     assert not torch.equal(images(photos, 2), plain)
 
 
@@ -89,10 +90,9 @@ class Slow:
         images[: len(samples)] = (samples % 256)[:, None, None, None]
         return Filled(samples)
 
-    def batch(self, images: np.ndarray, filled: Filled, epoch: int) -> Batch:
-        return Batch(
-            torch.from_numpy(images), torch.from_numpy(filled.samples), torch.from_numpy(filled.samples), epoch
-        )
+    def batch(self, images: np.ndarray, filled: Filled, epoch: int, labels: np.ndarray) -> Batch:
+        labels[:] = filled.samples
+        return Batch(torch.from_numpy(images), torch.from_numpy(labels), torch.from_numpy(filled.samples), epoch)
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.002, [2]), (0.0, [])])

@@ -206,6 +206,19 @@ def test_pictures_on_their_way_to_a_gpu_are_kept(streams: Streams) -> None:
         assert [each() is not None for each in kept] == ([True] * 4 if number < 3 else [False] * 3 + [True])
 
 
+def test_the_host_is_two_updates_ahead_of_a_gpu(streams: Streams) -> None:
+    """Or pictures of many updates, whose recordings are one launch each, would fill its memory."""
+    with patch("convoy.training.input.Normalize"):
+        pipeline = InputPipeline(SimpleNamespace(mean=(0.5,), std=(0.5,)), torch.device("cuda"), torch.channels_last)  # type: ignore[arg-type]
+    waits = []
+    for number in range(5):
+        streams.done = number == 4
+        streams.calls.clear()
+        pipeline.labels(SimpleNamespace(labels=Pixels(streams)))  # type: ignore[arg-type]
+        waits.append(streams.calls.count("event waited"))
+    assert waits == [0, 0, 1, 1, 0]
+
+
 def test_logits_are_waited_for_when_they_are_counted(streams: Streams) -> None:
     wait = _on_host(Pixels(streams))  # type: ignore[arg-type]
     assert streams.calls == ["copy to cpu on computing", "event on computing"]

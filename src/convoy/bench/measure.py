@@ -185,7 +185,7 @@ def _measure_peer(task: MeasurementTask) -> RankTimes:
         nonlocal first_loss
         wrapped.optimizer.zero_grad(set_to_none=True)
         images: Tensor = pipeline(batch)
-        targets: Any = batch.labels.to(device, non_blocking=True)
+        targets: Any = pipeline.labels(batch)
         if recipe.data.mix.on:  # in one piece
             num_classes, keys = len(data.classes), [fold(recipe.seed, number, positions.start)]
             images, targets = mix(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from convoy.data.crops import Crops
 from convoy.data.decode import BadImage, in_channels
 from convoy.data.order import Purpose, uniforms
 from convoy.data.sources import EncodedSource, PixelSource, Source, refusal
@@ -24,7 +26,7 @@ class Batch:
     """Pictures and labels of one update, or of a piece of an evaluation.
 
     Attributes:
-        images: uint8 [samples, channels, height, width].
+        images: uint8 [samples, channels, height, width], or what becomes that on the device where the pictures lie.
         labels: int64 [samples].
         samples: int64 [samples], their numbers in the source.
         epoch: 0-based; 0 in an evaluation.
@@ -32,7 +34,7 @@ class Batch:
             place; in an evaluation they are missing.
     """
 
-    images: Tensor
+    images: Tensor | Crops
     labels: Tensor
     samples: Tensor
     epoch: int = 0
@@ -44,6 +46,10 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """The same batch in memory from which copies to an accelerator need not wait."""
         return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
+
+
+_PIECE = 16
+"""Pictures that are cut out at once, so that they are still in the processor's cache where they are copied again."""
 
 
 @dataclass
@@ -88,11 +94,11 @@ class BatchMaker:
         self.seed = seed
         self.skip_bad, self.decoder = skip_bad, decoder
         self.color = ColorAugment(geometry.augment, seed)
-        crop = geometry.augment.crop
-        self._central = geometry.resize == geometry.image_size and self._in_memory(geometry.image_size)
-        pads = crop == "pad" and self._in_memory(geometry.resize)
-        self.vectorised = not self.color.on and (pads or (crop == "none" and self._central))
-        """Whether training batches need no work picture by picture: pixels in memory, and crop and flip at most."""
+        crop, whole = geometry.augment.crop, self._in_memory(geometry.resize)
+        self.central = whole and geometry.margin % 2 == 0
+        """Whether pictures of an evaluation need no work picture by picture: parts of pixels in memory."""
+        self.vectorised = whole and not self.color.on and (crop == "pad" or (crop == "none" and self.central))
+        """The same of training: crop and flip at most."""
         method = geometry.augment.interpolation or "bilinear"
         self._turbo = Turbo(geometry.image_size, channels, method) if decoder == "turbo" else None
 
@@ -103,20 +109,21 @@ class BatchMaker:
 
     def training(self, samples: NDArray[np.int64], epoch: int) -> Batch:
         """The augmented batch of some samples [n] in an epoch. Raises ConvoyError, as `fill`."""
-        if not self.vectorised:
-            return self._filled(samples, epoch)
-        used, bad = self._readable(samples, self._known_bad)
-        return self.batch(self._augmented(used, epoch), Filled(used, bad), epoch)
+        return self._made(samples, epoch)
 
     def evaluation(self, samples: NDArray[np.int64]) -> Batch:
         """The batch of some samples [n], resized and cut in the center. Raises ConvoyError, as `fill`."""
-        if self._central and not getattr(self.source, "bad", None):
-            return self.batch(self._pixels[samples].transpose(0, 3, 1, 2), Filled(samples), 0)
-        return self._filled(samples, None)
+        return self._made(samples, None)
 
-    def _filled(self, samples: NDArray[np.int64], epoch: int | None) -> Batch:
+    def _made(self, samples: NDArray[np.int64], epoch: int | None) -> Batch:
+        if self._at_once(epoch):
+            used, bad = self._chosen(samples, epoch)
+            return self.batch(self._cut(used, epoch), Filled(used, bad), epoch)
         images = np.empty((len(samples), *self.shape), np.uint8)
-        return self.batch(images, self.fill(images, samples, epoch), epoch or 0)
+        return self.batch(images, self.fill(images, samples, epoch), epoch)
+
+    def _at_once(self, epoch: int | None) -> bool:
+        return self.central if epoch is None else self.vectorised
 
     def fill(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:
         """Write the pictures of some samples [n] to `images` [n, channels, height, width].
@@ -132,6 +139,12 @@ class BatchMaker:
         Raises:
             ConvoyError: a picture cannot be read and bad ones are not skipped, or none can be read.
         """
+        if self._at_once(epoch):
+            used, found = self._chosen(samples, epoch)
+            for start in range(0, len(used), _PIECE):
+                piece = used[start : start + _PIECE]
+                images[start : start + len(piece)] = self._cut(piece, epoch)
+            return Filled(used, found)
         if epoch is not None:
             return Filled(*self._readable(samples, lambda places, used: self._write(images, places, used, epoch)))
         good: list[int] = []
@@ -143,6 +156,22 @@ class BatchMaker:
             except BadImage as reason:
                 bad.append((sample, self._accept(reason)))
         return Filled(np.array(good, np.int64), bad)
+
+    def fill_places(self, places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int | None) -> Filled:
+        """As `fill`, but write to `places` [n, 4] what is to be cut out of which picture (`Crops`)."""
+        used, bad = self._chosen(samples, epoch)
+        places[: len(used)] = self._places(used, epoch)
+        return Filled(used, bad)
+
+    def _chosen(self, samples: NDArray[np.int64], epoch: int | None) -> tuple[NDArray[np.int64], list[tuple[int, str]]]:
+        """The samples whose pixels are taken, and those that could not be read when they were put into memory."""
+        if epoch is not None:
+            return self._readable(samples, self._known_bad)
+        if not isinstance(self.source, PixelSource) or not self.source.bad:
+            return samples, []
+        failures = self._known_bad(np.arange(len(samples)), samples)
+        bad = [(int(samples[place]), self._accept(reason)) for place, reason in failures]
+        return np.delete(samples, [place for place, _ in failures]), bad
 
     def _readable(
         self,
@@ -180,22 +209,40 @@ class BatchMaker:
         pairs = zip(places.tolist(), samples.tolist(), strict=True) if bad else ()
         return [(place, BadImage(self.source.name(one), bad[one])) for place, one in pairs if one in bad]
 
-    def _augmented(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.uint8]:
-        """The training pictures of some samples at once, from pixels in memory."""
-        pixels = self._pixels[samples]
-        planes = pixels.transpose(0, 3, 1, 2)
-        if self.geometry.augment.crop == "pad":
-            size, pad = self.geometry.image_size, self.geometry.pad
+    def _places(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.int64]:
+        """What is cut out of pixels in memory for each sample: [n, 4], as in `Crops`."""
+        places = np.zeros((len(samples), 4), np.int64)
+        places[:, 0] = samples
+        if epoch is None or self.geometry.augment.crop == "none":
+            if self.geometry.margin:
+                places[:, 1:3] = self.geometry.margin // 2
+        else:
+            draws, side = self.geometry.draws(self.seed, epoch, samples), self.geometry.resize
+            places[:, 1:3] = self.geometry.pad_offsets(side, side, draws) - self.geometry.pad
+        if epoch is not None and self.geometry.augment.flip:
+            places[:, 3] = self._flips(samples, epoch)
+        return places
+
+    def _cut(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.uint8]:
+        """The pictures of some samples at once, from pixels in memory: what `Crops` makes of their places."""
+        pixels, side, augment = self._pixels[samples], self.geometry.image_size, self.geometry.augment
+        moved, turned = epoch is not None and augment.crop == "pad", epoch is not None and augment.flip
+        if not (moved or turned or self.geometry.margin):
+            return pixels.transpose(0, 3, 1, 2)
+        _, left, top, mirrored = self._places(samples, epoch).T
+        pad = self.geometry.pad if moved else 0
+        if pad:
             num, height, width, channels = pixels.shape
             padded = np.zeros((num, height + 2 * pad, width + 2 * pad, channels), np.uint8)
             padded[:, pad : pad + height, pad : pad + width] = pixels
-            corners = self.geometry.pad_offsets(width, height, self.geometry.draws(self.seed, epoch, samples))
-            windows = sliding_window_view(padded, (size, size), axis=(1, 2))
-            planes = windows[np.arange(num), corners[:, 1], corners[:, 0]]
+            pixels = padded
+        planes = pixels.transpose(0, 3, 1, 2)
+        if planes.shape[2] != side:
+            windows = sliding_window_view(pixels, (side, side), axis=(1, 2))
+            planes = windows[np.arange(len(samples)), top + pad, left + pad]
         images = np.ascontiguousarray(planes)
-        if self.geometry.augment.flip:
-            mirrored = self._flips(samples, epoch)
-            images[mirrored] = images[mirrored][..., ::-1]
+        if turned:
+            images[mirrored > 0] = images[mirrored > 0][..., ::-1]
         return images
 
     def _write(
@@ -242,13 +289,35 @@ class BatchMaker:
             raise refusal(bad, self.source)
         return bad.reason
 
-    def batch(self, images: NDArray[np.uint8], filled: Filled, epoch: int) -> Batch:
-        """The batch of pictures that lie in `images`, which may have room for more."""
+    def batch(
+        self,
+        rows: NDArray[Any],
+        filled: Filled,
+        epoch: int | None,
+        labels: NDArray[np.int64] | None = None,
+        pixels: Tensor | None = None,
+    ) -> Batch:
+        """The batch of what was written.
+
+        Args:
+            rows: pictures, or places; there may be room for more.
+            filled: what was written.
+            epoch: of a training.
+            labels: where labels are to be written; None takes new memory.
+            pixels: on the device, where rows are places in them.
+        """
+        num = len(filled.samples)
+        if labels is None:
+            labels = self.source.labels[filled.samples]
+        else:
+            labels = labels[:num]
+            labels[:] = self.source.labels[filled.samples]
+        tensor = torch.from_numpy(np.ascontiguousarray(rows[:num]))
         return Batch(
-            images=torch.from_numpy(np.ascontiguousarray(images[: len(filled.samples)])),
-            labels=torch.from_numpy(self.source.labels[filled.samples]),
+            images=tensor if pixels is None else Crops(pixels, tensor, self.geometry.image_size),
+            labels=torch.from_numpy(labels),
             samples=torch.from_numpy(filled.samples),
-            epoch=epoch,
+            epoch=epoch or 0,
             bad=filled.bad,
         )
 

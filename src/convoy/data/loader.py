@@ -1,21 +1,26 @@
 """Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 
 import numpy as np
+import torch
 
 from convoy.data.batch import Batch, BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.order import Order
-from convoy.data.sources import Source
+from convoy.data.sources import PixelSource, Source
+from convoy.data.threads import batches_by_threads
 from convoy.data.transforms import Geometry
 from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError
 from convoy.launch.cores import own_share
+from convoy.units import size
 
 _MAX_AUTOMATIC = 32
+_PART = 8
+"""The pictures of a data set take at most one of so many parts of a GPU's memory."""
 
 
 def training_batches(
@@ -61,7 +66,7 @@ def training_batches(
 
     largest = len(range(order.batch)[part])
     workers = min(num_workers(data, config)[0], num_updates)
-    return _run(maker, requests(), largest, workers, first_workers(config, workers), pin_memory, told)
+    return _run(maker, maker.vectorised, requests(), largest, workers, first_workers(config, workers), pin_memory, told)
 
 
 def evaluation_batches(
@@ -92,7 +97,7 @@ def evaluation_batches(
     requests = (Request(np.arange(start, max(start, min(start + batch, len(data.test))))) for start in starts)
     workers = min(num_workers(data, config)[0], num_batches)
     largest = min(batch, len(data.test))
-    return _run(maker, requests, largest, workers, workers, pin_memory, lambda _: None)
+    return _run(maker, maker.central, requests, largest, workers, workers, pin_memory, lambda _: None)
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
@@ -101,6 +106,8 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     None where a batch is taken from memory at once; else a core of this process's share for each, up to 32: what one
     GPU can use up. Cores are those that the process may run on, or as many as control groups leave time for.
     """
+    if data.train.resident is not None:
+        return 0, f"pictures lie on the GPU ({size(data.train.resident.nbytes)}), which cuts them out"
     if config.workers is not None:
         return config.workers, "as the recipe says"
     if batch_maker(data, config, data.train, seed=0).vectorised:
@@ -112,6 +119,39 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
 def first_workers(config: DataConfig, most: int) -> int:
     """How many of the worker processes of a training begin; others start while batches are waited for."""
     return most if config.workers is not None else -(-most // 2)
+
+
+def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: float) -> list[str]:
+    """Keep pictures on a GPU whose batches are parts of pixels in memory, split by split, where they fit.
+
+    Not where the recipe names a number of workers, which are then to make the batches.
+
+    Args:
+        device: where to.
+        data: what `open_data` returned for this configuration.
+        config: the recipe's section.
+        memory: bytes that the GPU has for this process.
+
+    Returns:
+        Sentences about what stays in the host's memory.
+    """
+    notes, room = list[str](), memory / _PART
+    for source, what in ((data.train, "training"), (data.test, "test")):
+        maker = batch_maker(data, config, source, seed=0)
+        at_once = maker.vectorised if source is data.train else maker.central
+        if not at_once or config.workers or not isinstance(source, PixelSource):
+            continue
+        needed = source.pixels.nbytes
+        if needed <= room:
+            if source.resident is None or source.resident.device != device:
+                source.resident = torch.from_numpy(source.pixels).to(device, copy=True)
+            room -= needed
+        else:
+            notes.append(
+                f"{what} pictures stay in the host's memory, where threads cut them out: {size(needed)} are more than "
+                f"the {size(int(room))} that are left of an eighth of the GPU's memory"
+            )
+    return notes
 
 
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
@@ -129,23 +169,26 @@ def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) ->
 
 def _run(
     maker: BatchMaker,
-    requests: Iterable[Request],
+    at_once: bool,
+    requests: Iterator[Request],
     largest: int,
     workers: int,
     first: int,
     pin_memory: bool,
     told: Callable[[int], None],
 ) -> Generator[Batch, None, None]:
-    """The batches of some requests, made by worker processes, or by this one if there are none."""
-    if not workers or not largest:
+    """The batches of some requests, made by worker processes, or by threads beside a GPU, or by this one."""
+    resident = maker.source.resident if at_once else None
+    workers = workers if largest else 0
+    if resident is not None or (pin_memory and at_once and not workers):
+        made = batches_by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
+    elif workers:
+        made = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told).batches()
+    else:
         for request in requests:
-            made = (
-                maker.evaluation(request.samples)
-                if request.epoch is None
-                else maker.training(request.samples, request.epoch)
-            )
-            yield made.pin_memory() if pin_memory else made
+            epoch = request.epoch
+            batch = maker.evaluation(request.samples) if epoch is None else maker.training(request.samples, epoch)
+            yield batch.pin_memory() if pin_memory else batch
         return
-    crew = Workers(maker, iter(requests), largest, most=workers, first=first, pin_memory=pin_memory, told=told)
-    with closing(crew.batches()) as batches:
+    with closing(made) as batches:
         yield from batches

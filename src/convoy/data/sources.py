@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from PIL import Image
 from convoy.data.decode import BadImage, finish_picture, in_channels, open_picture
 from convoy.data.memory import SharedNumbers
 from convoy.errors import ConvoyError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Progress = Callable[[str, int, int], None]
 """Called during long work with its name, how many are done, and of how many."""
@@ -22,13 +25,15 @@ class Source(ABC):
 
     labels: NDArray[np.int64]
     mend = "mend or remove it"
+    resident: "Tensor | None" = None
+    """Pixels of all pictures, uint8 [N, H, W, C], on the device that trains, if they were brought there."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker process, which needs the number of samples, but not a copy of their labels."""
-        return self.__dict__ | {"labels": range(len(self))}
+        return self.__dict__ | {"labels": range(len(self)), "resident": None}
 
     @abstractmethod
     def name(self, sample: int) -> str:

@@ -47,6 +47,11 @@ class Geometry:
         return Image.Resampling[(self.augment.interpolation or "bilinear").upper()]
 
     @property
+    def margin(self) -> int:
+        """Pixels by which a square picture of the size `resize` is larger than its center."""
+        return self.resize - self.image_size
+
+    @property
     def pad(self) -> int:
         """Pixels added on each side before crop=pad."""
         return DEFAULT_PAD if self.augment.pad is None else self.augment.pad
@@ -288,8 +293,11 @@ class Normalize:
         self._scale, self._shift = (values.to(device, torch.float32).view(1, -1, 1, 1) for values in (scale, shift))
         self._memory_format = memory_format
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Float32 [samples, channels, height, width] from uint8 of the same shape."""
+    def __call__(self, images: Tensor, out: Tensor | None = None) -> Tensor:
+        """Float32 [samples, channels, height, width] from uint8 of that shape; in `out`, if that is given."""
         # On a contiguous copy: three times as fast on a CPU as broadcasting over channels that lie innermost.
-        pixels = images.to(torch.float32, memory_format=torch.contiguous_format)
+        layout = torch.contiguous_format if images.device.type == "cpu" else self._memory_format
+        pixels = images.to(torch.float32, memory_format=layout)
+        if out is not None:
+            return torch.addcmul(self._shift, pixels, self._scale, out=out)
         return torch.addcmul(self._shift, pixels, self._scale).contiguous(memory_format=self._memory_format)

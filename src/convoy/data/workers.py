@@ -10,14 +10,12 @@ import select
 import struct
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from numpy.typing import NDArray
 
 from convoy.comm.memory import lack_of_memory
 from convoy.data.batch import Batch, BatchMaker, Filled
-from convoy.data.memory import SharedMemory
+from convoy.data.buffers import Buffers
 from convoy.data.processes import follow_parent, forkserver
 from convoy.errors import ConvoyError, MachineError
 
@@ -109,10 +107,8 @@ class Workers:
         ahead = samples_ahead(largest)
         self._piece = min(max(-(-ahead // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE)
         self._ahead = -(-(ahead + most * self._piece) // largest)
-        shape = (self._ahead + 2, largest, *maker.shape)
-        self._buffers = _Buffers(shape)
-        self._pinned = pin_memory and self._buffers.pin()
-        self._copies_pinned = pin_memory and not self._pinned
+        self._buffers = Buffers(self._ahead, largest, maker.shape, pin_memory=pin_memory)
+        self._copies_pinned = pin_memory and not self._buffers.pinned
         self._pending: deque[_Pending] = deque()
         self._unsent: deque[tuple[int, int]] = deque()  # number of a batch, start of the piece
         self._first = self._last = self._sent = 0
@@ -228,12 +224,10 @@ class Workers:
             bad += answer[1]
         request, slot = pending.request, pending.slot
         samples = self._buffers.samples[slot, : len(request.samples)].copy()
-        images = self._buffers.hand_out(slot, copied=not self._buffers.free)
+        images, labels = self._buffers.hand_out(slot, copied=not self._buffers.free)
         if len(kept) < len(samples):  # of an evaluation, some of whose pictures cannot be read
             images, samples = images[kept], samples[kept]
-        batch = self._maker.batch(images, Filled(samples, bad), request.epoch or 0)
-        if self._pinned:
-            batch.labels = batch.labels.pin_memory()
+        batch = self._maker.batch(images, Filled(samples, bad), request.epoch, labels)
         return batch.pin_memory() if self._copies_pinned else batch
 
     def _adapt(self, waited: float) -> None:
@@ -252,54 +246,6 @@ class Workers:
         self._waits, self._since = 0.0, time.perf_counter()
 
 
-class _Buffers:
-    """The buffers of batches, in shared memory: uint8 [buffers, samples, channels, height, width].
-
-    Attributes:
-        samples: int64 [buffers, samples], the numbers of the samples that each is to get, then of those that it got.
-        free: buffers that nobody uses.
-    """
-
-    def __init__(self, shape: tuple[int, ...], memory: SharedMemory | None = None) -> None:
-        num = shape[0] * shape[1]
-        self._shape, self._begin, self._size = shape, 8 * num, int(np.prod(shape[1:]))
-        self._memory = memory or SharedMemory(self._begin + shape[0] * self._size)
-        self.samples = np.frombuffer(self._memory.bytes, np.int64, num).reshape(shape[:2])
-        self.free = deque(range(shape[0]))
-        self._out: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
-
-    def __reduce__(self) -> Any:
-        return _Buffers, (self._shape, self._memory)
-
-    def _bytes(self, slot: int) -> memoryview:
-        start = self._begin + slot * self._size
-        return memoryview(self._memory.bytes)[start : start + self._size]
-
-    def __getitem__(self, slot: int) -> NDArray[np.uint8]:
-        """Of a batch: [samples, channels, height, width]."""
-        return np.frombuffer(self._bytes(slot), np.uint8).reshape(self._shape[1:])
-
-    def hand_out(self, slot: int, copied: bool) -> NDArray[np.uint8]:
-        """A buffer that is free again when nothing refers to it any more, or at once where its copy is handed out."""
-        if copied:
-            self.free.append(slot)
-            return self[slot].copy()
-        pixels, free = np.frombuffer(self._bytes(slot), np.uint8), self.free
-        self._out[slot] = weakref.ref(pixels, lambda _: free.append(slot))
-        return pixels.reshape(self._shape[1:])
-
-    def pin(self) -> bool:
-        """Pin the memory, so that copies to a GPU need not wait; whether that was possible."""
-        whole = np.frombuffer(self._memory.bytes, np.uint8)
-        runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)) != 0:
-            with suppress(RuntimeError):  # or the next kernel would be blamed for it
-                torch.zeros(1, device="cuda")
-            return False
-        weakref.finalize(self, runtime.cudaHostUnregister, whole.ctypes.data).atexit = False
-        return True
-
-
 def _died(why: object) -> MachineError:
     return MachineError(
         f"a process that loads pictures died ({str(why) or type(why).__name__}): it may have run out of memory, so "
@@ -307,7 +253,7 @@ def _died(why: object) -> MachineError:
     )
 
 
-def _work(maker: BatchMaker, buffers: _Buffers, tasks: connection.Connection, results: connection.Connection) -> None:
+def _work(maker: BatchMaker, buffers: Buffers, tasks: connection.Connection, results: connection.Connection) -> None:
     """A worker process."""
     follow_parent()
     torch.set_num_threads(1)
@@ -323,7 +269,7 @@ def _work(maker: BatchMaker, buffers: _Buffers, tasks: connection.Connection, re
             answer: _Answer
             try:
                 samples = buffers.samples[slot, start:end]
-                filled = maker.fill(buffers[slot][start:end], samples.copy(), None if epoch < 0 else epoch)
+                filled = maker.fill(buffers[slot][0][start:end], samples.copy(), None if epoch < 0 else epoch)
                 samples[: len(filled.samples)] = filled.samples
                 answer = len(filled.samples), filled.bad
             except Exception as error:

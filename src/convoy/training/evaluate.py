@@ -142,7 +142,7 @@ class EvaluationTally:
                 int(batch.samples[i]),
                 int(batch.labels[i]),
                 int(predicted[i]),
-                batch.images[i].clone(),
+                batch.images[i : i + 1].to("cpu")[0].clone(),
             )
             (heapq.heappush if len(self.worst) < NUM_MISTAKES else heapq.heappushpop)(self.worst, mistake)
 

@@ -12,7 +12,7 @@ from convoy import models
 from convoy.comm.backend import own
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, num_workers, open_data
-from convoy.data.loader import first_workers
+from convoy.data.loader import bring_to, first_workers
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
@@ -82,6 +82,9 @@ def set_up(
         if first is not None:
             first("opening the data", 0, 1)
         data = open_data(recipe.data, first)
+    sharing = num_on(device, ranks)
+    if device.type == "cuda":  # before passes are tried, which are to fit beside
+        notes += bring_to(device, data, recipe.data, torch.cuda.get_device_properties(device).total_memory / sharing)
     quantities = resolve(recipe, len(data.train))
     model, found_notes = build_for(recipe, data, plan, ranks)
     notes += found_notes
@@ -101,7 +104,7 @@ def set_up(
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes))
-    found = replace(found, on_device=num_on(device, ranks))
+    found = replace(found, on_device=sharing)
     notes += _without_heads(recipe, found, explicit_keys)
     parts, useful = parts_of(recipe, plan, ranks.num)
     sizes, smaller = divisible_sizes(recipe, model, parts, found, useful)

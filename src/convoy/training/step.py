@@ -134,7 +134,7 @@ class TrainingStep:
     def _whole_gradient(self, batch: Batch, update: int) -> StepResult:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
-        labels = batch.labels.to(self.pipeline.device, non_blocking=True)
+        labels = self.pipeline.labels(batch)
         inputs = partial(self._input, batch, labels, update)
         watched = self.timed or self.mark is not unmarked
         if self.recorded is None or not self.records or watched:

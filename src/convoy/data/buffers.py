@@ -1,0 +1,95 @@
+"""The buffers of batches that are made ahead, in one block of memory: worker processes share it, a GPU reads it."""
+
+import weakref
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from convoy.data.memory import SharedMemory
+
+_IN_USE, _ON_THEIR_WAY = 2, 2
+"""Batches beside those that are made: one is asked for while the one before is used, and, on a GPU, copies of the ones
+before those may not have arrived."""
+
+
+class Buffers:
+    """What is written of batches: a row for each sample, and labels. A buffer is free when nobody has its batch.
+
+    Args:
+        ahead: batches that are made before they are asked for.
+        largest: number of samples of the largest batch.
+        shape: of a row.
+        dtype: of a row.
+        pin_memory: whether they are to lie in pinned memory, for a GPU.
+
+    Attributes:
+        samples: int64 [buffers, samples], the numbers of the samples that each is to get, then of those that it got.
+        free: buffers that nobody uses.
+        pinned: whether they lie in pinned memory.
+    """
+
+    def __init__(
+        self,
+        ahead: int,
+        largest: int,
+        shape: tuple[int, ...],
+        dtype: DTypeLike = np.uint8,
+        *,
+        pin_memory: bool = False,
+        memory: SharedMemory | None = None,
+    ) -> None:
+        num = ahead + _IN_USE + (_ON_THEIR_WAY if pin_memory else 0)
+        self._options = ahead, largest, shape, dtype
+        self._shape, self._dtype = (largest, *shape), np.dtype(dtype)
+        self._rows = int(np.prod(self._shape)) * self._dtype.itemsize
+        self._labels = -(-self._rows // 8) * 8
+        self._begin, self._size = 8 * num * largest, self._labels + 8 * largest
+        self._memory = memory or SharedMemory(self._begin + num * self._size)
+        self.samples = np.frombuffer(self._memory.bytes, np.int64, num * largest).reshape(num, largest)
+        self.free = deque(range(num))
+        self._out: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._pin_memory = pin_memory
+        self.pinned = pin_memory and memory is None and self._pin()
+
+    def __reduce__(self) -> Any:
+        return _of_another_process, (self._options, self._pin_memory, self._memory)
+
+    def _bytes(self, slot: int) -> NDArray[np.uint8]:
+        return np.frombuffer(memoryview(self._memory.bytes), np.uint8, self._size, self._begin + slot * self._size)
+
+    def _parts(self, content: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        rows = content[: self._rows].view(self._dtype).reshape(self._shape)
+        return rows, content[self._labels :].view(np.int64)
+
+    def __getitem__(self, slot: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Rows [samples, ...] and labels [samples] of a buffer."""
+        return self._parts(self._bytes(slot))
+
+    def hand_out(self, slot: int, copied: bool) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The same, free again when nothing refers to either any more, or at once where a copy is handed out."""
+        content, free = self._bytes(slot), self.free
+        if copied:
+            content = content.copy()
+            free.append(slot)
+        else:
+            self._out[slot] = weakref.ref(content, lambda _: free.append(slot))
+        return self._parts(content)
+
+    def _pin(self) -> bool:
+        """Pin the memory, so that copies to a GPU need not wait; whether that was possible."""
+        whole = np.frombuffer(self._memory.bytes, np.uint8)
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)) != 0:
+            with suppress(RuntimeError):  # or the next kernel would be blamed for it
+                torch.zeros(1, device="cuda")
+            return False
+        weakref.finalize(self, runtime.cudaHostUnregister, whole.ctypes.data).atexit = False
+        return True
+
+
+def _of_another_process(options: Any, pin_memory: bool, memory: SharedMemory) -> Buffers:
+    return Buffers(*options, pin_memory=pin_memory, memory=memory)
