@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.engine import StepContext, passes, prepare, probe
+from convoy.engine import StepContext, passes, prepare
 from convoy.engine.coupling import CPU_BUDGET, Probe, probe
 from convoy.engine.parallelize import take_part
 
@@ -263,13 +263,12 @@ def test_replacing_keeps_names_and_values() -> None:
 def test_probe_sees_what_a_merged_pass_would_change(between: nn.Module, draws: bool, separable: bool) -> None:
     torch.manual_seed(0)
     model = Net(between)
-    context = prepare(model, 0, "microbatch")
     model.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
-    found = probe(model, context, (3, 8, 8), CPU)
+    found = probe(model, (3, 8, 8), CPU)
     assert (found.draws, found.separable) == (draws, separable)
-    assert (found.merge((32,) * 4, CPU, 2.0**40) == 4) == (separable and not draws)
+    assert (found.merge((32,) * 4, CPU, 2.0**40) == 4) == (separable and (not draws or found.owned))
     assert not model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -277,8 +276,7 @@ def test_probe_sees_what_a_merged_pass_would_change(between: nn.Module, draws: b
 
 def test_probe_sees_a_dropout_layer_that_runs_twice() -> None:
     def draws(between: nn.Module) -> bool:
-        model = Net(between)
-        return probe(model, prepare(model, 0, "microbatch"), (3, 8, 8), CPU).draws
+        return probe(Net(between), (3, 8, 8), CPU).draws
 
     layer = nn.Dropout(0.1)
     assert draws(nn.Sequential(layer, nn.ReLU(), layer))
@@ -287,8 +285,7 @@ def test_probe_sees_a_dropout_layer_that_runs_twice() -> None:
 
 def test_probe_sees_a_batch_norm_layer_that_runs_twice() -> None:
     def again(between: nn.Module) -> bool:
-        model = Net(between)
-        return probe(model, prepare(model, 0, "microbatch"), (3, 8, 8), CPU).normed_again
+        return probe(Net(between), (3, 8, 8), CPU).normed_again
 
     layer = nn.BatchNorm2d(6)
     assert again(nn.Sequential(layer, nn.ReLU(), layer))
@@ -297,7 +294,7 @@ def test_probe_sees_a_batch_norm_layer_that_runs_twice() -> None:
 
 def test_probe_measures_the_memory_of_a_sample() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Sigmoid(), nn.Flatten(), nn.Linear(1024, 2))
-    found = probe(model, prepare(model, 0, "microbatch"), (3, 8, 8), CPU)
+    found = probe(model, (3, 8, 8), CPU)
     kept = (3 * 64 + 16 * 64) * 4  # the convolution's input; the sigmoid's output, which is the linear layer's input
     assert found.bytes_per_sample == kept
 
