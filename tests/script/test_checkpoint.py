@@ -148,7 +148,7 @@ def _without(plan: str, folder: Path, left_out: str) -> dict[str, Tensor]:
         load(path, loop.net, loop.optimizer, ema=loop.ema)
     else:
         loop.load(path)
-        checkpoint.network_of(loop.net)._passes = 0
+        checkpoint.network_of(loop.net).passes = 0
     loop.train(range(3, 6))
     return loop.whole()
 

@@ -137,6 +137,7 @@ def test_what_was_said_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_cpu_the_faster_one_is_taken(
     monkeypatch: pytest.MonkeyPatch, bf16_s: float, precision: str, sentence: str
 ) -> None:
+    monkeypatch.setattr(defaults, "has_bf16", lambda device: True)
     asked = settled_on(monkeypatch, NEW, NEW, trial=lambda recipe: Tried(64, 0.1, bf16_s))
     found = asked("precision=auto")
     assert chosen(found.recipe) == (precision, False, None)
