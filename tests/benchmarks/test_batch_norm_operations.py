@@ -36,22 +36,13 @@ def plain(name: str) -> Counts:
 
 
 def on_ranks(name: str, ranks: int, batch_norm: Any) -> Counts:
-    plan, division = (
-        Plan.parse(f"sample={ranks}" if ranks > 1 else "serial"),
-        divide((MICROBATCH,) * OWN * ranks, ranks),
-    )
+    plan = Plan.parse(f"sample={ranks}" if ranks > 1 else "serial")
+    division = divide((MICROBATCH,) * OWN * ranks, ranks)
     (piece,) = division.passes(OWN)
     with fake_ranks(ranks), FakeGpu() as gpu:
         example = gpu.take(torch.rand(MICROBATCH, 3, PIXELS, PIXELS))
         model = gpu.take(models.create(name))
-        network = ParallelNetwork(
-            model,
-            Plan.parse(f"sample={ranks}" if ranks > 1 else "serial"),
-            example,
-            batch_norm=batch_norm,
-            seed=0,
-            method=Method(),
-        )
+        network = ParallelNetwork(model, plan, example, batch_norm=batch_norm, seed=0, method=Method())
         images = gpu.take(torch.rand(MICROBATCH * OWN, 3, PIXELS, PIXELS))
         labels = gpu.take(torch.zeros(len(images), dtype=torch.int64))
 

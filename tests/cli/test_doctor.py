@@ -242,7 +242,7 @@ def test_more_devices_than_cores_are_said_to_take_turns(
 @pytest.mark.slow
 def test_verify_on_two_devices(data: Path, tmp_path: Path) -> None:
     line = [sys.executable, "-m", "convoy", "doctor", "--verify", "train", "lenet", "--data", str(data), "--seconds"]
-    line += ["6", "--devices", "2", "--batch", "48", "--microbatches", "2", "--set", "evaluate_every=1ba"]
+    line += ["15", "--devices", "2", "--batch", "48", "--microbatches", "2", "--set", "evaluate_every=1ba"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert "on 2 devices, plan sample=2" in done.stdout and "when tried" in done.stdout

@@ -35,6 +35,7 @@ class PackedSource(TarSource):
     """The pictures of a split of a pack, under the names that they have in the original."""
 
     mend = "fetch the pack again, or pack again"
+    is_packed = True
 
     def name(self, sample: int) -> str:
         """The name that the sample has in the original."""

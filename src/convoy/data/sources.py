@@ -21,10 +21,14 @@ Progress = Callable[[str, int, int], None]
 
 
 class Source(ABC):
-    """Labelled pictures, numbered from 0: `labels` are int64 [N]; `mend` says what to do about one that is bad."""
+    """Labelled pictures, numbered from 0: `labels` are int64 [N]; `mend` says what to do about one that is bad.
+
+    `is_packed` says whether they come from a pack.
+    """
 
     labels: NDArray[np.int64]
     mend = "mend or remove it"
+    is_packed = False
     resident: "Tensor | None" = None
     """Pixels of all pictures, uint8 [N, H, W, C], on the device that trains, if they were brought there."""
 
@@ -131,7 +135,7 @@ class EncodedSource(Source):
 
 class _Subset(EncodedSource):
     def __init__(self, source: EncodedSource, samples: NDArray[np.int64]) -> None:
-        self.source, self.mend = source, source.mend
+        self.source, self.mend, self.is_packed = source, source.mend, source.is_packed
         self._samples = SharedNumbers(samples)
         self.labels = source.labels[samples]
 

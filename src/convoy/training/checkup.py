@@ -9,7 +9,6 @@ from statistics import fmean
 
 from convoy.data import num_workers
 from convoy.data.loader import batch_maker, first_workers
-from convoy.data.packed import PackedSource
 from convoy.data.sources import EncodedSource
 from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts, Pictures, RankFacts
@@ -123,7 +122,7 @@ class Checkup:
             threads=num_threads(recipe) if session.device.type == "cpu" else 0,
             microbatches=len(quantities.sizes),
             pictures=Pictures(in_memory=True) if in_memory else None,
-            can_pack=isinstance(source, EncodedSource) and not isinstance(source, PackedSource),
+            can_pack=isinstance(source, EncodedSource) and not source.is_packed,
             evaluate_every=quantities.evaluate_every,
             test_samples=-(-len(session.data.test) // ranks.num_sample_ranks),
             ahead=samples_ahead(max(1, samples)) / max(1, samples),
