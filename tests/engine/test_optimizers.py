@@ -9,6 +9,7 @@ from own_loops import IMAGES, far, loss_of, ranks_net, small
 from torch import nn
 
 import convoy
+from convoy.engine.optimizers import _looks_at_whole_tensors
 from convoy.errors import ConvoyError
 from ranks import run_ranks
 
@@ -68,6 +69,23 @@ def test_optimizers_that_look_at_whole_tensors_are_refused_on_parts(name: str) -
 def test_other_optimizers_are_as_on_one_device(name: str, plan: str) -> None:
     for error in run_ranks(optimized, 2, name, plan):
         assert isinstance(error, float) and error < 1e-9
+
+
+class Centered(Lion):
+    """Takes a little of a tensor's mean gradient from every number."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad -= 0.02 * p.grad.mean()
+        super().step()
+
+
+@pytest.mark.parametrize(("kind", "whole"), [(Lion, None), (Centered, "looks at whole tensors")])
+def test_low_precision_hides_nothing(kind: type[Lion], whole: str | None) -> None:
+    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    optimizer = kind([weight], 0.01)
+    assert _looks_at_whole_tensors(optimizer, optimizer.param_groups[0], {2: weight}) == whole
 
 
 def grouped() -> None:

@@ -6,6 +6,7 @@ that of this rank's parts.
 """
 
 import copy
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -104,25 +105,38 @@ def _looks_at_whole_tensors(
     Args:
         optimizer: of which a twin is tried.
         group: of its parameters.
-        examples: by their number of dimensions, parameters on whose device and in whose type it is tried.
+        examples: by their number of dimensions, parameters on whose device it is tried, in float64 or else their type.
     """
     options = {key: value for key, value in group.items() if key not in ("params", PART)}
-    for dim, like in sorted(examples.items()):
-        shape = _SIZES[:dim]
-        for cut in range(min(dim, 2)):
-            generator = torch.Generator().manual_seed(dim)
-            whole, *gradients = [
-                torch.randn(shape, generator=generator).to(like.device, like.dtype) for _ in range(1 + _STEPS)
-            ]
+    for (dim, like), cut in itertools.product(sorted(examples.items()), range(2)):
+        if cut >= dim:
+            continue
+        failure = ""
+        for dtype in (torch.float64, like.dtype):  # rounding of a lower precision hides what is small
             try:
-                together = torch.cat(list(_updated(optimizer, options, [whole], [[g] for g in gradients])), cut)
-                halves = [list(g.chunk(2, cut)) for g in gradients]
-                apart = torch.cat(list(_updated(optimizer, options, list(whole.chunk(2, cut)), halves)), cut)
+                together, apart = _together_and_apart(optimizer, options, dim, cut, like.device, dtype)
             except Exception as error:
-                return f"cannot be tried on tensors with {dim} dimensions ({type(error).__name__}: {error})"
-            if not torch.allclose(together, apart, rtol=8 * torch.finfo(like.dtype).eps, atol=1e-7):
+                failure = f"cannot be tried on tensors with {dim} dimensions ({type(error).__name__}: {error})"
+                continue
+            if not torch.allclose(together, apart, rtol=8 * torch.finfo(dtype).eps, atol=1e-7):
                 return "looks at whole tensors"
+            break
+        else:
+            return failure
     return None
+
+
+def _together_and_apart(
+    optimizer: Optimizer, options: Mapping[str, Any], dim: int, cut: int, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """What an optimizer makes of a random tensor, and of its halves along `cut`."""
+    generator = torch.Generator().manual_seed(dim)
+    whole, *gradients = [torch.randn(_SIZES[:dim], generator=generator).to(device, dtype) for _ in range(1 + _STEPS)]
+    halves = [list(g.chunk(2, cut)) for g in gradients]
+    return [
+        torch.cat(list(_updated(optimizer, options, tensors, each)), cut)
+        for tensors, each in (([whole], [[g] for g in gradients]), (list(whole.chunk(2, cut)), halves))
+    ]
 
 
 def _updated(
