@@ -6,7 +6,6 @@ in a process in which Triton does not interpret. Batch norm and dropout run on t
 and what would launch a kernel builds it: few variants for each of `CAPABILITIES`, or more of them for one.
 """
 
-import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from convoy.ops.statistics import Following
 
 CAPABILITIES = (80, 90, 100)
 TYPES = (torch.bfloat16, torch.float32, torch.float64)
-ORDERS = (torch.channels_last, torch.contiguous_format)
+LAST, FIRST = torch.channels_last, torch.contiguous_format
 FEW_NUMBERS = ("_combine", "_one_for_each")
 """Kernels that read some numbers of each channel or sample, and no activations."""
 
@@ -117,8 +116,8 @@ def main(more: bool) -> None:
     shared_batch_norm.at_once = lambda x: True  # type: ignore[attr-defined]
     random_bits._fused, random_bits._kernels = lambda x: True, lambda x: random_kernels  # type: ignore[assignment]
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    cases = itertools.product((90,), TYPES, ORDERS) if more else itertools.product(CAPABILITIES, TYPES[:1], ORDERS[:1])
-    for capability, dtype, order in cases:
+    many = [(90, torch.bfloat16, FIRST), *((90, dtype, LAST) for dtype in TYPES)]
+    for capability, dtype, order in many if more else [(each, torch.bfloat16, LAST) for each in CAPABILITIES]:
         driver.set_active(Gpu(capability))
         built.clear()
         batch_norm(dtype, order, affine=True, relu=True, counts=False)
