@@ -31,7 +31,7 @@ from measuring.published_fit import (
     speedup,
 )
 from measuring.published_networks import work
-from measuring.published_rows import KEYS, Row, family, read
+from measuring.published_rows import KEYS, OURS, Row, family, read
 
 from convoy.hardware.exchange import step
 
@@ -67,10 +67,11 @@ def main() -> None:
     parser.add_argument("--families", action="store_true", help="leave out all near-copies of a source with it")
     given = parser.parse_args()
     rows, blind = list(read(given.published / "scaling.csv")), list(read(given.published / "questions.csv"))
+    ours = list(read(OURS))
     name = (lambda row: family(row.source)) if given.families else (lambda row: row.source)
-    sources = sorted({name(row) for row in [*rows, *blind]})
+    sources = sorted({name(row) for row in [*rows, *ours, *blind]})
     layers, collectives = read_layers(given.published), read_collectives(given.published)
-    first = one_device(rows, layers, sources, name)
+    first = one_device([*rows, *ours], layers, sources, name)
     at, slopes = first.solve()
     many = [row for row in rows if row.count > 1]
     whole = dict(zip(first.names, map(float, at), strict=True))
@@ -85,7 +86,7 @@ def main() -> None:
         if number in second.groups:
             own = several_devices(collectives, many, [single(row, alone) for row in many], sources, alone, name)
             left = dict(zip(own.names, map(float, own.without(number, at_many, slopes_many)), strict=True))
-        for row in (*rows, *blind):
+        for row in (*rows, *ours, *blind):
             if name(row) == source:
                 predicted[id(row)] = predict(row, {"one device": alone, "several devices": left}, seen)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -93,6 +94,10 @@ def main() -> None:
     write(given.out / "predictions.csv", [predicted[id(row)] for row in rows], ranges)
     write(given.out / "blind.csv", [predicted[id(row)] for row in blind], ranges)
     report([predicted[id(row)] for row in rows], rows)
+    for row in ours:
+        fitted, left_out = row.images / single(row, whole).total, predicted[id(row)].rate
+        measured = f"{row.key[-1]}, batch {row.images:.0f}: {row.rate:,.0f} images/s"
+        print(f"{measured}; {fitted:,.0f} fitted, {left_out:,.0f} left out")
     if given.coefficients:
         found = {
             "one device": as_dict(first.names, at),

@@ -1,5 +1,6 @@
 """A GPU that is not there: a queue that the host fills, and torch.cuda's events on it, in simulated seconds."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +20,20 @@ class FakeGpu:
         host: seconds on the host.
         free: when the GPU is through with its queue.
         events: how many were recorded.
+        reading: seconds that the host takes to read its clock or to record an event.
     """
 
     def __init__(self) -> None:
-        self.host = self.free = 0.0
+        self.host = self.free = self.reading = 0.0
         self.events = 0
 
     @property
     def clock(self) -> DeviceClock:
-        return DeviceClock(torch.device("cuda"), lambda: self.host)
+        return DeviceClock(torch.device("cuda"), self.read)
+
+    def read(self) -> float:
+        self.host += self.reading
+        return self.host
 
     def launch(self, host: float, device: float) -> None:
         """Work that the host takes so long to issue, and the GPU to do."""
@@ -39,6 +45,7 @@ class FakeGpu:
 
         def record() -> None:
             self.events += 1
+            self.host += self.reading
             self.free = max(self.free, self.host)
             moments.append(self.free)
 
@@ -64,13 +71,13 @@ class FakeGpu:
 
 
 class Launches(TorchDispatchMode):
-    """Every operation is work of a fake GPU, and done on the CPU."""
+    """Every operation is work of a fake GPU, and done on the CPU; the host takes `jitter` times as long for it."""
 
-    def __init__(self, gpu: FakeGpu, host: float, device: float) -> None:
+    def __init__(self, gpu: FakeGpu, host: float, device: float, jitter: Callable[[], float] = lambda: 1.0) -> None:
         super().__init__()
-        self.gpu, self.costs, self.names = gpu, (host, device), []  # type: ignore[var-annotated]
+        self.gpu, self.costs, self.jitter, self.names = gpu, (host, device), jitter, []  # type: ignore[var-annotated]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(str(function))
-        self.gpu.launch(*self.costs)
+        self.gpu.launch(self.costs[0] * self.jitter(), self.costs[1])
         return function(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from convoy.comm import collectives
 from convoy.engine import recorded
 from convoy.script import recorded as script
-from convoy.training import observation, session, set_up
+from convoy.training import session, set_up, workloads
 
 
 class ReplayedGraph(TorchDispatchMode):
@@ -60,7 +60,7 @@ def _storage(x: Tensor) -> int:
 def recording() -> Iterator[None]:
     """Let CPUs record updates, and ranks exchange by operations that can be noted."""
     with ExitStack() as stack:
-        for module in (recorded, session, set_up, observation, script):
+        for module in (recorded, session, set_up, workloads, script):
             stack.enter_context(mock.patch.object(module, "graph_on", lambda device: ReplayedGraph))
         stack.enter_context(mock.patch.object(collectives, "_channel", lambda x, group: None))
         yield

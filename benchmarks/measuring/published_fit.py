@@ -26,6 +26,8 @@ from measuring.published_rows import Row, family
 PRIORS_ONE = {"device ": 0.12, "framework ": 0.35, "bandwidth ": 0.3, "peak ": 0.5, "cudnn": 0.2}
 PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "host memory": 0.1, "feed ": 0.3}
 _NOISE = 0.12
+_OF_YEAR = ("launch", "host eager", "host compiled", "compiled", "kernels")
+"""What is fitted for a generation of software by itself."""
 
 
 @dataclass(frozen=True)
@@ -210,20 +212,22 @@ def one_device(
     alike: dict[tuple[object, ...], list[Row]] = {}
     for row in used:
         alike.setdefault((row.network, row.images, row.device, row.precision, row.software), []).append(row)
-    copies = Counter((row.network, row.device.name, row.precision, family(row.source)) for row in used)
+    copies = Counter(map(_alike, used))
     names = [
         f"{what} {kind}"
         for what in ("sums", "width", "tiles", "3x3", "large", "1x7", "groups", "linear", "backward")
         for kind in ("plain", "wide")
     ]
-    names += ["launch", "fixed", "compiled", "turning", "halves", "norm", "cudnn"]
+    names += ["launch", "fixed", "compiled", "turning", "turning 8", "halves", "norm", "cudnn"]
+    years = sorted({row.software.generation for row in used} - {""})
+    names += [f"{what} {year}" for year in years for what in _OF_YEAR]
     everywhere: list[Row | Layers] = [*used, *layers]
     names += sorted({f"peak {units_of(one.device, one.precision)}" for one in everywhere})
     names += sorted({f"bandwidth {one.device.generation}" for one in everywhere})
     names += sorted({f"device {one.device.name}" for one in everywhere})
     names += sorted({f"framework {one.software.framework}" for one in everywhere})
     number = {source: place for place, source in enumerate(sources)}
-    votes = np.array([copies[row.network, row.device.name, row.precision, family(row.source)] ** -0.5 for row in used])
+    votes = np.array([copies[_alike(row)] ** -0.5 for row in used])
 
     def residuals(at: Array) -> Array:
         c = dict(zip(names, at, strict=True))
@@ -243,6 +247,12 @@ def one_device(
 
     groups = np.array([number[name(row)] for row in used] + [-1] * sum(2 * len(one.forward) for one in layers))
     return Problem(names, np.array([_prior(name, PRIORS_ONE) for name in names]), residuals, groups)
+
+
+def _alike(row: Row) -> tuple[object, ...]:
+    """What near-copies of a row have in common; with another batch the host shows, where it issues ahead."""
+    here = row.network, row.device.name, row.precision, family(row.source)
+    return (*here, row.software, row.images) if row.software.generation else here
 
 
 @dataclass(frozen=True)

@@ -142,13 +142,18 @@ def read(path: Path) -> Iterator[Row]:
     """The rows of a file."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    with (path.parent / "scaling.csv").open(newline="", encoding="utf-8") as file:
+    timed = path.parent / "scaling.csv"
+    with (timed if timed.exists() else path).open(newline="", encoding="utf-8") as file:
         batches: Batches = {}
         for row in csv.DictReader(file):
             if row["n_gpus"] == "1" and (images := _number(row["batch_per_gpu"])):
                 batches.setdefault((row["source"], row["model"], row["gpu"]), set()).add(images)
     for row in rows:
         yield _row(row, batches)
+
+
+OURS = Path(__file__).with_name("ours.csv")
+"""What this project measured, as `scaling.csv` has it, bf16 and channels_last; the year ends the source's name."""
 
 
 Batches = dict[tuple[str, str, str], set[float]]
@@ -264,6 +269,9 @@ _FRAMEWORKS = [
 
 def _software(row: dict[str, str], device: Device) -> tuple[Software, str]:
     source, scheme = row["source"], row["scheme"]
+    if source.startswith("Convoy"):
+        ways = {way: way in scheme for way in ("compiled", "recorded", "kernels")}
+        return Software("pytorch", 9, channels_last=True, generation=source[-4:], **ways), "fp16"
     framework = next((name for words, name in _FRAMEWORKS if words in source), "other")
     if "DP (TensorFlow)" in scheme:
         framework = "tensorflow"

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("measuring.published_rows")
 
 from measuring.published_fit import Problem
-from measuring.published_rows import KEYS, Row, family, read
+from measuring.published_rows import KEYS, OURS, Row, family, read
 
 TABLES = Path(os.environ.get("CONVOY_PUBLISHED", Path(__file__).parents[3] / "shared" / "published"))
 OUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "published"
@@ -74,6 +74,14 @@ def test_devices_software_and_schemes(rows: list[Row]) -> None:
     assert [one.precision for one in ampere] == ["tf32", "fp16"]
     assert "does not say which device" in unknown.refused
     assert family(LAMBDA) == family(LAMBDA.replace("XLA_", ""))
+
+
+def test_rows_of_ones_own_say_how_updates_were_made() -> None:
+    found = list(read(OURS))
+    assert {(one.device.name, one.precision) for one in found} == {("h200-sxm", "fp16"), ("h100-sxm5", "fp16")}
+    assert not any(one.refused for one in found) and {one.software.generation for one in found} == {"2026"}
+    ways = {(one.software.compiled, one.software.recorded, one.software.kernels) for one in found}
+    assert ways == {(c, r, False) for c in (False, True) for r in (False, True)} | {(False, True, True)}
 
 
 def test_leaving_a_source_out_forgets_it() -> None:

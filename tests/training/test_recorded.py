@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from convoy.errors import ConvoyError
+from convoy.models import create
+from convoy.planner import Workload
+from convoy.training import auto_plan
 from convoy.training.environment import join_ranks
 from convoy.training.recipe import load_recipe
 from convoy.training.set_up import set_up
+from convoy.training.workloads import workload_of_recipe
 from ranks import run_ranks
 from replayed import recording
 from tiny import TinyNet, write_mnist
@@ -75,6 +80,42 @@ def test_the_scale_of_a_loss_in_fp16_is_that_of_each_update(data: Path) -> None:
     with_scale = (*ALL, "precision=fp16", "parallel.plan=serial")
     ((alike, said),) = run_ranks(both, 1, data, "tiny:TinyNet", with_scale)
     assert alike and "has the same bits" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "recorded"),
+    [
+        (True, (), True),
+        (False, (), False),
+        (True, ("cuda_graphs=off",), False),
+        (True, ("reproducible=true",), False),
+    ],
+)
+def test_the_planner_knows_whether_updates_will_be_recorded(
+    record: bool, settings: tuple[str, ...], recorded: bool
+) -> None:
+    recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", "batch=16", *settings])
+    with recording() if record else nullcontext():
+        workload = workload_of_recipe(recipe, create("lenet"), (1, 28, 28), 2, torch.device("cpu"))
+    assert workload.recorded == recorded
+
+
+def planned(data: Path, *settings: str) -> str:
+    """What is said of a plan that is to be found; whether updates are recorded then stands in place of a plan."""
+
+    def stop(workload: Workload, *_: Any, **__: Any) -> Any:
+        raise ConvoyError(f"recorded: {workload.recorded}")
+
+    ranks, device = join_ranks()
+    with recording(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_plan, "make_plan", stop)
+        choices = [f"data.path={data}", "model.name=tiny:TinyNet", "batch=16", "microbatch=4", "parallel.plan=auto"]
+        return " ".join(set_up(load_recipe("default", [*choices, *settings]), device, ranks=ranks, keep=False).notes)
+
+
+@pytest.mark.parametrize(("settings", "recorded"), [((), True), (("cuda_graphs=off",), False)])
+def test_a_plan_is_chosen_for_updates_as_they_will_run(data: Path, settings: tuple[str, ...], recorded: bool) -> None:
+    assert all(f"recorded: {recorded}" in notes for notes in run_ranks(planned, 2, data, *settings))
 
 
 class Frozen(TinyNet):

@@ -75,7 +75,7 @@ def forecast(
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     try:
-        workload = workload_of_recipe(task.recipe, model.train(), shape, ranks.num, device)
+        workload = workload_of_recipe(task.recipe, model.train(), shape, ranks.num, device, ranks.group)
         wanted: dict[str, Plan] = {}
         for text in dict.fromkeys(found.auto if text == AUTO and found.auto is not None else text for text in plans):
             try:

@@ -155,7 +155,7 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
         for note in notes:
             click.echo(note, err=True)
     notes += settled.notes
-    workload = workload_of_recipe(recipe, model, shape, devices, device)
+    workload = workload_of_recipe(recipe, model, shape, devices, device, ranks.group)
     _check_plans(request, recipe, model, workload)
     sizes, smaller = divisible_sizes(recipe, model, devices)
     first = [smaller] if smaller is not None else []

@@ -88,7 +88,11 @@ def _predicted(
         plans=request.plans,
         memory_limit=request.memory,
         images_per_second=request.images_per_second,
-        software=replace(OURS, channels_last=lowered if recipe.channels_last is None else recipe.channels_last),
+        software=replace(
+            OURS,
+            channels_last=lowered if recipe.channels_last is None else recipe.channels_last,
+            compiled=recipe.compile,
+        ),
     )
     if size == usual or recipe.batch_norm != "microbatch" or all(call.op != "batch_norm" for call in own.graph.calls):
         return found

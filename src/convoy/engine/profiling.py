@@ -14,7 +14,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean as mean
 from statistics import median_low
@@ -141,8 +141,9 @@ class CallTimes:
 
     Attributes:
         forward, backward: means over the passes that `middle_half` leaves, so that they add up to a pass.
-        host_forward, host_backward: those of the host that issues it, the median; 0 where it is the device. The host's
-            first pass may take seconds, in which kernels are loaded and tried out, while the device's is like others.
+        host_forward, host_backward: those of the host that issues it; 0 where it is the device. They are shares of a
+            pass in which the host reads no clock, and add up to the median of such passes: its first one may take
+            seconds, in which kernels are loaded, and of what disturbs it now and then every call has its part.
     """
 
     forward: float
@@ -264,9 +265,16 @@ class Profiler:
             settled=lambda: not self._grew,
         )
         passes = middle_half(passes, lambda one: one.slowest)
-        names = dict.fromkeys(name for one in passes for name in (*one.forward, *one.backward) if name != _MADE_UP)
+        names = dict.fromkeys(name for one in passes for name in (*one.forward, *one.backward))
         calls = {
             name: _middle([[getattr(one, way).get(name, 0.0) for way in _WAYS] for one in passes]) for name in names
+        }
+        marked = [sum(getattr(one, way) for one in calls.values()) or 1.0 for way in _WAYS[2:]]
+        part = [median_low(one.whole[way] for one in passes) / marked[way] for way in (0, 1)]
+        calls = {
+            name: replace(one, host_forward=part[0] * one.host_forward, host_backward=part[1] * one.host_backward)
+            for name, one in calls.items()
+            if name != _MADE_UP
         }
         taken = map(_middle, zip(*(one.transfers for one in passes), strict=True))
         return Profile(
@@ -280,9 +288,12 @@ class Profiler:
         """A pass; where memory still grew in it, it need not grow in the next ones."""
         host: tuple[dict[str, float], dict[str, float]] = {}, {}
         issuing = [(0.0, 0.0)] * len(self._timed)
+        whole: tuple[float, ...] = 0.0, 0.0
         if self._clock.is_queue:  # first what the host takes, then what the device does where the host is ahead
-            self._clock.wait()
             self._now = self._clock.host
+            self._clock.wait()
+            whole = tuple(sum(way.spans(operator.sub).values()) for way in self._pass(marks=False))
+            self._clock.wait()
             forward, backward = self._pass()
             host = forward.spans(operator.sub), backward.spans(operator.sub)
             issuing = [one.issuing() for one in self._timed]
@@ -301,16 +312,18 @@ class Profiler:
         seconds = sum(found for way in (there, back) for name, found in way.items() if name != _MADE_UP)
         seconds += sum(map(sum, taken))
         transfers = [(*both, *issued) for both, issued in zip(taken, issuing, strict=True)]
-        return _Pass(there, back, *host, transfers, seconds, slowest(seconds))
+        return _Pass(there, back, *host, whole, transfers, seconds, slowest(seconds))
 
-    def _pass(self) -> "tuple[_Stopwatch, _Stopwatch]":
-        """One forward and one backward pass, with marks at the moments that `_now` gives."""
+    def _pass(self, marks: bool = True) -> "tuple[_Stopwatch, _Stopwatch]":
+        """One forward and one backward pass, with marks at the moments of `_now`: of each call, or of both ends."""
         self._context.statistics = RunningStatistics()
         self._context.enter(0, 0, self._sizes, self._device)
+        torch.clear_autocast_cache()  # an update in training begins without weights that are cast already
         for tensor in self._tensors:
             tensor.grad = None
         forward, backward = _Stopwatch(self._now), _Stopwatch(self._now)
-        outputs = self._program(self._tensors, _Marks(forward, backward))
+        forward.mark(OUTSIDE)
+        outputs = self._program(self._tensors, _Marks(forward, backward) if marks else None)
         forward.mark(OUTSIDE)
         differentiable = [output for output in outputs if output.requires_grad]
         if differentiable:
@@ -323,12 +336,14 @@ class Profiler:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Seconds of a pass on this rank, by call and by transfer, and those of the rank that took longest for it."""
+    """Seconds of a pass on this rank, by call and by transfer, and those of the rank that took longest for it; `whole`
+    are the host's, forward and backward, while it reads no clock."""
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     host_forward: Mapping[str, float]
     host_backward: Mapping[str, float]
+    whole: tuple[float, ...]
     transfers: Sequence[tuple[float, float, float, float]]
     seconds: float
     slowest: float

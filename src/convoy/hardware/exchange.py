@@ -95,7 +95,7 @@ class Step:
         spent = {
             "arithmetic": self.times.arithmetic,
             "memory": self.times.memory + self.times.update,
-            "launch": self.times.launch + self.times.fixed,
+            "launch": self.times.launch + self.times.fixed + self.times.waiting,
             "input": max(0.0, self.feed - self.alone) + 0.5 * self.feed * (self.feed > self.alone),
             "network" if self.between > self.inside else "link": self.exposed,
             "synchronization": self.slower,
@@ -147,8 +147,8 @@ def several(
     def factor(name: str) -> float:
         return math.exp(c.get(name, 0.0))
 
-    forward, backward = float(one.forward.sum()), float(one.backward.sum())
-    alone = forward + backward + one.update + one.fixed
+    backward = float(one.backward.sum()) * one.total / one.device
+    alone = one.total
     if scheme.kind == "pipeline":
         return _pipeline(one, alone, count, scheme, factor)
     hosts = -(-count // site.per_host)

@@ -32,15 +32,22 @@ class Software:
         cudnn: major version of the library of kernels.
         compiled: whether a compiler (XLA, torch.compile) fuses what is between convolutions.
         channels_last: whether activations lie with the channels innermost, as tensor cores want them.
+        generation: the year of what was measured at small batches too, so that what a launch takes of the host and of
+            the device is told apart; empty for all before, whose tables show the sum alone.
+        recorded: whether updates are replayed as CUDA graphs, for which a host does nothing.
+        kernels: whether Convoy's own kernels normalize, with the ReLU and the addition that follow.
     """
 
     framework: str = "pytorch"
     cudnn: int = 9
     compiled: bool = False
     channels_last: bool = False
+    generation: str = ""
+    recorded: bool = False
+    kernels: bool = False
 
 
-OURS = Software()
+OURS = Software(generation="2026")
 """Convoy runs on PyTorch of today."""
 
 PRECISIONS = ("fp32", "tf32", "fp16")
@@ -85,6 +92,8 @@ class Times:
         arithmetic, memory, launch: of both passes, as if there were nothing else.
         update: of the weights.
         fixed: of the framework, once.
+        host: for each launch, that the host takes to issue it while the device is at others; 0 where it is in `launch`.
+        issuing: of the host, all launches.
     """
 
     forward: Array
@@ -94,11 +103,23 @@ class Times:
     launch: float
     update: float
     fixed: float
+    host: float = 0.0
+    issuing: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """What the device takes for all of them."""
+        return float(self.forward.sum() + self.backward.sum()) + self.update + self.fixed
 
     @property
     def total(self) -> float:
-        """All of them."""
-        return float(self.forward.sum() + self.backward.sum()) + self.update + self.fixed
+        """Of both: the longer, and a part of the shorter."""
+        return float((self.device**4 + self.issuing**4) ** 0.25)
+
+    @property
+    def waiting(self) -> float:
+        """What the device waits for its host."""
+        return self.total - self.device
 
 
 def times(
@@ -127,14 +148,18 @@ def times(
     seconds = _arithmetic(work, images, device, units, factor, wide) / factor(f"peak {group}")
     moved = _bytes(work, images, units, software, factor, wide)
     bandwidth = device.gbytes_per_s * 1e9 * 0.75 * factor(f"bandwidth {device.generation}")
-    launch = device.launch_us * 1e-6 * factor("launch") * work.count
+    year = f" {software.generation}" if software.generation else ""
+    start = device.launch_us * 1e-6 * factor(f"launch{year}")
+    launch = start * work.count
     both = []
     for way in (0, 1):
         of_memory = moved[way] * work.count / bandwidth
         overlapped = (seconds[way] ** 2 + of_memory**2) ** 0.5
         both.append(scale * (overlapped + (1 + way) * launch))
     # weights, gradients and momentum are read, two of them written
-    update = scale * (20 * work.parameters / bandwidth + work.tensors * device.launch_us * 1e-6 * factor("launch"))
+    update = scale * (20 * work.parameters / bandwidth + work.tensors * start)
+    kind = "compiled" if software.compiled else "eager"
+    host = 20e-6 * factor(f"host {kind}{year}") if year and not software.recorded else 0.0
     return Times(
         forward=both[0],
         backward=both[1],
@@ -142,7 +167,9 @@ def times(
         memory=float(scale * (moved * work.count).sum() / bandwidth),
         launch=float(3 * scale * launch.sum()),
         update=float(update),
-        fixed=float(2e-3 * factor("fixed")),
+        fixed=0.0 if year else float(2e-3 * factor("fixed")),
+        host=host,
+        issuing=float(host * (3 * work.count.sum() + work.tensors)),
     )
 
 
@@ -173,12 +200,14 @@ def _bytes(work: Work, images: float, units: Arithmetic, software: Software, fac
     elements = (work.read + work.written) * images
     passes = _PASSES[:, work.kind]
     between = np.isin(work.kind, (_NORM, _POINT))
-    fused = factor("compiled") * 0.6 if software.compiled else 1.0
+    by = "compiled" if software.compiled else "kernels" if software.kernels else ""
+    fused = 0.6 * factor(f"{by} {software.generation}".strip()) if by else 1.0
     passes = passes * np.where(between, fused, 1.0)
-    if wide and units.itemsize == 2 and not software.channels_last and software.cudnn < 8 and not software.compiled:
-        # cuDNN 7 has the tensor cores' kernels for channels innermost only, and turns tensors around
-        passes = passes + np.where(work.kind == _CONV, factor("turning"), 0.0)
-        passes = passes * np.where(between, factor("halves"), 1.0)
+    if wide and units.itemsize == 2 and not software.channels_last and not software.compiled:
+        # cuDNN has the tensor cores' kernels for channels innermost only, and turns tensors around
+        old = software.cudnn < 8
+        passes = passes + np.where(work.kind == _CONV, factor("turning" if old else "turning 8"), 0.0)
+        passes = passes * np.where(between & old, factor("halves"), 1.0)
     passes = passes * np.where(work.kind == _NORM, factor("norm"), 1.0)
     return passes * elements * units.itemsize + np.array([[1.0], [2.0]]) * 4 * work.weights
 

@@ -461,8 +461,12 @@ def _changes(
         add("half precision", _step(work, machine, shares, "bf16", software).seconds, sum(shares))
     double = [2 * share for share in shares]
     add("twice the batch", _step(work, machine, double, precision, software).seconds, sum(double))
-    compiled = replace(software, compiled=True)
-    add("a compiler that fuses", _step(work, machine, shares, precision, compiled).seconds, sum(shares))
+    recorded = replace(software, recorded=True)
+    others = {"a compiler that fuses": replace(software, compiled=True), "updates recorded as CUDA graphs": recorded}
+    if not software.compiled:
+        others["updates recorded as CUDA graphs, with Convoy's batch norm"] = replace(recorded, kernels=True)
+    for text, other in others.items():
+        add(text, _step(work, machine, shares, precision, other).seconds, sum(shares))
     without = done.seconds - done.exposed / 2
     add("links twice as fast", without, sum(shares))
     if done.feed > done.alone:

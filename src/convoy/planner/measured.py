@@ -360,6 +360,7 @@ class Measurements:
             batch_norm=workload.batch_norm,
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
+            recorded=workload.recorded,
             lays_out=workload.device.type == "cpu"
             and workload.channels_last
             and workload.precision in (None, torch.bfloat16)

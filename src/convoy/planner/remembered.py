@@ -69,6 +69,7 @@ def recalled(
     passes: int,
     batch_norm: BatchNorm = "sync",
     microbatch: int = 0,
+    recorded: bool = False,
     staging: Staging | None = None,
 ) -> Scored | None:
     """A prediction from what is kept; None where not all of it is known.
@@ -78,14 +79,14 @@ def recalled(
         plan: the plan to predict.
         placement: a pass under that plan.
         passes: passes of an update.
-        batch_norm, microbatch: as the run has them.
+        batch_norm, microbatch, recorded: as the run has them.
         staging: the stages and their passes; None where all ranks run all of the network.
     """
     try:
         costs = _costs(store.noted(device, _name(placement.mesh.num_devices, optimizer)))
     except (KeyError, TypeError, ValueError, ConvoyError):
         return None
-    costs = replace(costs, batch_norm=batch_norm, microbatch=microbatch)
+    costs = replace(costs, batch_norm=batch_norm, microbatch=microbatch, recorded=recorded)
     known = store.times(device)
     for rank in range(placement.mesh.num_devices):
         own = placement if staging is None else staging.part(placement, staging.stage_of(rank))

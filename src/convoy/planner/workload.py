@@ -63,6 +63,7 @@ class Workload:
         batch_norm: over which samples its statistics are taken.
         microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
         precision: the type in which autocast has layers compute; None for the type of the weights.
+        recorded: whether passes without stages are replayed as CUDA graphs, for which a host does nothing.
         optimizer: makes the optimizer for some parameters.
         optimizer_name: the name under which measurements of its updates are kept; empty where none are.
         shares: microbatches of an update that each device computes, where they are not as even as can be: a pass then
@@ -89,6 +90,7 @@ class Workload:
     batch_norm: BatchNorm = "sync"
     microbatch: int = 0
     precision: torch.dtype | None = None
+    recorded: bool = False
     optimizer: MakeOptimizer = momentum
     optimizer_name: str = ""
     shares: tuple[int, ...] | None = None
@@ -202,6 +204,7 @@ def workload_of(
     optimizer: MakeOptimizer = momentum,
     optimizer_name: str = "",
     recompute: Recompute = False,
+    recorded: bool = False,
 ) -> Workload:
     """Look at a network without changing it.
 
@@ -215,6 +218,7 @@ def workload_of(
         batch_norm, microbatch, precision, optimizer, optimizer_name: as in `Workload`.
         recompute: layers whose activations are computed again in the backward pass, beside those that the network
             itself asks for.
+        recorded: as in `Workload`.
 
     Raises:
         ConvoyError: the network cannot be seen as one graph, or the batch is too small.
@@ -262,6 +266,7 @@ def workload_of(
             batch_norm=batch_norm,
             microbatch=microbatch,
             precision=precision,
+            recorded=recorded,
             optimizer=optimizer,
             optimizer_name=optimizer_name,
             contents=contents,

@@ -201,6 +201,7 @@ class Choice(Prepared):
             self.ranks.num,
             self.device,
             counts_of_passes(self.recipe, self.model, self.quantities.sizes, self.merge, self.ranks.num, self.probe),
+            self.is_recorded,
         )
         ranks, store = self.ranks, self.profiles
         return make_plan(

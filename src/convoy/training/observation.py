@@ -16,7 +16,6 @@ from typing import Any
 
 from convoy.engine.clock import DeviceClock
 from convoy.engine.layerwise import Layerwise
-from convoy.engine.recorded import graph_on
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.watched import WatchedUpdate
 from convoy.files import to_json, write_text
@@ -84,9 +83,8 @@ class Observation:
         apart: Sequence[int] | None = None,
         last: int = LAST,
     ) -> None:
-        early = graph_on(session.device) is not None and session.why_not_recorded is None
-        self._numbers = watched if watched is not None else RECORDED_WATCHED if early else WATCHED
-        self._numbers_apart = apart if apart is not None else RECORDED_APART if early else APART
+        self._numbers = watched if watched is not None else RECORDED_WATCHED if session.is_recorded else WATCHED
+        self._numbers_apart = apart if apart is not None else RECORDED_APART if session.is_recorded else APART
         self._last = last
         self._session = session
         self._clock = clock or DeviceClock(session.device)
@@ -232,7 +230,7 @@ def _known(session: Session, store: ProfileStore, placement: Placement) -> Score
     by_microbatch = recipe.batch_norm == "microbatch"
     microbatch = session.division.sizes[0] if by_microbatch else 0
     here = measuring(recipe, session.device, session.ranks.on_host)
-    costs = recipe.batch_norm, microbatch
+    costs = recipe.batch_norm, microbatch, session.is_recorded
     return recalled(store, here, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from convoy import models
-from convoy.comm.collectives import by_way_of_host
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, evaluation_batches, training_batches
 from convoy.engine import Probe
@@ -26,6 +25,7 @@ from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.state import RunState
 from convoy.training.step import TrainingStep
+from convoy.training.workloads import is_recorded, why_not_recorded
 
 
 @dataclass
@@ -54,6 +54,16 @@ class Prepared:
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height and width."""
         return self.data.channels, self.data.image_size, self.data.image_size
+
+    @property
+    def why_not_recorded(self) -> str | None:
+        """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
+        return why_not_recorded(self.recipe, self.probe, self.ranks.num, self.device, self.ranks.group)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether updates are recorded and replayed here."""
+        return is_recorded(self.recipe, self.device, self.why_not_recorded)
 
 
 @dataclass
@@ -180,7 +190,7 @@ class Session(Prepared):
             guard=self.guard() if recipe.on_nan == "skip" else None,
         )
         graph = graph_on(self.device)
-        if graph is not None and recipe.cuda_graphs == "auto" and self.why_not_recorded is None:
+        if graph is not None and self.is_recorded:
             context = self.network.context
             step.recorded = Recorded(step.to_record, self.model, context, graph, agree=self.ranks.first_of)
         return step
@@ -190,10 +200,4 @@ class Session(Prepared):
         """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
         if isinstance(self.network, StagedTraining):
             return "the plan has stages, which send to each other"
-        if self.probe.draws and not self.probe.owned:
-            return f"{self.recipe.model.name} draws random numbers in a way of its own"
-        if self.recipe.reproducible and self.ranks.num > 1:
-            return "reproducible adds gradients up in a fixed order, which sends from device to device"
-        if by_way_of_host(self.device, self.ranks.group):
-            return "gloo carries what the devices exchange, by way of the CPU"
-        return None
+        return super().why_not_recorded

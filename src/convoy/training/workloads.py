@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from convoy.comm.collectives import Group, by_way_of_host
 from convoy.engine import Probe, microbatch_sizes
+from convoy.engine.recorded import graph_on
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, this_device
 from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule
@@ -25,7 +27,12 @@ CHANGE = "--image-size, the microbatches or the model"
 
 
 def workload_of_recipe(
-    recipe: Recipe, model: nn.Module, image_shape: tuple[int, int, int], devices: int, device: torch.device
+    recipe: Recipe,
+    model: nn.Module,
+    image_shape: tuple[int, int, int],
+    devices: int,
+    device: torch.device,
+    group: Group = None,
 ) -> Workload:
     """One weight update of a recipe on some number of devices.
 
@@ -35,6 +42,7 @@ def workload_of_recipe(
         image_shape: channels, height and width.
         devices: on which it will run.
         device: the one here.
+        group: of the ranks, where they run.
 
     Raises:
         ConvoyError: the network does not take such images, or cannot be seen as one graph.
@@ -44,7 +52,26 @@ def workload_of_recipe(
     sizes, _ = divisible_sizes(recipe, model, devices, found)
     merge, _ = merged(recipe, found, sizes, device, alone=devices == 1)
     counts = counts_of_passes(recipe, model, sizes, merge, devices, found)
-    return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device, counts)
+    recorded = is_recorded(recipe, device, why_not_recorded(recipe, found, devices, device, group))
+    return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device, counts, recorded)
+
+
+def why_not_recorded(
+    recipe: Recipe, found: Probe, devices: int, device: torch.device, group: Group = None
+) -> str | None:
+    """Why updates of a network in one piece cannot be recorded and replayed on any GPU; None where that is tried."""
+    if found.draws and not found.owned:
+        return f"{recipe.model.name} draws random numbers in a way of its own"
+    if recipe.reproducible and devices > 1:
+        return "reproducible adds gradients up in a fixed order, which sends from device to device"
+    if by_way_of_host(device, group):
+        return "gloo carries what the devices exchange, by way of the CPU"
+    return None
+
+
+def is_recorded(recipe: Recipe, device: torch.device, why_not: str | None) -> bool:
+    """Whether updates are recorded and replayed here."""
+    return graph_on(device) is not None and recipe.cuda_graphs == "auto" and why_not is None
 
 
 def counts_of_passes(
@@ -81,6 +108,7 @@ def workload_in_passes(
     devices: int,
     device: torch.device,
     counts: Sequence[int] = (),
+    recorded: bool = False,
 ) -> Workload:
     """The same where microbatches have these sizes, of which a device takes `merge` in a pass.
 
@@ -98,6 +126,7 @@ def workload_in_passes(
         batch_norm=recipe.batch_norm,
         microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
         precision=lowered(recipe),
+        recorded=recorded,
         optimizer=partial(optimizer_for, recipe=recipe),
         optimizer_name=recipe.optimizer.name,
         recompute=recipe.recompute,

@@ -15,7 +15,6 @@ from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.cost.times import Times
-from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task, Timeline
 
@@ -90,7 +89,7 @@ def test_time_of_the_host_is_part_of_the_layer_that_waits_for_it() -> None:
     assert sum(layer.computes for layer in summary.layers.values()) == pytest.approx(12)
 
 
-def predicted(batch: int, host: float) -> Timeline:
+def predicted(batch: int, host: float, recorded: bool = False, plan: str = "serial") -> Timeline:
     """One update of a small network whose operations take a time by their bytes, and their hosts always the same."""
     workload = workload_of(create("lenet"), torch.zeros(2, 1, 28, 28), batch)
 
@@ -98,8 +97,9 @@ def predicted(batch: int, host: float) -> Timeline:
         seconds = 1e-12 * sum(operand.bytes for operand in one.inputs)
         return Times(seconds, 2 * seconds, host, 2 * host)
 
-    costs = Costs(times, loss=HostCost(per_pass=1e-6, host=host), update=Update(host=host, host_per_tensor=host))
-    return score(workload, Plan(Mesh((), ())), replace(costs, on_cpu=False)).timeline
+    links = Links(otherwise=lambda ranks: Link(Curve(((1, 1e-6),)), Curve(((1, 1e-6),))))
+    costs = Costs(times, links, Update(host=host, host_per_tensor=host), loss=HostCost(per_pass=1e-6, host=host))
+    return score(workload, Plan.parse(plan), replace(costs, on_cpu=False, recorded=recorded)).timeline
 
 
 def test_small_batches_take_what_the_host_takes_and_large_ones_what_the_device_does() -> None:
@@ -108,6 +108,15 @@ def test_small_batches_take_what_the_host_takes_and_large_ones_what_the_device_d
     assert small == double
     assert large == pytest.approx(predicted(2**17, 0.0).total)
     assert small > 20 * predicted(2, 0.0).total
+
+
+def test_the_host_of_a_recorded_update_does_no_more_than_issue_the_optimizer() -> None:
+    """Stages are not recorded."""
+    host = 1e-5
+    tensors = len(list(create("lenet").parameters()))
+    assert predicted(2, host, recorded=True).total == pytest.approx((1 + tensors) * host, rel=0.05)
+    assert predicted(2, host).total > 4 * tensors * host
+    assert predicted(2, host, True, "stage=2").total == predicted(2, host, False, "stage=2").total
 
 
 def test_an_operation_that_was_not_measured_takes_its_host_as_long_as_others_of_its_sort() -> None:

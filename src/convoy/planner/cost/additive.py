@@ -6,6 +6,7 @@ overlaps, with an estimate of how much of the exchange of gradients shows. It se
 """
 
 from collections.abc import Hashable
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -156,7 +157,8 @@ class Additive:
 
     def _times(self, one: LocalOp) -> Times:
         if one not in self._known:
-            self._known[one] = self.costs.times(one)
+            times = self.costs.times(one)
+            self._known[one] = replace(times, host_forward=0.0, host_backward=0.0) if self.costs.recorded else times
         return self._known[one]
 
     def _link(self, mesh: Mesh, axes: Axes) -> Link:

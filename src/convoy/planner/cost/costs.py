@@ -52,6 +52,7 @@ class Costs:
         slowdowns: how many times as long as in `times` each rank computes, where they are not equally fast; else empty.
         per_parameter: seconds that it takes in an update for each parameter whose gradient is added over ranks.
         host_per_parameter: the same of the host, where that is not the device.
+        recorded: whether passes without stages are replayed as CUDA graphs, for which a host does nothing.
     """
 
     times: LayerTimes
@@ -68,6 +69,7 @@ class Costs:
     per_parameter: float = 0.0
     slowdowns: tuple[float, ...] = ()
     host_per_parameter: float = 0.0
+    recorded: bool = False
 
     @property
     def message_sizes(self) -> Sizes:

@@ -267,6 +267,8 @@ class _Builder:
     ) -> int:
         """A task after all that has held up the rank so far; `message` is its meeting, bytes and share of the core."""
         meeting, num_bytes, share = message
+        if self.costs.recorded and self.staging is None and kind != "update" and name != "input":
+            host = 0.0
         after = self.chain[rank]
         self.found.append(Task(rank, stream, kind, layer, name, seconds, after, meeting, share, num_bytes, host, peer))
         if blocks:
