@@ -52,15 +52,24 @@ class ReplayedGraph(TorchDispatchMode):
             pending.pop(0).wait()
 
 
+class BrokenGraph(ReplayedGraph):
+    """Recording breaks off in the middle of a backward pass, as where memory lacks for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "convolution_backward" in str(func):
+            raise RuntimeError("it breaks off")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
 @contextmanager
-def recording() -> Iterator[None]:
+def recording(graph: type[ReplayedGraph] = ReplayedGraph) -> Iterator[None]:
     """Let CPUs record updates, and ranks exchange by operations that can be noted."""
     with ExitStack() as stack:
         for module in (recorded, session, set_up, workloads, script):
-            stack.enter_context(mock.patch.object(module, "graph_on", lambda device: ReplayedGraph))
+            stack.enter_context(mock.patch.object(module, "graph_on", lambda device: graph))
         stack.enter_context(mock.patch.object(collectives, "_channel", lambda x, group: None))
         yield

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import convoy
 from convoy.errors import ConvoyError
 from ranks import run_ranks
-from replayed import recording
+from replayed import BrokenGraph, ReplayedGraph, recording
 
 UPDATES = 20
+UNLIKE = (1, 3, 9)
+"""Updates of a smaller batch: before an update is recorded, while it is, and between its replays."""
 
 
 def network() -> nn.Module:
@@ -23,9 +25,15 @@ def network() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def updates(plan: str, record: bool, twice: bool = False) -> list[Tensor]:
+def updates(
+    plan: str,
+    record: type[ReplayedGraph] | None,
+    twice: bool = False,
+    unlike: tuple[int, ...] = (),
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[Tensor]:
     """Losses, weights and buffers of some updates with pictures, masks and learning rates of their own."""
-    with recording() if record else nullcontext():
+    with recording(record) if record else nullcontext():
         net = convoy.parallelize(network(), plan, example=torch.empty(4, 3, 8, 8), seed=1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -40,11 +48,13 @@ def updates(plan: str, record: bool, twice: bool = False) -> list[Tensor]:
         found = []
         for update in range(UPDATES):
             generator = torch.Generator().manual_seed(update)
+            number = 7 if update in unlike else 8
             for _ in range(1 + twice):
-                images = torch.randn(8, 3, 8, 8, generator=generator)
-                labels = torch.randint(4, (8,), generator=generator)
-                mine = convoy.local_samples(net, 8)
-                found.append(step(images[mine], labels[mine])["loss"].detach())
+                images = torch.randn(number, 3, 8, 8, generator=generator)
+                labels = torch.randint(4, (number,), generator=generator)
+                mine = convoy.local_samples(net, number)
+                with around():
+                    found.append(step(images[mine], labels[mine])["loss"].detach())
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -54,7 +64,7 @@ def updates(plan: str, record: bool, twice: bool = False) -> list[Tensor]:
 def compared(plan: str, twice: bool) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of what is not recorded
-        pairs = zip(updates(plan, True, twice), updates(plan, False, twice), strict=True)
+        pairs = zip(updates(plan, ReplayedGraph, twice), updates(plan, None, twice), strict=True)
         # gradients that were there are added after the exchange, not before it
         return all(torch.equal(a, b) or (twice and torch.allclose(a, b, 1e-4, 1e-5)) for a, b in pairs)
 
@@ -63,6 +73,35 @@ def compared(plan: str, twice: bool) -> bool:
 @pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2"])
 def test_replayed_passes_have_the_bits_of_passes_that_run(plan: str, twice: bool) -> None:
     assert all(run_ranks(compared, 1 if plan == "serial" else 2, plan, twice))
+
+
+def compared_unlike(plan: str) -> bool:
+    results = (updates(plan, graph, unlike=UNLIKE) for graph in (ReplayedGraph, None))
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2"])
+def test_where_any_rank_has_a_smaller_batch_all_run_as_ever(plan: str) -> None:
+    """Of 7 samples the first of two ranks has 4, as of 8."""
+    assert all(run_ranks(compared_unlike, 1 if plan == "serial" else 2, plan))
+
+
+def compared_broken(plan: str) -> tuple[bool, str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        alike = all(map(torch.equal, updates(plan, BrokenGraph), updates(plan, None)))
+    return alike, " ".join(str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2"])
+def test_a_recording_that_breaks_off_leaves_no_trace(plan: str) -> None:
+    for alike, said in run_ranks(compared_broken, 1 if plan == "serial" else 2, plan):
+        assert alike and "it breaks off" in said
+
+
+def test_weights_that_autocast_has_cast_before_are_not_frozen() -> None:
+    around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    assert all(map(torch.equal, *(updates("serial", graph, around=around) for graph in (ReplayedGraph, None))))
 
 
 def made(change: Callable[[nn.Module], Callable[..., Tensor]]) -> str:
@@ -116,10 +155,46 @@ def test_random_numbers_of_torchs_own_are_named() -> None:
     assert "draws random numbers from torch's generator" in made(change)
 
 
-def test_arguments_are_tensors() -> None:
+def test_more_passes_than_before_are_noticed() -> None:
+    def change(net: nn.Module) -> Callable[..., Tensor]:
+        calls: list[int] = []
+
+        def step(images: Tensor, labels: Tensor) -> Tensor:
+            calls.append(1)
+            for _ in range(1 + len(calls) // 3):
+                loss = F.cross_entropy(net(images), labels)
+                loss.backward()
+            return loss
+
+        return step
+
+    assert "two updates after each other" in made(change) or "takes another tensor" in made(change)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((torch.empty(4, 3, 8, 8), 1), "takes tensors alone"),
+        (([torch.empty(4, 3, 8, 8)],), "takes tensors alone"),
+        ((), "takes tensors alone"),
+        ((torch.empty(4, 3, 8, 8, requires_grad=True),), "gives no gradients of its arguments"),
+    ],
+)
+def test_arguments_are_tensors_without_gradients(arguments: tuple, named: str) -> None:
     net = convoy.parallelize(network(), "serial", example=torch.empty(4, 3, 8, 8))
-    with pytest.raises(ConvoyError, match="takes tensors alone"):
-        convoy.recorded(net, lambda images, epoch: net(images))(torch.empty(4, 3, 8, 8), 1)
+    with pytest.raises(ConvoyError, match=named):
+        convoy.recorded(net, lambda *_: None)(*arguments)
+
+
+def test_in_evaluation_mode_it_runs_as_ever() -> None:
+    with recording():
+        net = convoy.parallelize(network(), "serial", example=torch.empty(4, 3, 8, 8))
+        step = convoy.recorded(net, lambda images: net(images).sum())
+        for _ in range(7):
+            step(torch.randn(4, 3, 8, 8))
+        net.eval()
+        images = torch.randn(4, 3, 8, 8)
+        assert torch.equal(step(images), net(images).sum())
 
 
 def test_batches_of_another_shape_run_as_ever() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from convoy.engine.recorded import distance
 from convoy.errors import ConvoyError
 from convoy.models import create
 from convoy.planner import Workload
@@ -17,17 +18,17 @@ from convoy.training.recipe import load_recipe
 from convoy.training.set_up import set_up
 from convoy.training.workloads import workload_of_recipe
 from ranks import run_ranks
-from replayed import recording
+from replayed import BrokenGraph, ReplayedGraph, recording
 from tiny import TinyNet, write_mnist
 
 UPDATES = 20
 Bits = tuple[dict[str, Tensor], list[float], list[str]]
 
 
-def train(data: Path, model: str, record: bool, *settings: str) -> Bits:
+def train(data: Path, model: str, record: type[ReplayedGraph] | None, *settings: str) -> Bits:
     """Weights and buffers, and EMA's, after some updates; their losses; what was said of recording."""
     ranks, device = join_ranks()
-    with recording() if record else nullcontext():
+    with recording(record) if record else nullcontext():
         choices = ["data.path=" + str(data), "model.name=" + model, "batch=16", "microbatch=4", *settings]
         session = set_up(load_recipe("default", choices), device, ranks=ranks, keep=False)
         step, averaged, said, losses = session.step(), session.state.averaged, list[str](), list[float]()
@@ -60,8 +61,10 @@ def same(a: Bits, b: Bits) -> bool:
 ALL = "optimizer.base_lr=0.1", "ema={decay: 0.9}", "clip_norm=0.5", "epochs=20ba"
 
 
-def both(data: Path, model: str, settings: tuple[str, ...]) -> tuple[bool, list[str]]:
-    eager, replayed = (train(data, model, record, *settings) for record in (False, True))
+def both(
+    data: Path, model: str, settings: tuple[str, ...], graph: type[ReplayedGraph] = ReplayedGraph
+) -> tuple[bool, list[str]]:
+    eager, replayed = (train(data, model, record, *settings) for record in (None, graph))
     return same(eager, replayed), replayed[2]
 
 
@@ -74,6 +77,24 @@ def test_replayed_updates_have_the_bits_of_updates_that_run(data: Path, plan: st
         assert alike
         assert len(said) == 1 and said[0].startswith("updates are replayed as a CUDA graph"), said
         assert "has the same bits" in said[0]
+
+
+def test_a_recording_that_breaks_off_leaves_no_trace(data: Path) -> None:
+    """Neither of gradients that were to be added nor of what batch norm had noted."""
+    settings = (*ALL, "parallel.plan=sample=2", "batch_norm=microbatch")
+    for alike, said in run_ranks(both, 2, data, "tiny:TinyNet", settings, BrokenGraph):
+        assert alike
+        assert len(said) == 1 and "not recorded as CUDA graphs: it breaks off" in said[0]
+
+
+def test_numbers_that_are_none_count_where_only_one_side_has_them() -> None:
+    """As gradients of a loss that is scaled too much have them."""
+    nan, inf = float("nan"), float("inf")
+    first = [torch.tensor([nan, inf, 2.0]), torch.tensor([inf])]
+    assert distance([torch.tensor([nan, inf, 3.0]), torch.tensor([inf])], first) == 0.5
+    assert distance([torch.tensor([nan, inf, 2.0]), torch.tensor([inf])], first) < 1e-300
+    assert distance([torch.tensor([1.0, inf, 2.0]), torch.tensor([inf])], first) == inf
+    assert distance([torch.tensor([nan, inf, 2.0]), torch.tensor([1.0])], first) == inf
 
 
 def test_the_scale_of_a_loss_in_fp16_is_that_of_each_update(data: Path) -> None:
@@ -149,7 +170,7 @@ class Frozen(TinyNet):
 def train_frozen(data: Path, kind: str) -> str:
     """What is said of a network that runs as it is, on one device."""
     settings = (*ALL, "parallel.plan=serial", f"model.options={{kind: {kind}}}")
-    _, _, said = train(data, "training.test_recorded:Frozen", True, *settings)
+    _, _, said = train(data, "training.test_recorded:Frozen", ReplayedGraph, *settings)
     (sentence,) = said
     return sentence
 

@@ -151,7 +151,6 @@ class Network:
         self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
         self.passes = 0
-        self._seen_samples: tuple[int, ...] = ()
         self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
 
@@ -272,7 +271,6 @@ class Network:
         if cast:
             self.recast()
         if self.samples is None and not self.context.replays:
-            self._seen_samples = samples
             if self.model.training and current_backward() != -1 and not self.undivided:
                 raise ConvoyError(
                     "activation checkpointing around a parallelized network would run it as another pass, with other "
@@ -308,6 +306,12 @@ class Network:
         """Bring running statistics up to date, where the caller does not do so at the end of an update."""
         if self.samples is None and self.model.training:
             self.context.statistics.fold(self.groups)
+
+    def abandon(self) -> None:
+        """Forget training passes that broke off before `end_pass`, or before the end of their backward pass."""
+        self.context.statistics.abandon()
+        if self.reducer is not None:
+            self.reducer.abandon()
 
     def weigh(self, output: Tensor, samples: tuple[int, ...]) -> Tensor:
         """Scale an output's gradient by this rank's share of the samples, where its loss does not do so itself."""
@@ -388,10 +392,12 @@ class Network:
         """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
         if self.samples is not None:
             return self.samples
-        if self.context.replays:
-            return self._seen_samples
-        state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
-        return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes, call)
+
+        def ask() -> tuple[int, ...]:
+            state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
+            return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes, call)
+
+        return ask() if self.context.tape is None else self.context.tape.samples(ask)
 
     def _run(
         self,

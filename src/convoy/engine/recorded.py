@@ -105,6 +105,8 @@ class Recorded:
         context: that its random numbers follow.
         graph: makes a recording.
         agree: of a reason not to record, the first that any rank has; all ranks call it.
+        fit: of whether inputs are as those of the first call, whether they are on all ranks; all ranks call it.
+        abandon: has others forget a call that broke off.
         tell: is told in one sentence what came of it.
 
     Attributes:
@@ -119,12 +121,15 @@ class Recorded:
         graph: Callable[[], RecordedGraph],
         *,
         agree: Callable[[str | None], str | None] = lambda reason: reason,
+        fit: Callable[[bool], bool] = lambda fits: fits,
+        abandon: Callable[[], None] = lambda: None,
         tell: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self._function, self._model, self._context = function, model, context
-        self._make_graph, self._agree, self.tell = graph, agree, tell
+        self._make_graph, self._agree, self._fit, self._abandon, self.tell = graph, agree, fit, abandon, tell
         self.refusal: str | None = None
         self._calls = 0
+        self._form: list[Any] | None = None
         self._inputs: list[Tensor] = []
         self._traces: list[Trace] = []
         self._tape = KeyTape()
@@ -137,21 +142,21 @@ class Recorded:
         """Whether it is replayed from now on."""
         return self._graph is not None
 
-    @property
-    def passes(self) -> int:
-        """Forward passes in a call."""
-        return len(self._tape)
-
     def __call__(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What `function(step, inputs)` gives and does, on whatever way."""
         with torch._C.DisableTorchFunctionSubclass():  # gradients may be marked as parts
             return self._call(step, inputs)
 
     def _call(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-        fits = not self._inputs or [_form(x) for x in inputs] == [_form(x) for x in self._inputs]
-        self._calls += self.refusal is None and fits
-        if self.refusal is not None or not fits:
+        if self.refusal is not None:
             return self._function(step, inputs)
+        form = [self._model.training, *map(_form, inputs)]
+        if self._form is None:
+            self._form = form
+        # a rank whose part of a smaller batch is as ever would replay while the others ask it for its samples
+        if not self._fit(form == self._form):
+            return self._function(step, inputs)
+        self._calls += 1
         if self._calls <= WARM_UP:
             self._tape = KeyTape()
             with self._context.taped(self._tape, step):
@@ -178,8 +183,12 @@ class Recorded:
         self.tell(f"updates are not recorded as CUDA graphs: {reason}")
 
     def _run(self, step: int) -> list[Tensor]:
+        # where autocast is on around the call, what it has cast outside of a recording would be frozen there
+        torch.clear_autocast_cache()
         with self._context.taped(self._tape, step):
-            return self._function(step, self._inputs)
+            outputs = self._function(step, self._inputs)
+        torch.clear_autocast_cache()
+        return outputs
 
     def _traced(self, step: int) -> list[Tensor]:
         self._tape.write(self._context.seed, step)
@@ -232,11 +241,13 @@ class Recorded:
         except Exception as error:
             reason = _why(error)
         reason = self._agree(reason)  # a replay waits for those of the other ranks
+        if reason is not None:
+            self._abandon()
         if reason is None:
             begin(self._gradients)
             graph.replay()
             off = distance(results(self._outputs), first)
-            if not off <= 4 * noise:
+            if not off <= 4 * noise or off == float("inf"):
                 reason = f"a replay was off by {off:.1e}, where two runs are by {noise:.1e}"
             reason = self._agree(reason)
         count = len(first) - len(buffers) - len(parameters)
@@ -277,20 +288,23 @@ class Recorded:
 
 def distance(results: Sequence[Tensor | None], first: Sequence[Tensor | None]) -> float:
     """How far some tensors are from others: the largest difference in one, over its largest number or a thousandth of
-    the largest of all; 0 where all bits are the same, infinite where one is missing or of another kind."""
+    the largest of all; 0 where all bits are the same, infinite where one is missing or not a number as the other is."""
     alike = [(a, b) for a, b in zip(results, first, strict=True) if a is not None and b is not None]
     if len(alike) < sum(a is not None or b is not None for a, b in zip(results, first, strict=True)):
         return float("inf")
     alike = [(a, b) for a, b in alike if not torch.equal(a, b) and a.numel()]
     if not alike:
         return 0.0
-    scales = [b.double().abs().max() for _, b in alike]
-    floor = torch.stack(scales).max() * 1e-3
-    off = [
-        (a.double() - b.double()).abs().max() / torch.maximum(s, floor) for (a, b), s in zip(alike, scales, strict=True)
-    ]
-    worst = float(torch.stack(off).nan_to_num(float("inf")).max())
+    scales = [b.double().abs().nan_to_num(0.0, 0.0).max() for _, b in alike]
+    floor = (torch.stack(scales).max() * 1e-3).clamp(min=sys.float_info.min)
+    off = [_apart(a.double(), b.double()) / torch.maximum(s, floor) for (a, b), s in zip(alike, scales, strict=True)]
+    worst = float(torch.stack(off).nan_to_num(float("inf"), float("inf")).max())
     return max(worst, sys.float_info.min)
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """The largest difference; a loss scale that is too large gives both the same infinite numbers."""
+    return (a - b).abs().masked_fill_((a == b) | (a.isnan() & b.isnan()), 0.0).max()
 
 
 @dataclass(frozen=True)

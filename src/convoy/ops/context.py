@@ -137,7 +137,8 @@ def uploaded(x: Tensor, device: torch.device) -> Tensor:
 
 
 class KeyTape:
-    """Keys of the passes of an update that is recorded: in buffers that are written before each replay.
+    """What the passes of an update that is recorded need of the host: keys, in buffers that are written before each
+    replay, and how many samples other ranks have.
 
     Attributes:
         is_complete: all passes of the update are known.
@@ -146,25 +147,37 @@ class KeyTape:
     def __init__(self) -> None:
         self.is_complete = False
         self._passes: list[tuple[int, Sequence[int], Tensor]] = []
-        self._next = self._step = 0
-
-    def __len__(self) -> int:
-        return len(self._passes)
+        self._samples: list[tuple[int, ...]] = []
+        self._next = self._next_samples = self._step = 0
 
     def rewind(self, step: int) -> None:
         """An update begins; this is the step of its first pass."""
-        self._next, self._step = 0, step
+        self._next, self._next_samples, self._step = 0, 0, step
 
     def keys(self, seed: int, step: int, samples: Sequence[int], device: torch.device) -> Tensor:
-        """Those of the next pass: int32 [samples, 2]."""
+        """Those of the next pass: int32 [samples, 2].
+
+        A pass that the update did not have before gets fresh ones: their upload is noticed, and refused.
+        """
+        if self.is_complete and self._next < len(self._passes):
+            _, known, keys = self._passes[self._next]
+            if len(known) == len(samples):
+                self._next += 1
+                return keys
+        keys = uploaded(sample_keys(seed, step, samples), device)
         if not self.is_complete:
-            keys = uploaded(sample_keys(seed, step, samples), device)
             self._passes.append((step - self._step, samples, keys))
-            return keys
-        _, known, keys = self._passes[self._next]
-        assert len(known) == len(samples), "another pass than the one that was recorded"
-        self._next += 1
         return keys
+
+    def samples(self, ask: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """How many samples every sample rank has in the next pass: as noted, or asked of the other ranks."""
+        if self.is_complete and self._next_samples < len(self._samples):
+            self._next_samples += 1
+            return self._samples[self._next_samples - 1]
+        samples = ask()
+        if not self.is_complete:
+            self._samples.append(samples)
+        return samples
 
     def write(self, seed: int, step: int) -> None:
         """Write the keys of an update."""

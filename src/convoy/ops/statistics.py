@@ -138,6 +138,10 @@ class RunningStatistics:
                 self._apply(vectors, group)
         if groups is not None:
             self._average(groups)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget what was noted since the last time."""
         self._layers, self._local, self._left_out = {}, {}, []
 
     def _add_left_out(self, layer: _Layer) -> None:

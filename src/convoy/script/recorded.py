@@ -62,6 +62,7 @@ class _Step:
     def __init__(self, net: nn.Module, network: Network, function: Callable[..., Any]) -> None:
         self._network, self._function = network, function
         self._result: Any = None
+        self._num_passes = 0
         self._recorded: Recorded | None = None
         self._stream: torch.cuda.Stream | None = None
         groups = network.groups
@@ -77,26 +78,34 @@ class _Step:
             refusing = [rank for rank, (no,) in enumerate(gather_ints([reason is not None], world)) if no]
             return reason or (f"rank {refusing[0]} cannot record it" if refusing else None)
 
-        self._recorded = Recorded(self._run, net, network.context, graph, agree=agree, tell=_tell)
+        def fit(fits: bool) -> bool:
+            return all(every for (every,) in gather_ints([fits], world))
+
+        self._recorded = Recorded(
+            self._run, net, network.context, graph, agree=agree, fit=fit, abandon=network.abandon, tell=_tell
+        )
         if network.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
             self._stream = torch.cuda.Stream()
 
     def __call__(self, *args: Any) -> Any:
-        inputs = leaves(args, Tensor)
-        if len(inputs) != len(args):
+        if not args or not all(isinstance(x, Tensor) for x in args):
             raise ConvoyError("a function that is recorded takes tensors alone: give it everything else another way")
+        if any(x.requires_grad for x in args):
+            raise ConvoyError(
+                "a function that is recorded gives no gradients of its arguments: detach() them, or compute them in it"
+            )
         if self._recorded is None:
             return self._function(*args)
         network, before = self._network, self._network.passes
         with self._on_stream():
-            outputs = iter(self._recorded(before, inputs))
-        if self._recorded.is_recorded:
-            network.passes = before + self._recorded.passes
+            outputs = iter(self._recorded(before, args))
+        network.passes = before + self._num_passes  # a replay announces none, and a recording those of another call
         return replace(self._result, Tensor, lambda _: next(outputs))
 
     def _run(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         self._network.passes = step
         result = self._function(*inputs)
+        self._num_passes = self._network.passes - step
         self._result = replace(result, Tensor, lambda x: x.detach())
         return leaves(self._result, Tensor)
 

@@ -113,6 +113,10 @@ class TrainedNetwork:
         if self._own_tree is not None:
             self._own_tree.finish()
 
+    def abandon(self) -> None:
+        """Forget the passes of an update that broke off before `finish_update`. All ranks call it."""
+        self.context.statistics.abandon()
+
     def own_gradients(self) -> list[Tensor]:
         """The gradients that this rank's part of the update will use, after `finish_update`."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -311,6 +315,12 @@ class ParallelNetwork(TrainedNetwork):
         if self._tree is not None:
             self._tree.finish()
         self.engine.context.statistics.fold(self.engine.groups)
+
+    def abandon(self) -> None:
+        self._left_over = False
+        self.engine.abandon()
+        if self._tree is not None:
+            self._tree.abandon()
 
     def own_gradients(self) -> list[Tensor]:
         own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}

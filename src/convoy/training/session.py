@@ -192,7 +192,9 @@ class Session(Prepared):
         graph = graph_on(self.device)
         if graph is not None and self.is_recorded:
             context = self.network.context
-            step.recorded = Recorded(step.to_record, self.model, context, graph, agree=self.ranks.first_of)
+            step.recorded = Recorded(
+                step.to_record, self.model, context, graph, agree=self.ranks.first_of, abandon=self.network.abandon
+            )
         return step
 
     @property

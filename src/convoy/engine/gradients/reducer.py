@@ -144,6 +144,12 @@ class GradientReducer:
             with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
                 self._finish()
 
+    def abandon(self) -> None:
+        """Forget a backward pass that broke off. All ranks call it."""
+        if self._watch is not None:
+            self._fresh = [False] * len(self._fresh)
+            self._begin()
+
     def adds_any(self, parameters: Iterable[Tensor]) -> bool:
         """Whether it adds up the gradient of any of these."""
         return not set(self.parameters).isdisjoint(parameters)

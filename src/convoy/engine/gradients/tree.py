@@ -260,6 +260,12 @@ class TreeReducer:
         elif self._pass:
             raise RuntimeError(f"only {self._pass} of this rank's {self._passes} microbatches have run")
 
+    def abandon(self) -> None:
+        """Forget an update whose passes broke off. All ranks call it."""
+        for sums in self._sums:
+            sums.take()
+        self._begin()
+
     def remove(self) -> None:
         """Leave the parameters alone from now on."""
         self._watch.remove()
