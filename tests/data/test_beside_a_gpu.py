@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from convoy.data import AugmentConfig, Batch, DataConfig, DataSet, Order, evaluation_batches, training_batches
+from convoy.data import AugmentConfig, Batch, DataConfig, DataSet, Order, evaluation_batches, loader, training_batches
 from convoy.data.batch import BatchMaker
 from convoy.data.buffers import Buffers
 from convoy.data.crops import Crops
@@ -152,6 +152,25 @@ def test_what_does_not_fit_stays_where_it_is():
     assert bring_to(HERE, data, config, sum(needed)) == []
     assert data.train.resident is there and data.test.resident is not None
     assert num_workers(data, config) == (0, "pictures lie on the GPU (25.2 kB), which cuts them out")
+
+
+def test_pictures_stay_where_others_have_taken_the_memory(monkeypatch):
+    data, config = made(*CASES[0])
+
+    def full(source, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loader, "_brought", full)
+    notes = bring_to(HERE, data, config, 2**30)
+    assert len(notes) == 2 and "25.2 kB are more than others have left free of the GPU's memory" in notes[0]
+    assert data.train.resident is data.test.resident is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_pictures_that_are_not_to_be_written_to_are_brought_without_a_warning():
+    data, config = made(*CASES[0])
+    data.train.pixels.flags.writeable = False
+    assert bring_to(HERE, data, config, 2**30) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import convoy
-from convoy.engine.network import network_of
+from convoy.engine.network import Network, network_of
 from small_nets import SMALL_NETS
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -47,6 +47,33 @@ def test_what_is_drawn_still_follows_the_samples() -> None:
     first, second = net(True), net(False).train()
     assert not network_of(first).undivided and not network_of(second).undivided
     assert torch.equal(first(IMAGES), second(IMAGES))
+
+
+class Branches(nn.Module):
+    """Says something that no graph can of more than four samples, and takes a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, scales: list[float] | None = None) -> Tensor:
+        y = self.norm(self.conv(x))
+        if len(x) > 4 and float(y.detach().mean()) > -1:
+            y = y * 2
+        return y * (1 if scales is None else scales[0])
+
+
+@pytest.mark.parametrize(("copies", "options"), [(2, {}), (1, {"scales": [3.0]})])
+def test_what_no_graph_can_say_runs_beside_kernels_too(
+    copies: int, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Network, "_has_kernels", lambda self: self.normalizes)
+    plain = Branches()
+    net = convoy.parallelize(copy.deepcopy(plain), "serial", example=IMAGES)
+    assert network_of(net).normalizes
+    images = IMAGES.repeat(copies, 1, 1, 1)
+    assert torch.equal(net(images, **options), plain(images, **options))
+    assert all(map(torch.equal, net.buffers(), plain.buffers()))
 
 
 def test_statistics_of_announced_microbatches_are_left_to_the_engine() -> None:

@@ -1,16 +1,19 @@
 """Updates recorded and replayed give the bits of updates that run, and say so; what cannot be replayed is named."""
 
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from convoy.engine.recorded import distance
+from convoy.engine.recorded import Recorded, distance
 from convoy.errors import ConvoyError
 from convoy.models import create
+from convoy.ops.context import StepContext
 from convoy.planner import Workload
 from convoy.training import auto_plan
 from convoy.training.environment import join_ranks
@@ -85,6 +88,40 @@ def test_a_recording_that_breaks_off_leaves_no_trace(data: Path) -> None:
     for alike, said in run_ranks(both, 2, data, "tiny:TinyNet", settings, BrokenGraph):
         assert alike
         assert len(said) == 1 and "not recorded as CUDA graphs: it breaks off" in said[0]
+
+
+class Forgetful:
+    """Keeps nothing alive, as a CUDA graph does not; what it recorded has run already."""
+
+    def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+        return work()
+
+    def replay(self) -> None:
+        pass
+
+
+def test_a_recording_keeps_what_it_reads_and_notices_weights_elsewhere() -> None:
+    net, constants, runs = nn.Linear(3, 1), [torch.ones(3)], list[int]()
+
+    def function(step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        runs.append(step)
+        loss = net(inputs[0] * constants[0]).sum()
+        loss.backward()
+        return [loss.detach()]
+
+    recorded = Recorded(function, net, StepContext(), Forgetful)
+    for step in range(6):
+        net.zero_grad()
+        recorded(step, [torch.ones(2, 3)])
+    assert recorded.is_recorded and runs == [0, 1, 2, 3, 4, 4, 3]
+    constant = weakref.ref(constants.pop())
+    assert constant() is not None
+    constants.append(torch.ones(3))
+    net.weight.data = net.weight.data.clone()
+    recorded(6, [torch.ones(2, 3)])
+    assert runs[-1] == 6
+    recorded.forget()
+    assert constant() is None
 
 
 def test_numbers_that_are_none_count_where_only_one_side_has_them() -> None:

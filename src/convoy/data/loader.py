@@ -1,11 +1,14 @@
 """Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
 
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from convoy.comm.memory import lack_of_memory
 from convoy.data.batch import Batch, BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
@@ -142,16 +145,25 @@ def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: fl
         if not at_once or config.workers or not isinstance(source, PixelSource):
             continue
         needed = source.pixels.nbytes
-        if needed <= room:
+        stay = f"{what} pictures stay in the host's memory, where threads cut them out: {size(needed)} are more than"
+        if needed > room:
+            notes.append(f"{stay} the {size(int(room))} that are left of an eighth of the GPU's memory")
+            continue
+        try:
             if source.resident is None or source.resident.device != device:
-                source.resident = torch.from_numpy(source.pixels).to(device, copy=True)
+                source.resident = _brought(source, device)
             room -= needed
-        else:
-            notes.append(
-                f"{what} pictures stay in the host's memory, where threads cut them out: {size(needed)} are more than "
-                f"the {size(int(room))} that are left of an eighth of the GPU's memory"
-            )
+        except RuntimeError as error:
+            if lack_of_memory(error) is None:
+                raise
+            notes.append(f"{stay} others have left free of the GPU's memory")
     return notes
+
+
+def _brought(source: PixelSource, device: torch.device) -> Tensor:
+    with warnings.catch_warnings():  # pixels of files are not to be written to, and are not
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(source.pixels).to(device, copy=True)
 
 
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:

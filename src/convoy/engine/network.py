@@ -221,7 +221,14 @@ class Network:
             return type(self.model).forward(self.model, *args, **kwargs)
         if self._uncompiled is None and "torch._dynamo" in sys.modules:  # importing it takes seconds
             self._uncompiled = torch.compiler.disable(self._forward)
-        return (self._uncompiled or self._forward)(*args, **kwargs)
+        run = self._uncompiled or self._forward
+        if not plain:
+            return run(*args, **kwargs)
+        try:
+            return run(*args, **kwargs)
+        except ConvoyError:  # the plain network can what no program can: branch on a number, take a list
+            self.normalizes = False
+            return type(self.model).forward(self.model, *args, **kwargs)
 
     def _has_kernels(self) -> bool:
         """Whether a pass of the undivided network is faster by Convoy's kernels, and nobody would miss its layers."""

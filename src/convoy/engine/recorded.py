@@ -136,6 +136,8 @@ class Recorded:
         self._graph: RecordedGraph | None = None
         self._outputs: list[Tensor] = []
         self._gradients: list[Tensor | None] = []
+        self._kept: list[Tensor] = []
+        self._places: list[int] = []
 
     @property
     def is_recorded(self) -> bool:
@@ -153,8 +155,9 @@ class Recorded:
         form = [self._model.training, *map(_form, inputs)]
         if self._form is None:
             self._form = form
+        parameters = list(self._model.parameters()) if self._graph is not None else []
         # a rank whose part of a smaller batch is as ever would replay while the others ask it for its samples
-        if not self._fit(form == self._form):
+        if not self._fit(form == self._form and [p.data_ptr() for p in parameters] == self._places):
             return self._function(step, inputs)
         self._calls += 1
         if self._calls <= WARM_UP:
@@ -167,7 +170,7 @@ class Recorded:
         for held, x in zip(self._inputs, inputs, strict=True):
             held.copy_(x, non_blocking=True)
         if self._graph is not None:
-            return self._replay(step)
+            return self._replay(step, parameters)
         if self._calls <= WARM_UP + TRACED:  # where a mode of dispatch is on, what is compiled runs as it was written
             return self._traced(step)
         return self._recorded(step)
@@ -175,6 +178,7 @@ class Recorded:
     def forget(self) -> None:
         """Let go of the recording and its memory, and record no more."""
         self._graph, self._outputs, self._gradients, self._inputs, self._traces = None, [], [], [], []
+        self._kept, self._places = [], []
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
@@ -210,7 +214,8 @@ class Recorded:
 
     def _recorded(self, step: int) -> list[Tensor]:
         """Run the update as ever, then record it and compare its replay."""
-        self._traces = []
+        # constants among them: caches would give their memory away, which the recording reads
+        self._kept, self._traces = self._traces[-1].outside(), []
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
         earlier = [p.grad for p in parameters]
         before = [buffer.clone() for buffer in buffers]
@@ -252,7 +257,7 @@ class Recorded:
             reason = self._agree(reason)
         count = len(first) - len(buffers) - len(parameters)
         if reason is None:
-            self._graph = graph
+            self._graph, self._places = graph, [p.data_ptr() for p in parameters]
             kept = "has the same bits" if off == 0 else f"differs by {off:.0e}, as two runs do"
             self.tell(f"updates are replayed as a CUDA graph: the first {kept} (--cuda-graphs off: as before)")
             begin_from, outputs = self._gradients, [x.clone() for x in self._outputs]
@@ -266,9 +271,8 @@ class Recorded:
         self._leave(parameters, begin_from, earlier)
         return outputs
 
-    def _replay(self, step: int) -> list[Tensor]:
+    def _replay(self, step: int, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         assert self._graph is not None
-        parameters = list(self._model.parameters())
         # what accumulates may lie where the replay writes
         earlier = [None if p.grad is None else p.grad.clone() for p in parameters]
         self._tape.write(self._context.seed, step)
@@ -379,6 +383,10 @@ class Trace(TorchDispatchMode):
             for x in here
         ):
             self.refuse("a parameter is used that is none of the network's")
+
+    def outside(self) -> list[Tensor]:
+        """The tensors that nothing in the update has made."""
+        return list({id(x): x for noted in self._noted for x, _ in noted.outside}.values())
 
     def difference(self, other: "Trace") -> str | None:
         """What changes from one update to the next, in words; None where nothing does."""

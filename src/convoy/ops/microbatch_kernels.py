@@ -378,7 +378,7 @@ class _Work:
         self._launches[key](tensors)
 
 
-_work = functools.lru_cache(maxsize=1024)(_Work)
+_work = functools.cache(_Work)  # for good: a CUDA graph reads the `starts` of those that it was recorded with
 
 
 def _of(x: Tensor, sizes: Sequence[int]) -> _Work:
