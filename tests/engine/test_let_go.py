@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from convoy.engine.clock import DeviceClock
 from convoy.engine.coupling import probe
-from convoy.engine.network import network_of
-from convoy.engine.parallelize import parallelize
 from convoy.engine.profiling import Profiler
 from convoy.engine.watched import WatchedUpdate
 from convoy.planner import workload_of
@@ -39,11 +37,14 @@ def test_a_profiler_lets_its_weights_go() -> None:
 
 
 def test_a_watched_update_lets_the_weights_go() -> None:
-    net = parallelize(network(), "serial", example=torch.ones(2, 1, 8, 8))
-    network_of(net).watch = WatchedUpdate(DeviceClock(CPU)).of_pass
-    net(torch.ones(2, 1, 8, 8)).square().mean().backward()
-    weights = [weakref.ref(tensor) for tensor in net.parameters()]
-    del net
+    placement = workload_of(network(), torch.ones(2, 1, 8, 8), 2).place(Plan(Mesh((), ())))
+    profiler, update = Profiler(placement, 0, CPU), WatchedUpdate(DeviceClock(CPU))
+    profiler._context.enter(0, 0, (2,), CPU)
+    (output,) = profiler._program(profiler._tensors, update.of_pass(placement))
+    output.square().mean().backward()
+    weights = [weakref.ref(tensor) for tensor in profiler._tensors]
+    assert {"forward", "backward"} <= {segment.kind for segment in update.segments()}
+    del profiler, output
     assert are_gone(weights)
 
 
