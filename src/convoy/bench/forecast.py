@@ -43,11 +43,12 @@ def forecast(
     ranks, device = join(task)
     data = data_of(task.made, task.recipe)
     found = Forecast()
+    rivals = [plan for text in plans if text != AUTO and (plan := Plan.parse(text)).mesh.num_devices == ranks.num]
 
     def choose(numbers: str = "") -> Session:
         parallel = task.recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(numbers)})
         recipe = task.recipe.model_copy(update={"parallel": parallel})
-        session = set_up(recipe, device, say, ranks, data, keep)
+        session = set_up(recipe, device, say, ranks, data, keep, rivals=[] if numbers else rivals)
         found.notes.extend(f"shares {numbers}: {note}" if numbers else note for note in session.notes)
         return session
 
