@@ -298,16 +298,15 @@ class _Counters:
 
 
 def beside_others(loads: Sequence[HostLoad]) -> list[str]:
-    """A sentence on times that are not kept, where ranks lost much of their cores to others; none where they did not."""
+    """A sentence on times that are not kept, where ranks lost much of their cores to others."""
     disturbed = [load for load in loads if load.is_disturbed]
     if not disturbed:
         return []
     most = max(disturbed, key=lambda load: load.others_cores or 0.0)
     who = f", {most.others[0].name} (process {most.others[0].pid}) most" if most.others else ""
     return [
-        f"other processes kept {most.others_cores:.2g} of {most.cores:g} cores busy{who}: what was measured meanwhile "
-        f"does not hold for the machine by itself, and is not kept for later plans ({SHARED}=1 in the environment keeps "
-        "it)"
+        f"other processes kept {most.others_cores:.2g} of {most.cores:g} cores busy{who}: what was measured meanwhile is "
+        f"not kept for later plans, as it would be wrong for the machine by itself ({SHARED}=1 in the environment keeps it)"
     ]
 
 

@@ -285,7 +285,6 @@ class Measurements:
         self.notes: list[str] = []
         self.loads: list[HostLoad] = []
         self.longest_s = 0.0
-        self.give_back_memory()  # of what was planned or trained before, whose blocks are of other sizes
 
     def profile(self, jobs: Sequence[Job], afresh: bool = False) -> None:
         """Profile the network, but for what is known, in passes that fit into memory.
@@ -331,7 +330,8 @@ class Measurements:
         """A job in passes that fit into memory, and at which no process was killed where there was as little; None
         where even the smallest do not."""
         found: Job | None = job
-        while found is not None and (found.memory > _ROOM * self._room or self._room <= self._ended(found)):
+        room = self._room * (self._ranks.on_host if job.alone and self._workload.device.type == "cpu" else 1)
+        while found is not None and (found.memory > _ROOM * room or self._room <= self._ended(found)):
             found = found.halved()
         return found
 

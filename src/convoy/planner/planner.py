@@ -9,6 +9,7 @@ from functools import cache, partial
 
 from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
+from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.additive import Additive
@@ -196,6 +197,7 @@ def make_plan(
             raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
     check_optimizer(workload.optimizer)
     Layers(workload.graph, fixes, ())  # a fix that cannot be is told before anything is measured
+    release_freed_memory(workload.device)  # of what was planned or trained before, whose blocks are of other sizes
     room = min(ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
     room = room if memory_limit is None else min(room, memory_limit)
     if devices == ranks.num > 1 and not plans:
