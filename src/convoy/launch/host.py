@@ -305,8 +305,8 @@ def beside_others(loads: Sequence[HostLoad]) -> list[str]:
     most = max(disturbed, key=lambda load: load.others_cores or 0.0)
     who = f", {most.others[0].name} (process {most.others[0].pid}) most" if most.others else ""
     return [
-        f"other processes kept {most.others_cores:.2g} of {most.cores:g} cores busy{who}: what was measured meanwhile is "
-        f"not kept for later plans, as it would be wrong for the machine by itself ({SHARED}=1 in the environment keeps it)"
+        f"other processes kept {most.others_cores:.2g} of {most.cores:g} cores busy{who}: what was measured meanwhile "
+        f"is not kept for later plans, as it would be wrong for the machine by itself ({SHARED}=1 keeps it)"
     ]
 
 
