@@ -48,8 +48,8 @@ _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
 _RACE_ROOM = 0.75
 """The part of a rank's memory that the tensors of a racer may take: kernels, and the network that is copied, come on
 top."""
-_RACERS = 3
-"""Of the plans that are predicted to be fastest, and plain `sample`."""
+_RACERS = 2
+"""Of the plans that are predicted to be fastest, beside plain `sample`."""
 _SETTLED = 0.02
 """The part of a plan's computing time that need not be measured."""
 
@@ -370,7 +370,7 @@ def _raced(
         racers = [one for one in waiting if one in first] or [one for one in waiting if one.seconds < best.seconds]
     took = {plan: seconds for plan, seconds in took.items() if seconds < math.inf}
     if not took and failure is not None:
-        raise failure
+        raise TooLargeError(str(failure)) if getattr(failure, "out_of_memory", False) else failure
     found = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
     return replace(planned, candidates=tuple(found), notes=tuple(notes), measured=took)
 
