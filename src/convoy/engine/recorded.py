@@ -36,7 +36,8 @@ from convoy.engine.gradients.divided import plain
 from convoy.ops.context import KeyTape, StepContext
 
 WARM_UP, TRACED = 2, 2
-READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim", "bincount"}
+READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"}
+READS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 """Operations whose result, or its size, the host waits for."""
 SMALL = 256
 """Numbers of a tensor of the host that are compared one by one."""
@@ -106,7 +107,7 @@ class Recorded:
         context: that its random numbers follow.
         graph: makes a recording.
         agree: of a reason not to record, the first that any rank has; all ranks call it.
-        fit: of whether inputs are as those of the first call, whether they are on all ranks; all ranks call it.
+        fit: of whether a call is as those that are recorded, whether it is on all ranks; all ranks call it.
         abandon: has others forget a call that broke off.
         tell: is told in one sentence what came of it.
 

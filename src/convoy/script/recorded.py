@@ -37,7 +37,8 @@ def recorded(net: nn.Module, function: Callable[..., Result]) -> Callable[..., R
     The first calls run as ever. Two are compared operation by operation, the next one is recorded, replayed, and
     compared with the pass that ran; ranks agree. Where something cannot be replayed (a number that is read back, as by
     `loss.item()`, one of Python's that changes, a copy from the host), a warning names it and the function runs as
-    ever. Batches of another shape than the first run as ever too. On a CPU nothing is recorded.
+    ever. So do batches of another shape than the first, and all that come while layers are in another mode, or others
+    are frozen, than when it was recorded. On a CPU nothing is recorded.
 
     Args:
         net: what `convoy.parallelize` returned, without stages.
