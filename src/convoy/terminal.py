@@ -105,7 +105,10 @@ def _ascii(name: str) -> codecs.CodecInfo | None:
 
 
 class Console(rich.console.Console):
-    """rich's console, which lets through no control characters but its own."""
+    """rich's console, which lets through no control characters but its own, and does not end what nobody watches."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
     def render_str(self, text: str, **settings: Any) -> Text:
         return super().render_str(printable(text, keep="\n\t"), **settings)
