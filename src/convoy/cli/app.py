@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 for success, 2 for a mistake of the user, 1 for anything else.
     """
     if arguments is None and sys.getfilesystemencoding() != "utf-8":
-        # Runs keep names of files and classes in UTF-8, so these have to be that here as well; what is printed need not.
+        # Runs keep names of files and classes in UTF-8, which these are here then, too; what is printed need not be.
         os.environ.setdefault("PYTHONIOENCODING", sys.stdout.encoding if sys.stdout is not None else "utf-8")
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
