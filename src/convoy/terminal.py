@@ -98,10 +98,8 @@ def _ascii(name: str) -> codecs.CodecInfo | None:
     """ASCII by another name, as click writes UTF-8 to streams of the usual one."""
     if name != "convoy_ascii":
         return None
-    it = codecs.lookup("ascii")
-    return codecs.CodecInfo(
-        it.encode, it.decode, it.streamreader, it.streamwriter, it.incrementalencoder, it.incrementaldecoder, name=name
-    )
+    usual = codecs.lookup("ascii")
+    return codecs.CodecInfo(*usual, usual.incrementalencoder, usual.incrementaldecoder, name=name)
 
 
 class Console(rich.console.Console):

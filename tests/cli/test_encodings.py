@@ -51,7 +51,9 @@ def test_every_sign_that_is_written_has_a_form_in_ascii(monkeypatch: pytest.Monk
         monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO(), "ascii", "strict"))
     terminal.write_to_any()
     print("8×8 … −1 ± 2 µs → ½ 图\udcc3", end="", flush=True)
-    assert sys.stdout.buffer.getvalue() == rb"8x8 ... -1 +- 2 us -> 1/2 \u56fe\udcc3"  # type: ignore[attr-defined]
+    written = sys.stdout.buffer
+    assert isinstance(written, io.BytesIO)
+    assert written.getvalue() == rb"8x8 ... -1 +- 2 us -> 1/2 \u56fe\udcc3"
 
 
 def test_streams_that_are_closed_take_what_they_are_given(tmp_path: Path) -> None:

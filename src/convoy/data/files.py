@@ -172,19 +172,19 @@ def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[s
 
 
 def numbered_classes(path: Path, sources: Sequence[Source]) -> list[str]:
-    """Names "0", "1", … for labels that have none, up to the largest label.
+    """Names "0", "1", … for labels that have none, up to the largest label of the first source, that to train on.
 
     Raises:
         ConvoyError: the largest label is too large to be one.
     """
-    largest = max(int(source.labels.max()) for source in sources)
+    largest = int(sources[0].labels.max())
     if largest >= _MAX_CLASSES:
         raise ConvoyError(f"{shown(path)} has label {largest}, out of range: classes are numbered from 0")
     return [str(number) for number in range(largest + 1)]
 
 
 def check_range(path: Path, sources: Sequence[Source], classes: list[str]) -> None:
-    """Refuse labels that are no class.
+    """Refuse labels that are no class, as where the test alone has them.
 
     Raises:
         ConvoyError: naming the first sample with such a label.
@@ -195,23 +195,6 @@ def check_range(path: Path, sources: Sequence[Source], classes: list[str]) -> No
             sample = int(wrong[0])
             withheld = " (-1 marks a withheld label: use the validation split)" if source.labels[sample] == -1 else ""
             raise ConvoyError(
-                f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: "
-                f"the classes are 0 to {len(classes) - 1}{withheld}"
-            )
-
-
-def check_trained(path: Path, sources: Sequence[Source], classes: list[str]) -> None:
-    """Refuse labels that occur in the test alone, of classes that nothing else tells of.
-
-    Raises:
-        ConvoyError: naming the first sample with such a label.
-    """
-    for source in sources[1:]:
-        wrong = np.flatnonzero(~np.isin(source.labels, sources[0].labels))
-        if len(wrong):
-            sample = int(wrong[0])
-            raise ConvoyError(
-                f"{source.name(sample)} in {shown(path)} has label {classes[int(source.labels[sample])]!r}, which no "
-                f"training sample has ({len(wrong):,} such of {len(source):,}): mend that, or go without them by "
-                "naming the others (--set data.train=…)"
+                f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: the classes "
+                f"to train on are 0 to {len(classes) - 1}{withheld}"
             )

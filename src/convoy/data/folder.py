@@ -198,11 +198,12 @@ def open_class(path: Path) -> Opened | None:
 
     None where the folder holds other folders, or no pictures.
     """
-    files = [] if next(iter(_folders(path)), None) else pictures(path)
+    others = Counter[str]()
+    files = [] if next(iter(_folders(path)), None) else pictures(path, others)
     if not files:
         return None
-    name = path.resolve().name
-    return Opened(name, [printable(name)], FolderSource(path, files, np.zeros(len(files), np.int64)))
+    name, source = path.resolve().name, FolderSource(path, files, np.zeros(len(files), np.int64))
+    return Opened(name, [printable(name)], source, notes=tuple(left_out(others)))
 
 
 def pictures(folder: Path, others: Counter[str] | None = None) -> list[str]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage
-from convoy.data.files import Opened, check_range, check_trained, numbered_classes, reading, shards, shown
+from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.memory import SharedBytes
 from convoy.data.sources import EncodedSource, Progress
 from convoy.errors import ConvoyError
@@ -135,14 +135,17 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
     layout = _Layout.of(splits[0][0], config)
     sources, names = zip(*map(layout.open, splits), strict=True)
     if layout.text:
-        classes = sorted({name for each in names for name in each})
+        classes = sorted(set(names[0]))
+        if unknown := set(names[-1]) - set(classes):
+            raise ConvoyError(
+                f"{shown(splits[-1][0])} has label {min(unknown)!r}, which no training sample has: mend that, or go "
+                "without its split by naming the files to train on (--set data.train=…)"
+            )
         for source, each in zip(sources, names, strict=True):
             source.labels = np.searchsorted(np.array(classes), np.array(each)).astype(np.int64)
     else:
         classes = layout.classes or numbered_classes(path, sources)
         check_range(path, sources, classes)
-    if layout.text or layout.classes is None:
-        check_trained(path, sources, classes)
     return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources, notes=layout.notes)
 
 

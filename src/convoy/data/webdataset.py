@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, suffixes
-from convoy.data.files import Opened, check_range, check_trained, numbered_classes, reading, shards, shown
+from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.memory import Names, SharedNumbers
 from convoy.data.sources import EncodedSource, Progress
@@ -103,8 +103,6 @@ def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) 
     else:
         classes = numbered_classes(path, sources)
     check_range(path, sources, classes)
-    if not names.is_file():
-        check_trained(path, sources, classes)
     name = path.stem if path.is_file() else path.resolve().name
     return Opened(name, classes, *sources, notes=tuple(left_out(others)))
 

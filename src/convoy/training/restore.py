@@ -218,14 +218,14 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
             f"{printable(path)} has {_listed('class', unknown)}, which {run.path} was not trained on (it knows "
             f"{_listed('class', run.classes, quoted=False)}): give its classes the same names; {advice}"
         )
-    notes: list[str] = []
+    notes = list(data.notes)
     if data.test is data.train:
         known = RunDirectory(run.path).summary()
         own = len(data.test) == known.get("num_train", 0) + known.get("num_test", 0) and data.classes == run.classes
         if own:  # the run's own data, moved: what it was trained on counts nowhere
             split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
             data = open_data(_settings(run, path, split))
-            notes += data.notes
+            notes = list(data.notes)
         else:
             notes.append(f"{data.name} has no split of its own: all of its {len(data.test):,} pictures are evaluated")
     relabel((data.train, data.test), data.classes, run.classes)
