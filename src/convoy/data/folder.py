@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, needs_package, suffixes
-from convoy.data.files import Opened, reading, shown, split_of
+from convoy.data.files import Opened, reading, relabel, shown, split_of
 from convoy.data.memory import Names
 from convoy.data.sources import EncodedSource
 from convoy.errors import ConvoyError
@@ -89,7 +89,7 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
                 f"{shown(test)} holds no class folders with pictures: make one for each class as in {train.name}/, or "
                 f"go without by --set data.train={printable(str(train.relative_to(path)))}"
             )
-        held_out.labels = np.array([classes.index(name) for name in held], np.int64)[held_out.labels]
+        relabel([held_out], held, classes)
     for folder in {path, train, test or train}:
         beside = (entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith("."))
         others.update(f"{end} beside the class folders" for end in beside if end in suffixes())
@@ -120,20 +120,15 @@ def _splits(path: Path) -> tuple[Path, Path | None, list[str]]:
         folder for folder in folders if folder not in named and any(end in suffixes() for _, end in _files(folder))
     ]
     within = {name for folder in named for name in _inner(folder)}
-    is_class = (
-        f"{_listed([one.name for one in named])} is a class here, not a split (--set data.train=… says otherwise)"
-    )
-    if not within and unnamed and not (train and held):
-        return path, None, [is_class]
     alike = within and any(folder.name in within or _inner(folder) & within for folder in unnamed)
-    if not train:
-        if not unnamed:
-            raise ConvoyError(
-                f"{shown(path)} has {held[0].name}/ but no train/: put the training pictures into train/, or set "
-                f"data.path to {shown(held[0])} to split that"
-            )
-        if not alike:
-            return path, None, [is_class]
+    if unnamed and not alike and (not train or not (within or held)):
+        classes = _listed([folder.name for folder in named])
+        return path, None, [f"{classes} is a class here, not a split (--set data.train=… says otherwise)"]
+    if not train and not unnamed:
+        raise ConvoyError(
+            f"{shown(path)} has {held[0].name}/ but no train/: put the training pictures into train/, or set data.path "
+            f"to {shown(held[0])} to split that"
+        )
     if len(train) != 1 or len(held) > 1 or alike or (unnamed and not held):
         raise _unclear(path, folders)
     unused = [folder.name for folder in folders if folder not in (*train, *held)]

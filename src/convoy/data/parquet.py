@@ -181,7 +181,7 @@ class _Layout:
                 f"column {printable(label)} of {shown(file)} is {kind}, but a label is a whole number or a name"
             )
         notes = tuple(
-            f"{chosen} is taken of the columns {', '.join(map(printable, found))}: data.{key}_column chooses"
+            f"{printable(chosen)} is taken of the columns {', '.join(map(printable, found))}: data.{key}_column chooses"
             for key, chosen, found in (("image", image, images), ("label", label, labels))
             if len(found) > 1 and getattr(config, f"{key}_column") is None
         )
