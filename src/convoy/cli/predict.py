@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -106,6 +107,7 @@ def _names(given: Sequence[str]) -> Iterator[str]:
     Raises:
         ConvoyError: a folder holds no picture.
     """
+    from convoy.data.decode import left_out
     from convoy.data.folder import pictures
 
     for text in given:
@@ -114,7 +116,9 @@ def _names(given: Sequence[str]) -> Iterator[str]:
                 if name := os.fsdecode(line.rstrip(b"\r\n")):
                     yield name
         elif Path(text).is_dir():
-            found = pictures(Path(text))
+            found = pictures(Path(text), others := Counter[str]())
+            for note in left_out(others):
+                click.echo(f"{printable(text)}: {note}", err=True)
             if not found:
                 raise ConvoyError(f"the folder {printable(text)} holds no pictures: name another, or picture files")
             yield from found

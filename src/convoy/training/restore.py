@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, DataConfig, DataSet, Normalize, evaluation_batches, open_data
 from convoy.data.batch import evaluation_pixels
-from convoy.data.decode import finish_picture, in_channels, open_picture
+from convoy.data.decode import finish_picture, in_channels, open_picture, suffixes
 from convoy.data.files import relabel
-from convoy.data.folder import SUFFIXES, picture_bytes
+from convoy.data.folder import picture_bytes
 from convoy.data.transforms import Geometry
 from convoy.data.turbo import Turbo, missing
 from convoy.errors import ConvoyError
@@ -209,7 +209,7 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
             )
         return data, []
     advice = f"convoy predict {run.path} {printable(path)} says what is on pictures without a class to compare with"
-    if Path(path).suffix.lower() in SUFFIXES and Path(path).is_file():
+    if Path(path).suffix.lower() in suffixes() and Path(path).is_file():
         raise ConvoyError(f"{printable(path)} is one picture, without a class to compare with: {advice}")
     data = open_data(_settings(run, path, {}), to_evaluate=True)
     unknown = [name for name in data.classes if name not in run.classes]
@@ -218,14 +218,14 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
             f"{printable(path)} has {_listed('class', unknown)}, which {run.path} was not trained on (it knows "
             f"{_listed('class', run.classes, quoted=False)}): give its classes the same names; {advice}"
         )
-    notes: list[str] = []
+    notes = list(data.notes)
     if data.test is data.train:
         known = RunDirectory(run.path).summary()
         own = len(data.test) == known.get("num_train", 0) + known.get("num_test", 0) and data.classes == run.classes
         if own:  # the run's own data, moved: what it was trained on counts nowhere
             split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
             data = open_data(_settings(run, path, split))
-            notes += data.notes
+            notes = list(data.notes)
         else:
             notes.append(f"{data.name} has no split of its own: all of its {len(data.test):,} pictures are evaluated")
     relabel((data.train, data.test), data.classes, run.classes)
@@ -248,6 +248,8 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
         "format": "auto",
         "validation_fraction": None,
         "split_seed": None,
+        "train": None,
+        "test": None,
         "image_size": given.image_size,
         "resize": given.resize,
         "channels": given.channels,
