@@ -203,6 +203,15 @@ class RunState:
         return tensors.get(own, tensors[key])
 
 
+def delivered_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Parameters and buffers of the network that a run would have delivered then, as `RunState.delivered` has them."""
+    kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}}
+    for key, tensor in checkpoint.tensors.items():
+        kind, _, name = key.partition(".")
+        kinds.get(kind, {})[name] = tensor
+    return kinds["model"] | kinds["ema"]
+
+
 def _optimizer(version: int) -> str:
     return f"optimizer-{version}" if version else "optimizer"
 
