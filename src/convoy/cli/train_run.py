@@ -33,6 +33,7 @@ from convoy.units import shorten
 
 LONGEST_PLAN = 90
 """Characters of a plan in one line; `plan.yaml` has all of it."""
+_ADVICE = "--resume goes on from the newest checkpoint"
 
 
 def run(request: TrainRequest) -> int:
@@ -76,7 +77,7 @@ def run(request: TrainRequest) -> int:
             number,
             is_verbose(request.arguments),
             request.max_restarts or 0,
-            advice=lambda: _advice(out),
+            advice=lambda: _ADVICE if any(RunDirectory(out).checkpoints.glob("step-*")) else "nothing was saved yet",
             on_failure=lambda failure: witness.note(failure.reason),
         )
     request.notes += _without_effect(request, None, 1)
@@ -85,12 +86,6 @@ def run(request: TrainRequest) -> int:
     outcome = _train(request, recipe, out, Ranks(), choose_device(request.device))
     with Interrupt():
         return _answer(outcome, Ranks(), is_verbose(request.arguments))
-
-
-def _advice(out: Path) -> str:
-    """What to do where a rank was killed, by what is in the run directory, if there is one yet."""
-    saved = any(RunDirectory(out).checkpoints.glob("step-*"))
-    return f"convoy train {out} --resume goes on from the newest checkpoint" if saved else "nothing was saved yet"
 
 
 def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: float) -> int:

@@ -151,11 +151,7 @@ class TrainedRun:
 
 
 def checkpoint_step(run: RunDirectory, which: str | int) -> int:
-    """The update after which a checkpoint of a run was written.
-
-    Args:
-        run: which may be stopped, or still going on.
-        which: `best` (of all evaluations before the newest checkpoint), `last`, or the update.
+    """The update after which a checkpoint was written: the `best` of the evaluations, the `last`, or an update's.
 
     Raises:
         ConvoyError: there is none.
@@ -163,10 +159,10 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     store = CheckpointStore(run.checkpoints)
     steps = store.steps()
     wanted: object = which
-    if steps and which in ("best", "last"):
+    if steps and which == "last":
         wanted = steps[-1]
-        if which == "best":
-            wanted = checked_record(store.place(steps[-1]))["values"]["loop"]["progress"]["best_step"]
+    elif steps and which == "best":
+        wanted = checked_record(store.place(steps[-1]))["values"]["loop"]["progress"]["best_step"]
     for step in steps:
         if str(step) == str(wanted):
             return step

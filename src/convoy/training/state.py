@@ -205,11 +205,8 @@ class RunState:
 
 def delivered_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Parameters and buffers of the network that a run would have delivered then, as `RunState.delivered` has them."""
-    kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}}
-    for key, tensor in checkpoint.tensors.items():
-        kind, _, name = key.partition(".")
-        kinds.get(kind, {})[name] = tensor
-    return kinds["model"] | kinds["ema"]
+    named = [(key.partition("."), tensor) for key, tensor in checkpoint.tensors.items()]
+    return {name: tensor for kind in ("model", "ema") for (of, _, name), tensor in named if of == kind}
 
 
 def _optimizer(version: int) -> str:
