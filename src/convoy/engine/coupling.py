@@ -11,7 +11,7 @@ nothing: where there are such weights, it is run both ways with others in their 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,7 @@ class Probe:
         normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
             would take all microbatches of one call before those of the next.
         outputs: tensors that it gives in training: with auxiliary heads more than one.
+        graph: of the plain network with two microbatches in training; None where a graph cannot say what it does.
         on_device: ranks that share the memory of a GPU, or of a host's CPUs.
     """
 
@@ -180,7 +181,14 @@ class Probe:
     normed_again: bool
     outputs: int = 1
     owned: bool = False
+    graph: Graph | None = field(default=None, repr=False)
     on_device: int = 1
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether batch norm has no running statistics, so that evaluation depends on the batch too."""
+        normed = (call.attributes for call in self.graph.calls if call.op == "batch_norm") if self.graph else ()
+        return any(found["training"] and found["running_mean"] is None for found in normed)
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, memory: float, sharing: int = 1) -> int:
         """Microbatches in one pass: all of them, as many as fit in the budget of a pass, or one.
@@ -248,6 +256,7 @@ def probe(
         outputs=outputs,
         # of numbers that belong to no sample, or are drawn in a way of the network's own, there is no graph
         owned=draws and batch_norm == "microbatch" and graph is not None and coupling(graph) is None,
+        graph=graph,
     )
 
 
@@ -311,7 +320,8 @@ def probe_of_graph(
         CaptureError: the network does something that a graph cannot say.
     """
     inputs = [torch.empty(2 * samples, *image_shape, device="meta")]
-    graph = under_autocast(capture(model, inputs, training=True), precision, device.type)
+    plain = capture(model, inputs, training=True)
+    graph = under_autocast(plain, precision, device.type)
     batch = Batch(_ALONE.mesh, (), (range(2 * samples),))
     kept = predict_memory(place(graph, _ALONE, batch, [ref.name for ref in leaves(graph.output, Ref)]))[0].activations
     layers = dict(model.named_modules())
@@ -327,6 +337,7 @@ def probe_of_graph(
         normed_again=any(number > 1 for layer, number in normed.items() if isinstance(layers.get(layer), _BatchNorm)),
         outputs=len(leaves(graph.output, Ref)),
         owned=draws and together is None,
+        graph=plain,
     )
 
 
