@@ -143,6 +143,7 @@ def _train(
             jobs=jobs,
             watchdog=watchdog,
             explicit_keys=request.explicit_keys,
+            accept_code_change=request.accept_code_change,
         )
 
 
