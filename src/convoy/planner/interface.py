@@ -13,6 +13,7 @@ from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import deferred_tensors
+from convoy.graph.given import check_given
 from convoy.ops.recompute import as_recompute
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm
@@ -143,6 +144,7 @@ def plan(
         raise ConvoyError(
             f"{here} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one"
         )
+    check_given(model)
     first = example[0] if isinstance(example, tuple) else example
     batch = len(first) if global_batch is None else global_batch
     if microbatches is not None and not 1 <= microbatches <= batch:

@@ -1,6 +1,5 @@
 """Updates of a network under plans that are predicted to be fast, where no trainer makes them."""
 
-import copy
 import time
 from functools import partial
 from statistics import median
@@ -12,6 +11,7 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.engine.parallelize import accumulate, forward_backward, local_samples, take_part
 from convoy.engine.profiling import steady
+from convoy.graph.given import copied
 from convoy.graph.tree import leaves
 from convoy.ops.recompute import Recompute
 from convoy.planner.cost.prediction import Scored
@@ -43,7 +43,7 @@ def race(model: nn.Module, ranks: Ranks, recompute: Recompute, planned: Planned,
 
 
 def _raced(model: nn.Module, workload: Workload, racer: Scored, recompute: Recompute, ranks: Ranks) -> float:
-    net, in_stages = copy.deepcopy(model).train(), racer.staging is not None
+    net, in_stages = copied(model).train(), racer.staging is not None
     samples = workload.batch if in_stages else racer.placement.batch.num_samples
     examples = [_example(workload, name, samples) for name in workload.graph.inputs]
     take_part(

@@ -275,7 +275,8 @@ def _compared(
             store, here, recipe.model.name, recipe.batch, session.plan, update_s - own.whole.parts.get("input", 0.0)
         )
     if own.whole is None:
-        notes = [f"the run was too short to be watched: that takes {WATCHED[0]} updates"]
+        first, *_ = RECORDED_WATCHED if session.is_recorded else WATCHED
+        notes = [f"the run was too short to be watched: that takes {first} updates"]
     elif len(of_stages) > 1:
         shown = f"{', '.join(map(str, of_stages[:-1]))} and {of_stages[-1]}"
         notes = [*notes, f"rank {rank} runs stage {mesh.stage_of(rank) + 1}; the layers are those of ranks {shown}"]
