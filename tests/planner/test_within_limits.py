@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import PropertyMock, patch
 
+import pytest
 import torch
 
 from convoy.comm.ranks import Ranks
 from convoy.engine.profiling import CallTimes, Profile, Profiler
+from convoy.errors import ConvoyError
 from convoy.launch.host import HostLoad
 from convoy.models import create
 from convoy.planner import Planned, Workload, make_plan, workload_of
@@ -88,6 +90,9 @@ def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path
 
     Measurements(workload, Ranks(), store, room=room)._mark(job, room)  # and no more: it was killed
     assert tried(room, store) == 32
+    attempts = Measurements(workload, Ranks(), store, room=room)
+    with pytest.raises(ConvoyError, match="killed in it when there was as little memory"), attempts.attempt(job):
+        raise AssertionError("it was tried again")
     assert tried(2 * room, store) == 64
     assert store.noted(device_of(workload, 1), job.mark) is None  # it has ended by itself
 

@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
@@ -340,8 +341,22 @@ class Measurements:
         noted = self._ranks.first(lambda: self._store.noted(self._devices[job.alone], job.mark) if self._store else 0.0)
         return _ENOUGH_MORE * float(noted or 0.0)
 
+    @contextmanager
+    def attempt(self, job: Job) -> Iterator[None]:
+        """While entered, the store knows that a job has begun; where a process is killed in it, for ever.
+
+        Raises:
+            ConvoyError: one was, where there was as little memory.
+        """
+        if self._room <= self._ended(job):
+            raise ConvoyError("a process was killed in it when there was as little memory")
+        self._mark(job, self._room)
+        try:
+            yield
+        finally:
+            self._mark(job, None)
+
     def _mark(self, job: Job, room: float | None) -> None:
-        """Note that a job begins, or that it has ended by itself; a process that is killed says nothing."""
         if self._store is not None and self._ranks.rank == 0:
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
                 self._store.note(self._devices[job.alone], job.mark, room)
@@ -356,16 +371,15 @@ class Measurements:
             return profile(job.workload, job.placement, ranks, job.alone, self.links, together, passed=passed)
 
         start, watch = time.monotonic(), HostWatch()
-        self._mark(job, self._room)
         try:
-            found = self._ranks.trying(f"profiling {job.name}", work)
+            with self.attempt(job):
+                found = self._ranks.trying(f"profiling {job.name}", work)
         except RankFailedError as error:
             if not error.out_of_memory:
                 raise
             self._note(f"{error}: {_FROM_OTHERS}")
             return
         finally:
-            self._mark(job, None)
             self.give_back_memory()
         self.longest_s = max(self.longest_s, time.monotonic() - start)
         loads = self._ranks.gather(watch.read())

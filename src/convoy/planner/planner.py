@@ -282,8 +282,13 @@ def make_plan(
         remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)
     planned = Planned(workload, devices, tuple(found), serial, next(iter(results), None), costs, tuple(found_notes))
     if race is not None and devices == ranks.num > 1:
-        watch = HostWatch()
-        planned = _raced(planned, ranks, race, room, say, lambda needed_s: is_in_time(1.0, needed_s))
+        watch, run = HostWatch(), race
+
+        def attempt(planned: Planned, racer: Scored) -> float:
+            with measured.attempt(plan_job(planned.workload, racer.plan, racer.passes)):
+                return run(planned, racer)
+
+        planned = _raced(planned, ranks, attempt, room, say, lambda needed_s: is_in_time(1.0, needed_s))
         measured.loads += ranks.gather(watch.read())
     planned = replace(planned, notes=(*planned.notes, *beside_others(measured.loads)))
     if store is not None:
