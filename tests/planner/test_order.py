@@ -13,6 +13,7 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.memory import RankMemory
 from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.simulation import simulate
+from convoy.planner.measured import Measurements
 from convoy.planner.planner import _raced
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task
@@ -36,13 +37,14 @@ def raced(
     candidates = tuple(scored(text, seconds, memory.get(text, 0)) for text, seconds in PREDICTED.items())
     planned = Planned(WORKLOAD, 2, candidates, candidates[-1], None, Costs(Calibrated({})))
 
-    def race(planned: Planned, racer: Scored) -> float:
+    def race(planned: Planned, racer: Scored, ranks: Ranks) -> float:
         asked.append(str(racer.plan))
         if str(racer.plan) not in measured:
             raise ConvoyError("it cannot be")
         return measured[str(racer.plan)]
 
-    found = _raced(planned, Ranks(), race, 1000, lambda what: None, lambda seconds: not late)
+    measurements = Measurements(WORKLOAD, Ranks(), room=1000)
+    found = _raced(planned, Ranks(), race, measurements, lambda what: None, lambda seconds: not late)
     return [str(one.plan) for one in found.candidates], asked, list(found.notes)
 
 

@@ -1,6 +1,5 @@
 """`--plan auto` in a run: what the planner says runs, after a race where that is close, and changes no number."""
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
 from convoy.planner.cost.costs import HostCost
+from convoy.planner.measured import Measurements
 from convoy.planner.planner import Race, score
 from convoy.planner.planner import _raced as raced_by
 from convoy.planner.workload import Workload
@@ -80,7 +80,7 @@ def predicting(*plans: Plan) -> Callable[..., Planned]:
         planned = make_plan(*args, plans=plans, **options)
         by_plan = {scored.plan: scored for scored in planned.candidates}
         planned = replace(planned, candidates=tuple(by_plan[plan] for plan in plans))
-        return raced_by(planned, args[2], race, math.inf, lambda what: None, lambda seconds: True)
+        return raced_by(planned, args[2], race, Measurements(args[0], args[2]), lambda what: None, lambda seconds: True)
 
     return planner
 

@@ -191,7 +191,7 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
             input=input_cost,
             notes=[*first, *notes],
             progress=reporter.prepare,
-            race=None if request.plans else partial(race, model, ranks, recipe.recompute),
+            race=None if request.plans else partial(race, model, recipe.recompute),
         )
     if ranks.rank == 0:
         _show(request, planned, first, notes_on_size)

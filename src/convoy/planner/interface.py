@@ -175,7 +175,7 @@ def plan(
             memory_limit=memory_limit,
             plans=[Plan.parse(one, num_devices=devices) for one in given],
             progress=reporter.prepare,
-            race=None if given or deferred_tensors(model) else partial(race, model, ranks, again),
+            race=None if given or deferred_tensors(model) else partial(race, model, again),
         )
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, best.stages, planned)

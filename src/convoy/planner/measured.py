@@ -261,6 +261,7 @@ class Measurements:
         room: bytes that a rank may still take.
 
     Attributes:
+        room: as it was given.
         links: between the devices of the meshes.
         per_transfer: seconds of the engine for a redistribution in one direction.
         notes: sentences on what could not be measured.
@@ -276,7 +277,7 @@ class Measurements:
         progress: Callable[[str], None] = lambda what: None,
         room: float = math.inf,
     ) -> None:
-        self._workload, self._ranks, self._store, self._progress, self._room = workload, ranks, store, progress, room
+        self._workload, self._ranks, self._store, self._progress, self.room = workload, ranks, store, progress, room
         self.links, self.per_transfer = Links(), 0.0
         self._devices = {alone: device_of(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
         self._kept = {alone: ranks.first(partial(_stored, store, self._devices[alone])) for alone in (True, False)}
@@ -331,8 +332,8 @@ class Measurements:
         """A job in passes that fit into memory, and at which no process was killed where there was as little; None
         where even the smallest do not."""
         found: Job | None = job
-        room = self._room * (self._ranks.on_host if job.alone and self._workload.device.type == "cpu" else 1)
-        while found is not None and (found.memory > _ROOM * room or self._room <= self._ended(found)):
+        room = self.room * (self._ranks.on_host if job.alone and self._workload.device.type == "cpu" else 1)
+        while found is not None and (found.memory > _ROOM * room or self.room <= self._ended(found)):
             found = found.halved()
         return found
 
@@ -348,9 +349,9 @@ class Measurements:
         Raises:
             ConvoyError: one was, where there was as little memory.
         """
-        if self._room <= self._ended(job):
+        if self.room <= self._ended(job):
             raise ConvoyError("a process was killed in it when there was as little memory")
-        self._mark(job, self._room)
+        self._mark(job, self.room)
         try:
             yield
         finally:

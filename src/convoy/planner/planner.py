@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
+import torch
+
 from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
@@ -37,7 +39,7 @@ from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
 from convoy.units import size
 
-Race = Callable[["Planned", Scored], float]
+Race = Callable[["Planned", Scored, Ranks], float]
 """Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them."""
 _PATIENCE_S, _PATIENCE_UPDATES = 120.0, 30
 """Seconds, and updates of one device, that a plan may take; the larger counts."""
@@ -282,13 +284,8 @@ def make_plan(
         remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)
     planned = Planned(workload, devices, tuple(found), serial, next(iter(results), None), costs, tuple(found_notes))
     if race is not None and devices == ranks.num > 1:
-        watch, run = HostWatch(), race
-
-        def attempt(planned: Planned, racer: Scored) -> float:
-            with measured.attempt(plan_job(planned.workload, racer.plan, racer.passes)):
-                return run(planned, racer)
-
-        planned = _raced(planned, ranks, attempt, room, say, lambda needed_s: is_in_time(1.0, needed_s))
+        watch = HostWatch()
+        planned = _raced(planned, ranks, race, measured, say, lambda needed_s: is_in_time(1.0, needed_s))
         measured.loads += ranks.gather(watch.read())
     planned = replace(planned, notes=(*planned.notes, *beside_others(measured.loads)))
     if store is not None:
@@ -337,7 +334,7 @@ def _raced(
     planned: Planned,
     ranks: Ranks,
     race: Race,
-    room: float,
+    measured: Measurements,
     say: Callable[[str], None],
     is_in_time: Callable[[float], bool],
 ) -> Planned:
@@ -349,8 +346,9 @@ def _raced(
     """
     plain, took, notes = Plan.by_samples(planned.devices), dict[Plan, float](), list(planned.notes)
     failure: ConvoyError | None = None
-    longest_s = 0.0
-    fitting = [one for one in planned.candidates if one.memory.total <= _RACE_ROOM * room]
+    longest_s, device = 0.0, planned.workload.device
+    gpus = [device] if device.type == "cuda" else []
+    fitting = [one for one in planned.candidates if one.memory.total <= _RACE_ROOM * measured.room]
     first = [one for place, one in enumerate(planned.candidates) if place < _RACERS or one.plan == plain]
     for one in first:
         if one not in fitting:
@@ -361,10 +359,12 @@ def _raced(
         if len(took) > 1 and not is_in_time(longest_s):
             notes.append(f"{plan} did not race: there was no more time")
             break
-        began = time.monotonic()
+        began, racer = time.monotonic(), next(one for one in fitting if one.plan == plan)
         say(f"racing {plan}")
+        measured.give_back_memory()  # of the one before it
         try:
-            took[plan] = race(planned, next(one for one in fitting if one.plan == plan))
+            with measured.attempt(plan_job(planned.workload, plan, racer.passes)), torch.random.fork_rng(devices=gpus):
+                took[plan] = ranks.trying(f"racing {plan}", partial(race, planned, racer))
         except ConvoyError as error:
             failure = error
             notes.append(f"{plan} left the race: {error}")

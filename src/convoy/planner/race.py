@@ -1,14 +1,12 @@
 """Updates of a network under plans that are predicted to be fast, where no trainer makes them."""
 
 import time
-from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
-from convoy.engine.allocation import release_freed_memory
 from convoy.engine.parallelize import accumulate, forward_backward, local_samples, take_part
 from convoy.engine.profiling import steady
 from convoy.graph.given import copied
@@ -23,26 +21,20 @@ _MOST = 8
 """Updates under a plan."""
 
 
-def race(model: nn.Module, ranks: Ranks, recompute: Recompute, planned: Planned, racer: Scored) -> float:
+def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored, ranks: Ranks) -> float:
     """Seconds of an update of random samples under a plan, of the slowest rank. All ranks call it.
 
     Args:
         model: is copied.
-        ranks: one for each device of the plan.
         recompute: layers whose activations are computed again.
         planned: the training.
         racer: the plan.
+        ranks: one for each of its devices.
 
     Raises:
         ConvoyError: the plan cannot be run.
     """
-    device = planned.workload.device
-    release_freed_memory(device)  # of the one before it
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        return ranks.trying(f"racing {racer.plan}", partial(_raced, model, planned.workload, racer, recompute))
-
-
-def _raced(model: nn.Module, workload: Workload, racer: Scored, recompute: Recompute, ranks: Ranks) -> float:
+    workload = planned.workload
     net, in_stages = copied(model).train(), racer.staging is not None
     samples = workload.batch if in_stages else racer.placement.batch.num_samples
     examples = [_example(workload, name, samples) for name in workload.graph.inputs]

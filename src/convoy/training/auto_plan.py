@@ -128,8 +128,7 @@ class Chosen:
     @property
     def scored(self) -> Scored | None:
         """What was predicted of this plan."""
-        candidates = self.planned.candidates if self.planned is not None else ()
-        return next((one for one in candidates if one.plan == self.plan), None)
+        return self.planned.best if self.planned is not None else None
 
 
 @dataclass
@@ -149,7 +148,7 @@ class Choice(Prepared):
     progress: Callable[[str, int, int], None]
 
     def __call__(self) -> Chosen:
-        """Plan, and race where the prediction is not clear. All ranks call it.
+        """Plan, with a race. All ranks call it.
 
         Raises:
             TooLargeError: no plan fits into the memory of the devices.
@@ -157,6 +156,7 @@ class Choice(Prepared):
         plain = Plan.by_samples(self.ranks.num)
         if self.recipe.reproducible:
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
+        release_freed_memory(self.device)
         limit, source = device_memory(self.device, self.ranks.on_host)
         limit = min(self.ranks.gather(limit))
         given = self.recipe.parallel.memory_bytes
@@ -209,17 +209,8 @@ class Choice(Prepared):
             race=partial(self._race, ahead),
         )
 
-    def _race(self, ahead: HostCost, planned: Planned, racer: Scored) -> float:
-        """Seconds of an update under a plan, of the slowest rank, with what its input takes.
-
-        Raises:
-            ConvoyError: it cannot be run.
-        """
-        release_freed_memory(self.device)  # of the one before it
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            return self.ranks.trying(f"racing {racer.plan}", partial(self._raced, ahead, planned, racer))
-
-    def _raced(self, ahead: HostCost, planned: Planned, racer: Scored, ranks: Ranks) -> float:
+    def _race(self, ahead: HostCost, planned: Planned, racer: Scored, ranks: Ranks) -> float:
+        """Seconds of an update under a plan, of the slowest rank, with what its input takes."""
         if racer.staging is None:
             try_out(planned.workload, planned.workload.place(racer.plan), ranks.rank)
         step = self.make_step(copied(self.model), racer.plan, ranks, planned.shares(racer.plan), racer.staging)
