@@ -1,6 +1,6 @@
 """The plan that is chosen: measured to be fastest, and no other is predicted to be faster without having raced."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def scored(text: str, seconds: float, memory: int) -> Scored:
 
 
 def raced(
-    measured: Mapping[str, float], memory: Mapping[str, int] = {}, late: bool = False
+    measured: Mapping[str, float], memory: Mapping[str, int] = {}, late: bool = False, rivals: Sequence[Plan] = ()
 ) -> tuple[list[str], list[str], list[str]]:
     """Plans in their order after a race, those that raced, and the notes."""
     asked: list[str] = []
@@ -44,7 +44,7 @@ def raced(
         return measured[str(racer.plan)]
 
     measurements = Measurements(WORKLOAD, Ranks(), room=1000)
-    found = _raced(planned, Ranks(), race, measurements, lambda what: None, lambda seconds: not late)
+    found = _raced(planned, rivals, Ranks(), race, measurements, lambda what: None, lambda seconds: not late)
     return [str(one.plan) for one in found.candidates], asked, list(found.notes)
 
 
@@ -59,6 +59,8 @@ def test_what_is_predicted_to_be_faster_than_the_winner_races_too() -> None:
     assert asked == ["filter=2", "height=2", "sample=2", "width=2"]
     assert order[0] == "sample=2"
     assert "replicate=2" not in asked  # predicted to be slower
+    order, asked, _ = raced(dict.fromkeys(PREDICTED, 2.0) | {"replicate=2": 1.0}, rivals=[Plan.parse("replicate=2")])
+    assert order[0] == "replicate=2"
 
 
 def test_who_lacks_memory_or_fails_or_comes_too_late_is_told() -> None:

@@ -80,7 +80,9 @@ def predicting(*plans: Plan) -> Callable[..., Planned]:
         planned = make_plan(*args, plans=plans, **options)
         by_plan = {scored.plan: scored for scored in planned.candidates}
         planned = replace(planned, candidates=tuple(by_plan[plan] for plan in plans))
-        return raced_by(planned, args[2], race, Measurements(args[0], args[2]), lambda what: None, lambda seconds: True)
+        return raced_by(
+            planned, (), args[2], race, Measurements(args[0], args[2]), lambda what: None, lambda seconds: True
+        )
 
     return planner
 

@@ -97,6 +97,10 @@ def forecast(
         for text, plan in wanted.items():
             found.predictions[text] = _prediction(planned.serial if ranks.num == 1 else by_plan[plan])
         found.notes.extend(planned.notes)
+        own = found.predictions.get(found.auto or "")
+        for text, other in found.predictions.items():
+            if own is not None and other.seconds < own.seconds and AUTO in plans:
+                found.notes.append(f"{text} is predicted to be faster than {found.auto}, but did not win the race")
     except ConvoyError as error:
         found.notes.append(f"nothing is predicted: {error}")
     return found

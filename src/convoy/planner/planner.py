@@ -183,7 +183,7 @@ def make_plan(
         memory_limit: bytes that each device has; of `plans`, those that need more are left out. By default a search
             knows what is free here, if the plan is for the ranks that are.
         plans: are only predicted, instead of a search.
-        rivals: are predicted beside what a search finds, as far as they fit.
+        rivals: are predicted beside what a search finds, as far as they fit, and race.
         input: getting the input of a pass ready, on each rank; None costs nothing.
         notes: sentences that come before those of the planner.
         progress: is told of long work: seconds that have passed, of about how many.
@@ -285,7 +285,7 @@ def make_plan(
     planned = Planned(workload, devices, tuple(found), serial, next(iter(results), None), costs, tuple(found_notes))
     if race is not None and devices == ranks.num > 1:
         watch = HostWatch()
-        planned = _raced(planned, ranks, race, measured, say, lambda needed_s: is_in_time(1.0, needed_s))
+        planned = _raced(planned, rivals, ranks, race, measured, say, lambda needed_s: is_in_time(1.0, needed_s))
         measured.loads += ranks.gather(watch.read())
     planned = replace(planned, notes=(*planned.notes, *beside_others(measured.loads)))
     if store is not None:
@@ -332,14 +332,15 @@ class _Course:
 
 def _raced(
     planned: Planned,
+    rivals: Sequence[Plan],
     ranks: Ranks,
     race: Race,
     measured: Measurements,
     say: Callable[[str], None],
     is_in_time: Callable[[float], bool],
 ) -> Planned:
-    """The plan that is measured to be fastest comes first: of those that are predicted to be so, of plain `sample`, and
-    of any that is predicted to be faster than the one which wins. All ranks call it.
+    """The plan that is measured to be fastest comes first: of those that are predicted to be so, of plain `sample`, of
+    the rivals, and of any that is predicted to be faster than the one which wins. All ranks call it.
 
     Raises:
         ConvoyError: none of them can be run.
@@ -349,7 +350,7 @@ def _raced(
     longest_s, device = 0.0, planned.workload.device
     gpus = [device] if device.type == "cuda" else []
     fitting = [one for one in planned.candidates if one.memory.total <= _RACE_ROOM * measured.room]
-    first = [one for place, one in enumerate(planned.candidates) if place < _RACERS or one.plan == plain]
+    first = [one for place, one in enumerate(planned.candidates) if place < _RACERS or one.plan in (plain, *rivals)]
     for one in first:
         if one not in fitting:
             notes.append(f"{one.plan} did not race: {size(one.memory.total)} on each device leave too little memory")

@@ -137,7 +137,7 @@ class Choice(Prepared):
 
     Attributes:
         merge: microbatches that one device takes in a pass.
-        rivals: plans that are predicted, and may race, beside those that the planner finds.
+        rivals: plans that race beside those that the planner finds.
         make_step: the update of a copy of the network under a plan, by the devices that are given.
         progress: is told of long work: what, done, total.
     """
