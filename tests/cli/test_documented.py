@@ -35,7 +35,7 @@ INSIDE = [
     for document in DOCUMENTS
     for line in re.findall(r"`convoy ([a-z]+ [^`]*)`", (ROOT / document).read_text(encoding="utf-8"))
 ]
-INSIDE = [line for line in INSIDE if "--help" not in line and not re.search(r"\b[A-Z]{3,}\b", line)]
+INSIDE = [line for line in INSIDE if not re.search(r"^\w+ --", line) and not re.search(r"\b[A-Z]{3,}\b", line)]
 
 
 def test_there_are_commands() -> None:
@@ -49,9 +49,9 @@ def test_a_command_is_understood(line: str, tmp_path: Path, monkeypatch: pytest.
     for folder in ("photos", "holiday", "runs/resnet50-photos"):
         (tmp_path / folder).mkdir(parents=True)
     verb, *arguments = shlex.split(line.replace("…", ""))
-    command: click.Command = importlib.import_module(f"convoy.cli.{verb}").command
+    command: click.Command = importlib.import_module(VERBS[verb][0]).command
     if verb == "doctor" and arguments[0] == "train":
-        command, verb = importlib.import_module("convoy.cli.train").command, "train"
+        command, verb = importlib.import_module(VERBS["train"][0]).command, "train"
         arguments = arguments[1:]
     with command.make_context(verb, list(arguments), obj=arguments) as context:
         values = context.params

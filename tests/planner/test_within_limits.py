@@ -131,7 +131,7 @@ def test_a_prediction_that_contradicts_the_last_run_is_told(tmp_path: Path) -> N
     assert list(said(64, {SAMPLES: 1.96})) == []
     remember_run(store, device, "lenet", 64, SAMPLES, 0.735)
     (sentence,) = said(64, {SAMPLES: 1.96})
-    assert sentence.startswith("sample=2 is predicted to take 1.96 s an update, and took 735 ms in the last run here")
+    assert sentence.startswith("sample=2 is expected to take 1.96 s an update, and took 735 ms in the last run here")
     assert "convoy profile --clear" in sentence
     assert list(said(64, {SAMPLES: 0.8})) == list(said(32, {SAMPLES: 1.96})) == []
 

@@ -289,8 +289,9 @@ def make_plan(
         measured.loads += ranks.gather(watch.read())
     planned = replace(planned, notes=(*planned.notes, *beside_others(measured.loads)))
     if store is not None:
-        here, predicted = device_of(workload, ranks.on_host), {one.plan: one.seconds for one in planned.candidates}
-        said = ranks.first(lambda: list(unlike_runs(store, here, workload.name, workload.batch, predicted)))
+        here, expected = device_of(workload, ranks.on_host), {one.plan: one.seconds for one in planned.candidates}
+        expected |= planned.measured
+        said = ranks.first(lambda: list(unlike_runs(store, here, workload.name, workload.batch, expected)))
         planned = replace(planned, notes=(*planned.notes, *said))
     say.end()
     return planned

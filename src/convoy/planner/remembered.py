@@ -110,19 +110,19 @@ def remember_run(store: ProfileStore, device: Device, name: str, batch: int, pla
 def unlike_runs(
     store: ProfileStore, device: Device, name: str, batch: int, plans: Mapping[Plan, float]
 ) -> Iterator[str]:
-    """A sentence on every plan that is predicted to be much faster or slower than it was in its last run.
+    """A sentence on every plan that is expected to be much faster or slower than it was in its last run.
 
     Args:
         store, device: as they were given to `remember`.
         name: of the network.
         batch: samples of an update.
-        plans: with the seconds of an update that are predicted.
+        plans: with the seconds of an update that are predicted, or were measured now.
     """
     for plan, predicted in plans.items():
         seen = store.noted(device, _of_run(name, batch, plan))
         if isinstance(seen, float) and seen > 0 and max(seen / predicted, predicted / seen) > _UNLIKE:
             yield (
-                f"{plan} is predicted to take {seconds(predicted)} an update, and took {seconds(seen)} in the last run "
+                f"{plan} is expected to take {seconds(predicted)} an update, and took {seconds(seen)} in the last run "
                 "here: if the machine was busy at either time, convoy profile --clear forgets what was measured"
             )
 

@@ -96,7 +96,9 @@ def _figures(found: Explained) -> Iterator[str]:
         (memory.messages, "messages"),
         (memory.workspace, "workspace"),
     ]
-    rows = [("update", f"{seconds(scored.seconds)}, {per_second(found.samples_per_second)} samples/s")]
+    taken = planned.measured.get(scored.plan)
+    seen = f" ({seconds(taken)} in a race of plans)" if taken is not None else ""
+    rows = [("update", f"{seconds(scored.seconds)}, {per_second(found.samples_per_second)} samples/s{seen}")]
     if planned.devices > 1:
         alone = f"{seconds(planned.serial.seconds)} on one device"
         rows.append(("speed-up", f"{found.speedup:.2f} × ({alone}), efficiency {rough_percent(found.efficiency)}"))
