@@ -178,7 +178,7 @@ _MATRIX, _REACHED = 1024, 0.5
 _ENOUGH_MORE = 1.2
 """So many times as much memory is another try for what was killed."""
 _FROM_OTHERS = "its layers are predicted from what else was profiled"
-_LONGEST = 60
+LONGEST = 60
 """Characters of a plan in what is said of a profiling."""
 
 Progress = Callable[[str, int, int], None]
@@ -247,7 +247,7 @@ def plan_job(workload: Workload, plan: Plan, passes: int | None = None) -> Job:
         plan: the plan.
         passes: through its stages; None for as many as go well through them.
     """
-    return Job(shorten(str(plan), _LONGEST), workload.through(plan.num_stages, passes, plan.parts), plan)
+    return Job(shorten(str(plan), LONGEST), workload.through(plan.num_stages, passes, plan.parts), plan)
 
 
 class Measurements:

@@ -23,7 +23,7 @@ from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.prediction import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.link_probe import measured_links
-from convoy.planner.measured import Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
+from convoy.planner.measured import LONGEST, Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
 from convoy.planner.remembered import remember, unlike_runs
 from convoy.planner.search.cuts import InPasses
 from convoy.planner.search.layers import Layers
@@ -37,7 +37,7 @@ from convoy.planner.workload import Workload
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
-from convoy.units import size
+from convoy.units import shorten, size
 
 Race = Callable[["Planned", Scored, Ranks], float]
 """Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them."""
@@ -425,7 +425,7 @@ def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[l
     errors = []
     for one in sorted(too_large, key=lambda one: one.memory.total):
         needs = partial(_needs, costs.costs, one.staging)
-        what = f"the plan {one.plan} does not fit: it"
+        what = f"the plan {shorten(str(one.plan), LONGEST)} does not fit: it"
         errors.append(nothing_fits(one.placement, costs, one.memory.total, limit, what, needs))
     if len(too_large) == len(scored):
         raise errors[0]
