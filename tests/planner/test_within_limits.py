@@ -12,7 +12,7 @@ import torch
 
 from convoy.comm.ranks import Ranks
 from convoy.engine.profiling import CallTimes, Profile, Profiler
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostLoad
 from convoy.models import create
 from convoy.planner import Planned, Workload, make_plan, workload_of
@@ -77,6 +77,13 @@ def test_a_machine_with_little_memory_left_leaves_out_what_needs_more() -> None:
         found = make_plan(lenet(), 2, Ranks(), link="pcie4", memory_limit=0.99 * limits[0])
     assert all(one.plan != SAMPLES for one in found.candidates)
     assert any(note.startswith("sample=2 is left out: it needs ") for note in found.notes)
+
+
+def test_where_no_plan_fits_that_is_said_before_anything_is_measured() -> None:
+    jobs: list[Job] = []
+    with on_a_machine(PLENTY, jobs), pytest.raises(TooLargeError, match="there are"):
+        make_plan(lenet(), 2, Ranks(), link="pcie4", memory_limit=1000.0)
+    assert jobs == []
 
 
 def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.additive import Additive
+from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.link import Links, Rate, links_named
@@ -33,7 +34,7 @@ from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.search import search
 from convoy.planner.search.stages import in_best_passes, search_stages
-from convoy.planner.workload import Workload
+from convoy.planner.workload import Workload, memory_of_updates
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
@@ -205,6 +206,9 @@ def make_plan(
     if devices == ranks.num > 1 and not plans:
         memory_limit = room
     say = _Course(progress)
+    if memory_limit is not None and not plans and devices > 1:
+        say("looking for plans that fit into memory")
+        ranks.first(partial(_check_memory, workload, devices, fixes, memory_limit))
     measured = Measurements(workload, ranks, store, say, room)
     jobs = jobs_for(workload, meshes, plans)
     alone_s = (workload.alone or workload).passes * measured.expected_s(jobs[0])
@@ -430,6 +434,23 @@ def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[l
     if len(too_large) == len(scored):
         raise errors[0]
     return [one for one in scored if one not in too_large], [str(error) for error in errors]
+
+
+def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit: float) -> None:
+    """Refuse devices into which no plan fits, before anything is measured: for that no times are needed.
+
+    Raises:
+        TooLargeError: none does.
+    """
+    links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+    update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
+    costs = Costs(Calibrated({}), links, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
+    with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
+        if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
+            return
+    proposed = propose(workload, devices, costs, fixes, limit, [])
+    found = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
+    _fitting(found, Additive(costs, workload.graph, workload.passes), limit)
 
 
 def _needs(costs: Costs, staging: Staging | None, placement: Placement) -> float:
