@@ -173,7 +173,7 @@ _ROOM = 0.5
 been up to four fifths of that."""
 _PACE = 1.25
 """Kept times that are so many times those of now, or the other way round, are of a machine in another state."""
-_MATRIX, _REACHED = 1024, 0.5
+_MATRIX, _REACHED = 512, 0.5
 """Rows of a matrix, and how much of the speed of its product layers reach, about."""
 _ENOUGH_MORE = 1.2
 """So many times as much memory is another try for what was killed."""
@@ -450,7 +450,9 @@ class Measurements:
             return None
         matrix = torch.full((_MATRIX, _MATRIX), 0.5, device=self._workload.device)
         clock = DeviceClock(self._workload.device)
-        spent = min(clock.spent(lambda: matrix @ matrix, in_a_row=1).device for _ in range(3))
+        spent = min(
+            clock.spent(lambda: matrix @ matrix, in_a_row=1).device for _ in range(20)
+        )  # some of it undisturbed
         return Roofline(_REACHED * 2 * _MATRIX**3 / max(spent, 1e-9), 1e10, 1e-5)
 
     def slowdowns(self) -> tuple[float, ...]:
