@@ -124,8 +124,9 @@ def _both(layer: "_Layer", twin: "_Layer", site: Site, twin_site: Site) -> Kerne
 
 
 def _nothing(t: Tensors) -> Tensor:
-    """The result without elements; scale and shift get a gradient of zero."""
-    return affine(t.x.clone(), t.weight, t.bias, (-1, *[1] * (t.x.dim() - 2)))
+    """The result without elements; scale and shift get a gradient of zero, and what is added is one of its inputs, so
+    that its backward pass runs on every rank."""
+    return ended(affine(t.x.clone(), t.weight, t.bias, (-1, *[1] * (t.x.dim() - 2))), t.residual, False)
 
 
 class _Layer:

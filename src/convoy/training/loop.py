@@ -16,6 +16,7 @@ from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
 from convoy.doctor.facts import Facts
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
+from convoy.launch.place import HANDED_ON
 from convoy.planner.comparison import Comparison
 from convoy.training.checkpoint_interval import Automatic, Every, Young
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver
@@ -24,7 +25,7 @@ from convoy.training.code import OtherCodeError, difference
 from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
-from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt, Stop
+from convoy.training.interrupt import SIGNALS, Interrupt, Stop
 from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
@@ -172,7 +173,7 @@ class Loop:
         if self.session.ranks.rank == 0:
             writer = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
         with (
-            Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
+            Interrupt(HANDED_ON if self.handed_on else SIGNALS, self._stopping) as interrupt,
             writer as metrics,
             self.saver.open(self.run.plan),
         ):
@@ -246,6 +247,9 @@ class Loop:
                         self._divide_anew(self._speed)
                         return
                 self._ask()
+
+    def _stopping(self, name: str) -> None:
+        self.reporter.say(f"{name}: finishing this update, then saving; again to stop now, without saving")
 
     def _skipped(self, bad: NonFiniteUpdate) -> None:
         """An update was not made.
