@@ -137,7 +137,7 @@ class Network:
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
-        self._own_forward = vars(self.model).get("forward")  # of the module alone, in place of its class's
+        self._plain = vars(self.model).get("forward") or MethodType(type(self.model).forward, self.model)
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
         self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
@@ -221,19 +221,16 @@ class Network:
             self.normalizes = False
             return self._plain(*args, **kwargs)
 
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._own_forward or MethodType(type(self.model).forward, self.model))(*args, **kwargs)
-
     @contextlib.contextmanager
     def plain_forward(self) -> Iterator[None]:
         """The model with the forward pass that it had."""
-        now = vars(self.model).pop("forward", None)
-        vars(self.model).update({} if self._own_forward is None else {"forward": self._own_forward})
+        held = vars(self.model)
+        now, held["forward"] = held.get("forward"), self._plain
         try:
             yield
         finally:
-            vars(self.model).pop("forward", None)
-            vars(self.model).update({} if now is None else {"forward": now})
+            del held["forward"]
+            held.update({} if now is None else {"forward": now})
 
     def _has_kernels(self) -> bool:
         """Whether a pass of the undivided network is faster by Convoy's kernels, and nobody would miss its layers."""
@@ -501,7 +498,7 @@ class Network:
         twin.__dict__ |= self.__dict__
         memo[id(self)] = twin
         twin.model = copy.deepcopy(self.model, memo)
-        twin._own_forward = copy.deepcopy(self._own_forward, memo)
+        twin._plain = copy.deepcopy(self._plain, memo)
         twin.reducer = twin.guard = None
         twin._owners = {}  # the model's own copy is not complete yet
         twin._unchanged = self._unchanged.of_copy(twin.model)
