@@ -175,6 +175,11 @@ recompute = click.option(
 schedule = click.option(
     "--schedule", metavar="ORDER", help="Through stages: 1f1b (least memory), gpipe, zero-bubble (least waiting)."
 )
+checkpoint = click.option(
+    "--checkpoint",
+    metavar="best|last|STEP",
+    help="Use a checkpoint: the best on the test split, the newest, or of an update. [default: the final weights]",
+)
 run_argument = click.argument("run", type=OutputPath())
 
 

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -52,17 +53,6 @@ def owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
         module = model.get_submodule(path)
         found[name] = (module._parameters if key in module._parameters else module._buffers), key
     return found
-
-
-@contextlib.contextmanager
-def plain_forward(model: nn.Module) -> Iterator[None]:
-    """The model with the forward pass of its class."""
-    own = model.__dict__.pop("forward", None)
-    try:
-        yield
-    finally:
-        if own is not None:
-            model.__dict__["forward"] = own
 
 
 class Guard(Protocol):
@@ -147,6 +137,7 @@ class Network:
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
+        self._own_forward = vars(self.model).get("forward")  # of the module alone, in place of its class's
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
         self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
@@ -218,7 +209,7 @@ class Network:
         """The network's output for this rank's own samples."""
         plain = self.undivided and self.context.batch_norm != "microbatch" and not self.compile
         if plain and (torch.compiler.is_compiling() or not self._has_kernels()):
-            return type(self.model).forward(self.model, *args, **kwargs)
+            return self._plain(*args, **kwargs)
         if self._uncompiled is None and "torch._dynamo" in sys.modules:  # importing it takes seconds
             self._uncompiled = torch.compiler.disable(self._forward)
         run = self._uncompiled or self._forward
@@ -228,7 +219,21 @@ class Network:
             return run(*args, **kwargs)
         except ConvoyError:  # the plain network can what no program can: branch on a number, take a list
             self.normalizes = False
-            return type(self.model).forward(self.model, *args, **kwargs)
+            return self._plain(*args, **kwargs)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._own_forward or MethodType(type(self.model).forward, self.model))(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def plain_forward(self) -> Iterator[None]:
+        """The model with the forward pass that it had."""
+        now = vars(self.model).pop("forward", None)
+        vars(self.model).update({} if self._own_forward is None else {"forward": self._own_forward})
+        try:
+            yield
+        finally:
+            vars(self.model).pop("forward", None)
+            vars(self.model).update({} if now is None else {"forward": now})
 
     def _has_kernels(self) -> bool:
         """Whether a pass of the undivided network is faster by Convoy's kernels, and nobody would miss its layers."""
@@ -473,7 +478,7 @@ class Network:
     def _capture(self, signature: Signature) -> Graph:
         total = sum(signature.samples)
         inputs = [torch.empty(total, *shape, dtype=dtype, device="meta") for shape, dtype in signature.inputs]
-        with plain_forward(self.model), torch.inference_mode(False):
+        with self.plain_forward(), torch.inference_mode(False):
             forward = None if signature.form is None else signature.form.caller(self.model.forward)
             training = None if signature.exceptions else signature.training
             graph = capture(self.model, inputs, training, shapes=self.shapes, forward=forward)
@@ -496,6 +501,7 @@ class Network:
         twin.__dict__ |= self.__dict__
         memo[id(self)] = twin
         twin.model = copy.deepcopy(self.model, memo)
+        twin._own_forward = copy.deepcopy(self._own_forward, memo)
         twin.reducer = twin.guard = None
         twin._owners = {}  # the model's own copy is not complete yet
         twin._unchanged = self._unchanged.of_copy(twin.model)

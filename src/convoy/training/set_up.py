@@ -31,6 +31,7 @@ from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
+from convoy.training.code import code_of
 from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import Division, Pass, divide, text
@@ -111,7 +112,8 @@ def set_up(
     sizes, smaller = divisible_sizes(recipe, model, parts, found, useful)
     quantities = replace(quantities, sizes=sizes)
     notes += [smaller] if smaller is not None else []
-    ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived)
+    code = code_of(model, found.graph)
+    ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived, code)
     chosen, shares, staging = None, None, None
     if plan is None:
         chosen = _choose_plan(ready, progress)
