@@ -83,14 +83,14 @@ class Layerwise(Network):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output for this rank's own samples."""
-        inputs, form = arguments(self.model, args, kwargs)
+        inputs, form = arguments(self.model, args, kwargs, self.own_forward)
         inputs, samples = self.open_pass(inputs)
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, inputs[0].device)
         own = own_samples((sum(samples),), batch)
         whole = [writable(self._move(x, own, WHOLE, (sum(samples), *x.shape[1:]))) for x in inputs]
         positional, named = form.fill(whole)
-        with plain_forward(self.model):
+        with plain_forward(self.model, self.own_forward):
             outputs = self.model.forward(*positional, **named)
         self.end_pass()
 
@@ -110,6 +110,11 @@ class Layerwise(Network):
         super().recast()
         for part in self.parts.values():
             part.recast()
+
+    def python_state(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Modules in another mode than the network, and changes of what its layers read; its own code runs as it is."""
+        changed = [f"{name}.{text}" for name, part in self.parts.items() for text in part.python_state()[1]]
+        return self._unchanged.exceptions(), tuple(changed)
 
     def _refuse_draws(self, name: str, layer: _DropoutNd) -> None:
         """On several devices, refuse a dropout layer whose numbers belong to no sample."""

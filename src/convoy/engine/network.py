@@ -55,14 +55,17 @@ def owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @contextlib.contextmanager
-def plain_forward(model: nn.Module) -> Iterator[None]:
-    """The model with the forward pass of its class."""
-    own = model.__dict__.pop("forward", None)
+def plain_forward(model: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
+    """The model with the forward pass of its class, or with its `own`, if it was given one before."""
+    now = model.__dict__.pop("forward", None)
+    if own is not None:
+        model.__dict__["forward"] = own
     try:
         yield
     finally:
-        if own is not None:
-            model.__dict__["forward"] = own
+        model.__dict__.pop("forward", None)
+        if now is not None:
+            model.__dict__["forward"] = now
 
 
 class Guard(Protocol):
@@ -150,6 +153,8 @@ class Network:
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
         self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
+        self.own_forward: Callable[..., Any] | None = self.model.__dict__.get("forward")
+        self._state_alone: tuple[str, ...] = ()
         self.passes = 0
         self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
@@ -177,11 +182,21 @@ class Network:
         check_recompute(self.recompute, (layer for layer, _ in self.layers))
         self.recomputes = any(call.recomputed for graph in self._graphs for call in graph.calls)
         if self.plan.mesh.num_devices == 1:
-            with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
-                graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples), form))
-                draws = any(OPERATIONS[call.op].is_random for call in graph.calls)
-                self.undivided = not draws and not self.recompute
-                self.normalizes = any(c.op == "batch_norm" and c.attributes["training"] for c in graph.calls)
+            self._look_alone(self._graphs[0] if training else None)
+
+    def _look_alone(self, graph: Graph | None = None) -> None:
+        """On one device: see whether the model's own forward pass does the same as a program in training."""
+        self._state_alone = self._unchanged.state()
+        inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
+        with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
+            graph = graph or self._capture(Signature(True, (self.example[0][0][0],), inputs, self.form))
+            draws = any(OPERATIONS[call.op].is_random for call in graph.calls)
+            self.undivided = not draws and not self.recompute
+            self.normalizes = any(c.op == "batch_norm" and c.attributes["training"] for c in graph.calls)
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that would not see what they do on one device."""
+        self._unchanged.check_hooks()
 
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Decide where every parameter and buffer is kept: where the calls that were found want it.
@@ -216,9 +231,12 @@ class Network:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output for this rank's own samples."""
+        alone = self.plan.mesh.num_devices == 1 and not torch.compiler.is_compiling()
+        if alone and self._unchanged.state() != self._state_alone:
+            self._look_alone()
         plain = self.undivided and self.context.batch_norm != "microbatch" and not self.compile
         if plain and (torch.compiler.is_compiling() or not self._has_kernels()):
-            return type(self.model).forward(self.model, *args, **kwargs)
+            return self._run_plain(*args, **kwargs)
         if self._uncompiled is None and "torch._dynamo" in sys.modules:  # importing it takes seconds
             self._uncompiled = torch.compiler.disable(self._forward)
         run = self._uncompiled or self._forward
@@ -228,7 +246,12 @@ class Network:
             return run(*args, **kwargs)
         except ConvoyError:  # the plain network can what no program can: branch on a number, take a list
             self.normalizes = False
-            return type(self.model).forward(self.model, *args, **kwargs)
+            return self._run_plain(*args, **kwargs)
+
+    def _run_plain(self, *args: Any, **kwargs: Any) -> Any:
+        if self.own_forward is not None:
+            return self.own_forward(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
 
     def _has_kernels(self) -> bool:
         """Whether a pass of the undivided network is faster by Convoy's kernels, and nobody would miss its layers."""
@@ -237,7 +260,7 @@ class Network:
         return len(self._programs) < MAX_PROGRAMS and not self._unchanged.has_hooks()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs, form = arguments(self.model, args, kwargs)
+        inputs, form = arguments(self.model, args, kwargs, self.own_forward)
         found, placement = self._pass(inputs, None if form.is_plain else form)
         samples = tuple(map(len, placement.batch.parts))
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(found[ref.name], samples)))
@@ -376,8 +399,7 @@ class Network:
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
         inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
-        exceptions = self._unchanged.exceptions() if training == self.model.training else ()
-        signature = Signature(training, self.example_samples(samples), inputs, self.form, exceptions=exceptions)
+        signature = Signature(training, self.example_samples(samples), inputs, self.form)
         return self._placement(signature)
 
     def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -401,10 +423,14 @@ class Network:
             return self.samples
 
         def ask() -> tuple[int, ...]:
-            state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
+            state = zlib.crc32(repr(self.python_state()).encode(), self._unchanged.types)
             return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes, call)
 
         return ask() if self.context.tape is None else self.context.tape.samples(ask)
+
+    def python_state(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Modules in another mode than the network, and how what `forward` reads has changed; as in a `Signature`."""
+        return self._unchanged.exceptions(), self._unchanged.state()
 
     def _run(
         self,
@@ -427,7 +453,7 @@ class Network:
         self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None, as_given: bool = False
     ) -> Signature:
         """Of a pass in the modes that the modules are in."""
-        return Signature(self.model.training, samples, kinds(inputs), form, as_given, self._unchanged.exceptions())
+        return Signature(self.model.training, samples, kinds(inputs), form, as_given, *self.python_state())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
         found = self._programs.get(signature)
@@ -460,6 +486,12 @@ class Network:
         try:
             return self._capture(signature)
         except CaptureError as error:
+            if signature.state:
+                changed = ", ".join(text.partition(" ")[0] for text in signature.state)
+                raise ConvoyError(
+                    f"the network, of which something was changed after convoy.parallelize ({changed}), cannot be run: "
+                    f"{error}; change it before, or build the network anew"
+                ) from error
             given, example = (
                 ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in each)
                 for each in (signature.inputs, [(shape[1:], dtype) for shape, dtype in self.example])
@@ -473,10 +505,13 @@ class Network:
     def _capture(self, signature: Signature) -> Graph:
         total = sum(signature.samples)
         inputs = [torch.empty(total, *shape, dtype=dtype, device="meta") for shape, dtype in signature.inputs]
-        with plain_forward(self.model), torch.inference_mode(False):
+        with plain_forward(self.model, self.own_forward), torch.inference_mode(False):
             forward = None if signature.form is None else signature.form.caller(self.model.forward)
-            training = None if signature.exceptions else signature.training
-            graph = capture(self.model, inputs, training, shapes=self.shapes, forward=forward)
+            # where it is in this mode already, it is as its modules are, and a mode of its own stays
+            training = None if signature.training == self.model.training else signature.training
+            reads = self._unchanged.reads
+            graph = capture(self.model, inputs, training, shapes=self.shapes, forward=forward, reads=reads)
+        self._unchanged.noted()
         return recomputing(graph.prefixed(self.prefix) if self.prefix else graph, self.recompute)
 
     def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:
@@ -496,6 +531,7 @@ class Network:
         twin.__dict__ |= self.__dict__
         memo[id(self)] = twin
         twin.model = copy.deepcopy(self.model, memo)
+        twin.own_forward = copy.deepcopy(self.own_forward, memo)
         twin.reducer = twin.guard = None
         twin._owners = {}  # the model's own copy is not complete yet
         twin._unchanged = self._unchanged.of_copy(twin.model)

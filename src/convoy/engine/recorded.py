@@ -152,7 +152,9 @@ class Recorded:
     def _call(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         if self.refusal is not None:
             return self._function(step, inputs)
-        form = [self._model.training, *map(_form, inputs)]
+        network = getattr(self._model, "_convoy", None)
+        state = None if network is None else network.python_state()
+        form = [self._model.training, state, *map(_form, inputs)]
         if self._form is None:
             self._form = form
         parameters = list(self._model.parameters()) if self._graph is not None else []
