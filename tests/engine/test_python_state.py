@@ -123,7 +123,247 @@ def _distances(plan, changes):
     return found
 
 
+def _changed_on_one(plan):
+    net = convoy.parallelize(Net(), plan, IMAGES[0, :2])
+    net(IMAGES[0, :2])
+    net.temperature = 1.0 + rank()
+    with pytest.raises(ConvoyError, match="with the same attributes and hooks"):
+        net(IMAGES[0, :2])
+
+
+def _with_another_branch():
+    net = convoy.parallelize(Net(), "stage=2", IMAGES[0])
+    net.branch = True
+    with pytest.raises(ConvoyError, match=r"extra\.(weight|bias) is used in another stage now than when"):
+        net(IMAGES[0])
+
+
+def _dropout_of_one_device():
+    """Weights after updates on one device where dropout begins later, and what was captured."""
+    net = convoy.parallelize(Net(dropout=True), "serial", IMAGES[0], seed=3)
+    return _with_dropout(net)
+
+
+def _with_dropout(net):
+    mine = convoy.local_samples(net, SAMPLES)
+    for number, (images, labels) in enumerate(zip(IMAGES, LABELS, strict=True)):
+        net.drop.p = 0.1 * number
+        net.temperature = 1.0 + number
+        net.zero_grad()
+        F.cross_entropy(net(images[mine]), labels[mine]).backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    return convoy.state_dict(net)
+
+
+def _dropout_of_two(plan):
+    return _with_dropout(convoy.parallelize(Net(dropout=True), plan, IMAGES[0, : SAMPLES // 2], seed=3))
+
+
+class Changing(nn.Module):
+    """Does something of its own in its forward pass."""
+
+    def __init__(self, what):
+        super().__init__()
+        torch.manual_seed(0)
+        self.what, self.a, self.out = what, nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
+        self.calls, self.size, self.table, self.kept, self.tables = 0, None, None, None, {}
+        if what == "backward hook":
+            self.out.register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] * 0.5,))
+        if what == "hook on outputs":
+            self.out.register_full_backward_pre_hook(lambda layer, outputs: (outputs[0].sign() * outputs[0] ** 2,))
+        if what == "gradient hook":
+            self.out.weight.register_hook(lambda gradient: gradient * 2)
+        if what == "forward of its own":
+            self.forward = types.MethodType(lambda self, x: self.out(self.a(x).mean((2, 3))) * 2, self)
+        self.double()
+
+    def forward(self, x):
+        x = self.a(x)
+        if self.what == "counter":
+            self.calls += 1
+            x = x * self.calls
+        if self.what == "first pass":
+            x = x if self.calls else x * 2
+            self.calls = 1
+        if self.what == "keeps":
+            self.kept = x
+        if self.what == "values":
+            self.size = x.shape[-2:]
+            self.table = torch.arange(6.0) if self.table is None else self.table
+            self.tables.setdefault(x.shape[1:], self.table + 1)
+            x = x * self.size[0] + self.tables[x.shape[1:]]
+        return self.out(x.mean((2, 3)))
+
+
+def _loop(net, images, labels, mine=slice(None)):
+    for _ in range(3):
+        net.zero_grad()
+        F.cross_entropy(net(images[mine]), labels[mine]).backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad
+    return net
+
+
+def _changing(plan, what):
+    """How far the weights are from those of the plain network, how it was captured, and what is left in the network."""
+    want = _loop(Changing(what), IMAGES[0], LABELS[0]).state_dict()
+    net = convoy.parallelize(Changing(what), plan, IMAGES[0, : SAMPLES // 2])
+    _loop(net, IMAGES[0], LABELS[0], convoy.local_samples(net, SAMPLES))
+    off = max((x - want[name]).abs().max().item() for name, x in convoy.state_dict(net).items())
+    return off, net._convoy.captured, net.calls
+
+
+def _refused(what, words):
+    seen = {}
+    net = Changing(what)
+    if what == "hook":
+        net.a.register_forward_hook(lambda layer, inputs, output: seen.__setitem__("a", output))
+    with pytest.raises(ConvoyError, match=words):
+        convoy.parallelize(net, "sample=2", IMAGES[0, :3])
+    assert not seen
+    assert net.kept is None
+
+
+def _refused_later():
+    net = convoy.parallelize(Changing("nothing"), "sample=2", IMAGES[0, :3])
+    net(IMAGES[0, :3])
+    handle = net.a.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ConvoyError, match=r"\(a\._backward_hooks.*it has a backward hook"):
+        net(IMAGES[0, :3])
+    handle.remove()
+    net(IMAGES[0, :3]).sum().backward()
+    handle = net.a.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ConvoyError, match=r"a\.weight has a gradient hook"):
+        net(IMAGES[0, :3])
+    handle.remove()
+    handle = net.a.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConvoyError, match=r"a\.weight has a gradient hook"):
+        net(IMAGES[0, :3])
+    handle.remove()
+    net(IMAGES[0, :3]).sum().backward()
+    net.forward = lambda x: net.out(net.a(x).mean((2, 3)))
+    with pytest.raises(ConvoyError, match=r"was replaced after convoy\.parallelize"):
+        net(IMAGES[0, :3])
+
+
+def _kept_on_one_device():
+    net, seen = Changing("keeps"), []
+    net.a.register_forward_hook(lambda layer, inputs, output: seen.append(output))
+    net = convoy.parallelize(net, "serial", IMAGES[0])
+    assert not seen
+    net(IMAGES[0])
+    assert net.kept is seen[-1]
+    assert type(net.kept) is torch.Tensor
+
+
+class Frozen(Net):
+    """Its batch norm stays in evaluation, as in detectors, and `train` freezes it."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.bn.eval()
+        self.bn.weight.requires_grad_(False)
+        return self
+
+
+MODES = {
+    "as built": lambda net: None,
+    "train": lambda net: net.train(),
+    "evaluation and back": lambda net: net.eval().train(),
+    "a layer in training": lambda net: net.eval().bn.train(),
+}
+
+
+def _moded(net, plan, mode):
+    mine = slice(None) if plan is None else convoy.local_samples(net, SAMPLES)
+    MODES[mode](net)
+    weights = [p for p in net.parameters() if p.requires_grad]
+    for images, labels in zip(IMAGES[:3], LABELS[:3], strict=True):
+        net.zero_grad()
+        F.cross_entropy(net(images[mine]), labels[mine]).backward()
+        with torch.no_grad():
+            for parameter in weights:
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    return net.state_dict() if plan is None else convoy.state_dict(net)
+
+
+def _modes(plan):
+    found = {}
+    for mode in MODES:
+        want = _moded(Frozen(), None, mode)
+        net = Frozen()
+        net = convoy.parallelize(net, plan, IMAGES[0, : SAMPLES // 2 if plan == "sample=2" else SAMPLES])
+        got = _moded(net, plan, mode)
+        found[mode] = max((got[name] - x).abs().max().item() for name, x in want.items())
+    return found
+
+
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "stage=2"])
 def test_changes_after_parallelize_are_seen(plan):
-    for found in run_ranks(_distances, 2, plan, list(CHANGES)):
+    changes = [name for name in CHANGES if (name, plan) != ("branch", "stage=2")]
+    for found in run_ranks(_distances, 2, plan, changes):
         assert max(found.values()) < 1e-12, {name: off for name, off in found.items() if off > 1e-12}
+
+
+def test_changes_of_a_branch_that_no_stage_has():
+    run_ranks(_with_another_branch, 2)
+
+
+@pytest.mark.parametrize("plan", ["sample=2", "filter=2"])
+def test_changes_on_one_rank_alone(plan):
+    run_ranks(_changed_on_one, 2, plan)
+
+
+def test_dropout_that_begins_later_is_that_of_one_device():
+    (want,) = run_ranks(_dropout_of_one_device, 1)
+    for got in run_ranks(_dropout_of_two, 2, "sample=2"):
+        assert max((got[name] - x).abs().max().item() for name, x in want.items()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("what", "layerwise"),
+    [
+        ("counter", True),
+        ("first pass", True),
+        ("backward hook", True),
+        ("hook on outputs", True),
+        ("values", False),
+        ("forward of its own", False),
+    ],
+)
+def test_what_forward_does_by_itself_is_done(what, layerwise):
+    for off, captured, calls in run_ranks(_changing, 2, "sample=2", what):
+        assert off < 1e-12
+        assert captured.startswith("layer by layer, as ") == layerwise
+        assert calls == {"counter": 3, "first pass": 1}.get(what, 0)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("keeps", "it keeps a tensor of its forward pass in kept.*: return it from forward"),
+        ("hook", r"a hook or function keeps a tensor of its forward pass \(a\).*: return it from forward"),
+        ("gradient hook", r"out\.weight has a gradient hook, which would see this rank's part"),
+    ],
+)
+def test_what_would_not_be_there_after_a_pass_is_refused(what, words):
+    run_ranks(_refused, 2, what, words)
+
+
+def test_hooks_that_cannot_run_are_refused_later():
+    run_ranks(_refused_later, 2)
+
+
+def test_one_device_keeps_what_forward_keeps():
+    run_ranks(_kept_on_one_device, 1)
+
+
+@pytest.mark.parametrize("plan", ["sample=2", "filter=2", "stage=2"])
+def test_modes_are_those_of_the_model(plan):
+    for found in run_ranks(_modes, 2, plan):
+        assert max(found.values()) < 1e-12, found

@@ -23,6 +23,7 @@ from convoy.engine.agreement import Form, arguments
 from convoy.engine.network import Network, plain_forward
 from convoy.engine.output import writable
 from convoy.errors import ConvoyError
+from convoy.graph.capture import nothing_left
 from convoy.graph.graph import CaptureError
 from convoy.graph.tree import replace
 from convoy.plans import Layout, transfer
@@ -141,7 +142,7 @@ def _inputs_of_layers(
                     seen.setdefault(name, [(tuple(x.shape), x.dtype) for x in inputs])
 
             layer.register_forward_pre_hook(note)
-    with torch.no_grad(), _alike_on_all_ranks(num_devices, examples[0].device):
+    with nothing_left(model), torch.no_grad(), _alike_on_all_ranks(num_devices, examples[0].device):
         for training in (False, True):
             for module in model.train(training).modules():
                 if isinstance(module, (_BatchNorm, _DropoutNd)):

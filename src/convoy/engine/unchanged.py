@@ -88,7 +88,7 @@ class Unchanged:
                 if value is MISSING and isinstance(of_class := getattr(type(module), name, None), VALUES):
                     self._classes.append((type(module), name, of_class))
                     value = of_class
-                text = self._texts.of(value)
+                text = self._texts.of_attribute(name, value)
                 if self._first.setdefault((number, name), text) != text:
                     state.append(f"{paths.get(module, '')}.{name} = {text}".strip("."))
         for tensor in self.reads.tensors.values():

@@ -124,20 +124,28 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Raises CaptureError where it has drawn from the random numbers of python or numpy, which a graph cannot repeat.
     """
-    kept: dict[int, tuple[Any, Any]] = {}
-    for module in model.modules():
-        _keep(vars(module), kept, _DEPTH)
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            _keep(_held_by_hook(hook), kept, _DEPTH)
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), nothing_left(model):
             yield
         if random.getstate() != python or not _same(np.random.get_state(), numpy):
             raise CaptureError("it draws from the random numbers of python or numpy in its forward pass")
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def nothing_left(model: nn.Module) -> Iterator[None]:
+    """Undo what passes within it have left in attributes of modules, and hooks in what is theirs."""
+    kept: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        _keep(vars(module), kept, _DEPTH)
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            _keep(_held_by_hook(hook), kept, _DEPTH)
+    try:
+        yield
+    finally:
         for container, before in kept.values():
             if isinstance(container, list):
                 container[:] = before

@@ -59,6 +59,8 @@ class Reads:
 class Texts:
     """Words for values, which are the same for values that are equal; objects that are no values are numbered.
 
+    A number, after #, is this rank's own.
+
     Attributes:
         live: the containers that the words since `clear` were made of, and the attributes of objects.
         copies: what was in them.
@@ -76,6 +78,13 @@ class Texts:
         self.copies: list[Any] = []
         self.tensors: list[Tensor] = []
 
+    def of_attribute(self, name: str, value: Any) -> str:
+        """The words for an attribute of a module; hooks have keys that are no part of what they do."""
+        if "_hooks" not in name or not isinstance(value, dict):
+            return self.of(value)
+        self._follow(value)
+        return self.of(tuple(value.values()))
+
     def of(self, value: Any, depth: int = _DEEPEST) -> str:
         """The words for a value."""
         if value is None or isinstance(value, VALUES):
@@ -84,7 +93,7 @@ class Texts:
             self._start = len(self.live)
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             self.tensors.append(value)
-            return f"{self._number(value)}, changed {version(value)} times"
+            return f"{self._number(value)}.{version(value)}"
         if isinstance(value, types.MethodType):
             return f"{self._number(value)} of {self.of(value.__self__, depth - 1)}"
         if depth <= 0 or len(self.live) - self._start > _LONGEST:
@@ -114,7 +123,7 @@ class Texts:
             except TypeError:
                 reference = lambda: value  # noqa: E731 (kept, so that no other gets its id)
             known = self._numbers[id(value)] = reference, next(self._next)
-        return f"{type(value).__name__} {known[1]}"
+        return f"{type(value).__name__} #{known[1]}"
 
 
 def version(tensor: Tensor) -> int:
@@ -126,7 +135,7 @@ def attributes(model: nn.Module, texts: Texts) -> dict[tuple[nn.Module, str], st
     """Words for all attributes of the modules."""
     texts.clear()
     return {
-        (module, name): texts.of(value)
+        (module, name): texts.of_attribute(name, value)
         for module in model.modules()
         for name, value in vars(module).items()
         if name not in LOOKED_AFTER
