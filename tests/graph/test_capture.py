@@ -348,8 +348,9 @@ class Cached(nn.Module):
     grid: Tensor | None = None
     table: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: str = "") -> None:
         super().__init__()
+        self.keeps = keeps
         self.cache: dict[str, dict[str, Tensor]] = {"all": {}}
         self.seen: list[Tensor] = []
         self.bias = nn.Parameter(torch.ones(3))
@@ -359,22 +360,29 @@ class Cached(nn.Module):
         if self.grid is None:
             self.grid = torch.arange(3.0)
         if "bias" not in self.cache["all"]:
-            self.cache["all"]["bias"] = self.bias * 2
+            self.cache["all"]["bias"] = self.bias * 2 if self.keeps == "weights" else torch.arange(3.0)
         if self.table.shape != (3,):
             self.table = torch.arange(3.0)
-        self.seen.append(x)
+        if self.keeps == "inputs":
+            self.seen.append(x)
         return x + self.grid + self.cache["all"]["bias"] + self.table
 
 
 def test_what_a_network_keeps_for_later_does_not_stay_in_it() -> None:
+    def has_nothing(model: Cached) -> bool:
+        return model.grid is None and model.cache == {"all": {}} and model.seen == [] and model.table.shape == (1,)
+
     model = Cached()
     graph = capture(model, ((2, 3),))
-    assert model.grid is None
-    assert model.cache == {"all": {}}
-    assert model.seen == []
-    assert model.table.shape == (1,)
+    assert has_nothing(model)
     images = torch.randn(2, 3)
     assert same(replay(graph, model, (images,)), model(images))
+    for keeps, words in (("inputs", "it keeps a tensor of its forward pass in seen"), ("weights", "no torch function")):
+        model = Cached(keeps)
+        with pytest.raises(CaptureError, match=words):
+            capture(model, ((2, 3),))
+        assert has_nothing(model)
+    model(images)
     with pytest.raises(CaptureError, match="computed from parameters before"):
         capture(model, ((2, 3),))
 

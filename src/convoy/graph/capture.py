@@ -12,7 +12,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -167,8 +167,9 @@ def _held_by_hook(hook: Any) -> list[Any]:
     """What a hook can change that lies outside of the network."""
     held = [vars(owner)] if hasattr(owner := getattr(hook, "__self__", hook), "__dict__") else []
     if inspect.isfunction(hook) or inspect.ismethod(hook):
-        found = inspect.getclosurevars(hook)
-        held += [*found.nonlocals.values(), *found.globals.values()]
+        with suppress(ValueError):  # a variable that is not set yet
+            found = inspect.getclosurevars(hook)
+            held += [*found.nonlocals.values(), *found.globals.values()]
     return held
 
 
@@ -214,7 +215,8 @@ def capture(
         graph, made = _once(recognize, model, inputs, constants, shapes, run, reads)
         after = attributes(model, texts)
         changed = [(module, name) for (module, name), text in after.items() if before.get((module, name)) != text]
-        _check_kept(model, changed, made)
+        own_fakes = set(map(id, constants.kept))
+        _check_kept(model, changed, [(tensor, layer) for tensor, layer in made if id(tensor()) not in own_fakes])
         if own := [(module, name) for module, name in changed if name in reads.names.get(module, ())]:
             again, _ = _once(recognize, model, inputs, constants, shapes, run, reads)
             now = attributes(model, texts)

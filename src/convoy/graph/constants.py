@@ -19,6 +19,7 @@ class Constants:
 
     Attributes:
         named: the constants that calls use, by name, as they were when the call used them.
+        kept: tensors that are kept alive, so that no others get their ids.
         outside: the tensors among them that were there before, by their ids.
     """
 
@@ -28,7 +29,7 @@ class Constants:
         self.fakes = fakes
         self._real: dict[int, Tensor] = {}
         self._names: dict[int, tuple[str, int]] = {}
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor] = []
 
     def known(self, tensor: Tensor) -> bool:
         """Whether this is the fake of a constant."""
@@ -42,7 +43,7 @@ class Constants:
 
     def keep(self, tensor: Tensor) -> None:
         """Keep a tensor alive, so that no other gets its id."""
-        self._kept.append(tensor)
+        self.kept.append(tensor)
 
     def forget(self, tensor: Tensor) -> None:
         """The tensor is no constant any more."""
