@@ -1,4 +1,4 @@
-"""What `forward` reads of Python's objects may change between passes: attributes, hooks, modes, layers without weights."""
+"""What `forward` reads of Python's objects may change between passes: attributes, hooks, modes, bare layers."""
 
 import types
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from own_loops import rank
 from torch import nn
 
 import convoy
+from convoy.engine import prepare
 from convoy.errors import ConvoyError
 from ranks import run_ranks
 
@@ -367,3 +368,33 @@ def test_one_device_keeps_what_forward_keeps():
 def test_modes_are_those_of_the_model(plan):
     for found in run_ranks(_modes, 2, plan):
         assert max(found.values()) < 1e-12, found
+
+
+def test_layers_of_a_run_on_one_device_are_still_those_that_code_looks_for():
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.drop, self.seen = nn.BatchNorm2d(3), nn.Dropout(0.5), []
+            self.frozen = [self.bn]
+            self.drop.register_forward_hook(lambda layer, inputs, output: self.seen.append(layer.p))
+
+        def train(self, mode=True):
+            super().train(mode)
+            for layer in self.frozen:
+                layer.eval()
+            for layer in self.modules():
+                if isinstance(layer, nn.Dropout):
+                    layer.p = 0.0
+            return self
+
+        def forward(self, x):
+            return self.drop(self.bn(x))
+
+    net = Frozen()
+    context = prepare(net, seed=0, batch_norm="microbatch")
+    net.train()
+    context.enter(0, 0, (2, 2), torch.device("cpu"))
+    images = torch.ones(4, 3, 2, 2)
+    torch.testing.assert_close(net(images), images / (1 + 1e-5) ** 0.5)
+    assert net.seen == [0.0]
+    assert isinstance(net.bn, nn.BatchNorm2d)

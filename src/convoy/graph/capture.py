@@ -25,7 +25,7 @@ from convoy.graph import tree
 from convoy.graph.constants import Constants
 from convoy.graph.fake import Fakes
 from convoy.graph.graph import Apply, Call, CaptureError, Graph, KeptError, LayerStack, Ref
-from convoy.graph.reads import Reads, Texts, attributes
+from convoy.graph.reads import Reads, Texts, described
 from convoy.graph.recorder import Recorder
 from convoy.graph.torch_call import Recognize
 
@@ -211,18 +211,20 @@ def capture(
     reads, constants, texts = reads or Reads(), Constants(Fakes()), Texts()
     run = forward or model.forward
     with untouched(model), _mode(model, training), torch.enable_grad():
-        before = attributes(model, texts)
+        before = described(model, texts)
         graph, made = _once(recognize, model, inputs, constants, shapes, run, reads)
-        after = attributes(model, texts)
+        after = described(model, texts)
         changed = [(module, name) for (module, name), text in after.items() if before.get((module, name)) != text]
         own_fakes = set(map(id, constants.kept))
         _check_kept(model, changed, [(tensor, layer) for tensor, layer in made if id(tensor()) not in own_fakes])
         if own := [(module, name) for module, name in changed if name in reads.names.get(module, ())]:
             again, _ = _once(recognize, model, inputs, constants, shapes, run, reads)
-            now = attributes(model, texts)
+            now = described(model, texts)
             moving = [at for at in own if now.get(at) != after[at]]
             if moving or again.calls != graph.calls:
-                raise CaptureError(f"it changes {_path(model, *(moving or own)[0])} by itself, and reads it in later passes")
+                raise CaptureError(
+                    f"it changes {_path(model, *(moving or own)[0])} by itself, and reads it in later passes"
+                )
     reads.tensors |= constants.outside
     return graph
 

@@ -131,7 +131,7 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def attributes(model: nn.Module, texts: Texts) -> dict[tuple[nn.Module, str], str]:
+def described(model: nn.Module, texts: Texts) -> dict[tuple[nn.Module, str], str]:
     """Words for all attributes of the modules."""
     texts.clear()
     return {

@@ -52,9 +52,7 @@ class Recorder(TorchFunctionMode):
         made: the tensors that depend on the inputs, as long as somebody has them, each with its layer.
     """
 
-    def __init__(
-        self, constants: Constants, layers: LayerStack, recognize: Recognize, num_samples: int | None
-    ) -> None:
+    def __init__(self, constants: Constants, layers: LayerStack, recognize: Recognize, num_samples: int | None) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.values: dict[str, Value] = {}
