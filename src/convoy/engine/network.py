@@ -120,6 +120,7 @@ class Network:
         watch: makes what watches a pass of a placement; None where nobody looks.
         guard: notices what ranks should have alike and have not; None where nobody looks.
         recomputes: whether some activations are computed again.
+        counts_passes: whether a pass depends on those before it, beside the weights and buffers.
         passes: in training so far, of a loop that does not announce them.
     """
 
@@ -148,6 +149,7 @@ class Network:
     watch: Callable[[Placement], Watch] | None = None
     guard: Guard | None = None
     recomputes: bool = False
+    counts_passes: bool = False
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}

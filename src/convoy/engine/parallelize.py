@@ -31,7 +31,7 @@ from convoy.engine.shards import part_name, same_part
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred, evaluate, fill, fingerprint, materialize
-from convoy.graph.graph import CaptureError, KeptError
+from convoy.graph.graph import CaptureError, ChangedError, KeptError
 from convoy.ops.context import StepContext
 from convoy.ops.recompute import Recompute, as_recompute
 from convoy.plans.fit import check_devices, check_patterns
@@ -435,6 +435,7 @@ def _network(
             channels_last=channels_last,
             captured=f"layer by layer, as {error}",
         )
+        network.counts_passes = isinstance(error, ChangedError)
         network.look(examples, model.training, form)
     modules = [name for name, _ in model.named_modules()]
     check_patterns(plan, [name for name, op in network.layers if op in COMPUTE], modules, network.borrowed)

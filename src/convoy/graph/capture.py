@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from convoy.graph import tree
 from convoy.graph.constants import Constants
 from convoy.graph.fake import Fakes
-from convoy.graph.graph import Apply, Call, CaptureError, Graph, KeptError, LayerStack, Ref
+from convoy.graph.graph import Apply, Call, CaptureError, ChangedError, Graph, KeptError, LayerStack, Ref
 from convoy.graph.reads import Reads, Texts, described
 from convoy.graph.recorder import Recorder
 from convoy.graph.torch_call import Recognize
@@ -201,6 +201,7 @@ def capture(
 
     Raises:
         KeptError: somebody keeps tensors of the pass.
+        ChangedError: it counts passes, or the like.
         CaptureError: the network does something that a graph cannot say; its message names the layer.
     """
     for name, module in model.named_modules():
@@ -222,7 +223,7 @@ def capture(
             now = described(model, texts)
             moving = [at for at in own if now.get(at) != after[at]]
             if moving or again.calls != graph.calls:
-                raise CaptureError(
+                raise ChangedError(
                     f"it changes {_path(model, *(moving or own)[0])} by itself, and reads it in later passes"
                 )
     reads.tensors |= constants.outside

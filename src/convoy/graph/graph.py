@@ -25,6 +25,10 @@ class CaptureError(Exception):
         super().__init__(f"layer {layer}: {reason}" if layer else reason)
 
 
+class ChangedError(CaptureError):
+    """A pass changes an attribute that later passes read."""
+
+
 class KeptError(CaptureError):
     """Tensors of a pass are kept by somebody, who would have nothing of the passes of a graph."""
 
