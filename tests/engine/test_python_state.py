@@ -159,6 +159,15 @@ def _with_dropout(net):
     return convoy.state_dict(net)
 
 
+def _drawn_in_evaluation(plan):
+    """Outputs of two passes with dropout on, of a network in evaluation, and those whose turn it was."""
+    net = convoy.parallelize(Net(dropout=True), plan, IMAGES[0, : 6 // (1 + (plan == "sample=2"))], seed=3).eval()
+    net.drop.train()
+    net.drop.p = 0.5
+    mine = convoy.local_samples(net, SAMPLES)
+    return mine, [net(images[mine]).detach() for images in (IMAGES[0], IMAGES[0])]
+
+
 def _dropout_of_two(plan):
     return _with_dropout(convoy.parallelize(Net(dropout=True), plan, IMAGES[0, : SAMPLES // 2], seed=3))
 
@@ -324,6 +333,15 @@ def test_dropout_that_begins_later_is_that_of_one_device():
     (want,) = run_ranks(_dropout_of_one_device, 1)
     for got in run_ranks(_dropout_of_two, 2, "sample=2"):
         assert max((got[name] - x).abs().max().item() for name, x in want.items()) < 1e-12
+
+
+@pytest.mark.parametrize("plan", ["sample=2", "filter=2", "stage=2"])
+def test_a_layer_that_draws_in_evaluation(plan):
+    ((_, (first, second)),) = run_ranks(_drawn_in_evaluation, 1, "serial")
+    assert (first - second).abs().max() > 1e-3
+    for mine, got in run_ranks(_drawn_in_evaluation, 2, plan):
+        for x, want in zip(got, (first, second), strict=True):
+            assert (x - want[mine]).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(

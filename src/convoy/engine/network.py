@@ -252,7 +252,7 @@ class Network:
             return self._run_plain(*args, **kwargs)
 
     def _run_plain(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model.training and self.samples is None and not torch.compiler.is_compiling():
+        if self.samples is None and not torch.compiler.is_compiling() and self.trains:
             self.passes += 1  # as on several devices: random numbers follow it, should the network draw some later
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
@@ -333,13 +333,13 @@ class Network:
 
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Announce a training pass over one microbatch, where the caller does not announce passes."""
-        if self.samples is None and self.model.training:
+        if self.samples is None and self.trains:
             self.context.enter(self.passes, 0, (sum(samples),), device)
             self.passes += 1
 
     def end_pass(self) -> None:
         """Bring running statistics up to date, where the caller does not do so at the end of an update."""
-        if self.samples is None and self.model.training:
+        if self.samples is None and self.trains:
             self.context.statistics.fold(self.groups)
 
     def abandon(self) -> None:
@@ -381,6 +381,11 @@ class Network:
     def owns(self, name: str) -> bool:
         """Whether this rank computes with a parameter, if only with a part of it."""
         return True
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is in training, or some of its layers are."""
+        return self.model.training or bool(self._unchanged.exceptions())
 
     @property
     def device(self) -> torch.device:

@@ -165,7 +165,7 @@ class StagedNetwork(Stage):
         cuts = [balanced(number, parts) for number in samples]
         starts = list(accumulate(samples, initial=0))[:-1]
         step = self.passes
-        announces = self.samples is None and self.model.training
+        announces = self.samples is None and self.trains
         self.passes += announces
         for part in range(parts):
             if announces:
