@@ -30,7 +30,8 @@ class ReplayedGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        results = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            results = func(*args, **kwargs)
         given = {_storage(x) for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
         made = [(i, x) for i, x in enumerate(tree_flatten(results)[0]) if isinstance(x, Tensor)]
         self._calls.append((func, args, kwargs, [(i, x.detach()) for i, x in made if _storage(x) not in given]))
@@ -38,6 +39,10 @@ class ReplayedGraph(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._replay()
+
+    def _replay(self) -> None:
         pending: list[Any] = []
         for func, args, kwargs, made in self._calls:
             if func.namespace != "c10d":

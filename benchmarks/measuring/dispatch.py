@@ -37,10 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from convoy.comm import collectives
+from convoy.engine.recorded import READS
 
-_ASKS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount"}
-"""The host waits for their result, or for its size."""
-_ASKS |= {"unique_consecutive", "unique_dim_consecutive", "is_nonzero"}
 _BY_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense"}
 _NO_KERNEL |= {"lift_fresh", "detach", "_unsafe_view", "set_", "resize_"}
@@ -148,7 +146,7 @@ class Counter(TorchDispatchMode):
             self._note_events(name, args, kwargs)
 
     def _note_events(self, name: str, args: Any, kwargs: Any) -> None:
-        if name in _ASKS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        if name in READS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             self._event("synchronizations", name)
         if name in _BY_INDEX:
             for index in (index for index in args[1] if index is not None):

@@ -4,8 +4,12 @@ Text of others that is to be shown: names of files and classes must not steer a 
 what was typed is not repeated at length.
 """
 
+import codecs
 import difflib
+import io
+import os
 import re
+import sys
 import unicodedata
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +21,7 @@ from rich.text import Text
 _UNSEEN = {"Cc", "Cs", "Co", "Cn", "Zl", "Zp"}
 # Of the invisible marks ("Cf"), those that join letters belong to words of several scripts, and to emoji.
 _JOINERS = "\u200c\u200d"
+_IN_ASCII = {"×": "x", "…": "...", "−": "-", "–": "-", "±": "+-", "µ": "u", "μ": "u", "·": "*", "→": "->", "½": "1/2"}
 _LONGEST_WORD, _LONGEST_LINE = 240, 1_500
 
 
@@ -69,8 +74,39 @@ def _unseen(sign: str) -> bool:
     return category in _UNSEEN or (category == "Cf" and sign not in _JOINERS)
 
 
+def write_to_any() -> None:
+    """From now on, what the encoding of standard output or error lacks is written in ASCII, and a stream that its
+    starter has closed takes what it is given."""
+    codecs.register_error("convoy", _lacking)
+    codecs.register(_ascii)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            is_ascii = codecs.lookup(stream.encoding).name == "ascii"
+            stream.reconfigure(encoding="convoy_ascii" if is_ascii else None, errors="convoy")
+
+
+def _lacking(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end]
+    return "".join(_IN_ASCII.get(s) or s.encode("ascii", "backslashreplace").decode() for s in signs), error.end
+
+
+def _ascii(name: str) -> codecs.CodecInfo | None:
+    """ASCII by another name, as click writes UTF-8 to streams of the usual one."""
+    if name != "convoy_ascii":
+        return None
+    usual = codecs.lookup("ascii")
+    return codecs.CodecInfo(*usual, usual.incrementalencoder, usual.incrementaldecoder, name=name)
+
+
 class Console(rich.console.Console):
-    """rich's console, which lets through no control characters but its own."""
+    """rich's console, which lets through no control characters but its own, and does not end what nobody watches."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
     def render_str(self, text: str, **settings: Any) -> Text:
         return super().render_str(printable(text, keep="\n\t"), **settings)

@@ -98,9 +98,8 @@ def test_a_loop_over_batches_waits_for_nothing(there: bool, monkeypatch: pytest.
                 labels = pipeline.labels(batch)
                 images = pipeline(batch, 0, 8)
                 assert labels.is_cuda and images.is_cuda and images.shape == (8, 3, 32, 32)
-                assert pipeline(batch, 8, out=torch.empty_like(images)).shape == images.shape
     assert not seen.synchronizations, lines(seen.synchronizations)
-    assert len(seen.uploads) == 6 * 3
+    assert len(seen.uploads) == 6 * 2
 
 
 def test_every_network_has_its_bars() -> None:

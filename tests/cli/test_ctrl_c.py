@@ -1,5 +1,6 @@
 """Ctrl-C when there is nothing to save yet, and when all is saved already, on two devices. Real processes."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -26,6 +27,18 @@ def test_while_the_ranks_start(data: Path, tmp_path: Path, start: Callable[[list
     assert run.process.returncode == 1
     assert (output, errors) == ("", "SIGINT: stopped at once, without saving\n")
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_what_is_killed_before_it_saved_anything_does_not_speak_of_resuming(
+    data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
+) -> None:
+    run = start(command(data, tmp_path / "run", "--devices", "2"))
+    wait_for(lambda: len(run.ranks()) == 2, 60)
+    os.kill(run.ranks()[0], signal.SIGKILL)
+    killed = "it was ended by SIGKILL; the machine may be out of memory; nothing was saved yet"
+    assert run.end(60) == ("", f"rank 0 failed: {killed}\n")
+    assert run.process.returncode == 1
 
 
 @pytest.mark.slow

@@ -149,6 +149,20 @@ def test_mistakes_are_one_sentence_and_leave_nothing(photos, capsys, line, words
     assert sorted(photos.parent.rglob("*")) == before
 
 
+def test_what_is_left_out_is_said_and_keys_of_the_recipe_settle_what_is_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("lessons", "exam"):
+        write_folder(tmp_path / "photos" / folder, width=12, height=12)
+    (tmp_path / "photos" / "lessons" / "cat" / "a.txt").write_text("x")
+    _, err = said(capsys, "photos", status=2)
+    assert "photos holds exam/, lessons/, and which to train on is not clear" in err
+    settings = ("--set", "data.train=lessons", "--set", "data.test=exam")
+    for arguments in (("photos", "--check"), ("pack", "photos", "packed", "--processes", "1")):
+        out, err = said(capsys, *arguments, *settings)
+        assert "left out: 1 .txt\n" in err
+        assert re.search(r"train +8 ", out) and re.search(r"test +8 ", out)
+
+
 def test_a_broken_picture_is_named(photos, capsys):
     (photos / "train" / "dog" / "002.jpg").write_bytes(b"")
     _, err = said(capsys, "pack", "photos", "packed", "--processes", "1", status=2)

@@ -24,7 +24,7 @@ from convoy.training import ConsoleReporter, Session, load_recipe, train
 from convoy.training.budget import Budget
 from processes import alive, children
 from started import Started, wait_for
-from tiny import write_mnist
+from tiny import write_mnist, write_pictures
 
 SETTINGS = ["--set", "threads=1", "--batch", "24"]
 SHORT = ["--seconds", "3", "--no-trials"]
@@ -80,6 +80,17 @@ def test_json_is_all_that_is_printed(data: Path, capsys: pytest.CaptureFixture[s
         "advice": tuple(one | {"arguments": tuple(one["arguments"]), "turns": ()} for one in document["advice"]),
         "notes": tuple(document["notes"]),
     }
+
+
+def test_pictures_that_cannot_be_read_are_skipped_and_counted(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = write_pictures(tmp_path_factory.mktemp("broken") / "photos", size=(100, 75))
+    bad = sorted((photos / "train").rglob("*.png"))[0]
+    bad.write_bytes(bad.read_bytes()[:200])
+    words = ["train", "tiny:TinyNet", "--data", str(photos), *SHORT, *SETTINGS]
+    size = ["--set", "data.image_size=28", "--set", "data.workers=0", "--set", "data.channels=1"]
+    assert f"1 picture cannot be read: convoy data {photos} --check names them" in said([*words, *size], capsys)
 
 
 def test_of_a_run_it_is_as_it_was_begun_or_with_other_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

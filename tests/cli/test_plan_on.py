@@ -21,7 +21,8 @@ def test_text_with_price_and_days(capsys: pytest.CaptureFixture[str], tmp_path: 
     page, plan = tmp_path / "page.html", tmp_path / "plan.yaml"
     more = ["--compare", "2xrtx-4090", "--price", "2,0.3", "--html", str(page), "--out", str(plan)]
     text = said(capsys, *LINE, *more)
-    for words in ("predicted, not measured", "4xv100-sxm2", "2xrtx-4090", "90 % range", "price", "held back by"):
+    priced = "days and price, in the currency of --price, of "
+    for words in ("predicted, not measured", "4xv100-sxm2", "2xrtx-4090", "90 % range", priced, "held back by"):
         assert words in text
     assert "<svg" in page.read_text() and "2xrtx-4090" in page.read_text()
     assert "mesh" in plan.read_text()

@@ -109,6 +109,12 @@ def write_parquet(
     return path
 
 
+def write_columns(path: Path, **columns: Sequence[Any]) -> Path:
+    """A parquet file with these columns; bytes are pictures."""
+    pq.write_table(pa.table({name: pa.array(values) for name, values in columns.items()}), path)
+    return path
+
+
 def write_tar(path: Path, members: Mapping[str, bytes], **options: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, options.pop("mode", "w"), **options) as tar:

@@ -1,6 +1,7 @@
 """Every format, made small: the pictures, labels, names and sizes that come out."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 
@@ -15,6 +16,7 @@ from data.made import (
     pixels,
     tar_members,
     write_cifar,
+    write_columns,
     write_folder,
     write_idx,
     write_mnist,
@@ -218,10 +220,52 @@ def test_parquet_shards_and_a_single_file(tmp_path):
 def test_parquet_with_labels_as_text(tmp_path):
     images = [encoded(picture(seed=i), "JPEG") for i in range(6)]
     write_parquet(tmp_path / "train.parquet", images, ["dog", "cat"] * 3)
-    write_parquet(tmp_path / "test.parquet", images, ["ant", "cat"] * 3)
+    write_parquet(tmp_path / "test.parquet", images, ["cat", "dog"] * 3)
     data = opened(tmp_path)
-    assert (data.classes, data.train.labels.tolist()) == (["ant", "cat", "dog"], [2, 1] * 3)
+    assert (data.classes, data.train.labels.tolist()) == (["cat", "dog"], [1, 0] * 3)
     assert data.test.labels.tolist() == [0, 1] * 3
+
+
+@pytest.mark.parametrize("values", [["dog", "cat"] * 3, [1, 0] * 3, [True, False] * 3])
+def test_parquet_with_labels_by_a_dictionary(tmp_path, values):
+    images = [encoded(picture(seed=i), "JPEG") for i in range(6)]
+    labels = pa.array(values) if isinstance(values[0], bool) else pa.array(values).dictionary_encode()
+    write_columns(tmp_path / "train.parquet", image=pa.array(images).dictionary_encode(), label=labels)
+    data = opened(tmp_path, validation_fraction=0.5)
+    both = sorted((data_of.name(i), data_of.labels[i]) for data_of in (data.train, data.test) for i in range(3))
+    assert [label for _, label in both] == [1, 0] * 3
+    assert data.classes == (["cat", "dog"] if isinstance(values[0], str) else ["0", "1"])
+    assert data.train.load(0).size == picture().size
+
+
+def test_parquet_columns_are_chosen_by_name_or_by_the_recipe(tmp_path):
+    masks, images = ([encoded(picture(side, side)) for _ in range(6)] for side in (17, 28))
+    write_columns(tmp_path / "x.parquet", mask=masks, Image=images, coarse_label=[0, 1] * 3, fine_label=[0, 1, 2] * 2)
+    data = opened(tmp_path)
+    assert (data.image_size, len(data.classes)) == (28, 3)
+    assert data.notes[0] == "Image is taken of the columns mask, Image: data.image_column chooses"
+    data = opened(tmp_path, image_column="mask", label_column="coarse_label")
+    assert (data.image_size, len(data.classes), len(data.notes)) == (17, 2, 1)
+
+
+def test_files_to_train_on_can_be_named(tmp_path):
+    images = [encoded(picture(seed=i), "JPEG") for i in range(4)]
+    for name, number in (("lessons-0", 4), ("lessons-1", 3), ("exam", 2)):
+        write_parquet(tmp_path / f"{name}.parquet", images[:number], ([0, 1] * 2)[:number])
+    data = opened(tmp_path, train="lessons-*", test="exam.parquet")
+    assert (len(data.train), len(data.test)) == (7, 2)
+    write_parquet(tmp_path / "deep" / "x.parquet", images, [0, 1] * 2)
+    data = opened(tmp_path, train="deep", test="lessons-1.parquet")
+    assert (data.train.name(0), len(data.test)) == ("x.parquet, row 0", 3)
+    data = opened(tmp_path, train=".")
+    assert len(data.train) + len(data.test) == 13
+
+
+def test_a_class_without_training_pictures_is_said(tmp_path):
+    images = [encoded(picture(seed=i), "JPEG") for i in range(4)]
+    write_parquet(tmp_path / "train.parquet", images, [0, 1] * 2, ("cat", "dog", "ant"))
+    write_parquet(tmp_path / "test.parquet", images, [0, 2] * 2, ("cat", "dog", "ant"))
+    assert opened(tmp_path).notes == ("no training picture is of ant, which the test has",)
 
 
 def test_parquet_of_cifar_goes_into_memory(tmp_path):
@@ -248,6 +292,26 @@ def test_tars(tmp_path):
     assert opened(tmp_path).classes == ["cat", "dog"]
     single = opened(tmp_path / "train-000.tar", validation_fraction=0.5)
     assert (len(single.train), len(single.test), single.name) == (3, 3, "train-000")
+
+
+def test_tar_names_with_dots(tmp_path):
+    image, label = encoded(picture(), "JPEG"), "{}.cls".format
+    stems = ["22.05", "22.06", "photo.1.2", "plain", "sub.dir/x", "v1.0/22.05"]
+    members = {}
+    for number, stem in enumerate(stems):
+        members |= {f"{stem}.jpg": image, label(stem): str(number % 2).encode()}
+    members |= {"y.jpg": image, "y.json": b'{"label": 1}', "y.mask.png": image, "y.json.txt": b"", "z.big.jpg": image}
+    members |= {label("z"): b"1", "lone.05.jpg": image}
+    write_tar(tmp_path / "train.tar", members)
+    data = opened(tmp_path, validation_fraction=0.5)
+    found = {
+        source.name(i).removeprefix("train.tar/"): source.labels[i]
+        for source in (data.train, data.test)
+        for i in range(len(source))
+    }
+    wanted = {f"{stem}.jpg": number % 2 for number, stem in enumerate(stems)}
+    assert found == {**wanted, "y.jpg": 1, "z.big.jpg": 1}
+    assert set(data.notes[0].removeprefix("left out: ").split(", ")) == {"1 .mask.png", "1 .json.txt", "1 .05.jpg"}
 
 
 def test_tar_members_of_all_kinds(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from convoy.data.cifar import read_pickle
+from convoy.data.config import DataConfig
 from convoy.data.mnist import read_idx
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
@@ -48,7 +49,7 @@ def test_a_tar_writes_nothing_wherever_its_members_point(place: str, tmp_path: P
         member("pipe.png", b"", type=tarfile.FIFOTYPE),
         member("device.png", b"", type=tarfile.CHRTYPE),
     )
-    opened = open_tars(inner / "train.tar")
+    opened = open_tars(inner / "train.tar", DataConfig())
     assert len(opened.train) == 1  # links, pipes and devices are no pictures
     assert opened.train.read(0) == PNG
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "train.tar"]
@@ -79,14 +80,14 @@ def test_sizes_that_cannot_be_end_with_a_sentence(size: bytes, kind: bytes, tmp_
     path = tmp_path / "train.tar"
     path.write_bytes(header("a.png", size, kind) + PNG.ljust(1024, b"\0") + bytes(1024))
     with pytest.raises(ConvoyError, match=r"train\.tar"):
-        open_tars(path)
+        open_tars(path, DataConfig())
 
 
 def test_a_label_is_read_to_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "train.tar"
     write(path, member("a.png"), member("a.cls", b"0" + b" " * 2**22))
     tracemalloc.start()
-    open_tars(path)
+    open_tars(path, DataConfig())
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 3 * 2**20
@@ -147,7 +148,7 @@ def test_a_compressed_tar_is_not_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "train.tar"
     path.write_bytes(gzip.compress((tmp_path / "plain").read_bytes()))
     with pytest.raises(ConvoyError, match="is compressed"):
-        open_tars(path)
+        open_tars(path, DataConfig())
 
 
 def test_a_file_of_a_gigabyte_is_no_picture(tmp_path: Path) -> None:
@@ -157,6 +158,6 @@ def test_a_file_of_a_gigabyte_is_no_picture(tmp_path: Path) -> None:
     (tmp_path / "cat").mkdir()
     with (tmp_path / "cat" / "a.png").open("wb") as file:
         file.truncate(2**30 + 1)  # a hole: it takes no space
-    source = open_folder(tmp_path).train
+    source = open_folder(tmp_path, DataConfig()).train
     with pytest.raises(BadImage, match="has more than 1073741824 bytes"):
         source.read(0)

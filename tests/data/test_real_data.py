@@ -25,7 +25,7 @@ def test_mnist():
 @pytest.mark.slow
 def test_cifar10_parquet():
     """Only the test file is decoded here; the statistics are close to those of the training pictures."""
-    opened = open_parquet(shared("cifar10"))
+    opened = open_parquet(shared("cifar10"), DataConfig())
     assert (opened.classes, len(opened.train), len(opened.test)) == (CLASSES, 50_000, 10_000)
     assert np.bincount(opened.train.labels).tolist() == [5000] * 10
     assert common_format(opened.train, opened.test) == (32, 32, 3)

@@ -55,7 +55,7 @@ def pipe(root: Path):
     return root / "pipe"
 
 
-@wrong("dog is a class without pictures")
+@wrong(r"only 1 class \(cat\).*left out: dog/ without pictures")
 def class_without_pictures(root: Path):
     write_folder(root)
     for file in (root / "dog").iterdir():
@@ -100,6 +100,16 @@ def small_picture_that_is_empty(root: Path):
 @wrong("validation_fraction would be ignored", validation_fraction=0.2)
 def a_split_that_is_there_already(root: Path):
     write_mnist(root)
+
+
+@wrong("data.train would be ignored", train="train")
+def a_split_of_what_names_none(root: Path):
+    write_mnist(root)
+
+
+@wrong("data.label_column would be ignored", label_column="label")
+def a_column_of_folders(root: Path):
+    write_folder(root)
 
 
 @wrong("split_seed would be ignored", split_seed=3)

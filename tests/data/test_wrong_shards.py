@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.made import encoded, picture, tar_members, write_folder, write_parquet, write_tar
+from data.made import encoded, picture, tar_members, write_columns, write_folder, write_parquet, write_tar
 from data.wrong import Cases, check_refusal
 
 wrong = Cases()
@@ -15,6 +15,49 @@ wrong = Cases()
 
 def jpegs(num: int = 4) -> list[bytes]:
     return [encoded(picture(seed=i), "JPEG") for i in range(num)]
+
+
+@wrong("several columns of images: say which by --set data.image_column=…, of left, right")
+def parquet_with_two_columns_of_pictures(root: Path):
+    write_columns(root / "x.parquet", left=jpegs(), right=jpegs(), label=[0, 1, 0, 1])
+
+
+@wrong("several columns of labels: say which by --set data.label_column=…, of target, class")
+def parquet_with_two_columns_of_labels(root: Path):
+    write_columns(root / "x.parquet", image=jpegs(), target=[0, 1, 0, 1], **{"class": [0, 1, 0, 1]})
+
+
+@wrong("data.image_column is no column", image_column="picture")
+def parquet_without_the_column_that_is_named(root: Path):
+    write_parquet(root / "x.parquet", jpegs(), [0, 1, 0, 1])
+
+
+@wrong("column extra of .* holds no bytes of pictures", image_column="extra")
+def parquet_whose_named_column_has_no_pictures(root: Path):
+    write_columns(root / "x.parquet", image=jpegs(), label=[0, 1, 0, 1], extra=[1, 2, 3, 4])
+
+
+@wrong("has label 'ant', which no training sample has: .*--set data.train=")
+def parquet_label_of_the_test_alone(root: Path):
+    write_parquet(root / "train.parquet", jpegs(), ["cat", "dog"] * 2)
+    write_parquet(root / "test.parquet", jpegs(), ["cat", "ant"] * 2)
+
+
+@wrong("has label 2, out of range: the classes to train on are 0 to 1")
+def parquet_number_of_the_test_alone(root: Path):
+    write_parquet(root / "train.parquet", jpegs(), [0, 1, 0, 1])
+    write_parquet(root / "test.parquet", jpegs(), [0, 1, 2, 1])
+
+
+@wrong("has no column of labels")
+def parquet_column_of_the_test_alone(root: Path):
+    write_columns(root / "train.parquet", image=jpegs())
+    write_parquet(root / "test.parquet", jpegs(), [0, 1, 0, 1])
+
+
+@wrong("data.train=lesson is no .parquet file below", train="lesson")
+def parquet_without_the_files_that_are_named(root: Path):
+    write_parquet(root / "lessons.parquet", jpegs(), [0, 1, 0, 1])
 
 
 @wrong("no column of pictures .* its columns are a, label")
@@ -32,7 +75,7 @@ def parquet_with_fractions_as_labels(root: Path):
     write_parquet(root / "x.parquet", jpegs(), [0.0, 1.0, 0.5, 1.0])
 
 
-@wrong("label 7, out of range: the classes are 0 to 1")
+@wrong("label 7, out of range: the classes to train on are 0 to 1")
 def parquet_label_out_of_range(root: Path):
     write_parquet(root / "x.parquet", jpegs(), [0, 1, 7, 1], ("a", "b"))
 
@@ -123,7 +166,7 @@ def tar_label_too_large(root: Path):
     write_tar(root / "x.tar", tar_members(4) | {"0-0002.cls": b"99999999"})
 
 
-@wrong("out of range: the classes are 0 to 1")
+@wrong("out of range: the classes to train on are 0 to 1")
 def tar_negative_label(root: Path):
     write_tar(root / "x.tar", tar_members(4) | {"0-0002.cls": b"-1"})
 
@@ -132,6 +175,22 @@ def tar_negative_label(root: Path):
 def tar_with_too_few_names(root: Path):
     write_tar(root / "x.tar", tar_members(4))
     (root / "classes.txt").write_text("cat\n")
+
+
+@wrong("has label 2, out of range: the classes to train on are 0 to 1")
+def tar_label_of_the_test_alone(root: Path):
+    write_tar(root / "train.tar", tar_members(4))
+    write_tar(root / "test.tar", tar_members(3, num_classes=3))
+
+
+@wrong("has two pictures that may be meant by the label of a: call one a, as a name ends at its first dot")
+def tar_with_two_pictures_of_a_label(root: Path):
+    write_tar(root / "x.tar", {"a.left.png": encoded(picture()), "a.right.png": encoded(picture()), "a.cls": b"0"})
+
+
+@wrong("has two members .cls of 0-0001")
+def tar_with_two_labels_of_a_name(root: Path):
+    write_tar(root / "x.tar", tar_members(4) | {"./0-0001.cls": b"1"})
 
 
 @wrong("has two pictures 0-0001")

@@ -154,6 +154,9 @@ def test_other_processes_on_the_cores_are_named() -> None:
     two = replace(load, others=(OtherProcess("blender", 77, 0.3), OtherProcess("python", 78, 0.2)))
     found = first(ranks=(RankFacts(64, own_s=0.99, load=two),))
     assert "blender (process 77) and 1 other" in found.change
+    assert found.sentence.startswith("Other processes, blender (process 77) and 1 other, keep 50 % of the core busy: ")
+    found = first(ranks=(RankFacts(64, own_s=0.99, load=replace(two, cores=2.0)),) * 2, devices=2)
+    assert " and 1 other, keep 0.5 of 2 cores of rank 0 busy: waiting for a core takes " in found.sentence
 
 
 def busy_threads(*trials: Trial, threads: int = 2, waited_s: float = 8.0) -> Facts:

@@ -1,5 +1,10 @@
 """How a rank ends: with which status, and with what said, also where nothing can be written."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +65,36 @@ def test_a_failure_that_cannot_be_written_is_printed(
     with pytest.raises(EndedError, match="2"):
         rank._fail(failure_of(1, ConvoyError("no such plan")), None if torchrun else tmp_path / "file")
     assert capsys.readouterr().err == "convoy: no such plan\n"
+
+
+IN_A_FINALIZER = """
+import os, sys, time, weakref
+from convoy.launch.place import find_place
+from convoy.launch.rank import as_rank
+
+class Tensor: pass
+
+def close():
+    os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(0.1)
+
+with as_rank(find_place(), saves=True):
+    x = Tensor()
+    weakref.finalize(x, close)
+    del x
+    time.sleep(60)
+"""
+
+
+def test_a_signal_that_a_finalizer_swallows_still_ends_the_rank_without_noise(tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    ranks = []
+    for number in numbers:
+        (tmp_path / number.name).mkdir()
+        own = {"RANK": "1", "CONVOY_LAUNCH": str(tmp_path / number.name), "CONVOY_LAUNCHER": str(os.getpid())}
+        line = [sys.executable, "-c", IN_A_FINALIZER, str(int(number))]
+        ranks.append(subprocess.Popen(line, env=os.environ | TORCHRUN | own, stderr=subprocess.PIPE, text=True))
+    assert [(each.communicate(timeout=30)[1], each.returncode) for each in ranks] == [("", 1)] * 2
+    stopped, interrupted = (list((tmp_path / number.name / "attempt-0").glob("failure-*")) for number in numbers)
+    assert not stopped  # another rank has failed, and says so
+    assert json.loads(interrupted[0].read_text())["sentence"] == "SIGINT: stopped at once, without saving"

@@ -77,6 +77,36 @@ def test_local_statistics_by_the_kernel_of_gpus() -> None:
         assert all(torch.allclose(got[name], want[name], rtol=1e-12, atol=1e-14) for name in want)
 
 
+class Joined(nn.Module):
+    """Adds what another branch gives to a batch norm, of channels that the first of two ranks has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(2)
+        self.wide, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x)[:, :2]) + self.second(self.wide(x).relu())[:, :2]
+        return y.relu().flatten(1)
+
+
+def joined(plan: str | None, mode: Any = "sync") -> dict[str, Tensor]:
+    """Gradients."""
+    torch.manual_seed(0)
+    net, images = Joined().double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    if plan is not None:
+        net = convoy.parallelize(net, plan, images, batch_norm=mode)
+    net(images).square().sum().backward()
+    return convoy.gradients(net) if plan is not None else {name: p.grad for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", ["sync", "microbatch", "local"])
+def test_a_rank_without_channels_takes_part_in_the_backward_pass_of_what_is_added(mode: str) -> None:
+    want = joined(None)
+    for got in run_ranks(joined, 2, "filter=2", mode):
+        assert all(torch.allclose(got[name], want[name], rtol=1e-11, atol=1e-12) for name in want)
+
+
 def test_a_backward_pass_without_its_sums_is_noticed() -> None:
     case = make(Layout.of(samples(4, 3)), (2,), sabotage=(shared_batch_norm.__name__, "all_reduce"))
     where, error = worst(run_call(case), serial(case))

@@ -1,9 +1,10 @@
 import json
+import re
 from dataclasses import asdict
 
 import pytest
 
-from convoy.training.derived import Derived, Quantities, derive, num_microbatches, resolve
+from convoy.training.derived import Derived, Quantities, derive, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.recipe import Recipe, load_recipe
 
 
@@ -85,3 +86,19 @@ def test_the_last_line_is_not_of_a_few_updates_alone(log_every: str) -> None:
         assert (lines[0], lines[-1]) == (1, total)
         assert 2 * (lines[-1] - lines[-2]) >= found.log_every
         assert all(done % found.log_every == 0 for done in lines[1:-1])
+
+
+@pytest.mark.parametrize(
+    ("batch", "num", "said"),
+    [
+        (128, 231, "103 of the 231 training images are left out of every epoch.*: --batch 115 leaves out 1"),
+        (128, 255, "127 of the 255 .*: --batch 127 leaves out 1"),
+        (6, 11, "5 of the 11 .*: --batch 5 leaves out 1"),
+        (128, 1_281_167, None),
+        (10, 99, None),
+        (7, 7, None),
+    ],
+)
+def test_what_epochs_leave_out_is_said_with_a_batch_that_does_not(batch: int, num: int, said: str | None) -> None:
+    found = left_out_of_epochs(batch, num)
+    assert found == [] if said is None else re.fullmatch(rf".*{said}.*", found[0])

@@ -4,12 +4,13 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from convoy.data import Batch
 from convoy.doctor.diagnosis import Diagnosis
@@ -59,10 +60,15 @@ BROKEN: dict[str, AbstractContextManager[Any]] = {
 
 
 def examined(data: Path, folder: Path, settings: tuple[str, ...], trials: bool, broken: str) -> tuple[Facts, Any]:
+    """An update takes 0.1 s, a batch of an evaluation as long, and on rank 1 both take twice that."""
     os.chdir(folder)
     found, said = session(data, *settings), list[str]()
-    limits = Budget(found.ranks, 20.0 if trials else 5.0, say=lambda what, *_: said.append(what.split(",")[0]))
-    with cores_as_before(), BROKEN[broken]:
+    limits = Budget(found.ranks, 40.0, began=0.0, say=lambda what, *_: said.append(what.split(",")[0]))
+    with made_time(*CLOCKS) as clock, cores_as_before(), BROKEN[broken], ExitStack() as stack:
+        each_s = 0.1 * (1 + found.ranks.rank)
+        hook = register_optimizer_step_pre_hook(lambda *_: clock.sleep(each_s))  # in sessions of trials too
+        stack.callback(hook.remove)
+        stack.enter_context(patch.object(EvaluationTally, "add", clock.before(EvaluationTally.add, lambda: each_s)))
         facts = examine(found, limits, trials=trials, folder=folder / "runs" / "x")
     return facts, list(dict.fromkeys(said))
 

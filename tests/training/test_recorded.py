@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,53 @@ def test_a_recording_keeps_what_it_reads_and_notices_weights_elsewhere() -> None
     assert runs[-1] == 6
     recorded.forget()
     assert constant() is None
+
+
+@pytest.mark.parametrize("change", ["freeze", "mode", "buffer"])
+def test_a_network_that_is_no_longer_as_recorded_runs_as_ever(change: str) -> None:
+    net, runs = nn.Sequential(nn.Linear(3, 2), nn.Identity()), list[int]()
+    net[1].register_buffer("offset", torch.ones(2))
+
+    def function(step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        runs.append(step)
+        net(inputs[0]).sum().backward()
+        return []
+
+    recorded = Recorded(function, net, StepContext(), Forgetful)
+    for step in range(7):
+        net.zero_grad()
+        recorded(step, [torch.ones(2, 3)])
+    assert recorded.is_recorded and runs[-1] == 3
+    if change == "freeze":
+        net[0].bias.requires_grad_(False)
+    elif change == "mode":
+        net[1].eval()
+    else:
+        net[1].offset = net[1].offset.clone()
+    recorded(7, [torch.ones(2, 3)])
+    assert runs[-1] == 7
+
+
+@pytest.mark.parametrize(("broken", "changes"), [(1, 1e-3), (2, 1e-3), (3, 1e-3), (4, 0.0)])
+def test_a_call_that_breaks_off_proves_nothing(broken: int, changes: float) -> None:
+    """What changes from update to update is noticed all the same; what does not is recorded later."""
+    net, calls, told = nn.Linear(3, 1), list[int](), list[str]()
+
+    def function(step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        calls.append(step)
+        if len(calls) == broken + 1:
+            raise KeyboardInterrupt
+        loss = net(inputs[0] * (1 + changes * len(calls))).sum()
+        loss.backward()
+        return [loss.detach()]
+
+    recorded = Recorded(function, net, StepContext(), Forgetful, tell=told.append)
+    for step in range(9):
+        net.zero_grad()
+        with suppress(KeyboardInterrupt):
+            recorded(step, [torch.ones(2, 3)])
+    (sentence,) = told
+    assert ("mul changes from update to update" if changes else "are replayed as a CUDA graph") in sentence
 
 
 def test_numbers_that_are_none_count_where_only_one_side_has_them() -> None:

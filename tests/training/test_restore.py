@@ -13,7 +13,9 @@ from convoy.cli import main
 from convoy.data import evaluation_batches
 from convoy.errors import ConvoyError
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
+from ranks import run_ranks
 from tiny import train_on_pictures, write_mnist, write_pictures
+from whole_runs import train_here
 
 CPU = torch.device("cpu")
 
@@ -110,6 +112,58 @@ def test_what_is_no_run_or_no_picture_is_refused(tmp_path: Path) -> None:
     (out / "weights.safetensors").unlink()
     with pytest.raises(ConvoyError, match=r"has no weights.safetensors yet: finish the run with"):
         load_run(out)
+
+
+@pytest.fixture(scope="module")
+def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with averaged weights whose checkpoints two ranks wrote, each with a part of every weight."""
+    tmp = tmp_path_factory.mktemp("checkpointed")
+    often = {"evaluate_every": "2ba", "checkpoint.every": "1000ba", "checkpoint.keep": "99"}
+    settings = often | {"epochs": "12ba", "parallel.plan": "filter=2", "ema.decay": "0.5"}
+    run_ranks(train_here, 2, write_mnist(tmp / "data"), tmp / "run", settings)
+    return tmp / "run"
+
+
+def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
+    checkpointed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = load_run(checkpointed).network.state_dict()
+    lines = map(json.loads, (checkpointed / "metrics.jsonl").read_text().splitlines())
+    measured = {line["step"]: line for line in lines if line["split"] == "test"}
+    summary = json.loads((checkpointed / "summary.json").read_text())
+    steps = {"best": summary["best_step"], "last": 12, str(summary["best_step"]): summary["best_step"]}
+    stopped = shutil.copytree(checkpointed, tmp_path / "stopped")  # as one is whose end has not come
+    for file in ("weights.safetensors", "evaluation.json", "summary.json", "metrics.jsonl"):
+        (stopped / file).unlink()
+    for which, step in steps.items():
+        assert main(["eval", str(stopped), "--checkpoint", which, "--json"]) == 0
+        said = capsys.readouterr()
+        assert said.err == f"the network is that of the checkpoint after {step} updates\n"
+        (row,) = json.loads(said.out)
+        assert (row["top1"], row["loss"]) == (measured[step]["top1"], pytest.approx(measured[step]["loss"], rel=1e-6))
+    assert row["top1"] == summary["best_top1"] == max(line["top1"] for line in measured.values())
+    last = load_run(stopped, "last").network.state_dict()
+    assert all(torch.equal(last[name], tensor) for name, tensor in final.items())
+    assert not (stopped / "evaluation.json").exists()  # that is of the final weights
+    assert main(["export", str(stopped), "--checkpoint", "best", "--torch-export"]) == 0
+    assert (stopped / "model-best.pt2").exists()
+    assert main(["predict", str(stopped), "--checkpoint", "last", str(write_pictures(tmp_path / "x") / "val")]) == 0
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(checkpointed: Path, tmp_path: Path) -> None:
+    stopped = shutil.copytree(checkpointed, tmp_path / "stopped")
+    (stopped / "weights.safetensors").unlink()
+    with pytest.raises(ConvoyError, match=r"--resume, or use its newest checkpoint \(--checkpoint last\)"):
+        load_run(stopped)
+    with pytest.raises(ConvoyError, match=r"has no checkpoint 11; updates that have one: .*, 12$"):
+        load_run(stopped, 11)
+    (shard, *_) = (stopped / "checkpoints/step-00000012/state").iterdir()
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ConvoyError, match=r"step-00000012 is damaged"):
+        load_run(stopped, "last")
+    shutil.rmtree(stopped / "checkpoints")
+    with pytest.raises(ConvoyError, match=r"has no checkpoint best; updates that have one: none$"):
+        load_run(stopped, "best")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import convoy
 from convoy.cli.options import LazyGroup, is_verbose
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import Failure, has_agent, leave_word, place_of
-from convoy.terminal import brief, printable, shortened
+from convoy.terminal import brief, printable, shortened, write_to_any
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
@@ -54,7 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 for success, 2 for a mistake of the user, 1 for anything else.
     """
+    if arguments is None and sys.getfilesystemencoding() != "utf-8":
+        # Runs keep names of files and classes in UTF-8, which these are here then, too; what is printed need not be.
+        os.environ.setdefault("PYTHONIOENCODING", sys.stdout.encoding if sys.stdout is not None else "utf-8")
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    write_to_any()
     # Before torch loads OpenMP: a thread that waits spins shortly, then sleeps. Spinning on for a core that another
     # process has makes training many times slower on a busy machine (docs/decisions.md).
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -69,9 +69,10 @@ Examples:
 )
 @click.argument("path")
 @click.option("--check", is_flag=True, help="Read every picture and name those that cannot be read.")
+@options.settings
 @options.as_json
 @options.verbose
-def show(path: str, check: bool, as_json: bool) -> int:
+def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> int:
     """Say what is in the data set PATH: format, splits, classes, size of the network's input.
 
     With --check every picture is decoded, and those that cannot be are named; the exit status is then 1.
@@ -83,9 +84,9 @@ def show(path: str, check: bool, as_json: bool) -> int:
         from convoy.data.packed import Pack
         from convoy.training import load_recipe
 
-    settings = ["model.name=lenet", f"data.path={path}", "data.bad_images=skip"]  # one after the other, below
+    one_by_one = ["data.bad_images=skip"]  # below
     with _named("PATH"):
-        data = open_data(load_recipe("default", settings).data)
+        data = open_data(load_recipe("default", ["model.name=lenet", f"data.path={path}", *one_by_one, *settings]).data)
     stored = str(Pack.open(folder).options) if data.format == "pack" else ""
     rows = []
     bad: list[str] = []
@@ -118,7 +119,7 @@ def show(path: str, check: bool, as_json: bool) -> int:
     options.show(rows, as_json, right=("images", "classes", "not readable"))
     if stored and not as_json:
         click.echo(f"stored: {stored}")
-    for sentence in bad:
+    for sentence in (*data.notes, *bad):
         click.echo(sentence, err=True)
     if known:
         click.echo(f"{known:,} of the pictures cannot be read: --check names them", err=True)
@@ -150,10 +151,18 @@ same command goes on where it stopped.
     "--quality", type=click.IntRange(1, 95), default=90, show_default=True, help="Of JPEG where pictures are resized."
 )
 @click.option("--processes", metavar="N", type=click.IntRange(1, 1024), help="[default: the cores that there are]")
+@options.settings
 @options.as_json
 @options.verbose
 def pack(
-    source: str, dest: Path, short_side: int | None, raw: bool, quality: int, processes: int | None, as_json: bool
+    source: str,
+    dest: Path,
+    short_side: int | None,
+    raw: bool,
+    quality: int,
+    processes: int | None,
+    settings: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     """Write the data set SOURCE as a pack to the folder DEST: shards that are read sequentially, with an index.
 
@@ -170,21 +179,24 @@ def pack(
         path = existing(source)
     if source != MNIST_MINI and path.resolve() in (dest.resolve(), *dest.resolve().parents):
         raise ConvoyError(f"{dest} lies in the data set itself: name a folder beside it for the pack")
-    from convoy.data.config import DataConfig
     from convoy.data.dataset import open_files
     from convoy.data.pack import pack as write
     from convoy.data.pack_format import PackOptions
     from convoy.data.packed import Pack
     from convoy.launch.cores import own_share
+    from convoy.training import load_recipe
 
     with _progress(as_json) as progress, _named("SOURCE"):
-        kind, opened = open_files(DataConfig(path=source), progress)
+        recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *settings])
+        kind, opened = open_files(recipe.data, progress)
         stored = PackOptions(short_side, raw, quality)
         if kind == "pack":
             packed = Pack.open(path)
             kind, stored = packed.format, packed.options if stored == PackOptions() else stored
         cores = processes or max(int(own_share()), 1)
         tell = partial(click.echo, err=True)
+        for note in opened.notes if kind != "pack" else ():
+            tell(note)
         statistics = write(kind, opened, dest, stored, progress, cores, tell)
     rows = [
         {"split": split, "images": one.images}

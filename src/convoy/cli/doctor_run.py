@@ -82,6 +82,8 @@ def run(request: TrainRequest, complete: Complete, look: Look) -> int:
 
 def _examined(request: TrainRequest, complete: Complete, ranks: Ranks, device: torch.device, look: Look) -> int:
     recipe, out = request.resolve(ranks)
+    data = recipe.data.model_copy(update={"bad_images": "skip"})  # they are counted, as the others tell the speed
+    recipe = recipe.model_copy(update={"data": data})
     console = Console(highlight=False, quiet=ranks.rank > 0, stderr=True)
     with ConsoleReporter(console, log_preparation=True) as reporter:
         budget = Budget(ranks, look.seconds, look.began, reporter.prepare)

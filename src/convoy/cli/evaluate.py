@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Examples:
   convoy eval runs/first
   convoy eval runs/first --per-class
+  convoy eval runs/first --checkpoint best             # or last, also of a run that was stopped
   convoy eval runs/first --data /data/mnist --json
   convoy eval runs/photos --data new-photos/cat        # pictures of one class, by the folder's name
 """,
@@ -36,6 +37,7 @@ Examples:
     metavar="PATH",
     help="Other data, with the run's classes or some of them, by their names. [default: the run's own]",
 )
+@options.checkpoint
 @click.option("--per-class", is_flag=True, help="Show samples, precision and recall of every class.")
 @click.option("--devices", metavar="N", type=int, help="Evaluate on so many devices. [default: 1]")
 @options.device
@@ -48,38 +50,39 @@ def command(
     /,
     run: Path,
     data: str | None,
+    checkpoint: str | None,
     per_class: bool,
     devices: int | None,
     device: str | None,
     as_json: bool,
     as_csv: bool,
 ) -> int:
-    """Evaluate the finished run RUN: every test image counts exactly once.
+    """Evaluate the run RUN: every test image counts exactly once.
 
-    Without --data the confusion matrix and worst mistakes in RUN are written anew. Of other data the test split counts;
-    data that have none are evaluated as a whole.
+    Without --data and --checkpoint the confusion matrix and worst mistakes in RUN are written anew. Of other data the
+    test split counts; data that have none are evaluated as a whole.
 
     A class's precision is the share of the images taken for it that are of it, its recall the share of its images that
     are taken for it.
     """
     if as_json and as_csv:
         raise ConvoyError("--json and --csv are two forms of the same table: give one of them")
-    RunDirectory(run).check_trained()
+    RunDirectory(run).check_trained(checkpoint)
     if data is not None:
         existing(data)
     with waiting_for("loading PyTorch"):
-        from convoy.cli.on_devices import on_devices  # with torch, for which no mistake is to wait
-        from convoy.training.restore import evaluate_run, evaluation_data, load_run
+        from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
+        from convoy.training.restore import evaluate_run, evaluation_data
 
     def work(ranks: "Ranks", here: "torch.device") -> int:
-        trained = load_run(run)
+        trained = load_chosen(run, checkpoint, ranks)
         opened, notes = evaluation_data(trained, data)
         result = evaluate_run(trained, opened, here, ranks)
         if ranks.rank > 0:
             return 0
         for note in notes:
             click.echo(note, err=True)
-        if data is None:
+        if data is None and checkpoint is None:
             _keep(run, opened, result)
         _show(opened.name, result, trained.classes if per_class else [], "json" if as_json else "csv" if as_csv else "")
         return 0

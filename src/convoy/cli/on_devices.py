@@ -1,7 +1,9 @@
 """Work of which every device does a share: ranks are started, or found, and joined."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import click
 import torch
 
 from convoy import launch
@@ -13,8 +15,9 @@ from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import RankPlace, cores
 from convoy.plans.plan import Plan
-from convoy.training import choose_device
+from convoy.training import RunDirectory, choose_device
 from convoy.training.environment import join_ranks
+from convoy.training.restore import TrainedRun, checkpoint_step, load_run
 
 _PATIENCE_S = 7 * 24 * 3600.0
 """Ranks wait as long as somebody may take to type the name of a file; a rank that dies ends the others."""
@@ -54,6 +57,16 @@ def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, 
         return launch.start(arguments, number, is_verbose(arguments))
     with memory_explained(0, 1):
         return work(Ranks(), choose_device(device))
+
+
+def load_chosen(run: Path, checkpoint: str | None, ranks: Ranks) -> TrainedRun:
+    """A run's network, by its final weights or those of a checkpoint, the same one on all ranks; it is said which."""
+    if checkpoint is None:
+        return load_run(run)
+    step = ranks.first(lambda: checkpoint_step(RunDirectory(run), checkpoint))
+    if ranks.rank == 0:
+        click.echo(f"the network is that of the checkpoint after {step:,} updates", err=True)
+    return load_run(run, step)
 
 
 def run_as_rank(

@@ -143,6 +143,9 @@ class OutputPath(click.Path):
 
 verbose = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+settings = click.option(
+    "--set", "settings", metavar="KEY=VALUE", multiple=True, help="A key of the recipe, as data.train; repeatable."
+)
 device = click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: the first GPU, or the CPU]")
 microbatches = click.option(
     "--microbatches", metavar="V", type=int, help="Pieces of the global batch. [default: of 32 samples]"
@@ -171,6 +174,11 @@ recompute = click.option(
 )
 schedule = click.option(
     "--schedule", metavar="ORDER", help="Through stages: 1f1b (least memory), gpipe, zero-bubble (least waiting)."
+)
+checkpoint = click.option(
+    "--checkpoint",
+    metavar="best|last|STEP",
+    help="Use a checkpoint: the best on the test split, the newest, or of an update. [default: the final weights]",
 )
 run_argument = click.argument("run", type=OutputPath())
 

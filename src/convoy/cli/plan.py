@@ -37,7 +37,7 @@ Examples:
 @click.option("--on", metavar="MACHINE", help="Devices that are not at hand: 8xv100-sxm2, 4x(8xa100-sxm4), 2xt4+1xl4.")
 @click.option("--between", metavar="NAME|RATE", help="Network between the hosts of --on. [default: 10gbit]")
 @click.option("--compare", metavar="MACHINE", multiple=True, help="Another machine beside that of --on; repeatable.")
-@click.option("--price", metavar="P,P,…", help="Of an hour of one device of --on and of each --compare.")
+@click.option("--price", metavar="P,P,…", help="Of a device and hour, for --on and each --compare, in your currency.")
 @click.option("--images", metavar="N", type=int, help="Images of an epoch, for --on. [default: 1,281,167, ImageNet's]")
 @click.option(
     "--catalog", metavar="FILE", type=options.OutputPath(), help="YAML with devices beside those that --on knows."

@@ -179,7 +179,7 @@ def _lines(
         row += [f"{one.efficiency:.0%}", f"{one.days(images):.3g}"]
         rows.append([*row, f"{one.price(images, prices[number]):,.2f}"] if prices else row)
     yield from table(headings, rows, headings[2:])
-    yield f"days {'and price ' if prices else ''}of {what}"
+    yield f"days{' and price, in the currency of --price,' if prices else ''} of {what}"
     for one in predictions:
         yield ""
         yield f"{one.machine.label}: held back by {one.held_back_by}"

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,12 +36,14 @@ Examples:
   convoy predict runs/first digit.png
   convoy predict runs/first photos/ --top 1 > classes.csv
   find photos -name '*.jpg' | convoy predict runs/first - --json
+  convoy predict runs/first digit.png --checkpoint best
   convoy predict runs/first photos/ --devices 4 --skip-bad
 """,
 )
 @options.run_argument
 @click.argument("pictures", metavar="PICTURE|FOLDER|-…", nargs=-1, required=True)
 @click.option("--top", metavar="N", type=click.IntRange(min=1), default=5, help="Likeliest classes. [default: 5]")
+@options.checkpoint
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each picture instead of CSV.")
 @click.option(
     "--batch", metavar="N", type=click.IntRange(min=1), default=32, help="Pictures computed at once. [default: 32]"
@@ -56,13 +59,14 @@ def command(
     run: Path,
     pictures: tuple[str, ...],
     top: int,
+    checkpoint: str | None,
     as_json: bool,
     batch: int,
     skip_bad: bool,
     devices: int | None,
     device: str | None,
 ) -> int:
-    """Classify pictures by the network that the finished run RUN has trained.
+    """Classify pictures by the network that the run RUN has trained.
 
     A FOLDER is searched for picture files, those in its folders too, in the order of their names; - reads names of
     files from standard input, one a line. Pictures are prepared as in the run's evaluation.
@@ -77,15 +81,14 @@ def command(
     for given in pictures:
         if given != STANDARD_INPUT and not Path(given).exists():
             raise ConvoyError(f"there is no picture or folder {printable(given)}: check the path")
-    RunDirectory(run).check_trained()
+    RunDirectory(run).check_trained(checkpoint)
     with waiting_for("loading PyTorch"):
-        from convoy.cli.on_devices import on_devices  # with torch, for which no mistake is to wait
+        from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
         from convoy.training.predict import Classifier, classify
-        from convoy.training.restore import load_run
 
     def work(ranks: "Ranks", here: "torch.device") -> int:
         first = ranks.rank == 0
-        trained = load_run(run)
+        trained = load_chosen(run, checkpoint, ranks)
         classifier = Classifier(trained, here, top)
         console = Console(stderr=True, highlight=False)
         shown = first and console.is_terminal and not sys.stdout.isatty()
@@ -106,6 +109,7 @@ def _names(given: Sequence[str]) -> Iterator[str]:
     Raises:
         ConvoyError: a folder holds no picture.
     """
+    from convoy.data.decode import left_out
     from convoy.data.folder import pictures
 
     for text in given:
@@ -114,7 +118,9 @@ def _names(given: Sequence[str]) -> Iterator[str]:
                 if name := os.fsdecode(line.rstrip(b"\r\n")):
                     yield name
         elif Path(text).is_dir():
-            found = pictures(Path(text))
+            found = pictures(Path(text), others := Counter[str]())
+            for note in left_out(others):
+                click.echo(f"{printable(text)}: {note}", err=True)
             if not found:
                 raise ConvoyError(f"the folder {printable(text)} holds no pictures: name another, or picture files")
             yield from found

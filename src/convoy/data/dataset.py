@@ -1,8 +1,9 @@
 """Opens a data set: finds its format, splits it where it has no split, and settles size, channels and statistics."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from convoy.data.cifar import find_cifar, open_cifar
 from convoy.data.config import DataConfig
@@ -15,6 +16,7 @@ from convoy.data.sources import EncodedSource, PixelSource, Progress, Source, co
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
+from convoy.terminal import brief
 
 DEFAULT_VALIDATION_FRACTION = 0.1
 DEFAULT_SPLIT_SEED = 0
@@ -80,16 +82,18 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         only = f" ({opened.classes[0]})" if opened.classes else ""
         raise ConvoyError(
             f"{opened.name} has only {len(opened.classes)} class{only}: a net needs at least two to tell apart, so set "
-            "data.path to the folder or file that holds all of them"
+            f"data.path to the folder or file that holds all of them{''.join(f' ({note})' for note in opened.notes)}"
         )
     for option in ("validation_fraction", "split_seed"):
         if opened.test is not None and getattr(config, option) is not None:
             raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
     own = _settle(opened, config.bad_images == "skip", progress)
-    notes = [opened.note] if opened.note else []
+    notes = list(opened.notes)
     if to_evaluate and opened.test is None and config.validation_fraction is None and config.split_seed is None:
         opened.test = opened.train
     train, test = (opened.train, opened.test) if opened.test is not None else _split(opened, config, notes)
+    if untrained := [opened.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
+        notes.append(f"no training picture is of {brief(', '.join(untrained))}, which the test has")
     channels = config.channels or (own[2] if own else 3)
     if isinstance(train, PixelSource) and isinstance(test, PixelSource):
         whole = test is train
@@ -127,16 +131,22 @@ def open_files(
         raise ConvoyError(
             f"{shown(path)} is a file, but data.format={kind} needs a folder: set data.path to its folder"
         )
+    splits_by_name = kind in ("folder", "parquet", "webdataset") and path.is_dir()
+    for option in ("train", "test", "image_column", "label_column"):
+        has_effect = kind == "parquet" if option.endswith("column") else splits_by_name
+        if getattr(config, option) is not None and not has_effect:
+            raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
+    if kind == "folder":
+        return kind, open_folder(path, config)
     if kind == "parquet":
         from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
 
-        return kind, open_parquet(path)
+        return kind, open_parquet(path, config)
     if kind == "webdataset":
-        return kind, open_tars(path, progress)
+        return kind, open_tars(path, config, progress)
     if kind == "pack":
         return kind, Pack.open(path).opened()
-    openers: dict[str, Callable[[Path], Opened]] = {"mnist": open_mnist, "cifar": open_cifar, "folder": open_folder}
-    return kind, openers[kind](path)
+    return kind, open_mnist(path) if kind == "mnist" else open_cifar(path)
 
 
 def _detect(path: Path) -> str:

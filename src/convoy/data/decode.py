@@ -1,10 +1,14 @@
 """From the bytes of a picture file to an upright 8-bit picture, or to a reason why not."""
 
 import io
+import re
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -22,12 +26,24 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDEWAYS = (5, 6, 7, 8)
+_MOST_KINDS = 6
 _APP1, _START_OF_SCAN = b"\xe1", b"\xda"
 _MAX_PIXELS = 89_478_485  # Pillow's own limit: a quarter of a gigabyte of RGB
 
-# Formats that only hold pixels. Pillow would also hand PostScript to an interpreter and ask plug-ins about the rest.
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
-_SUFFIXES = (".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ppm", ".jp2", ".avif")
+# Formats that only hold pixels, with the usual end of a name; those that have no signature come last. Pillow would also
+# hand PostScript to an interpreter and ask plug-ins about the rest.
+_USUAL = (
+    "JPEG .jpg, PNG .png, WEBP .webp, BMP .bmp, GIF .gif, TIFF .tif, PPM .ppm, JPEG2000 .jp2, AVIF .avif, HEIF .heic, "
+    "JXL .jxl, DIB .dib, ICO .ico, QOI .qoi, PSD .psd, SGI .sgi, SUN .ras, DDS .dds, PCX .pcx, TGA .tga"
+)
+_FORMATS = dict(pair.split() for pair in _USUAL.split(", "))
+# Formats that Pillow reads with a package: its module, what it registers itself by (None: by its import), its endings.
+_PACKAGES = {
+    "pillow-heif": ("pillow_heif", "register_heif_opener", (".heic", ".heif", ".hif", ".heics", ".heifs")),
+    "pillow-jxl-plugin": ("pillow_jxl", None, (".jxl",)),
+    "pillow-avif-plugin": ("pillow_avif", None, (".avif", ".avifs")),
+}
+_HEIC = re.compile(rb"....ftyp(hei[cfmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
 
 
 class BadImage(Exception):  # noqa: N818 (a fact about a picture; the user meets a ConvoyError)
@@ -51,7 +67,12 @@ def open_picture(data: bytes, name: str) -> Image.Image:
     if not data:
         raise BadImage(name, "is an empty file")
     with _reasons(name):
-        image = Image.open(io.BytesIO(data), formats=_formats())
+        try:
+            image = Image.open(io.BytesIO(data), formats=_formats())
+        except UnidentifiedImageError:
+            if not _HEIC.match(data):
+                raise
+            raise BadImage(name, "is HEIC, which takes a package to read: pip install pillow-heif") from None
         width, height = image.size
         if too_large(width, height):
             raise BadImage(name, f"has {width}x{height} pixels, more than {_MAX_PIXELS // 10**6} million")
@@ -61,7 +82,7 @@ def open_picture(data: bytes, name: str) -> Image.Image:
 def suffix_of(image: Image.Image, own: str = "") -> str:
     """The end of the name of the file that a picture was opened from: its own, where that is one of the format."""
     # Of several pictures in a JPEG file, as cameras write them, Pillow says MPO.
-    usual = dict(zip(_FORMATS, _SUFFIXES, strict=True)).get(image.format or "", ".jpg")
+    usual = _FORMATS.get(image.format or "", ".jpg")
     known = Image.registered_extensions()
     return own if known.get(own.lower()) == known[usual] else usual
 
@@ -145,7 +166,35 @@ def _orientation(image: Image.Image) -> int:
 @cache
 def _formats() -> list[str]:
     Image.init()
+    for module, register, _ in _PACKAGES.values():
+        if find_spec(module) is not None:
+            plugin = import_module(module)
+            if register is not None:
+                getattr(plugin, register)()
     return [name for name in _FORMATS if name in Image.OPEN]
+
+
+@cache
+def suffixes() -> frozenset[str]:
+    """How the names of picture files that can be read end, in lower case."""
+    readable = {*_formats(), "MPO"}  # what Pillow calls a JPEG file of several pictures
+    return frozenset(end for end, form in Image.registered_extensions().items() if form in readable)
+
+
+def needs_package(ends: Iterable[str]) -> list[str]:
+    """The packages with which Pillow would read files whose names end so."""
+    return [name for name, (*_, known) in _PACKAGES.items() if not suffixes().issuperset(set(ends) & set(known))]
+
+
+def left_out(ends: Counter[str]) -> list[str]:
+    """A sentence on files that are no pictures by the ends of their names, or cannot be read; none without files."""
+    if not ends:
+        return []
+    kinds = [f"{number:,} {printable(end) or 'without an ending'}" for end, number in ends.most_common()]
+    if len(kinds) > _MOST_KINDS:
+        kinds[_MOST_KINDS:] = [f"{len(kinds) - _MOST_KINDS:,} other kinds"]
+    needed = needs_package(ends)
+    return [f"left out: {', '.join(kinds)}" + (f" (read after pip install {' '.join(needed)})" if needed else "")]
 
 
 @contextmanager

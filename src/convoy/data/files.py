@@ -11,29 +11,38 @@ from pathlib import Path
 
 import numpy as np
 
+from convoy.data.config import DataConfig
 from convoy.data.sources import Source
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
 _WORDS = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev", "eval"),
-    "test": ("test", "testing"),
+    "train": ("train", "training", "trn"),
+    "val": ("val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "heldout"),
+    "test": ("test", "testing", "tst"),
 }
+_SPLITS = {
+    word + of + plural: split
+    for split, words in _WORDS.items()
+    for word in words
+    for of in ("", "data", "dataset", "set", "split", "image", "img", "picture", "photo", "sample", "folder", "dir")
+    for plural in ("", "s")
+}
+_WORD_ENDS = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
 
 
 @dataclass
 class Opened:
     """The sources in the files of a format; `test` is None where the data has no split of its own.
 
-    `note` is a sentence for the user, or empty; `short_side` what larger pictures were resized to, None for nothing.
+    `notes` are sentences for the user; `short_side` is what larger pictures were resized to, None for nothing.
     """
 
     name: str
     classes: list[str]
     train: Source
     test: Source | None = None
-    note: str = field(default="", kw_only=True)
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
     short_side: int | None = field(default=None, kw_only=True)
 
 
@@ -89,17 +98,15 @@ def shown(path: Path) -> str:
     return printable(str(path))
 
 
-def _split_of(path: Path, root: Path) -> str | None:
-    """train, val or test, by the words in the file's name, else in the names of its folders below `root`."""
-    for part in reversed(path.relative_to(root).parts):
-        for word in re.split(r"[^a-z]+", part.lower()):
-            for split, words in _WORDS.items():
-                if word in words:
-                    return split
-    return None
+def split_of(name: str) -> str | None:
+    """train, val or test, by the words of a name in any case, alone or with what a split is made of: `seg_train`,
+    `TestSet`, `validation images 2`, `hold-out`. None for a name without such a word, or with words of two splits."""
+    words = _WORD_ENDS.split(re.sub(r"(?i)(h[oe]ld)[\W_]+(?=out)", r"\1", name))
+    found = {_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS}
+    return found.pop() if len(found) == 1 else None
 
 
-def shards(path: Path, suffix: str) -> tuple[list[Path], list[Path]]:
+def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
     """The files with this suffix to train on, and those to test on, in the order of their names.
 
     Those of `val` come before those of `test`, whose labels are often withheld.
@@ -107,6 +114,7 @@ def shards(path: Path, suffix: str) -> tuple[list[Path], list[Path]]:
     Args:
         path: one file, or a folder with files in it or below it.
         suffix: with its dot.
+        config: says which are which by `train` and `test`; else the names of files, and of their folders, do.
 
     Raises:
         ConvoyError: there are none, or only some of them name a split, or none is for training.
@@ -116,21 +124,35 @@ def shards(path: Path, suffix: str) -> tuple[list[Path], list[Path]]:
     found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
     if not found:
         raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
+    if config.train is not None:
+        patterns = (config.train, config.test)
+        chosen = [[one for one in found if of and _matches(one.relative_to(path), of)] for of in patterns]
+        for key, pattern, files in zip(("train", "test"), patterns, chosen, strict=True):
+            if pattern and not files:
+                raise ConvoyError(f"data.{key}={pattern} is no {suffix} file below {shown(path)}")
+        return chosen[0], chosen[1]
     splits: dict[str, list[Path]] = {}
     for file in found:
-        splits.setdefault(_split_of(file, path) or "none", []).append(file)
+        parts = map(split_of, reversed(file.relative_to(path).parts))
+        splits.setdefault(next(filter(None, parts), "none"), []).append(file)
     if len(splits) == 1 and "none" in splits:
         return found, []
     if "none" in splits:
         raise ConvoyError(
             f"{shown(splits['none'][0])} belongs to no split while other files of {shown(path)} do: "
-            "put train, val or test into its name, or move it away"
+            "put train, val or test into its name, or move it away, or name the files to train on (--set data.train=…)"
         )
     if "train" not in splits:
         raise ConvoyError(
-            f"{shown(path)} has no {suffix} file for training: put train into the names of its training files"
+            f"{shown(path)} has no {suffix} file for training: put train into the names of its training files, or name "
+            "them (--set data.train=…)"
         )
     return splits["train"], splits.get("val") or splits.get("test", [])
+
+
+def _matches(file: Path, pattern: str) -> bool:
+    """Whether a file, or a folder that it lies in, is called so; `.` is any."""
+    return pattern == "." or any(part.match(pattern) for part in (file, *file.parents) if part.name)
 
 
 _MAX_CLASSES = 1_000_000
@@ -150,19 +172,19 @@ def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[s
 
 
 def numbered_classes(path: Path, sources: Sequence[Source]) -> list[str]:
-    """Names "0", "1", … for labels that have none, up to the largest label.
+    """Names "0", "1", … for labels that have none, up to the largest label of the first source, that to train on.
 
     Raises:
         ConvoyError: the largest label is too large to be one.
     """
-    largest = max(int(source.labels.max()) for source in sources)
+    largest = int(sources[0].labels.max())
     if largest >= _MAX_CLASSES:
         raise ConvoyError(f"{shown(path)} has label {largest}, out of range: classes are numbered from 0")
     return [str(number) for number in range(largest + 1)]
 
 
 def check_range(path: Path, sources: Sequence[Source], classes: list[str]) -> None:
-    """Refuse labels that are no class.
+    """Refuse labels that are no class, as where the test alone has them.
 
     Raises:
         ConvoyError: naming the first sample with such a label.
@@ -173,6 +195,6 @@ def check_range(path: Path, sources: Sequence[Source], classes: list[str]) -> No
             sample = int(wrong[0])
             withheld = " (-1 marks a withheld label: use the validation split)" if source.labels[sample] == -1 else ""
             raise ConvoyError(
-                f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: "
-                f"the classes are 0 to {len(classes) - 1}{withheld}"
+                f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: the classes "
+                f"to train on are 0 to {len(classes) - 1}{withheld}"
             )

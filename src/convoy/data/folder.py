@@ -1,25 +1,24 @@
 """A folder of pictures for each class: `train/` and `val/` (or `test/`) with class folders, or one tree of them."""
 
 import os
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.decode import BadImage
-from convoy.data.files import Opened, reading, shown
+from convoy.data.config import DataConfig
+from convoy.data.decode import BadImage, left_out, needs_package, suffixes
+from convoy.data.files import Opened, reading, relabel, shown, split_of
 from convoy.data.memory import Names
 from convoy.data.sources import EncodedSource
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
-SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".jp2", ".avif")
-)
 MAX_PICTURE_BYTES = 2**30
 """No picture of the size that is decoded has more."""
-_TRAIN = ("train", "training")
-_HELD_OUT = ("val", "valid", "validation", "test")
+_MOST_NAMES = 5
 
 
 class FolderSource(EncodedSource):
@@ -53,61 +52,140 @@ def find_folder(path: Path) -> bool:
     return any(_folders(path))
 
 
-def open_folder(path: Path) -> Opened:
-    """The pictures in class folders; files that are no pictures by their suffix, and hidden ones, are left out.
+def open_folder(path: Path, config: DataConfig) -> Opened:
+    """The pictures in class folders; what else there is, but for hidden files, is left out, which a note says.
 
     Raises:
-        ConvoyError: there are no class folders, a class has no picture, or the splits' classes differ.
+        ConvoyError: there are no class folders, which are to be trained on is not clear, a class has only pictures that
+            cannot be read, or the splits' classes differ.
     """
-    train, test = _subfolder(path, _TRAIN), _subfolder(path, _HELD_OUT)
-    if train is None and test is not None:
-        raise ConvoyError(
-            f"{shown(path)} has {test.name}/ but no train/: put the training pictures into train/, or set data.path "
-            f"to {shown(test)} to split that"
-        )
-    classes = [folder.name for folder in _folders(train or path)]
+    notes: list[str] = []
+    if config.train is None:
+        train, test, notes = _splits(path)
+    else:
+        train, test = path / config.train, path / config.test if config.test is not None else None
+        if not all(one.is_dir() and one.resolve().is_relative_to(path.resolve()) for one in (train, test or train)):
+            there = _listed([each.name for each in _folders(path)]) or "none"
+            raise ConvoyError(f"data.train or data.test is no folder below {shown(path)}, which holds {there}")
+    others, empty = Counter[str](), list[str]()
+    classes, source = _scan(path, train, test, others, empty)
     if not classes:
         raise ConvoyError(
-            f"{shown(train or path)} holds no class folders: put the pictures of each class into a folder of its own"
+            f"{shown(train)} holds no class folders with pictures: put those of each class into a folder of its own"
         )
-    shown_classes = [printable(name) for name in classes]
-    source = _scan(path, train or path, classes)
-    if test is None:
-        return Opened(path.resolve().name, shown_classes, source)
-    held = [folder.name for folder in _folders(test)]
-    for name in held:
-        if name not in classes:
+    if empty:
+        notes.append(f"left out: {_listed(empty)} without pictures")
+    held_out = None
+    if test is not None:
+        held, held_out = _scan(path, test, None, others, [])
+        for name in held:
+            if name not in classes:
+                raise ConvoyError(
+                    f"{shown(test / name)} is a class that {train.name}/ does not have pictures of: add some there or "
+                    "remove it here"
+                )
+        if not held:
             raise ConvoyError(
-                f"{shown(test / name)} is a class that train/ does not have: add it there or remove it here"
+                f"{shown(test)} holds no class folders with pictures: make one for each class as in {train.name}/, or "
+                f"go without by --set data.train={printable(str(train.relative_to(path)))}"
             )
-    if not held:
-        raise ConvoyError(f"{shown(test)} holds no class folders: make one for each class as in train/")
-    return Opened(path.resolve().name, shown_classes, source, _scan(path, test, classes))
+        relabel([held_out], held, classes)
+    for folder in {path, train, test or train}:
+        beside = (entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith("."))
+        others.update(f"{end} beside the class folders" for end in beside if end in suffixes())
+    names = [printable(name) for name in classes]
+    return Opened(path.resolve().name, names, source, held_out, notes=(*notes, *left_out(others)))
 
 
-def _subfolder(path: Path, names: tuple[str, ...]) -> Path | None:
-    return next((path / name for name in names if (path / name).is_dir()), None)
+def _splits(path: Path) -> tuple[Path, Path | None, list[str]]:
+    """The folders of class folders to train and to test on, None where one tree holds all, and sentences for the user.
+
+    Raises:
+        ConvoyError: names and contents do not say which they are.
+    """
+    folders = _folders(path)
+    named = {folder: split for folder in folders if (split := split_of(folder.name)) is not None}
+    if not named:
+        shared = _inner(folders[0]) if folders else set[str]()
+        if len(folders) == 1 and "train" in map(split_of, shared):
+            return _splits(folders[0])
+        for folder in folders[1:]:
+            shared = shared & _inner(folder) if len(shared) > 1 else set()  # one may be what each class has, as images/
+        if len(folders) > 1 and len(shared) > 1:
+            raise _unclear(path, folders)
+        return path, None, []
+    train = [folder for folder in named if named[folder] == "train"]
+    held = [folder for folder in named if named[folder] == "val"] or [each for each in named if each not in train]
+    unnamed = [
+        folder for folder in folders if folder not in named and any(end in suffixes() for _, end in _files(folder))
+    ]
+    within = {name for folder in named for name in _inner(folder)}
+    alike = within and any(folder.name in within or _inner(folder) & within for folder in unnamed)
+    if unnamed and not alike and (not train or not (within or held)):
+        classes = _listed([folder.name for folder in named])
+        return path, None, [f"{classes} is a class here, not a split (--set data.train=… says otherwise)"]
+    if not train and not unnamed:
+        raise ConvoyError(
+            f"{shown(path)} has {held[0].name}/ but no train/: put the training pictures into train/, or set data.path "
+            f"to {shown(held[0])} to split that"
+        )
+    if len(train) != 1 or len(held) > 1 or alike or (unnamed and not held):
+        raise _unclear(path, folders)
+    unused = [folder.name for folder in folders if folder not in (*train, *held)]
+    notes = [f"left out: {_listed(unused)}"] if unused else []
+    return _unwrapped(train[0]), _unwrapped(held[0]) if held else None, notes
+
+
+def _unclear(path: Path, folders: list[Path]) -> ConvoyError:
+    names = [folder.name for folder in folders]
+    one, other = (printable(name) for name in (names * 2)[:2])
+    return ConvoyError(
+        f"{shown(path)} holds {_listed(names)}, and which to train on is not clear: say so, as by --set "
+        f"data.train={one} --set data.test={other}, or --set data.train=. where each is a class"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = [f"{len(names) - _MOST_NAMES:,} more"] if len(names) > _MOST_NAMES else []
+    return ", ".join([f"{printable(name)}/" for name in names[:_MOST_NAMES]] + more)
+
+
+def _unwrapped(folder: Path) -> Path:
+    """The folder of the same name within, where that is all that it holds, as some archives are unpacked."""
+    while [inner.name.lower() for inner in _folders(folder)] == [folder.name.lower()]:
+        folder = _folders(folder)[0]
+    return folder
+
+
+def _inner(folder: Path) -> set[str]:
+    return {inner.name for inner in _folders(_unwrapped(folder))}
 
 
 def _folders(path: Path) -> list[Path]:
-    with reading(path):
-        return sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.is_dir())
+    with reading(path), os.scandir(path) as entries:
+        return sorted(Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir())
 
 
-def _scan(root: Path, split: Path, classes: list[str]) -> FolderSource:
+def _scan(
+    root: Path, split: Path, without: Path | None, others: Counter[str], empty: list[str]
+) -> tuple[list[str], FolderSource]:
+    """The classes that have pictures, and these; counts what is left out by its kind, and names empty folders."""
     files: list[str] = []
-    counts = []
-    for name in classes:
-        folder = split / name
-        found = pictures(folder) if folder.is_dir() else []  # a held-out split need not have all classes
-        if not found and folder.is_dir():
-            raise ConvoyError(
-                f"{shown(folder)} is a class without pictures ({', '.join(sorted(SUFFIXES)[:6])}, …): "
-                "add some or remove the folder"
-            )
+    counts: dict[str, int] = {}
+    for folder in _folders(split):
+        if folder == without:
+            continue
+        kinds = Counter[str]()
+        if found := pictures(folder, kinds):
+            counts[folder.name] = len(found)
+        elif needs_package(kinds):
+            raise ConvoyError(f"{shown(folder)} is a class without pictures that can be read ({left_out(kinds)[0]})")
+        else:
+            empty.append(folder.name)
         files.extend(found)
-        counts.append(len(found))
-    return FolderSource(root, files, np.repeat(np.arange(len(classes)), counts).astype(np.int64))
+        others.update(kinds)
+    labels = np.repeat(np.arange(len(counts)), list(counts.values())).astype(np.int64)
+    return list(counts), FolderSource(root, files, labels)
 
 
 def open_class(path: Path) -> Opened | None:
@@ -115,16 +193,28 @@ def open_class(path: Path) -> Opened | None:
 
     None where the folder holds other folders, or no pictures.
     """
-    files = [] if next(iter(_folders(path)), None) else pictures(path)
+    others = Counter[str]()
+    files = [] if next(iter(_folders(path)), None) else pictures(path, others)
     if not files:
         return None
-    name = path.resolve().name
-    return Opened(name, [printable(name)], FolderSource(path, files, np.zeros(len(files), np.int64)))
+    name, source = path.resolve().name, FolderSource(path, files, np.zeros(len(files), np.int64))
+    return Opened(name, [printable(name)], source, notes=tuple(left_out(others)))
 
 
-def pictures(folder: Path) -> list[str]:
-    """All picture files below a folder, sorted; links are followed, but no folder is entered twice."""
-    found: list[str] = []
+def pictures(folder: Path, others: Counter[str] | None = None) -> list[str]:
+    """All picture files below a folder, sorted, by the ends of their names; `others` counts other files by these."""
+    found = []
+    for file, end in _files(folder):
+        if end in suffixes():
+            found.append(file)
+        elif others is not None:
+            others[end] += 1
+    return sorted(found)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, str]]:
+    """All files below a folder but for hidden ones, with the ends of their names in lower case; links are followed, but
+    no folder is entered twice."""
     seen: set[tuple[int, int]] = set()
     open_folders = [str(folder)]
     while open_folders:
@@ -140,6 +230,5 @@ def pictures(folder: Path) -> list[str]:
                         continue
                     if entry.is_dir():
                         open_folders.append(entry.path)
-                    elif os.path.splitext(entry.name)[1].lower() in SUFFIXES and entry.is_file():  # noqa: PTH122
-                        found.append(entry.path)
-    return sorted(found)
+                    elif entry.is_file():
+                        yield entry.path, os.path.splitext(entry.name)[1].lower()  # noqa: PTH122

@@ -150,7 +150,7 @@ def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: fl
             notes.append(f"{stay} the {size(int(room))} that are left of an eighth of the GPU's memory")
             continue
         try:
-            if source.resident is None or source.resident.device != device:
+            if source.resident is None:
                 source.resident = _brought(source, device)
             room -= needed
         except RuntimeError as error:

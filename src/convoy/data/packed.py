@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from convoy.data.decode import BadImage, open_picture, suffix_of
+from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
 from convoy.data.files import Opened, check_range, keep_others_out, reading, shown, writing
-from convoy.data.folder import MAX_PICTURE_BYTES, SUFFIXES
+from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.memory import Names, SharedBytes
 from convoy.data.pack_format import INDEX, SPLITS, UNFINISHED, VERSION, PackOptions, Statistics, shard_name
 from convoy.data.sources import Progress
@@ -152,7 +152,7 @@ class Pack:
         first, *others = [self.source(split) for split in self.statistics]
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
         test, side = others[0] if others else None, self.options.short_side
-        opened = Opened(self.name, self.classes, first, test, note=note, short_side=side)
+        opened = Opened(self.name, self.classes, first, test, notes=(note,), short_side=side)
         check_range(self.path, [first, *others], self.classes)
         return opened
 
@@ -253,7 +253,7 @@ def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
             except BadImage as bad:
                 raise ConvoyError(f"{bad}: {source.mend}") from None
             stem, dot, end = source.name(sample).rpartition("/")[2].rpartition(".")
-            if f".{end.lower()}" not in SUFFIXES:
+            if f".{end.lower()}" not in suffixes():
                 stem, end = f"{stem}{dot}{end}", ""
             stem, suffix = _plain_name(stem), suffix_of(image, f".{end}")
             while not stem or (label, f"{stem}{suffix}".lower()) in taken:

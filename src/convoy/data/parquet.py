@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.memory import SharedBytes
@@ -53,7 +54,10 @@ def fits_in_memory(num_bytes: int) -> bool:
     return num_bytes <= min(host_memory() // _SHARE_OF_MEMORY, _MAX_BYTES) // ranks
 
 
-_LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
+_NAMES = {
+    "label": ("label", "labels", "fine_label", "class", "target"),
+    "image": ("image", "images", "img", "picture", "photo"),
+}
 
 
 class ParquetSource(EncodedSource):
@@ -116,26 +120,33 @@ def _file(path: str) -> pq.ParquetFile:
 def _row_group(path: str, group: int, column: str) -> Any:
     table = _file(path).read_row_group(group, columns=[column], use_threads=False)
     array = table.column(0).combine_chunks()
+    array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     return array.field(0) if pa.types.is_struct(array.type) else array
 
 
-def open_parquet(path: Path) -> Opened:
+def open_parquet(path: Path, config: DataConfig) -> Opened:
     """One file, or a folder of files whose names say train, val or test.
 
     Raises:
-        ConvoyError: a file is damaged, has no column of pictures or labels, or differs from the others.
+        ConvoyError: a file is damaged, which columns are its pictures and labels is not clear, it differs from the
+            others, or a label occurs in the test alone.
     """
-    splits = [files for files in shards(path, ".parquet") if files]
-    layout = _Layout.of(splits[0][0])
+    splits = [files for files in shards(path, ".parquet", config) if files]
+    layout = _Layout.of(splits[0][0], config)
     sources, names = zip(*map(layout.open, splits), strict=True)
     if layout.text:
-        classes = sorted({name for each in names for name in each})
+        classes = sorted(set(names[0]))
+        if unknown := set(names[-1]) - set(classes):
+            raise ConvoyError(
+                f"{shown(splits[-1][0])} has label {min(unknown)!r}, which no training sample has: mend that, or go "
+                "without its split by naming the files to train on (--set data.train=…)"
+            )
         for source, each in zip(sources, names, strict=True):
             source.labels = np.searchsorted(np.array(classes), np.array(each)).astype(np.int64)
     else:
         classes = layout.classes or numbered_classes(path, sources)
         check_range(path, sources, classes)
-    return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources)
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources, notes=layout.notes)
 
 
 @dataclass(frozen=True)
@@ -147,34 +158,36 @@ class _Layout:
     text: bool
     classes: list[str] | None
     schema: pa.Schema
+    notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, file: Path) -> "_Layout":
+    def of(cls, file: Path, config: DataConfig) -> "_Layout":
         schema = _open(file).schema_arrow
         features = _features(schema)
         kinds = {name: feature.get("_type") for name, feature in features.items()}
-        columns = ", ".join(map(printable, schema.names))
-        images = [name for name in schema.names if _bytes_path(schema, name)]
-        if not images:
-            raise ConvoyError(
-                f"{shown(file)} has no column of pictures (binary, or a struct with `bytes`): its columns are {columns}"
-            )
         labels = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
-        labels += [name for name in _LABEL_NAMES if name in schema.names]
-        if not labels:
-            raise ConvoyError(
-                f"{shown(file)} has no column of labels ({', '.join(_LABEL_NAMES)}): its columns are {columns}"
-            )
-        image, label = min(images, key=lambda name: kinds.get(name) != "Image"), labels[0]
-        kind = schema.field(label).type
+        labels = labels or [name for name in schema.names if name.lower() in _NAMES["label"]]
+        label = _column(file, "label", labels, schema, config)
+        images = [name for name in schema.names if _bytes_path(schema, name) and name != label]
+        images = [name for name in images if kinds.get(name) == "Image"] or images
+        image = _column(file, "image", images, schema, config)
+        path = _bytes_path(schema, image)
+        if path is None:
+            raise ConvoyError(f"column {printable(image)} of {shown(file)} holds no bytes of pictures: name another")
+        kind = _plain(schema.field(label).type)
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        if not (pa.types.is_integer(kind) or text):
+        if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or text):
             raise ConvoyError(
                 f"column {printable(label)} of {shown(file)} is {kind}, but a label is a whole number or a name"
             )
+        notes = tuple(
+            f"{printable(chosen)} is taken of the columns {', '.join(map(printable, found))}: data.{key}_column chooses"
+            for key, chosen, found in (("image", image, images), ("label", label, labels))
+            if len(found) > 1 and getattr(config, f"{key}_column") is None
+        )
         names = features.get(label, {}).get("names")
         classes = [printable(str(name)) for name in names] if isinstance(names, list) and names else None
-        return cls(str(_bytes_path(schema, image)), label, text, classes, schema)
+        return cls(path, label, text, classes, schema, notes)
 
     def open(self, files: list[Path]) -> tuple[ParquetSource, list[str]]:
         """The source, and the labels' names where the labels are text."""
@@ -186,12 +199,16 @@ class _Layout:
             if not file.schema_arrow.equals(self.schema):
                 raise ConvoyError(
                     f"{shown(path)} has other columns ({', '.join(map(printable, file.schema_arrow.names))}) than the "
-                    "first file, or other types: keep one data set in the folder"
+                    "first file, or other types: keep one data set in the folder, or name its files by data.train"
                 )
             with _arrow(path):
                 column = file.read(columns=[self.label], use_threads=False).column(0)
+                column = column.cast(_plain(column.type))
             if column.null_count:
-                raise ConvoyError(f"{shown(path)} has {column.null_count} rows without a label: remove them")
+                raise ConvoyError(
+                    f"{shown(path)} has {column.null_count} rows without a label: remove them, or name the files to "
+                    "train on (--set data.train=…)"
+                )
             if self.text:
                 names.extend(printable(name) for name in column.to_pylist())
             labels.append(np.zeros(len(column), np.int64) if self.text else column.to_numpy().astype(np.int64))
@@ -233,8 +250,39 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
         return {}
 
 
+def _column(file: Path, key: str, found: list[str], schema: pa.Schema, config: DataConfig) -> str:
+    """The column that is meant: the one that the recipe says, the only one found, or the only one that is called so.
+
+    Raises:
+        ConvoyError: it is not clear.
+    """
+    said, columns = getattr(config, f"{key}_column"), ", ".join(map(printable, schema.names))
+    if said is not None and said not in schema.names:
+        raise ConvoyError(f"data.{key}_column is no column of {shown(file)}: its columns are {columns}")
+    chosen = [said] if said is not None else found
+    for names in ((key,), _NAMES[key]):
+        if len(chosen) > 1:
+            chosen = [name for name in chosen if name.lower() in names] or chosen
+    if len(chosen) == 1:
+        return chosen[0]
+    if not chosen:
+        what = "pictures (binary, or a struct with `bytes`)" if key == "image" else f"labels ({', '.join(_NAMES[key])})"
+        raise ConvoyError(
+            f"{shown(file)} has no column of {what}: its columns are {columns}; set data.{key}_column to one"
+        )
+    listed = ", ".join(map(printable, chosen))
+    raise ConvoyError(
+        f"{shown(file)} has several columns of {key}s: say which by --set data.{key}_column=…, of {listed}"
+    )
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type of what a dictionary stands for."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
 def _bytes_path(schema: pa.Schema, name: str) -> str | None:
-    kind = schema.field(name).type
+    kind = _plain(schema.field(name).type)
     if pa.types.is_struct(kind):
         return f"{name}.bytes" if any(field.name == "bytes" and _is_binary(field.type) for field in kind) else None
     return name if _is_binary(kind) else None

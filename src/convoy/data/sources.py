@@ -212,4 +212,5 @@ def decode_all(
 
 def refusal(bad: BadImage, source: Source) -> ConvoyError:
     """The refusal of a picture when bad ones are not to be skipped."""
-    return ConvoyError(f"{bad}: {source.mend}, or set data.bad_images=skip (--bad-images skip)")
+    skip = "set data.bad_images=skip (--bad-images skip); convoy data PATH --check names all of them"
+    return ConvoyError(f"{bad}: {source.mend}, or {skip}")

@@ -1,5 +1,7 @@
 """WebDataset tars: the members `name.jpg` and `name.cls` of a tar are a sample and its label.
 
+By the format's rule a name ends at its first dot; `22.05.jpg` and `22.05.cls`, alike up to the last, are a sample too.
+
 Only the headers are read to begin with; a picture is then read at its offset, in any order, which an exact order of
 samples needs. Nothing is unpacked and no member's name is ever used as a path.
 """
@@ -8,15 +10,18 @@ import json
 import os
 import tarfile
 import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.decode import BadImage
+from convoy.data.config import DataConfig
+from convoy.data.decode import BadImage, left_out, suffixes
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
-from convoy.data.folder import MAX_PICTURE_BYTES, SUFFIXES
+from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.memory import Names, SharedNumbers
 from convoy.data.sources import EncodedSource, Progress
 from convoy.errors import ConvoyError
@@ -81,13 +86,15 @@ class _Descriptor:
         weakref.finalize(self, os.close, self.number)
 
 
-def open_tars(path: Path, progress: Progress | None = None) -> Opened:
+def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) -> Opened:
     """One tar, or a folder of tars whose names say train, val or test; class names from a `classes.txt` beside them.
 
     Raises:
-        ConvoyError: a tar is compressed, cut off or damaged, or a sample lacks its picture or its label.
+        ConvoyError: a tar is compressed, cut off or damaged, a sample lacks its picture or its label, or names do not
+            say which belong together.
     """
-    sources = [_open_split(files, progress) for files in shards(path, ".tar") if files]
+    others = Counter[str]()
+    sources = [_open_split(files, progress, others) for files in shards(path, ".tar", config) if files]
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
     if names.is_file():
         with reading(names):
@@ -96,13 +103,16 @@ def open_tars(path: Path, progress: Progress | None = None) -> Opened:
     else:
         classes = numbered_classes(path, sources)
     check_range(path, sources, classes)
-    return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources)
+    name = path.stem if path.is_file() else path.resolve().name
+    return Opened(name, classes, *sources, notes=tuple(left_out(others)))
 
 
-def _open_split(files: list[Path], progress: Progress | None) -> TarSource:
+def _open_split(files: list[Path], progress: Progress | None, others: Counter[str]) -> TarSource:
     samples: list[tuple[str, int, int, int, int]] = []
     for number, file in enumerate(files):
-        samples += [(member.name, number, member.offset_data, member.size, label) for member, label in _labeled(file)]
+        samples += [
+            (member.name, number, member.offset_data, member.size, label) for member, label in _labeled(file, others)
+        ]
         if progress:
             progress("indexing tars", number + 1, len(files))
     if not samples:
@@ -115,32 +125,31 @@ def _open_split(files: list[Path], progress: Progress | None) -> TarSource:
     )
 
 
-def _labeled(path: Path) -> list[tuple[tarfile.TarInfo, int]]:
-    """The pictures of a tar and their labels."""
-    pictures: dict[str, tarfile.TarInfo] = {}
-    documents: dict[str, tarfile.TarInfo] = {}
-    labels: dict[str, int] = {}
+def _labeled(path: Path, others: Counter[str]) -> list[tuple[tarfile.TarInfo, int]]:
+    """The pictures of a tar and their labels; counts what is left out by its kind."""
+    kinds: dict[str, dict[str, tarfile.TarInfo]] = {"picture": {}, ".cls": {}, ".json": {}}
     try:
         with reading(path), tarfile.open(path, "r:") as tar:
             for member in tar:
                 _check_size(member, path)
-                name = member.name.removeprefix("./")
-                folder, _, base = name.rpartition("/")
-                stem, dot, suffix = base.partition(".")
-                if not member.isreg() or not dot or not stem or member.sparse is not None:
-                    continue
-                key, suffix = f"{folder}/{stem}" if folder else stem, "." + suffix.lower()
-                if suffix in SUFFIXES:
-                    if key in pictures:
-                        raise ConvoyError(f"{shown(path)} has two pictures {printable(key)}: give them other names")
-                    pictures[key] = member
-                elif suffix == ".cls" and (label := _label(tar, member, path)) is not None:
-                    labels[key] = label
-                elif suffix == ".json":
-                    documents[key] = member
-            for key, member in documents.items():
-                if key not in labels and (label := _label(tar, member, path)) is not None:
-                    labels[key] = label
+                key, end = os.path.splitext(member.name.removeprefix("./"))  # noqa: PTH122 (no path)
+                kind = "picture" if end.lower() in suffixes() else end.lower()
+                if not member.isreg() or member.sparse is not None or key.rpartition("/")[2].startswith("."):
+                    if kind in kinds:
+                        others[f"{end} that is hidden, a link or no whole file"] += 1
+                elif kind not in kinds:
+                    others[_after_first_dot(member.name)] += 1
+                elif key in kinds[kind]:
+                    what = "pictures" if kind == "picture" else f"members {kind} of"
+                    raise ConvoyError(f"{shown(path)} has two {what} {printable(key)}: give them other names")
+                else:
+                    kinds[kind][key] = member
+            pictures, labels, documents = kinds.values()
+            alone = {key: member for key, member in documents.items() if key not in labels}
+            labels |= {key: member for key, member in alone.items() if _label(tar, member, path) is not None}
+            pairs = _pairs(pictures, labels, path, others)
+            found = [(pictures[key], _label(tar, labels[by], path)) for by, key in pairs]
+            return [(member, label) for member, label in found if label is not None]
     except ConvoyError:
         raise
     except (tarfile.TarError, MemoryError, ValueError, OverflowError) as error:
@@ -155,16 +164,44 @@ def _labeled(path: Path) -> list[tuple[tarfile.TarInfo, int]]:
         raise ConvoyError(
             f"{shown(path)} is no tar file, or is cut off or damaged ({reason}): fetch it again"
         ) from None
-    for key in labels:
-        if key not in pictures:
-            raise ConvoyError(f"{shown(path)} has a label for {printable(key)} but no picture: write the tar again")
-    for key, member in pictures.items():
-        if key not in labels:
+
+
+def _pairs(
+    pictures: dict[str, tarfile.TarInfo], labels: Collection[str], path: Path, others: Counter[str]
+) -> Iterable[tuple[str, str]]:
+    """The keys of each sample's label and picture: the same up to their last dots, else up to their first ones.
+
+    Raises:
+        ConvoyError: a sample has no label, no picture, or several of which any may be meant.
+    """
+    pairs: dict[str, str] = {}
+    for key in sorted(pictures, key=lambda key: "." in key.rpartition("/")[2]):  # names with one dot first
+        first = key.removesuffix(_after_first_dot(key))
+        by = key if key in labels else first
+        if by not in labels and key == first:
             raise ConvoyError(
-                f"{shown(path)} has no label for {printable(member.name)}: a sample needs {printable(key)}.cls with a "
-                'whole number, or .json with "label"'
+                f"{shown(path)} has no label for {printable(pictures[key].name)}: a sample needs {printable(key)}.cls "
+                'with a whole number, or .json with "label"'
             )
-    return [(member, labels[key]) for key, member in pictures.items()]
+        if pairs.get(by, by) != by:
+            raise ConvoyError(
+                f"{shown(path)} has two pictures that may be meant by the label of {printable(by)}: call one "
+                f"{printable(by)}, as a name ends at its first dot"
+            )
+        if by not in labels or by in pairs:
+            others[_after_first_dot(pictures[key].name)] += 1
+        else:
+            pairs[by] = key
+    for key in labels:
+        if key not in pairs and key.removesuffix(_after_first_dot(key)) not in pairs:
+            raise ConvoyError(f"{shown(path)} has a label for {printable(key)} but no picture: write the tar again")
+    return sorted(pairs.items(), key=lambda pair: pictures[pair[1]].offset)
+
+
+def _after_first_dot(name: str) -> str:
+    """The end of a member's name, from the first dot of its base name on."""
+    _, dot, end = name.rpartition("/")[2].partition(".")
+    return dot + end
 
 
 def _check_size(member: tarfile.TarInfo, path: Path) -> None:

@@ -336,13 +336,14 @@ def _host(facts: Facts) -> Iterator[Advice]:
                 named += f" and {plural(len(load.others) - 1, 'other')}"
             lost = _lost_to_others(facts, load)
             have = load.others_cores or sum(other.cores for other in load.others)
+            cores = f"{rough_percent(have)} of the core" if load.cores == 1 else f"{have:.2g} of {load.cores:.2g} cores"
             yield Advice(
                 "busy",
                 f"end {named}, or give the training other cores",
                 (),
                 _saving(facts, lost * facts.total_s),
-                f"Other processes keep {have:.2g} of {load.cores:.2g} cores busy{where}, {named}: waiting for a core "
-                f"takes {rough_percent(lost)} of the training's time.",
+                f"Other processes, {named}, keep {cores}{where} busy: waiting for a core takes "
+                f"{rough_percent(lost)} of the training's time.",
             )
         if load.gpu is not None:
             yield from _gpu(facts, load.gpu, load.wall_s, where)

@@ -8,11 +8,10 @@ ways in float64. A branch whose first weights are zero or next to it, as the las
 nothing: where there are such weights, it is run both ways with others in their place too.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.engine.layers import BATCH_NORM_LAYERS, DROPOUT_LAYERS, MicrobatchNorm, SampleDropout, prepare
 from convoy.engine.layerwise import Layerwise, random_state
 from convoy.engine.network import network_of
+from convoy.graph.given import copied
 from convoy.graph.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import OPERATIONS, capture, place
@@ -66,11 +66,12 @@ def why_together(graph: Graph, batch_norm: str) -> str:
         graph: the network, captured with at least two samples.
         batch_norm: over which samples statistics are taken.
     """
-    found = coupling(graph)
-    normed = [call for call in graph.calls if call.op == "batch_norm" and call.updates] if batch_norm == "sync" else []
-    if normed or found is not None:
-        layer = f"layer {found.layer}" if found is not None and found.layer else "the network itself"
-        who = f"batch norm over the global batch (layer {normed[0].layer})" if normed else layer
+    whole = batch_norm == "sync" or not graph.training  # as by the plain layer, which may have no other statistics
+    normed = [call for call in graph.calls if whole and call.op == "batch_norm" and call.attributes["training"]]
+    found = next(iter(normed), coupling(graph))
+    if found is not None:
+        layer = f"layer {found.layer}" if found.layer else "the network itself"
+        who = f"batch norm over the global batch ({layer})" if normed else layer
         return f"{who} computes with all samples of a pass at once"
     of_samples = set(graph.inputs)
     for call in graph.calls:
@@ -170,6 +171,7 @@ class Probe:
         normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
             would take all microbatches of one call before those of the next.
         outputs: tensors that it gives in training: with auxiliary heads more than one.
+        graph: of the plain network with two microbatches in training; None where a graph cannot say what it does.
         on_device: ranks that share the memory of a GPU, or of a host's CPUs.
     """
 
@@ -179,7 +181,14 @@ class Probe:
     normed_again: bool
     outputs: int = 1
     owned: bool = False
+    graph: Graph | None = field(default=None, repr=False)
     on_device: int = 1
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether batch norm has no running statistics, so that evaluation depends on the batch too."""
+        normed = (call.attributes for call in self.graph.calls if call.op == "batch_norm") if self.graph else ()
+        return any(found["training"] and found["running_mean"] is None for found in normed)
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, memory: float, sharing: int = 1) -> int:
         """Microbatches in one pass: all of them, as many as fit in the budget of a pass, or one.
@@ -216,7 +225,7 @@ def probe(
     """
     sizes = (samples, samples)
     images = torch.rand(sum(sizes), *image_shape, generator=torch.Generator().manual_seed(0)).to(device)
-    model = copy.deepcopy(plain).train()
+    model = copied(plain).train()
     context = prepare(model, 0, batch_norm)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         before = random_state(device)
@@ -247,6 +256,7 @@ def probe(
         outputs=outputs,
         # of numbers that belong to no sample, or are drawn in a way of the network's own, there is no graph
         owned=draws and batch_norm == "microbatch" and graph is not None and coupling(graph) is None,
+        graph=graph,
     )
 
 
@@ -280,7 +290,7 @@ def _tried(
     """The same by numbers: in float64 on the CPU, so that it is the same on all devices."""
 
     def on(device: torch.device, dtype: torch.dtype) -> bool:
-        model = copy.deepcopy(plain).to(device, dtype).train(training)
+        model = copied(plain).to(device, dtype).train(training)
         context = prepare(model, 0, batch_norm)
         generator = torch.Generator().manual_seed(0)
         images = torch.rand(2 * samples, *image_shape, generator=generator, dtype=torch.float64).to(device, dtype)
@@ -310,7 +320,8 @@ def probe_of_graph(
         CaptureError: the network does something that a graph cannot say.
     """
     inputs = [torch.empty(2 * samples, *image_shape, device="meta")]
-    graph = under_autocast(capture(model, inputs, training=True), precision, device.type)
+    plain = capture(model, inputs, training=True)
+    graph = under_autocast(plain, precision, device.type)
     batch = Batch(_ALONE.mesh, (), (range(2 * samples),))
     kept = predict_memory(place(graph, _ALONE, batch, [ref.name for ref in leaves(graph.output, Ref)]))[0].activations
     layers = dict(model.named_modules())
@@ -326,6 +337,7 @@ def probe_of_graph(
         normed_again=any(number > 1 for layer, number in normed.items() if isinstance(layers.get(layer), _BatchNorm)),
         outputs=len(leaves(graph.output, Ref)),
         owned=draws and together is None,
+        graph=plain,
     )
 
 
@@ -359,11 +371,17 @@ def _run(
 
 
 def _alike(model: nn.Module, context: StepContext, images: Tensor) -> bool:
-    """Whether two microbatches one after the other give what they give together."""
-    half = len(images) // 2
+    """Whether two microbatches one after the other give, and leave in buffers, what they do together."""
+    half, buffers = len(images) // 2, [b for b in model.buffers() if b.numel() and b.is_floating_point()]
+    before = [buffer.clone() for buffer in buffers]
     together = _run(model, context, images, 0, (half, half))
+    after = [buffer.clone() for buffer in buffers]
+    for buffer, value in zip(buffers, before, strict=True):
+        buffer.copy_(value)
     apart = [_run(model, context, images[start : start + half], start, (half,)) for start in (0, half)]
-    return all(_close(whole, torch.cat([pieces[i] for pieces in apart])) for i, whole in enumerate(together))
+    return all(map(_close, after, buffers)) and all(
+        _close(whole, torch.cat([pieces[i] for pieces in apart])) for i, whole in enumerate(together)
+    )
 
 
 def _asleep(model: nn.Module) -> Iterator[tuple[Tensor, float]]:

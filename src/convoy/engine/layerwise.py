@@ -4,7 +4,6 @@ Nobody knows what the code does between its layers, so every rank runs it on the
 between the layers: this sends more than a program would, and never computes anything else than one device.
 """
 
-import copy
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from convoy.comm.redistribution import redistribute
 from convoy.engine.agreement import Form, arguments
-from convoy.engine.network import Network, plain_forward
+from convoy.engine.network import Network
 from convoy.engine.output import writable
 from convoy.errors import ConvoyError
 from convoy.graph.capture import nothing_left
+from convoy.graph.given import copied
 from convoy.graph.graph import CaptureError
 from convoy.graph.tree import replace
 from convoy.plans import Layout, transfer
@@ -71,6 +71,8 @@ class Layerwise(Network):
             part.channels_last, part.compile = self.channels_last, self.compile
             try:
                 part.look(inputs, self._training)
+                if any(graph.constants for graph in part._graphs):
+                    raise CaptureError("it computes with a tensor that is made anew before it is called")
             except CaptureError as error:
                 if isinstance(layer, _DropoutNd):
                     self._refuse_draws(name, layer)
@@ -84,14 +86,14 @@ class Layerwise(Network):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output for this rank's own samples."""
-        inputs, form = arguments(self.model, args, kwargs, self.own_forward)
+        inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         inputs, samples = self.open_pass(inputs)
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, inputs[0].device)
         own = own_samples((sum(samples),), batch)
         whole = [writable(self._move(x, own, WHOLE, (sum(samples), *x.shape[1:]))) for x in inputs]
         positional, named = form.fill(whole)
-        with plain_forward(self.model, self.own_forward):
+        with self.plain_forward():
             outputs = self.model.forward(*positional, **named)
         self.end_pass()
 
@@ -133,7 +135,7 @@ def _inputs_of_layers(
 ) -> dict[str, list[Any]]:
     """Shapes and types of what every layer is given in either mode, by the layer's name."""
     seen: dict[str, list[Any]] = {}
-    model = copy.deepcopy(model)
+    model = copied(model)
     with nothing_left(model):
         for name, layer in model.named_modules():
             if isinstance(layer, LAYERS):

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -53,20 +54,6 @@ def owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
         module = model.get_submodule(path)
         found[name] = (module._parameters if key in module._parameters else module._buffers), key
     return found
-
-
-@contextlib.contextmanager
-def plain_forward(model: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
-    """The model with the forward pass of its class, or with its `own`, if it was given one before."""
-    now = model.__dict__.pop("forward", None)
-    if own is not None:
-        model.__dict__["forward"] = own
-    try:
-        yield
-    finally:
-        model.__dict__.pop("forward", None)
-        if now is not None:
-            model.__dict__["forward"] = now
 
 
 class Guard(Protocol):
@@ -153,10 +140,10 @@ class Network:
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
+        self._own_forward = vars(self.model).get("forward")  # of the module alone, in place of its class's
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
         self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
-        self.own_forward: Callable[..., Any] | None = self.model.__dict__.get("forward")
         self._state_alone: tuple[str, ...] = ()
         self.passes = 0
         self._uncompiled: Callable[..., Any] | None = None
@@ -239,7 +226,7 @@ class Network:
             self._look_alone()
         plain = self.undivided and self.context.batch_norm != "microbatch" and not self.compile
         if plain and (torch.compiler.is_compiling() or not self._has_kernels()):
-            return self._run_plain(*args, **kwargs)
+            return self._plain(*args, **kwargs)
         if self._uncompiled is None and "torch._dynamo" in sys.modules:  # importing it takes seconds
             self._uncompiled = torch.compiler.disable(self._forward)
         run = self._uncompiled or self._forward
@@ -249,14 +236,23 @@ class Network:
             return run(*args, **kwargs)
         except ConvoyError:  # the plain network can what no program can: branch on a number, take a list
             self.normalizes = False
-            return self._run_plain(*args, **kwargs)
+            return self._plain(*args, **kwargs)
 
-    def _run_plain(self, *args: Any, **kwargs: Any) -> Any:
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
         if self.samples is None and not torch.compiler.is_compiling() and self.trains:
             self.passes += 1  # as on several devices: random numbers follow it, should the network draw some later
-        if self.own_forward is not None:
-            return self.own_forward(*args, **kwargs)
-        return type(self.model).forward(self.model, *args, **kwargs)
+        return (self._own_forward or MethodType(type(self.model).forward, self.model))(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def plain_forward(self) -> Iterator[None]:
+        """The model with the forward pass that it had."""
+        now = vars(self.model).pop("forward", None)
+        vars(self.model).update({} if self._own_forward is None else {"forward": self._own_forward})
+        try:
+            yield
+        finally:
+            vars(self.model).pop("forward", None)
+            vars(self.model).update({} if now is None else {"forward": now})
 
     def _has_kernels(self) -> bool:
         """Whether a pass of the undivided network is faster by Convoy's kernels, and nobody would miss its layers."""
@@ -265,7 +261,7 @@ class Network:
         return len(self._programs) < MAX_PROGRAMS and not self._unchanged.has_hooks()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs, form = arguments(self.model, args, kwargs, self.own_forward)
+        inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         found, placement = self._pass(inputs, None if form.is_plain else form)
         samples = tuple(map(len, placement.batch.parts))
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(found[ref.name], samples)))
@@ -516,7 +512,7 @@ class Network:
     def _capture(self, signature: Signature) -> Graph:
         total = sum(signature.samples)
         inputs = [torch.empty(total, *shape, dtype=dtype, device="meta") for shape, dtype in signature.inputs]
-        with plain_forward(self.model, self.own_forward), torch.inference_mode(False):
+        with self.plain_forward(), torch.inference_mode(False):
             forward = None if signature.form is None else signature.form.caller(self.model.forward)
             # where it is in this mode already, it is as its modules are, and a mode of its own stays
             training = None if signature.training == self.model.training else signature.training
@@ -542,7 +538,7 @@ class Network:
         twin.__dict__ |= self.__dict__
         memo[id(self)] = twin
         twin.model = copy.deepcopy(self.model, memo)
-        twin.own_forward = copy.deepcopy(self.own_forward, memo)
+        twin._own_forward = copy.deepcopy(self._own_forward, memo)
         twin.reducer = twin.guard = None
         twin._owners = {}  # the model's own copy is not complete yet
         twin._unchanged = self._unchanged.of_copy(twin.model)

@@ -31,6 +31,7 @@ from convoy.engine.shards import part_name, same_part
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred, evaluate, fill, fingerprint, materialize
+from convoy.graph.given import prepare_given
 from convoy.graph.graph import CaptureError, ChangedError, KeptError
 from convoy.ops.context import StepContext
 from convoy.ops.recompute import Recompute, as_recompute
@@ -200,6 +201,7 @@ def take_part(
 ) -> Network:
     """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it."""
     join()  # first, so that mistakes are said once for all ranks
+    prepare_given(model)
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
     _check_option("batch_norm", batch_norm, get_args(BatchNorm))

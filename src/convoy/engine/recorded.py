@@ -32,10 +32,12 @@ from torch.utils._pytree import tree_flatten
 
 from convoy.comm.memory import lack_of_memory
 from convoy.comm.position import current
+from convoy.engine.gradients.divided import plain
 from convoy.ops.context import KeyTape, StepContext
 
 WARM_UP, TRACED = 2, 2
-READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim", "bincount"}
+READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"}
+READS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 """Operations whose result, or its size, the host waits for."""
 SMALL = 256
 """Numbers of a tensor of the host that are compared one by one."""
@@ -105,7 +107,7 @@ class Recorded:
         context: that its random numbers follow.
         graph: makes a recording.
         agree: of a reason not to record, the first that any rank has; all ranks call it.
-        fit: of whether inputs are as those of the first call, whether they are on all ranks; all ranks call it.
+        fit: of whether a call is as those that are recorded, whether it is on all ranks; all ranks call it.
         abandon: has others forget a call that broke off.
         tell: is told in one sentence what came of it.
 
@@ -128,7 +130,7 @@ class Recorded:
         self._function, self._model, self._context = function, model, context
         self._make_graph, self._agree, self._fit, self._abandon, self.tell = graph, agree, fit, abandon, tell
         self.refusal: str | None = None
-        self._calls = 0
+        self._warmed_up = 0
         self._form: list[Any] | None = None
         self._inputs: list[Tensor] = []
         self._traces: list[Trace] = []
@@ -137,7 +139,7 @@ class Recorded:
         self._outputs: list[Tensor] = []
         self._gradients: list[Tensor | None] = []
         self._kept: list[Tensor] = []
-        self._places: list[int] = []
+        self._state: list[Any] = []
 
     @property
     def is_recorded(self) -> bool:
@@ -146,41 +148,36 @@ class Recorded:
 
     def __call__(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What `function(step, inputs)` gives and does, on whatever way."""
-        with torch._C.DisableTorchFunctionSubclass():  # gradients may be marked as parts
-            return self._call(step, inputs)
-
-    def _call(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         if self.refusal is not None:
             return self._function(step, inputs)
-        network = getattr(self._model, "_convoy", None)
-        state = None if network is None else network.python_state()
-        form = [self._model.training, state, *map(_form, inputs)]
+        form = [self._model.training, *map(_form, inputs)]
         if self._form is None:
             self._form = form
-        parameters = list(self._model.parameters()) if self._graph is not None else []
+        as_recorded = self._graph is None or _state(self._model) == self._state
         # a rank whose part of a smaller batch is as ever would replay while the others ask it for its samples
-        if not self._fit(form == self._form and [p.data_ptr() for p in parameters] == self._places):
+        if not self._fit(form == self._form and as_recorded):
             return self._function(step, inputs)
-        self._calls += 1
-        if self._calls <= WARM_UP:
+        if self._warmed_up < WARM_UP:
             self._tape = KeyTape()
             with self._context.taped(self._tape, step):
-                return self._function(step, inputs)
+                outputs = self._function(step, inputs)
+            self._warmed_up += 1  # calls that break off do not count
+            return outputs
         self._tape.is_complete = True
         if not self._inputs:
             self._inputs = [torch.empty_like(x.detach()) for x in inputs]
         for held, x in zip(self._inputs, inputs, strict=True):
             held.copy_(x, non_blocking=True)
         if self._graph is not None:
-            return self._replay(step, parameters)
-        if self._calls <= WARM_UP + TRACED:  # where a mode of dispatch is on, what is compiled runs as it was written
+            return self._replay(step)
+        if len(self._traces) < TRACED:  # where a mode of dispatch is on, what is compiled runs as it was written
             return self._traced(step)
         return self._recorded(step)
 
     def forget(self) -> None:
         """Let go of the recording and its memory, and record no more."""
         self._graph, self._outputs, self._gradients, self._inputs, self._traces = None, [], [], [], []
-        self._kept, self._places = [], []
+        self._kept, self._state = [], []
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
@@ -210,9 +207,8 @@ class Recorded:
         if len(self._traces) == TRACED:
             reason = self._agree(trace.refusal or self._traces[0].difference(trace))
             if reason is not None:
-                outputs = [x.clone() for x in outputs]
                 self._refuse(reason)
-        return outputs
+        return [x.clone() for x in outputs]  # the next call writes to the inputs, of which they may be parts
 
     def _recorded(self, step: int) -> list[Tensor]:
         """Run the update as ever, then record it and compare its replay."""
@@ -259,7 +255,7 @@ class Recorded:
             reason = self._agree(reason)
         count = len(first) - len(buffers) - len(parameters)
         if reason is None:
-            self._graph, self._places = graph, [p.data_ptr() for p in parameters]
+            self._graph, self._state = graph, _state(self._model)
             kept = "has the same bits" if off == 0 else f"differs by {off:.0e}, as two runs do"
             self.tell(f"updates are replayed as a CUDA graph: the first {kept} (--cuda-graphs off: as before)")
             begin_from, outputs = self._gradients, [x.clone() for x in self._outputs]
@@ -273,8 +269,9 @@ class Recorded:
         self._leave(parameters, begin_from, earlier)
         return outputs
 
-    def _replay(self, step: int, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    def _replay(self, step: int) -> list[Tensor]:
         assert self._graph is not None
+        parameters = list(self._model.parameters())
         # what accumulates may lie where the replay writes
         earlier = [None if p.grad is None else p.grad.clone() for p in parameters]
         self._tape.write(self._context.seed, step)
@@ -295,7 +292,7 @@ class Recorded:
 def distance(results: Sequence[Tensor | None], first: Sequence[Tensor | None]) -> float:
     """How far some tensors are from others: the largest difference in one, over its largest number or a thousandth of
     the largest of all; 0 where all bits are the same, infinite where one is missing or not a number as the other is."""
-    alike = [(a, b) for a, b in zip(results, first, strict=True) if a is not None and b is not None]
+    alike = [(plain(a), plain(b)) for a, b in zip(results, first, strict=True) if a is not None and b is not None]
     if len(alike) < sum(a is not None or b is not None for a, b in zip(results, first, strict=True)):
         return float("inf")
     alike = [(a, b) for a, b in alike if not torch.equal(a, b) and a.numel()]
@@ -356,16 +353,20 @@ class Trace(TorchDispatchMode):
             self.refusal = f"{what} {_where()}".rstrip()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments, _ = tree_flatten((args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():  # gradients that are marked as parts have answered already
+            return self._note(func, args, kwargs or {})
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        arguments, _ = tree_flatten((args, kwargs))
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         name = func._schema.name.partition("::")[2]
         if func.namespace != "profiler":
-            self._look(func, name, tensors, kwargs or {})
+            self._look(func, name, tensors, kwargs)
             numbers = repr([_plain(x) for x in arguments if not isinstance(x, Tensor)])
             outside = tuple((x, _contents(x)) for x in tensors if _storage(x) not in self._made)
             self._noted.append(Noted(name, numbers, outside, _where()))
         before = {_storage(x) for x in tensors}
-        results = func(*args, **(kwargs or {}))
+        results = func(*args, **kwargs)
         for x in tree_flatten(results)[0]:
             if isinstance(x, Tensor) and _storage(x) not in before:
                 self._made[_storage(x)] = StorageWeakRef(x.untyped_storage())
@@ -419,6 +420,18 @@ def _alike(a: tuple[Tensor, list[Any] | None], b: tuple[Tensor, list[Any] | None
 
 def _storage(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
+
+
+def _state(model: nn.Module) -> list[Any]:
+    """What a replay would not follow: the mode of each layer, where its tensors lie, which of them are trained, and
+    what else `forward` reads."""
+    network = getattr(model, "_convoy", None)
+    found: list[Any] = [] if network is None else [network.python_state()[1]]
+    for layer in model.modules():
+        found.append(layer.training)
+        tensors = (x for x in (*layer._parameters.values(), *layer._buffers.values()) if x is not None)
+        found += [(x.data_ptr(), x.requires_grad) for x in tensors]
+    return found
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:

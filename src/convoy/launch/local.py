@@ -39,7 +39,7 @@ def start(
     num_devices: int,
     verbose: bool = False,
     max_restarts: int = 0,
-    advice: str = "",
+    advice: Callable[[], str] = str,
     on_failure: Callable[[Failure], None] = lambda failure: None,
 ) -> int:
     """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end.
@@ -53,7 +53,7 @@ def start(
         num_devices: how many ranks.
         verbose: print the traceback of a mistake too.
         max_restarts: how often the ranks may be started again.
-        advice: what to do when a rank was killed.
+        advice: says what to do when a rank was killed.
         on_failure: called with the failure that is printed, when no rank runs any more.
 
     Returns:
@@ -86,7 +86,7 @@ def start(
                 elastic_launch(config, sys.executable)("-m", "convoy", *arguments)
             except ChildFailedError as error:
                 for rank, failed in error.failures.items():
-                    sentence = "; ".join(filter(None, (f"it {end_of(failed.exitcode)}", advice)))
+                    sentence = "; ".join(filter(None, (f"it {end_of(failed.exitcode)}", advice())))
                     silent.append(Failure(rank, "killed", sentence, "", time.time()))
         attempt = _newest(folder)
         failure = cause([*read_failures(attempt), *silent])

@@ -14,6 +14,8 @@ FOLDER = "CONVOY_LAUNCH"
 STOP = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 """To a rank: the run as a whole is to stop, where SIGTERM says that another rank has failed. SIGUSR1 may have a handler
 of NCCL's or of a profiler; the first real-time signal is nobody's. macOS has none."""
+HANDED_ON: Mapping[int, str] = {signal.SIGINT: "SIGINT", STOP: "SIGTERM", signal.SIGUSR2: "SIGUSR2"}
+"""The signals that say so to a rank, and what they were to the process that started it."""
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from convoy.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
-from convoy.launch.place import STOP, RankPlace
+from convoy.launch.place import HANDED_ON, RankPlace
 
 GRACE_S = 2.0
 """Seconds after a rank's failure in which the others may find that out by themselves."""
@@ -24,14 +24,15 @@ _POLL_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
 
-def follow(parent: int, folder: Path, rank: int) -> None:
-    """End with the starting process, however that ended; soon after any rank has failed; and soon after SIGTERM, whose
-    handler must wait while the main thread is in a collective.
+def follow(parent: int, folder: Path, rank: int, stop: Callable[[str], None]) -> None:
+    """End with the starting process, however that ended; soon after any rank has failed; and soon after a signal that
+    means so, whose handler must wait while the main thread is in a collective.
 
     Args:
         parent: number of the starting process.
         folder: where the ranks of this attempt leave word.
         rank: this one.
+        stop: ends this rank where the run as a whole is to stop, by the signal of this name.
     """
     end_with_parent()
     if os.getppid() != parent:
@@ -42,14 +43,17 @@ def follow(parent: int, folder: Path, rank: int) -> None:
     os.register_at_fork(after_in_child=_forget)  # a loader's signals are not this process's
 
     def watch() -> None:
-        since = None
+        since, stopped = None, 0
         while since is None or time.monotonic() - since < GRACE_S:
             ready, _, _ = select.select([signals], [], [], _POLL_S)
-            asked = ready and signal.SIGTERM in os.read(signals, 64)
+            heard = os.read(signals, 64) if ready else b""
+            stopped = next((number for number in heard if number in HANDED_ON), stopped)
             if os.getppid() != parent:
                 os._exit(1)
-            if since is None and (asked or any(folder.glob("failure-*.json"))):
+            if since is None and (stopped or signal.SIGTERM in heard or any(folder.glob("failure-*.json"))):
                 since = time.monotonic()
+        if stopped:
+            stop(HANDED_ON[stopped])
         leave(folder, rank)
         os._exit(status_of(folder, 1))
 
@@ -103,8 +107,14 @@ def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
         _prefix_warnings(place.rank)
     folder = Path(place.folder) if place.folder else None
     ending = threading.Event()
+
+    def stop(name: str) -> None:
+        ending.set()
+        sentence = f"{name}: stopped at once{', without saving' if saves else ''}"
+        _fail(Failure(place.rank, "interrupted", sentence, "", time.time()), folder)
+
     if folder is not None:
-        _prepare(place, folder, ending)
+        _prepare(place, folder, ending, stop)
 
     def hang(sentence: str) -> None:
         _fail(Failure(place.rank, "hung", sentence, "", time.time()), folder)
@@ -113,9 +123,7 @@ def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
         try:
             yield hang
         except _StoppedEarly as stopped:
-            ending.set()
-            sentence = f"{stopped}: stopped at once{', without saving' if saves else ''}"
-            _fail(Failure(place.rank, "interrupted", sentence, "", time.time()), folder)
+            stop(str(stopped))
         except (Exception, KeyboardInterrupt) as error:
             ending.set()
             if place.num_ranks == 1:
@@ -127,7 +135,7 @@ def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
         ending.set()
 
 
-def _prepare(place: RankPlace, folder: Path, ending: threading.Event) -> None:
+def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Callable[[str], None]) -> None:
     """Take the signals of a rank that `convoy.launch.start` started, and say that it is there."""
 
     def terminate(number: int, frame: Any) -> None:
@@ -137,9 +145,14 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event) -> None:
         ending.set()
         raise _Terminated("another rank failed")
 
+    def unraisable(lost: "sys.UnraisableHookArgs", show: Callable[..., None] = sys.unraisablehook) -> None:
+        if not isinstance(lost.exc_value, _Terminated | _StoppedEarly):  # lost in a finalizer; `follow` ends this rank
+            show(lost)
+
     folder.mkdir(exist_ok=True)
-    follow(int(os.environ[PARENT]), folder, place.rank)
-    for number in (signal.SIGINT, STOP, signal.SIGUSR2):
+    follow(int(os.environ[PARENT]), folder, place.rank, stop)
+    sys.unraisablehook = unraisable
+    for number in HANDED_ON:
         signal.signal(number, _stop_early)
     signal.signal(signal.SIGTERM, terminate)
     (folder / f"pid-{place.rank}").write_text(str(os.getpid()))
@@ -180,7 +193,7 @@ class _StoppedEarly(BaseException):
 
 
 def _stop_early(number: int, frame: Any) -> None:
-    raise _StoppedEarly("SIGTERM" if number == STOP else signal.Signals(number).name)
+    raise _StoppedEarly(HANDED_ON[number])
 
 
 def _fail(failure: Failure, folder: Path | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from convoy.errors import ConvoyError
+from convoy.graph.given import unwrapped
 from convoy.models.heads import classifier_names, first_convolution
 from convoy.models.libraries import Timm, Torchvision, UnknownOptionError, called, parameters, reason, takes
 from convoy.models.registry import REGISTRY, ModelInfo, Registered, check_name
@@ -54,6 +55,7 @@ class Factory:
         model = self._call(function, sizes, options)
         if not isinstance(model, nn.Module):
             raise ConvoyError(f"{self.name} returned {type(model).__name__}: it has to return an nn.Module")
+        model = unwrapped(model)
         _check_sizes(self.name, model, {key: asked[key] for key in asked if takes(function, key) != "explicitly"})
         return model
 

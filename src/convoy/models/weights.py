@@ -100,6 +100,12 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise ConvoyError(
             f"{path} holds no state dict, by itself or under 'state_dict' or 'model': save model.state_dict()"
         )
+    for key, x in content.items():
+        kind = "nested" if x.is_nested else "quantized" if x.is_quantized else "on the meta device" if x.is_meta else ""
+        if kind := kind or str(x.layout).removeprefix("torch.").removeprefix("strided"):
+            raise ConvoyError(
+                f"{key} in {path} is {kind}, and weights are plain numbers: save plain tensors in its place"
+            )
     return {str(key): value for key, value in content.items()}
 
 

@@ -124,8 +124,9 @@ def _both(layer: "_Layer", twin: "_Layer", site: Site, twin_site: Site) -> Kerne
 
 
 def _nothing(t: Tensors) -> Tensor:
-    """The result without elements; scale and shift get a gradient of zero."""
-    return affine(t.x.clone(), t.weight, t.bias, (-1, *[1] * (t.x.dim() - 2)))
+    """The result without elements; scale and shift get a gradient of zero, and what is added is one of its inputs, so
+    that its backward pass runs on every rank."""
+    return ended(affine(t.x.clone(), t.weight, t.bias, (-1, *[1] * (t.x.dim() - 2))), t.residual, False)
 
 
 class _Layer:
@@ -144,7 +145,9 @@ class _Layer:
         samples = layout.split(0)
         self.sample_axes: Axes = samples.axes if samples else ()
         self.other_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
-        self.passing = self._holders(tuple(sorted({*self.sample_axes, *self.other_axes})))
+        self.in_turns = site.context.in_turns and not site.graph.training
+        every = tuple(sorted({*self.sample_axes, *self.other_axes}))
+        self.passing = self._holders(self.other_axes if self.in_turns else every)
         self.own = self._holders(self.other_axes, samples=False)
         self._divisions: dict[tuple[int, ...], _Division] = {}
         self._holders_of: dict[int, Holders] = {}
@@ -157,7 +160,7 @@ class _Layer:
 
     def by_whole_pass(self, t: Tensors) -> Tensor:
         """Over the samples, rows and columns of all ranks."""
-        if t.x.shape[1] == 0:
+        if t.x.shape[1] == 0 or (self.in_turns and len(t.x) == 0):
             self._count(t.count, 1)
             return _nothing(t)
         if self.passing is not None:
@@ -294,7 +297,6 @@ class _Layer:
         group = self.site.groups.of(axes)
         if group is None:
             return None
-        samples = samples and set(axes) >= set(self.sample_axes)
         dims = [dim for dim in range(len(self.shape)) if dim > 1 or (dim == 0 and samples)]
         layout, mesh = self.site.layouts[self.source], self.site.mesh
         counts = (

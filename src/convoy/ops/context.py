@@ -45,6 +45,8 @@ class StepContext:
         postponed: the weight gradients of the passes that run now are left to it; None to compute them with the others.
         statistics: what batch norm layers saw of the microbatches since the running statistics were last brought up
             to date.
+        in_turns: in evaluation every sample rank has a batch of its own, with statistics of its own where there are no
+            running ones.
         tape: where the keys of passes are kept that are recorded; None where they are made for each.
     """
 
@@ -59,6 +61,7 @@ class StepContext:
     recording: bool = True
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     postponed: PostponedGradients | None = None
+    in_turns: bool = False
     tape: "KeyTape | None" = field(default=None, repr=False)
     _samples: Sequence[int] = field(default=(), repr=False)
     _device: torch.device = field(default=torch.device("cpu"), repr=False)

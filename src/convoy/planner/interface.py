@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
+from convoy.graph.given import check_given
 from convoy.ops.recompute import as_recompute
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm
@@ -138,6 +139,7 @@ def plan(
         raise ConvoyError(
             f"{here} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one"
         )
+    check_given(model)
     first = example[0] if isinstance(example, tuple) else example
     batch = len(first) if global_batch is None else global_batch
     if microbatches is not None and not 1 <= microbatches <= batch:

@@ -37,7 +37,8 @@ def recorded(net: nn.Module, function: Callable[..., Result]) -> Callable[..., R
     The first calls run as ever. Two are compared operation by operation, the next one is recorded, replayed, and
     compared with the pass that ran; ranks agree. Where something cannot be replayed (a number that is read back, as by
     `loss.item()`, one of Python's that changes, a copy from the host), a warning names it and the function runs as
-    ever. Batches of another shape than the first run as ever too. On a CPU nothing is recorded.
+    ever. So do batches of another shape than the first, and all that come while layers are in another mode, or others
+    are frozen, than when it was recorded. On a CPU nothing is recorded.
 
     Args:
         net: what `convoy.parallelize` returned, without stages.
@@ -61,8 +62,9 @@ class _Step:
 
     def __init__(self, net: nn.Module, network: Network, function: Callable[..., Any]) -> None:
         self._network, self._function = network, function
-        self._result: Any = None
-        self._num_passes = 0
+        # What came of the function, and how many passes it made: in this call, and in the one that is recorded.
+        self._ran: tuple[Any, int] | None = None
+        self._of_recording: tuple[Any, int] | None = None
         self._recorded: Recorded | None = None
         self._stream: torch.cuda.Stream | None = None
         groups = network.groups
@@ -97,17 +99,22 @@ class _Step:
         if self._recorded is None:
             return self._function(*args)
         network, before = self._network, self._network.passes
+        self._ran = None
         with self._on_stream():
             outputs = iter(self._recorded(before, args))
-        network.passes = before + self._num_passes  # a replay announces none, and a recording those of another call
-        return replace(self._result, Tensor, lambda _: next(outputs))
+        ran = self._ran or self._of_recording  # batches of another shape may give something else
+        assert ran is not None
+        result, passes = ran
+        network.passes = before + passes  # a replay announces none, and a recording those of another call
+        return replace(result, Tensor, lambda _: next(outputs))
 
     def _run(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         self._network.passes = step
-        result = self._function(*inputs)
-        self._num_passes = self._network.passes - step
-        self._result = replace(result, Tensor, lambda x: x.detach())
-        return leaves(self._result, Tensor)
+        result = replace(self._function(*inputs), Tensor, lambda x: x.detach())
+        self._ran = result, self._network.passes - step
+        if self._recorded is not None and not self._recorded.is_recorded:
+            self._of_recording = self._ran
+        return leaves(result, Tensor)
 
     @contextlib.contextmanager
     def _on_stream(self) -> Any:
@@ -117,7 +124,7 @@ class _Step:
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
-            if self._network.reducer is not None and self._result is None:
+            if self._network.reducer is not None and self._of_recording is None:
                 self._network.reducer = self._network.reducer.anew()  # its accumulators, on this stream
             yield
         outside.wait_stream(self._stream)

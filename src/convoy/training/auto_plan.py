@@ -3,7 +3,6 @@
 How long a rank's samples take to get ready, measured before a plan is made.
 """
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -17,6 +16,7 @@ from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, Order, num_workers, training_batches
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
+from convoy.graph.given import copied
 from convoy.planner import Planned, Scored, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.device import device_memory
@@ -236,7 +236,7 @@ class Choice(Prepared):
     def _raced(self, plan: Plan, planned: Planned, staging: Staging | None, ahead: HostCost, ranks: Ranks) -> float:
         if staging is None:
             try_out(planned.workload, planned.workload.place(plan), ranks.rank)
-        step = self.make_step(copy.deepcopy(self.model), plan, ranks, planned.shares(plan), staging)
+        step = self.make_step(copied(self.model), plan, ranks, planned.shares(plan), staging)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
         seconds = update_seconds(step, self.image_shape, self.device, ranks, enough=_ENOUGH, most=_MOST)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from convoy import models
 from convoy.comm.ranks import Ranks
@@ -18,6 +19,7 @@ from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.graph import tree
 from convoy.graph.deferred import deferred, deferred_tensors
+from convoy.graph.given import prepare_given
 from convoy.graph.graph import CaptureError, Ref
 from convoy.launch.memory import host_memory
 from convoy.ops import capture
@@ -101,6 +103,10 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
             )
     torch.manual_seed(recipe.seed)
     model = models.create(section.name, num_classes=len(given.classes), in_channels=given.channels, **options)
+    if any(map(is_lazy, model.parameters())):  # a pass makes them
+        with evaluating(model), torch.no_grad():
+            model(torch.zeros(1, given.channels, given.image_size, given.image_size))
+    prepare_given(model)
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
         notes += models.load_weights(model, section.weights)
     return model, notes

@@ -184,7 +184,7 @@ class Saver:
         Raises:
             ConvoyError: the one before could not be written, and the run is not to go on then.
         """
-        came = time.perf_counter()
+        before_s = self.tally.waited_s
         self.finish()
         began = time.perf_counter()
         self._wait_s = 0.0
@@ -202,7 +202,7 @@ class Saver:
         self._look_at = step + 1
         self._when.saved(step)
         self._waited(began)
-        self.tally.at_once(time.perf_counter() - came)
+        self.tally.at_once(self.tally.waited_s - before_s)
 
     def finish(self, or_raise: bool = False) -> None:
         """Wait until the checkpoint on its way is written. All ranks call it.
@@ -214,7 +214,7 @@ class Saver:
             ConvoyError: it could not be written, and the run is not to go on then.
             MachineError: that takes too long.
         """
-        came = time.perf_counter()
+        came, before_s = time.perf_counter(), self.tally.waited_s
         patience, longest = PATIENCE_S
         said = False
         while self._writing is not None:
@@ -229,7 +229,7 @@ class Saver:
             if not said and kept_s > LONG_S:
                 said = True
                 self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
-        self.tally.at_once(time.perf_counter() - came)
+        self.tally.at_once(self.tally.waited_s - before_s)
 
     def _waited(self, since: float) -> None:
         seconds = time.perf_counter() - since

@@ -4,7 +4,6 @@ That is done once, where a run begins, alike on all ranks, and kept in its `conf
 wherever it goes on.
 """
 
-import copy
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from convoy import processor
 from convoy.comm.ranks import Ranks
 from convoy.data.sources import Progress
 from convoy.engine import microbatch_sizes, prepare
+from convoy.graph.given import copied
 from convoy.graph.tree import leaves
 from convoy.planner.cost.device import this_device
 from convoy.planner.cost.store import ProfileStore
@@ -227,7 +227,7 @@ def _times(
 ) -> list[float]:
     """Seconds of a pass in fp32 and in bf16: the least of some in turn, as what else runs only adds to them."""
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    model: nn.Module = copy.deepcopy(plain).to(memory_format=memory_format)  # type: ignore[call-overload]
+    model: nn.Module = copied(plain).to(memory_format=memory_format)  # type: ignore[call-overload]
     context = prepare(model.train(), recipe.seed, recipe.batch_norm)
     recipes = [recipe.model_copy(update={"precision": precision}) for precision in ("fp32", "bf16")]
     seconds: list[list[float]] = [[], []]

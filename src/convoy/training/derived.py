@@ -15,6 +15,8 @@ from convoy.training.schedules import Schedule, StepConfig, create_schedule
 LOG_UPDATES, LOG_LINES = 20, 50
 """With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so
 often that it has 50. More often than that is not needed: what lines cost is bounded for every run."""
+_DROPPED = 10
+"""The part of an epoch that goes unsaid when its last batch is not whole."""
 _GOYAL = "Goyal et al., 2017"
 
 
@@ -98,6 +100,18 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         log_every=updates(recipe.log_every) if recipe.log_every != "auto" else often,
         threads=num_threads(recipe),
     )
+
+
+def left_out_of_epochs(batch: int, num_train_samples: int) -> list[str]:
+    """A sentence where more than a tenth of the samples has no place in an epoch of whole batches."""
+    num, most = num_train_samples, num_train_samples // _DROPPED
+    if num % batch <= most:
+        return []
+    better = next(size for size in range(batch, 0, -1) if num % size <= most)
+    return [
+        f"{num % batch:,} of the {num:,} training images are left out of every epoch, others each time, as a batch has "
+        f"{batch:,}: --batch {better} leaves out {num % better:,}"
+    ]
 
 
 def derive(

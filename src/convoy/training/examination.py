@@ -125,7 +125,7 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
     samples = max(1, len(session.division.positions(ranks.sample_rank)))
     pace = Pace(max(ranks.gather(samples_ahead(samples) / samples if checkup.workers else 0.0)))
     part = budget.part(_UPDATES_PART)
-    window_s, number, done = part.seconds / _WINDOWS, 1, 0
+    window_s, number, done, bad = part.seconds / _WINDOWS, 1, 0, set[int]()
     budget.tell("timing updates")
     with closing(session.batches(0, _MOST, checkup.told)) as batches:
         while True:
@@ -135,6 +135,7 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
                 checkup.ask()
                 made = next(batches)
                 waited += checkup.got()
+                bad.update(sample for sample, _ in made.bad)
                 with observation.update(step):
                     result = step(made, done)
                 done += 1
@@ -156,7 +157,9 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
         checkup.look()
     counted = sum(one.updates for one in pace.counted()) or 1
     facts = checkup.facts(observation.conclude(session.scored, None), since=checkup.num - counted)
-    return replace(facts, notes=_of_few(facts, counted, pace))
+    unread = len(set().union(*ranks.gather(bad)))
+    told = f"{plural(unread, 'picture')} cannot be read: convoy data {recipe.data.path} --check names them, and others."
+    return replace(facts, notes=(*_of_few(facts, counted, pace), *([told] if unread else [])))
 
 
 def _of_few(facts: Facts, counted: int, pace: Pace) -> tuple[str, ...]:

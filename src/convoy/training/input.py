@@ -28,14 +28,9 @@ class InputPipeline:
         self._copied: deque[tuple[torch.cuda.Event, object]] = deque()
         self._begun: deque[torch.cuda.Event] = deque()
 
-    def __call__(self, batch: Batch, start: int = 0, end: int | None = None, out: Tensor | None = None) -> Tensor:
-        """Pictures `start` to `end` of the batch: float32 [samples, channels, height, width].
-
-        Those that are written to `out` are normalized by the stream that computes, which may still read it.
-        """
+    def __call__(self, batch: Batch, start: int = 0, end: int | None = None) -> Tensor:
+        """Pictures `start` to `end` of the batch: float32 [samples, channels, height, width]."""
         pixels = batch.images[start:end]
-        if out is not None:
-            return self.normalize(self._sent(pixels, lambda: pixels.to(self.device, non_blocking=True)), out)
         return self._sent(pixels, lambda: self.normalize(pixels.to(self.device, non_blocking=True)))
 
     def labels(self, batch: Batch) -> Tensor:

@@ -1,27 +1,27 @@
 """Signals that ask a run to stop: all ranks finish the same update, save, and say so, without asking each time."""
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from convoy.comm.ranks import Ranks
-from convoy.launch.place import STOP
 
-SIGNALS = {number: number.name for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
-# To a rank that was started by another process: that one hands SIGTERM on as STOP, and means "end at once" by SIGTERM
-# itself.
-HANDED_ON = {STOP: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGUSR2: "SIGUSR2"}
+SIGNALS: Mapping[int, str] = {number: number.name for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
 
 
 class Interrupt:
     """While entered, the first signal is noted; a second one acts as it would without this.
 
     Args:
-        names: signals to note, and what to call them.
+        names: signals to note, and what to call them; `HANDED_ON` for a rank that was started by another process.
+        tell: takes the name of the first one at once, in another thread: the main thread may be in a long computation.
 
     Attributes:
         signal: name of the signal that came, or None.
@@ -29,29 +29,43 @@ class Interrupt:
             also after the end of this.
     """
 
-    def __init__(self, names: Mapping[signal.Signals, str] = SIGNALS) -> None:
+    def __init__(self, names: Mapping[int, str] = SIGNALS, tell: Callable[[str], None] = lambda name: None) -> None:
         self.names = names
         self.signal: str | None = None
         self.is_due = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._tell = tell
+        self._as_before = ExitStack()
 
     def __enter__(self) -> Self:
+        ours, theirs = os.pipe()
+        os.set_blocking(theirs, False)
+        before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(ours, before), daemon=True, name="convoy-signals").start()
+        self._as_before.callback(os.close, theirs)
+        self._as_before.callback(signal.set_wakeup_fd, before, warn_on_full_buffer=False)
         for number in self.names:
-            self._before[number] = signal.signal(number, self._note)
+            self._as_before.callback(signal.signal, number, signal.signal(number, self._note))
         return self
 
     def __exit__(self, *reason: object) -> None:
         if self.signal is not None or not self.is_due:
-            self._restore()
+            self._as_before.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = self.names[signal.Signals(number)]
-        self._restore()
+        self.signal = self.names[number]
+        self._as_before.close()
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
+    def _listen(self, pipe: int, before: int) -> None:
+        """Tell of the first signal; all others are for who listened before (`convoy.launch.rank`)."""
+        told = False
+        while number := os.read(pipe, 1):
+            name = self.names.get(number[0])
+            if name is not None and not told:
+                told = True
+                self._tell(name)
+            elif before >= 0:
+                os.write(before, number)
+        os.close(pipe)
 
 
 INTERVAL_S = 1.0

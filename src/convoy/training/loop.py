@@ -16,14 +16,16 @@ from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
 from convoy.doctor.facts import Facts
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
+from convoy.launch.place import HANDED_ON
 from convoy.planner.comparison import Comparison
 from convoy.training.checkpoint_interval import Automatic, Every, Young
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver
 from convoy.training.checkup import LEAST, UPDATES, Checkup
+from convoy.training.code import OtherCodeError, difference
 from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
-from convoy.training.interrupt import HANDED_ON, SIGNALS, Interrupt, Stop
+from convoy.training.interrupt import SIGNALS, Interrupt, Stop
 from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
@@ -62,8 +64,10 @@ class Loop:
         reporter: Reporter,
         handed_on: bool = False,
         timeout_s: float = TIMEOUT_S,
+        accept_code_change: bool = False,
     ) -> None:
         self.handed_on = handed_on
+        self._accepts = accept_code_change
         self.session = session
         self.reporter = reporter
         self.store = CheckpointStore(run.checkpoints, session.recipe.checkpoint.keep)
@@ -132,6 +136,15 @@ class Loop:
             self._tell(sentence)
 
     def _take(self, checkpoint: Checkpoint) -> None:
+        was, now = checkpoint.values["loop"].get("code"), self.session.code
+        changed = self.session.ranks.first(lambda: difference(was, now) if was is not None else "")
+        if changed and not self._accepts:
+            raise OtherCodeError(
+                f"the network's code is another than at update {checkpoint.step:,} ({changed}): put it back, or go on "
+                "with the new code by --accept-code-change"
+            )
+        if changed:
+            self._tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
         values = self.session.state.unpack(checkpoint)
         self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
         self.done = checkpoint.step
@@ -160,7 +173,7 @@ class Loop:
         if self.session.ranks.rank == 0:
             writer = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
         with (
-            Interrupt(HANDED_ON if self.handed_on else SIGNALS) as interrupt,
+            Interrupt(HANDED_ON if self.handed_on else SIGNALS, self._stopping) as interrupt,
             writer as metrics,
             self.saver.open(self.run.plan),
         ):
@@ -234,6 +247,9 @@ class Loop:
                         self._divide_anew(self._speed)
                         return
                 self._ask()
+
+    def _stopping(self, name: str) -> None:
+        self.reporter.say(f"{name}: finishing this update, then saving; again to stop now, without saving")
 
     def _skipped(self, bad: NonFiniteUpdate) -> None:
         """An update was not made.
@@ -401,7 +417,7 @@ class Loop:
         self.session.network.synchronize()
         self._check_weights()
         self.progress.checkpoints = asdict(self.saver.tally)
-        values = {"progress": vars(self.progress), "window": window}
+        values = {"progress": vars(self.progress), "window": window, "code": self.session.code}
         tensors, rest = self.session.state.contents(values)
         self.saver.save(self.done, self.identity, tensors, rest, self.progress.best_step)
 

@@ -266,7 +266,8 @@ def _compared(
     before = [scored.timeline.summary(one) for one in (rank, *of_stages)] if scored is not None else []
     after = [one for one in (wholes[one] for one in (rank, *of_stages)) if one is not None]
     if own.whole is None:
-        notes = [f"the run was too short to be watched: that takes {WATCHED[0]} updates"]
+        first, *_ = RECORDED_WATCHED if session.is_recorded else WATCHED
+        notes = [f"the run was too short to be watched: that takes {first} updates"]
     elif len(of_stages) > 1:
         shown = f"{', '.join(map(str, of_stages[:-1]))} and {of_stages[-1]}"
         notes = [*notes, f"rank {rank} runs stage {mesh.stage_of(rank) + 1}; the layers are those of ranks {shown}"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from convoy.comm.collectives import all_gather
@@ -211,6 +210,7 @@ class ParallelNetwork(TrainedNetwork):
             )
         self.context = self.engine.context
         self.context.statistics.in_order = method.tree
+        self.context.in_turns = True
         self._forward = model
         self.sample_axes = self.engine.sample_axes
         self.local_mean = method.local_updates is not None
@@ -221,7 +221,6 @@ class ParallelNetwork(TrainedNetwork):
         self._tree: TreeReducer | None = None
         self._local: LocalSgd | None = None
         self._left_over = False
-        self._normed = any(isinstance(layer, _BatchNorm) for layer in model.modules())
         self._update = 0
         if self.engine.reducer is not None and (method.tree or method.compression or self.local_mean):
             self.engine.reducer.remove()
@@ -237,10 +236,9 @@ class ParallelNetwork(TrainedNetwork):
     def leaves_out(self, update: int, piece: Pass) -> bool:
         if self._method.tree or not self.engine.silent:
             return False
-        if self._normed:
-            self._announce(update, piece)
-            owners = [rank for rank, own in enumerate(piece.microbatches) for _ in own]
-            self.engine.context.statistics.record_left_out(self.engine.context.starts, owners)
+        self._announce(update, piece)
+        owners = [rank for rank, own in enumerate(piece.microbatches) for _ in own]
+        self.engine.context.statistics.record_left_out(self.engine.context.starts, owners)
         return True
 
     def enter(self, update: int, piece: Pass) -> None:

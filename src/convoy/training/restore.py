@@ -15,12 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from convoy.checkpoint.files import checked_record
+from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, DataConfig, DataSet, Normalize, evaluation_batches, open_data
 from convoy.data.batch import evaluation_pixels
-from convoy.data.decode import finish_picture, in_channels, open_picture
+from convoy.data.decode import finish_picture, in_channels, open_picture, suffixes
 from convoy.data.files import relabel
-from convoy.data.folder import SUFFIXES, picture_bytes
+from convoy.data.folder import picture_bytes
 from convoy.data.transforms import Geometry
 from convoy.data.turbo import Turbo, missing
 from convoy.errors import ConvoyError
@@ -32,6 +34,7 @@ from convoy.training.input import InputPipeline
 from convoy.training.precision import set_numerics
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
+from convoy.training.state import delivered_weights
 
 EVALUATION_BATCH = 256
 
@@ -119,12 +122,12 @@ def _image_of(array: object) -> Image.Image:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a finished run has delivered.
+    """What a run has delivered, or would have at a checkpoint.
 
     Attributes:
         path: the run directory.
         recipe: how it was trained; its network begins with no weights of others.
-        network: with the final weights (averaged ones where the recipe has `ema`), in evaluation mode, on the CPU.
+        network: with the weights (averaged ones where the recipe has `ema`), in evaluation mode, on the CPU.
         transform: prepares a picture for the network.
         classes: names, by the network's outputs.
         given: what the network is given.
@@ -147,7 +150,27 @@ class TrainedRun:
         self.network.to(device=device, memory_format=self.memory_format)  # type: ignore[call-overload]
 
 
-def load_run(path: str | os.PathLike[str]) -> TrainedRun:
+def checkpoint_step(run: RunDirectory, which: str | int) -> int:
+    """The update after which a checkpoint was written: the `best` of the evaluations, the `last`, or an update's.
+
+    Raises:
+        ConvoyError: there is none.
+    """
+    store = CheckpointStore(run.checkpoints)
+    steps = store.steps()
+    wanted: object = which
+    if steps and which == "last":
+        wanted = steps[-1]
+    elif steps and which == "best":
+        wanted = checked_record(store.place(steps[-1]))["values"]["loop"]["progress"]["best_step"]
+    for step in steps:
+        if str(step) == str(wanted):
+            return step
+    there = ", ".join(map(str, steps)) or "none"
+    raise ConvoyError(f"{run.path} has no checkpoint {which}; updates that have one: {there}")
+
+
+def load_run(path: str | os.PathLike[str], checkpoint: str | int | None = None) -> TrainedRun:
     """Load the network that a run has trained, and what it takes to use it. The data need not be there.
 
     >>> run = convoy.load_run("runs/first")
@@ -159,16 +182,21 @@ def load_run(path: str | os.PathLike[str]) -> TrainedRun:
 
     Args:
         path: the run directory.
+        checkpoint: `best`, `last` or an update, instead of the final weights: of any run, also one that was stopped.
+            The best one has the highest accuracy of the evaluations on the test split.
 
     Returns:
         The network in evaluation mode on the CPU, with float32 input [samples, channels, image_size, image_size] and
         logits [samples, classes]; the transform that makes such a sample of a picture; the names of the classes.
 
     Raises:
-        ConvoyError: this is no run, it has no weights yet, or they do not fit.
+        ConvoyError: this is no run, it has no weights yet, no such checkpoint, or they do not fit.
     """
     run = RunDirectory(Path(path))
-    run.check_trained()
+    run.check_trained(checkpoint)
+    source = run.weights
+    if checkpoint is not None:
+        source = CheckpointStore(run.checkpoints).place(checkpoint_step(run, checkpoint))
     recipe = settle(load_recipe(str(run.config)), torch.device("cpu")).recipe  # runs keep what was settled
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
     kept = "input" in run.begun_by()  # not by the first versions
@@ -177,12 +205,13 @@ def load_run(path: str | os.PathLike[str]) -> TrainedRun:
     with torch.random.fork_rng(gpus):  # whoever calls this may have seeded the generators
         network, _ = build_model(recipe, given)
     try:
-        network.load_state_dict(load_file(run.weights))
+        weights = load_file(source) if checkpoint is None else delivered_weights(read_checkpoint(source))
+        network.load_state_dict(weights)
     except (SafetensorError, OSError) as error:
-        raise ConvoyError(f"{run.weights} is damaged ({error}): train again, or put back a whole copy") from error
+        raise ConvoyError(f"{source} is damaged ({error}): train again, or put back a whole copy") from error
     except RuntimeError as error:
         reason = str(error).partition("\n")[2].strip().partition("\n")[0].rstrip(".")
-        raise ConvoyError(f"{run.weights} does not fit {recipe.model.name}: {reason}") from error
+        raise ConvoyError(f"{source} does not fit {recipe.model.name}: {reason}") from error
     return TrainedRun(run.path, recipe, network.eval(), Transform(given, recipe.data), list(given.classes), given)
 
 
@@ -209,7 +238,7 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
             )
         return data, []
     advice = f"convoy predict {run.path} {printable(path)} says what is on pictures without a class to compare with"
-    if Path(path).suffix.lower() in SUFFIXES and Path(path).is_file():
+    if Path(path).suffix.lower() in suffixes() and Path(path).is_file():
         raise ConvoyError(f"{printable(path)} is one picture, without a class to compare with: {advice}")
     data = open_data(_settings(run, path, {}), to_evaluate=True)
     unknown = [name for name in data.classes if name not in run.classes]
@@ -218,14 +247,14 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
             f"{printable(path)} has {_listed('class', unknown)}, which {run.path} was not trained on (it knows "
             f"{_listed('class', run.classes, quoted=False)}): give its classes the same names; {advice}"
         )
-    notes: list[str] = []
+    notes = list(data.notes)
     if data.test is data.train:
         known = RunDirectory(run.path).summary()
         own = len(data.test) == known.get("num_train", 0) + known.get("num_test", 0) and data.classes == run.classes
         if own:  # the run's own data, moved: what it was trained on counts nowhere
             split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
             data = open_data(_settings(run, path, split))
-            notes += data.notes
+            notes = list(data.notes)
         else:
             notes.append(f"{data.name} has no split of its own: all of its {len(data.test):,} pictures are evaluated")
     relabel((data.train, data.test), data.classes, run.classes)
@@ -248,6 +277,8 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
         "format": "auto",
         "validation_fraction": None,
         "split_seed": None,
+        "train": None,
+        "test": None,
         "image_size": given.image_size,
         "resize": given.resize,
         "channels": given.channels,

@@ -21,6 +21,7 @@ from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
 from convoy.training import environment
 from convoy.training.build import NetworkInput
+from convoy.training.code import OtherCodeError
 from convoy.training.defaults import as_begun
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
@@ -113,6 +114,7 @@ def train(
     watchdog: Watchdog | None = None,
     keep: bool = True,
     explicit_keys: Collection[str] = (),
+    accept_code_change: bool = False,
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`.
 
@@ -134,6 +136,7 @@ def train(
             on several devices, or wait for one checkpoint. None makes one for the run alone.
         keep: whether measured times are kept for later plans, and those that are kept are used.
         explicit_keys: keys of the recipe that the user has set just now, which are to have an effect.
+        accept_code_change: go on with a run, or extend one, also where the network computes something else than it did.
 
     Raises:
         ConvoyError: something is wrong with the recipe, the data, or the folder.
@@ -153,7 +156,7 @@ def train(
         current.to("start")
         if first:
             on_start(session)
-        loop = Loop(session, run, reporter, handed_on, watchdog.timeout_s)
+        loop = Loop(session, run, reporter, handed_on, watchdog.timeout_s, accept_code_change)
         stack.enter_context(disk_explained(run.path))
         if recipe.extends is not None and not resuming:
             loop.extend()
@@ -274,7 +277,7 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
         with disk_explained(run.path):
             loop.resume()
     except Exception as error:
-        if rank == 0:
+        if rank == 0 and not isinstance(error, OtherCodeError):
             briefly(partial(note_failure, run, failure_of(rank, error).sentence))
         raise
     if loop.finished:

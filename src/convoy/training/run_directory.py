@@ -116,17 +116,18 @@ class RunDirectory:
                 f"{self.path} is no run directory (it has no config.yaml): give the --out folder of convoy train"
             )
 
-    def check_trained(self) -> None:
-        """Refuse a folder without a trained network.
+    def check_trained(self, checkpoint: object = None) -> None:
+        """Refuse a folder without a trained network, unless a checkpoint is to be used, which has weights of its own.
 
         Raises:
             ConvoyError: it is no run, or one without weights yet.
         """
         self.check_run()
         path = self.path
-        if not self.weights.is_file():
+        if checkpoint is None and not self.weights.is_file():
+            newest = ", or use its newest checkpoint (--checkpoint last)" if self.checkpoints.is_dir() else ""
             raise ConvoyError(
-                f"{path} has no weights.safetensors yet: finish the run with convoy train {path} --resume"
+                f"{path} has no weights.safetensors yet: finish the run with convoy train {path} --resume{newest}"
             )
 
     def check_free(self, mine: bool = False) -> None:

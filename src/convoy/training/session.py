@@ -15,6 +15,7 @@ from convoy.engine.recorded import Recorded, graph_on
 from convoy.planner import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
+from convoy.training.code import Code
 from convoy.training.derived import Quantities
 from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
@@ -38,6 +39,7 @@ class Prepared:
         ranks: all ranks of the run.
         profiles: learns what was measured; None keeps nothing.
         derived: what follows from the recipe here, for the log and the report.
+        code: what the plain network computes.
     """
 
     recipe: Recipe
@@ -49,6 +51,7 @@ class Prepared:
     ranks: Ranks
     profiles: ProfileStore | None
     derived: list[Derived]
+    code: Code
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -151,6 +154,8 @@ class Session(Prepared):
         largest = sum(self.quantities.sizes[: -(-num // -(-num // merge))])
         if self.recipe.reproducible:
             return largest
+        if self.probe.by_batch:  # the same on any number of devices
+            return self.quantities.sizes[0]
         return max(1, min(largest, -(-len(self.data.test) // self.ranks.num_sample_ranks)))
 
     def batches(

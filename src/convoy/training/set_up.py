@@ -31,8 +31,9 @@ from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
+from convoy.training.code import code_of
 from convoy.training.defaults import Tried, settle, try_passes
-from convoy.training.derived import derive, num_microbatches, resolve
+from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import Division, Pass, divide, text
 from convoy.training.input import InputPipeline
 from convoy.training.optimizers import create_optimizer
@@ -86,6 +87,7 @@ def set_up(
     if device.type == "cuda":  # before passes are tried, which are to fit beside
         notes += bring_to(device, data, recipe.data, torch.cuda.get_device_properties(device).total_memory / sharing)
     quantities = resolve(recipe, len(data.train))
+    notes += left_out_of_epochs(recipe.batch, len(data.train))
     model, found_notes = build_for(recipe, data, plan, ranks)
     notes += found_notes
     if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
@@ -110,7 +112,8 @@ def set_up(
     sizes, smaller = divisible_sizes(recipe, model, parts, found, useful)
     quantities = replace(quantities, sizes=sizes)
     notes += [smaller] if smaller is not None else []
-    ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived)
+    code = code_of(model, found.graph)
+    ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived, code)
     chosen, shares, staging = None, None, None
     if plan is None:
         chosen = _choose_plan(ready, progress)

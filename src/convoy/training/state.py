@@ -203,6 +203,12 @@ class RunState:
         return tensors.get(own, tensors[key])
 
 
+def delivered_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Parameters and buffers of the network that a run would have delivered then, as `RunState.delivered` has them."""
+    named = [(key.partition("."), tensor) for key, tensor in checkpoint.tensors.items()]
+    return {name: tensor for kind in ("model", "ema") for (of, _, name), tensor in named if of == kind}
+
+
 def _optimizer(version: int) -> str:
     return f"optimizer-{version}" if version else "optimizer"
 

@@ -91,7 +91,8 @@ def test_a_limit_of_memory_is_kept_and_what_it_costs_is_known():
 
 
 def test_nothing_fits():
-    said = r"no plan fits: the smallest needs .* more than the 1 kB .*; layer fc takes most"
+    parts = r"\(3.46 kB for outputs of 5 calls, 6.29 kB for parameters and gradients\)"
+    said = rf"no plan fits: the smallest needs 9.74 kB on a device {parts}, .* the 1 kB .*; layer fc takes most"
     with pytest.raises(ConvoyError, match=said):
         search(captured(Chain(), 1, 8), 2, COSTS, memory_limit=1000)
 

@@ -100,6 +100,8 @@ def nothing_fits(
         memory: bytes that a placement needs on its rank that needs most; without it, as the costs count them.
     """
     layers: dict[str, float] = {}
+    outputs: dict[str, float] = {}  # several layers may keep the same one
+    parameters = 0.0
     mesh, graph = placement.mesh, placement.graph
     origin = (0,) * len(mesh.sizes)
     for placed in placement.calls:
@@ -107,17 +109,24 @@ def nothing_fits(
         for name in placed.call.inputs:
             if graph.values[name].origin == "parameter":
                 held += costs.parameter_memory(graph.values[name], placement.layouts[name], mesh)
+        parameters += held
         for kept in kept_by(placed, placement):
             if graph.values[kept.value].origin in ("call", "input"):
-                held += kept.itemsize * prod(kept.layout.local_shape(graph.shape(kept.value), mesh, origin))
+                own = kept.itemsize * prod(kept.layout.local_shape(graph.shape(kept.value), mesh, origin))
+                outputs[kept.value] = max(own, outputs.get(kept.value, 0.0))
+                held += own
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
     name = f"layer {largest}" if largest else "what the network itself computes"
+    parts = ""
+    if mesh.stage_axis is None:  # else a device has some of the layers
+        of_calls, of_parameters = size(int(sum(outputs.values()))), size(int(parameters))
+        parts = f" ({of_calls} for outputs of {len(outputs)} calls, {of_parameters} for parameters and gradients)"
     again = (memory or costs.memory)(with_recomputed(placement, True))
     recompute = f"; with --recompute it needs {size(int(again))}" if again <= limit else ""
     more = "more devices" if mesh.stage_axis is None else "more stages on more devices"
     return TooLargeError(
-        f"{what} needs {size(int(needed))} on a device, {size(int(needed - limit))} more than the "
+        f"{what} needs {size(int(needed))} on a device{parts}, {size(int(needed - limit))} more than the "
         f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use {more}, smaller "
         f"microbatches, smaller images, or a larger --memory-limit if the devices have more{recompute}",
         needed,

@@ -1,0 +1,87 @@
+"""Networks as they are given: wrapped in others, compiled, without weights as yet, with tensors that they computed."""
+
+import copy
+from typing import cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from convoy.errors import ConvoyError
+from convoy.graph.deferred import Deferred
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network in what `torch.compile`, DataParallel and DistributedDataParallel make of one, which computes the
+    same."""
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        return unwrapped(cast(nn.Module, model.module))
+    return unwrapped(cast(nn.Module, model._modules["_orig_mod"])) if _is_compiled(model) else model
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy, also of a network that holds tensors it has computed, as `torch.nn.utils.weight_norm` leaves them behind:
+    torch copies none of these."""
+    held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in held if not tensor.is_leaf})
+
+
+def prepare_given(model: nn.Module) -> None:
+    """Let parts that are compiled, or run by DataParallel, run as they are; both compute the same.
+
+    Raises:
+        ConvoyError: this is no network that can be divided; says what to give in its place.
+    """
+    check_given(model, needs_numbers=True)
+    for module in model.modules():
+        if isinstance(module, DataParallel):
+            module.device_ids = []  # it then calls its network
+        elif _is_compiled(module):
+            module.forward = cast(nn.Module, module._modules["_orig_mod"]).__call__
+        elif compiled := vars(module).get("forward"):
+            module.forward = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+        module._compiled_call_impl = None
+
+
+def check_given(model: nn.Module, needs_numbers: bool = False) -> None:
+    """Refuse what is no network that can be divided, in a sentence that says what to give in its place."""
+    if not isinstance(model, nn.Module):
+        raise ConvoyError(f"the network is of type {type(model).__name__}: give an nn.Module")
+    if _is_compiled(model):
+        raise ConvoyError(
+            "the network is what torch.compile returned: give the network that it was given (net._orig_mod), with "
+            "compile=True if it is to be compiled"
+        )
+    for name, module in model.named_modules():
+        who = f"layer {name}" if name else "the network"
+        if why := _refused(module):
+            raise ConvoyError(f"{who} {why}")
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and (why := _unusable(tensor, needs_numbers)):
+                raise ConvoyError(f"{key} of {who} {why}")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules
+
+
+def _refused(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is TorchScript, which does not show what it calls: give the module that was scripted or traced"
+    if isinstance(module, DistributedDataParallel) or kind == "FullyShardedDataParallel":
+        return f"is in {kind}, which adds up gradients as Convoy does: give the network in it (net.module)"
+    if isinstance(module, fx.GraphModule) and "train" in vars(module):
+        return "comes from torch.export, which fixes its mode: give the module that was exported"
+    return ""
+
+
+def _unusable(tensor: Tensor, needs_numbers: bool) -> str:
+    if is_lazy(tensor):
+        return "has no shape before a first pass: call the network once, net(example), then convoy.parallelize"
+    if hasattr(tensor, "device_mesh"):
+        return "is a DTensor, divided already: give the network as it was before"
+    if needs_numbers and tensor.is_meta and not isinstance(tensor, Deferred):
+        return "is on the meta device and has no numbers: build the network within convoy.deferred() instead"
+    return ""
