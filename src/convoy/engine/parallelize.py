@@ -415,7 +415,7 @@ def _network(
         if isinstance(error, KeptError) and plan.mesh.num_devices > 1:
             raise ConvoyError(
                 f"{error}, where a pass on several devices runs as a program that would not set it: return it from "
-                "forward, or take it from what forward returns"
+                "forward"
             ) from error
         if staged:
             raise ConvoyError(

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -210,22 +211,21 @@ def capture(
         if module is not model and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError("it has a backward hook, which is to see whole gradients", name)
     reads, constants, texts = reads or Reads(), Constants(Fakes()), Texts()
-    run = forward or model.forward
+    run = partial(_once, recognize, model, inputs, constants, shapes, forward or model.forward, reads)
     with untouched(model), _mode(model, training), torch.enable_grad():
         before = described(model, texts)
-        graph, made = _once(recognize, model, inputs, constants, shapes, run, reads)
+        graph, made = run()
         after = described(model, texts)
-        changed = [(module, name) for (module, name), text in after.items() if before.get((module, name)) != text]
+        changed = [at for at, text in after.items() if before.get(at) != text]
         own_fakes = set(map(id, constants.kept))
         _check_kept(model, changed, [(tensor, layer) for tensor, layer in made if id(tensor()) not in own_fakes])
         if own := [(module, name) for module, name in changed if name in reads.names.get(module, ())]:
-            again, _ = _once(recognize, model, inputs, constants, shapes, run, reads)
+            again, _ = run()
             now = described(model, texts)
             moving = [at for at in own if now.get(at) != after[at]]
             if moving or again.calls != graph.calls:
-                raise ChangedError(
-                    f"it changes {_path(model, *(moving or own)[0])} by itself, and reads it in later passes"
-                )
+                name = _path(model, *(moving or own)[0])
+                raise ChangedError(f"it changes {name} by itself, and reads it in later passes")
     reads.tensors |= constants.outside
     return graph
 
@@ -268,11 +268,7 @@ def _once(
 
 
 def _check_kept(model: nn.Module, changed: Sequence[tuple[nn.Module, str]], made: Made) -> None:
-    """Refuse a network, or a hook, that keeps tensors of a pass, which nobody but a graph would have.
-
-    Raises:
-        KeptError: it does.
-    """
+    """Raise KeptError where the network, a hook or anybody else keeps tensors of the pass."""
     living = {id(tensor) for reference, _ in made if (tensor := reference()) is not None}
     for module, name in changed:
         if any(id(tensor) in living for tensor in tree.leaves(vars(module)[name], Tensor)):
