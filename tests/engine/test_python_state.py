@@ -180,6 +180,8 @@ class Changing(nn.Module):
         torch.manual_seed(0)
         self.what, self.a, self.out = what, nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
         self.calls, self.size, self.table, self.kept, self.tables = 0, None, None, None, {}
+        if what == "tensor that counts":
+            self.table = torch.zeros(())
         if what == "backward hook":
             self.out.register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] * 0.5,))
         if what == "hook on outputs":
@@ -195,6 +197,9 @@ class Changing(nn.Module):
         if self.what == "counter":
             self.calls += 1
             x = x * self.calls
+        if self.what == "tensor that counts":
+            self.table = self.table + 1
+            x = x * self.table
         if self.what == "first pass":
             x = x if self.calls else x * 2
             self.calls = 1
@@ -348,6 +353,7 @@ def test_a_layer_that_draws_in_evaluation(plan):
     ("what", "layerwise"),
     [
         ("counter", True),
+        ("tensor that counts", True),
         ("first pass", True),
         ("backward hook", True),
         ("hook on outputs", True),

@@ -219,7 +219,9 @@ def capture(
         changed = [at for at, text in after.items() if before.get(at) != text]
         own_fakes = set(map(id, constants.kept))
         _check_kept(model, changed, [(tensor, layer) for tensor, layer in made if id(tensor()) not in own_fakes])
-        if own := [(module, name) for module, name in changed if name in reads.names.get(module, ())]:
+        # tables that are made at first use do not change again
+        tables = [at for at in changed if "Tensor #" not in before.get(at, "") and "Tensor #" in after[at]]
+        if own := [at for at in changed if at[1] in reads.names.get(at[0], ()) and at not in tables]:
             again, _ = run()
             now = described(model, texts)
             moving = [at for at in own if now.get(at) != after[at]]
