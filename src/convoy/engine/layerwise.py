@@ -51,7 +51,8 @@ class Layerwise(Network):
         """Run the examples once in each mode and find the layers that they reach."""
         self._training = training
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
-        self._seen = _inputs_of_layers(self.model, examples, form, self.plan.mesh.num_devices)
+        with nothing_left(self.model):  # hooks of a copy are the same
+            self._seen = _inputs_of_layers(self.model, examples, form, self.plan.mesh.num_devices)
         self.layers = tuple((name, _op(self.model.get_submodule(name))) for name in self._seen)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -136,23 +137,22 @@ def _inputs_of_layers(
     """Shapes and types of what every layer is given in either mode, by the layer's name."""
     seen: dict[str, list[Any]] = {}
     model = copied(model)
-    with nothing_left(model):
-        for name, layer in model.named_modules():
-            if isinstance(layer, LAYERS):
+    for name, layer in model.named_modules():
+        if isinstance(layer, LAYERS):
 
-                def note(layer: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
-                    if inputs and all(isinstance(x, Tensor) for x in inputs):
-                        seen.setdefault(name, [(tuple(x.shape), x.dtype) for x in inputs])
+            def note(layer: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
+                if inputs and all(isinstance(x, Tensor) for x in inputs):
+                    seen.setdefault(name, [(tuple(x.shape), x.dtype) for x in inputs])
 
-                layer.register_forward_pre_hook(note)
-        with torch.no_grad(), _alike_on_all_ranks(num_devices, examples[0].device):
-            for training in (False, True):
-                for module in model.train(training).modules():
-                    if isinstance(module, (_BatchNorm, _DropoutNd)):
-                        module.eval()
-                given = [example.clone() for example in examples]
-                positional, named = (given, {}) if form is None else form.fill(given)
-                model(*positional, **named)
+            layer.register_forward_pre_hook(note)
+    with torch.no_grad(), _alike_on_all_ranks(num_devices, examples[0].device):
+        for training in (False, True):
+            for module in model.train(training).modules():
+                if isinstance(module, (_BatchNorm, _DropoutNd)):
+                    module.eval()
+            given = [example.clone() for example in examples]
+            positional, named = (given, {}) if form is None else form.fill(given)
+            model(*positional, **named)
     return seen
 
 
