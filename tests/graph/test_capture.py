@@ -419,3 +419,17 @@ def test_a_network_that_does_not_grow_with_the_batch_has_to_be_looked_at() -> No
     first, second, third = (capture(Halves(), (torch.empty(n, 3, 4, 4, device="meta"),)) for n in (5, 4, 10))
     assert first.scaled(second, 10) is None
     assert third.shape(third.calls[-1].outputs[0]) == (5, 48)
+
+
+def test_layers_that_keep_lists_of_their_weights() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(4, 5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0][:, -1]
+
+    model, sequence = Recurrent(), torch.randn(2, 3, 4)
+    graph = capture(model, (sequence,))
+    assert same(replay(graph, model, (sequence,)), model(sequence))

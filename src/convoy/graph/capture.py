@@ -211,7 +211,7 @@ def capture(
         if module is not model and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError("it has a backward hook, which is to see whole gradients", name)
     reads, constants, texts = reads or Reads(), Constants(Fakes()), Texts()
-    run = partial(_once, recognize, model, inputs, constants, shapes, forward or model.forward, reads)
+    run = partial(_once, recognize, model, inputs, constants, shapes, forward or model.forward, reads, texts)
     with untouched(model), _mode(model, training), torch.enable_grad():
         before = described(model, texts)
         graph, made = run()
@@ -243,6 +243,7 @@ def _once(
     shapes: Shapes | None,
     forward: Callable[..., Any],
     reads: Reads,
+    texts: Texts,
 ) -> tuple[Graph, Made]:
     """The calls of one run, and what somebody may keep of it."""
     fakes, layers = constants.fakes, LayerStack(model)
@@ -256,6 +257,7 @@ def _once(
     recorder = Recorder(constants, layers, recognize, sizes[0][0] if sizes else None)
     buffers = {name for name, _ in model.named_buffers()}
     for name, tensor in fake.items():
+        texts.alias(tensor, tensors[name])  # a layer may take it for its own
         recorder.give(name, tensor, "buffer" if name in buffers else "parameter")
     if shapes is None:
         recorder.know(tensors.items())

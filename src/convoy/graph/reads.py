@@ -68,7 +68,7 @@ class Texts:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[int, tuple[Any, int]] = {}
+        self._numbers: dict[int, tuple[Any, str]] = {}
         self._next, self._start = itertools.count(), 0
         self.clear()
 
@@ -94,6 +94,8 @@ class Texts:
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             self.tensors.append(value)
             return f"{self._number(value)}.{version(value)}"
+        if isinstance(value, weakref.ref):
+            return self.of(value(), depth - 1)
         if isinstance(value, types.MethodType):
             return f"{self._number(value)} of {self.of(value.__self__, depth - 1)}"
         if depth <= 0 or len(self.live) - self._start > _LONGEST:
@@ -122,8 +124,12 @@ class Texts:
                 reference: Any = weakref.ref(value)
             except TypeError:
                 reference = lambda: value  # noqa: E731 (kept, so that no other gets its id)
-            known = self._numbers[id(value)] = reference, next(self._next)
-        return f"{type(value).__name__} #{known[1]}"
+            known = self._numbers[id(value)] = reference, f"{type(value).__name__} #{next(self._next)}"
+        return known[1]
+
+    def alias(self, other: Any, value: Any) -> None:
+        """Use the words for an object for another one, too."""
+        self._numbers[id(other)] = weakref.ref(other), self._number(value)
 
 
 def version(tensor: Tensor) -> int:
