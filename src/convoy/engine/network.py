@@ -145,6 +145,7 @@ class Network:
         self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
         self._state_alone: tuple[str, ...] = ()
+        self._alone: dict[tuple[str, ...], tuple[bool, bool]] = {}  # `undivided` and `normalizes` in states before
         self.passes = 0
         self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
@@ -176,13 +177,19 @@ class Network:
 
     def _look_alone(self, graph: Graph | None = None) -> None:
         """On one device: see whether the model's own forward pass does the same as a program in training."""
-        self._state_alone = self._unchanged.state()
+        state = self._state_alone = self._unchanged.state()
+        if state in self._alone:
+            self.undivided, self.normalizes = self._alone[state]
+            return
         inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
         with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
             graph = graph or self._capture(Signature(True, (self.example[0][0][0],), inputs, self.form))
             draws = any(OPERATIONS[call.op].is_random for call in graph.calls)
             self.undivided = not draws and not self.recompute
             self.normalizes = any(c.op == "batch_norm" and c.attributes["training"] for c in graph.calls)
+            if len(self._alone) >= MAX_PROGRAMS:
+                self._alone.clear()
+            self._alone[state] = self.undivided, self.normalizes
 
     def check_hooks(self) -> None:
         """Refuse hooks that would not see what they do on one device."""
@@ -542,7 +549,7 @@ class Network:
         twin.reducer = twin.guard = None
         twin._owners = {}  # the model's own copy is not complete yet
         twin._unchanged = self._unchanged.of_copy(twin.model)
-        twin._programs = {}
+        twin._programs, twin._alone = {}, {}
         twin._uncompiled = None
         return twin
 
