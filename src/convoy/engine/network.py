@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -248,7 +247,9 @@ class Network:
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         if self.samples is None and not torch.compiler.is_compiling() and self.trains:
             self.passes += 1  # as on several devices: random numbers follow it, should the network draw some later
-        return (self._own_forward or MethodType(type(self.model).forward, self.model))(*args, **kwargs)
+        if self._own_forward is not None:
+            return self._own_forward(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
 
     @contextlib.contextmanager
     def plain_forward(self) -> Iterator[None]:
