@@ -1,5 +1,6 @@
 """`convoy.recorded` in a loop of one's own."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -218,6 +219,15 @@ def test_in_evaluation_mode_it_runs_as_ever() -> None:
         net.eval()
         images = torch.randn(4, 3, 8, 8)
         assert torch.equal(step(images), net(images).sum())
+
+
+def test_autocast_that_is_switched_on_later_is_followed() -> None:
+    def switched_on() -> Callable[[], AbstractContextManager[object]]:
+        number = itertools.count()
+        return lambda: torch.autocast("cpu", torch.bfloat16) if next(number) >= 12 else nullcontext()
+
+    pairs = zip(*(updates("serial", record, around=switched_on()) for record in (ReplayedGraph, None)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_batches_of_another_shape_run_as_ever() -> None:
