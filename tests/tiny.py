@@ -70,6 +70,31 @@ class TinyAgain(TinyNet):
         return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
 
 
+class TinyFrozen(TinyNet):
+    """Keeps its batch norm in evaluation, as detectors do, and has no dropout."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.drop = nn.Identity()
+
+    def train(self, mode: bool = True) -> "TinyFrozen":
+        super().train(mode)
+        for layer in self.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.eval()
+        return self
+
+
+class TinyCounting(TinyNet):
+    """Lets a count of its passes into what it computes."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self.passes += self.training
+        return super().forward(x * (1 + 0.1 * self.passes))
+
+
 class TinyUnseen(TinyNet):
     """Asks for a number, so that nobody can capture it."""
 

@@ -32,6 +32,7 @@ def updates(
     twice: bool = False,
     unlike: tuple[int, ...] = (),
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    changes: bool = False,
     clip: str = "outside",
 ) -> list[Tensor]:
     """Losses, weights and buffers of some updates with pictures, masks and learning rates of their own."""
@@ -53,6 +54,8 @@ def updates(
         for update in range(UPDATES):
             generator = torch.Generator().manual_seed(update)
             number = 7 if update in unlike else 8
+            if changes and update in (8, 12):  # and back
+                net[1].momentum, net[3].p = (0.5, 0.1) if update == 8 else (0.1, 0.3)
             for _ in range(1 + twice):
                 images = torch.randn(number, 3, 8, 8, generator=generator)
                 labels = torch.randint(4, (number,), generator=generator)
@@ -95,6 +98,16 @@ def compared_unlike(plan: str) -> bool:
 def test_where_any_rank_has_a_smaller_batch_all_run_as_ever(plan: str) -> None:
     """Of 7 samples the first of two ranks has 4, as of 8."""
     assert all(run_ranks(compared_unlike, 1 if plan == "serial" else 2, plan))
+
+
+def compared_changed(plan: str) -> bool:
+    results = (updates(plan, graph, changes=True) for graph in (ReplayedGraph, None))
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2"])
+def test_what_changes_in_layers_is_not_frozen(plan: str) -> None:
+    assert all(run_ranks(compared_changed, 1 if plan == "serial" else 2, plan))
 
 
 def compared_broken(plan: str) -> tuple[bool, str]:
