@@ -26,8 +26,9 @@ from convoy.data import DataSet, open_data
 from convoy.data.sources import PixelSource
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import parallelize
+from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
-from convoy.training import ConsoleReporter, Recipe, RunDirectory, load_recipe, train
+from convoy.training import Recipe, RunDirectory, load_recipe, train
 from convoy.training.optimizers import create_optimizer, learning_rate
 
 

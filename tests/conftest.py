@@ -29,6 +29,7 @@ if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg")):
 _cache = tempfile.TemporaryDirectory(prefix="convoy-tests-")
 atexit.register(_cache.cleanup)
 os.environ["CONVOY_CACHE"] = _cache.name
+os.environ["CONVOY_SHARED"] = "1"  # whatever else runs beside the tests
 
 _MARKS = {
     "ranks": "ranks",

@@ -19,6 +19,8 @@ class MadeTime:
     def perf_counter(self) -> float:
         return self.now
 
+    monotonic = perf_counter
+
     def thread_time(self) -> float:
         return getattr(self._processor, "seconds", 0.0)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from convoy.progress import Reporter
 from convoy.training import load_recipe, loop, train
 from convoy.training.environment import join_ranks
-from convoy.training.progress import Reporter
 from convoy.training.watchdog import Watchdog
 
 BASE = {

@@ -19,8 +19,9 @@ from convoy.cli import doctor, doctor_run, main
 from convoy.doctor.advice import Advice
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.errors import ConvoyError, MachineError
+from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
-from convoy.training import ConsoleReporter, Session, load_recipe, train
+from convoy.training import Session, load_recipe, train
 from convoy.training.budget import Budget
 from processes import alive, children
 from started import Started, wait_for

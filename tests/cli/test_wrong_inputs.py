@@ -13,7 +13,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from convoy.cli import main
-from convoy.training import ConsoleReporter, load_recipe, train
+from convoy.progress import ConsoleReporter
+from convoy.training import load_recipe, train
 from tiny import TinyNet, write_mnist
 
 LENET = "train lenet --data {data} --batch 24"

@@ -9,8 +9,8 @@ import pytest
 from convoy.doctor.advice import Advice, advise
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.facts import Facts, InputModel, Pictures, RankFacts, Trial
-from convoy.doctor.gpu import GpuLoad, GpuProcess
-from convoy.doctor.host import HostLoad, OtherProcess
+from convoy.launch.gpu import GpuLoad, GpuProcess
+from convoy.launch.host import HostLoad, OtherProcess
 
 HEALTHY = Facts(
     model="resnet18",

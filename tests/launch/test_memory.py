@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from convoy.launch import memory
-from convoy.launch.memory import host_memory, memory_limits
+from convoy.launch.memory import free_memory, host_memory, memory_left, memory_limits
 
 
 def write(path: Path, text: str) -> None:
@@ -38,3 +38,29 @@ def test_the_least_counts(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ..
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**21}.__getitem__)
     monkeypatch.setattr(memory, "memory_limits", lambda: limits)
     assert host_memory() == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names", "prefix"),
+    [
+        ("0::/job", "job", ("memory.max", "memory.current"), ""),
+        ("4:memory:/job", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+    ],
+)
+def test_what_a_group_has_left_counts_files_as_free(
+    tmp_path: Path, line: str, folder: str, names: tuple[str, str], prefix: str
+) -> None:
+    write(tmp_path / "cgroup", f"{line}\n")
+    for name, number in zip(names, (5000, 3000), strict=True):
+        write(tmp_path / folder / name, f"{number}\n")
+    stat = f"{prefix}rss 2000\n{prefix}inactive_file 600\n{prefix}active_file 400\n{prefix}active_anon 70\n"
+    write(tmp_path / folder / "memory.stat", stat)
+    assert list(memory_left(tmp_path / "cgroup", tmp_path)) == [3000]
+
+
+def test_free_is_what_the_machine_and_the_groups_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "meminfo", "MemTotal: 9000 kB\nMemAvailable:    4 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    for left, expected in (((), 4096), ((5000, 3000), 3000), ((-1,), 0)):
+        monkeypatch.setattr(memory, "memory_left", lambda left=left: left)
+        assert free_memory() == expected

@@ -128,8 +128,14 @@ def test_what_nobody_found_has_nothing_to_explain() -> None:
 
 
 def body(folder: str) -> tuple[str, int, bool]:
-    found = convoy.plan(create("lenet"), IMAGES, devices=2, global_batch=16, store=Path(folder))
+    model = create("lenet")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = convoy.plan(model, IMAGES, devices=2, global_batch=16, store=Path(folder))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert found.planned is not None
+    measured = found.planned.measured
+    assert "sample=2" in {str(plan) for plan in measured} and len(measured) > 1
+    assert found == min(measured, key=lambda plan: measured[plan])
     return found.to_yaml(), len(found.planned.costs.links.measured), "assumed" in found.explain()
 
 

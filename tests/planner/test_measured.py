@@ -60,7 +60,7 @@ def planned_with_a_failure(error: Exception, rank: int, passes: int) -> tuple[st
 
     with patch.object(Profiler, "_pass", failing):
         try:
-            found = make_plan(lenet(), 2, ranks, progress=lambda what, done, total: said.append(what))
+            found = make_plan(lenet(), 2, ranks, progress=lambda what, *_: said.append(what.partition(": ")[2]))
         except ConvoyError as failure:
             return "", [], [], str(failure)
     return str(found.best.plan), list(found.notes), [one for one in said if "pass" not in one], ""
@@ -209,6 +209,7 @@ def profilings(patience_s: float, unmeasured: float) -> list[str]:
         patch("convoy.planner.planner._SETTLED", unmeasured),
     ):
         make_plan(lenet(), 2, Ranks(), link="pcie4", fixes=["*=height"], progress=lambda what, *_: said.append(what))
+    said = [what.partition(": ")[2] for what in said]
     names = [one.removeprefix("profiling ") for one in said if one.startswith("profiling ") and ", pass" not in one]
     return [name.removesuffix(", one device") for name in names]
 
@@ -225,8 +226,11 @@ def test_the_plan_that_a_search_proposes_is_profiled_while_there_is_time() -> No
 def test_every_pass_of_profiling_is_told() -> None:
     said: list[tuple[str, int, int]] = []
     make_plan(lenet(), 1, Ranks(), progress=lambda *each: said.append(each))
-    assert ("profiling serial, one device, pass 1", 0, 1) in said
-    assert ("profiling serial, one device, pass 3", 0, 1) in said
+    *during, (_, end, total) = said
+    assert end == total and {each[2] for each in said} == {total}  # the total does not move
+    assert all(what.startswith(f"planning, about {total} s: ") and done < total for what, done, _ in during)
+    assert any(what.endswith("profiling serial, one device, pass 1") for what, *_ in during)
+    assert any(what.endswith("profiling serial, one device, pass 3") for what, *_ in during)
 
 
 def recipes(devices: int, merge: int, batch: int = 64, shares: tuple[float, ...] | None = None) -> Workload:

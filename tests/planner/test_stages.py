@@ -128,7 +128,7 @@ def test_given_stages_are_measured_in_the_passes_in_which_they_run() -> None:
     best = planned.best
     assert best.staging is not None and best.passes == len(best.staging.samples) == 8
     assert best.staging.schedule == "1f1b"
-    profiled = {what.partition(",")[0] for what in said if "profiling stage=2" in what}
+    profiled = {what.partition(": ")[2].partition(",")[0] for what in said if "profiling stage=2" in what}
     assert profiled == {"profiling stage=2"}
     asked = replace(planned.workload, schedules=("1f1b",))
     assert best.seconds == pytest.approx(score(asked, STAGES, planned.costs, 8).seconds)

@@ -8,7 +8,7 @@ from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.planner import workload_of
-from convoy.planner.measured import placements
+from convoy.planner.measured import plans_to_profile
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from small_nets import SMALL_NETS
@@ -66,6 +66,6 @@ def test_a_network_that_is_no_graph_is_refused_with_a_way_out() -> None:
 
 def test_profiled_placements_show_the_strategies_that_the_others_are_predicted_from() -> None:
     mesh = Mesh(("gpu",), (2,))
-    found = dict(placements(workload_of(net(), IMAGES, 8), mesh))
+    found = dict(plans_to_profile(workload_of(net(), IMAGES, 8), mesh))
     assert list(found) == ["sample", "filter", "channel"]
-    assert all(placement.mesh.sizes == mesh.sizes for placement in found.values())
+    assert all(plan.mesh.sizes == mesh.sizes for plan in found.values())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +17,9 @@ from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
 from convoy.planner.cost.costs import HostCost
-from convoy.planner.planner import score
+from convoy.planner.measured import Measurements
+from convoy.planner.planner import Race, score
+from convoy.planner.planner import _raced as raced_by
 from convoy.planner.workload import Workload
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
@@ -73,15 +76,18 @@ def weights(found: Session, updates: int = 3) -> dict[str, torch.Tensor]:
 def predicting(*plans: Plan) -> Callable[..., Planned]:
     """A planner that predicts the first of these plans to be fastest, then the next, and knows no others."""
 
-    def planner(*args: object, **options: object) -> Planned:
-        planned = make_plan(*args, plans=plans, **options)  # type: ignore[arg-type]
+    def planner(*args: Any, race: Race, **options: Any) -> Planned:
+        planned = make_plan(*args, plans=plans, **options)
         by_plan = {scored.plan: scored for scored in planned.candidates}
-        return replace(planned, candidates=tuple(by_plan[plan] for plan in plans))
+        planned = replace(planned, candidates=tuple(by_plan[plan] for plan in plans))
+        return raced_by(
+            planned, (), args[2], race, Measurements(args[0], args[2]), lambda what: None, lambda seconds: True
+        )
 
     return planner
 
 
-def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tuple[str, list[str], float]:
+def raced(data: Path, cache: Path, times: tuple[float, ...]) -> tuple[str, list[str], float]:
     """The plan, the notes, and how far the weights are from those under plain `sample`."""
 
     def timed(step: TrainingStep, image_shape: tuple[int, int, int], *rest: object, **options: object) -> float:
@@ -91,7 +97,6 @@ def raced(data: Path, cache: Path, clear: float, times: tuple[float, ...]) -> tu
     remaining = list(times)
     with (
         patch.object(auto_plan, "make_plan", predicting(FILTERS, SAMPLES)),
-        patch.object(auto_plan, "CLEAR", clear),
         patch.object(auto_plan, "measure_input", lambda *args: None),
         patch.object(auto_plan, "update_seconds", timed),
     ):
@@ -133,22 +138,13 @@ def test_stages_run_in_the_passes_and_the_order_that_were_predicted(
         assert distance < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("times", "winner"), [((1.0, 2.0), "filter=2"), ((2.0, 1.0), "sample=2")])
 def test_the_winner_of_the_race_runs(data: Path, tmp_path: Path, times: tuple[float, ...], winner: str) -> None:
-    for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, 0.0, times):
+    for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, times):
         assert plan == winner, notes
         assert any(
             "in a race over" in note and "filter=2 1,000.0 ms" in note.replace("2,000", "1,000") for note in notes
         )
-        assert distance < 1e-5
-
-
-def test_a_clear_prediction_needs_no_race(data: Path, tmp_path: Path) -> None:
-    for plan, notes, distance in run_ranks(raced, 2, data, tmp_path, float("inf"), ()):
-        assert plan == "filter=2"
-        assert any("predicted to be fastest" in note for note in notes)
-        assert not any("race" in note for note in notes)
         assert distance < 1e-5
 
 
@@ -167,7 +163,6 @@ def test_plain_sample_always_races(data: Path, tmp_path: Path) -> None:
     for notes in run_ranks(last_of_four, 2, data, tmp_path):
         (race,) = [note for note in notes if "in a race over" in note]
         assert "filter=2" in race and "height=2" in race and "sample=2" in race
-        assert "width=2" not in race
 
 
 def reproducible(data: Path, cache: Path) -> tuple[str, list[str]]:
@@ -264,7 +259,6 @@ def without_memory(data: Path, cache: Path, losers: tuple[str, ...]) -> tuple[st
 
     with (
         patch.object(auto_plan, "make_plan", predicting(FILTERS, SAMPLES)),
-        patch.object(auto_plan, "CLEAR", 0.0),
         patch.object(TrainingStep, "__call__", failing),
     ):
         try:
@@ -299,7 +293,6 @@ def without_memory_alone(data: Path, cache: Path, lacks: bool) -> tuple[str, lis
 
     with (
         patch.object(auto_plan, "make_plan", predicting(FILTERS, SAMPLES)),
-        patch.object(auto_plan, "CLEAR", 0.0),
         patch.object(TrainingStep, "__call__", counted),
         patch.object(auto_plan, "try_out", trying_out),
     ):
@@ -318,7 +311,7 @@ def test_a_racer_is_tried_out_alone_before_others_wait_for_it(data: Path, tmp_pa
 @pytest.mark.slow
 def test_where_nobody_ends_the_race_all_ranks_say_so(data: Path, tmp_path: Path) -> None:
     for *_, failure in run_ranks(without_memory, 2, data, tmp_path, ("filter=2", "sample=2")):
-        assert failure == f"rank 1 ran out of memory while racing filter=2; {NEEDS_LESS}"
+        assert failure == f"rank 1 ran out of memory while racing sample=2; {NEEDS_LESS}"
 
 
 def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:

@@ -11,7 +11,7 @@ import pytest
 from convoy.comm import collectives
 from convoy.data import loader
 from convoy.doctor.facts import Facts, Pictures
-from convoy.doctor.host import HostLoad, HostWatch, OtherProcess
+from convoy.launch.host import HostLoad, HostWatch, OtherProcess
 from convoy.training import checkup as checkup_module
 from convoy.training import step as step_module
 from convoy.training.checkup import UPDATES, Checkup

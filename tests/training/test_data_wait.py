@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from convoy.comm.ranks import Ranks
+from convoy.progress import Reporter
 from convoy.training.log import Log, MetricsWindow
-from convoy.training.progress import Reporter
 from convoy.training.summary import RunProgress
 
 

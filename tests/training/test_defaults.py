@@ -19,6 +19,7 @@ from convoy.engine.coupling import CPU_SHARE, CUDA_SHARE, Probe
 from convoy.errors import ConvoyError
 from convoy.models import create
 from convoy.planner.cost.store import ProfileStore
+from convoy.progress import Reporter
 from convoy.training import Recipe, defaults, load_recipe, train
 from convoy.training.build import merged, probed
 from convoy.training.defaults import Settled, Tried, as_begun, has_bf16, settle, try_passes
@@ -26,7 +27,6 @@ from convoy.training.environment import join_ranks
 from convoy.training.finite import FiniteGuard
 from convoy.training.parallel import TrainedNetwork
 from convoy.training.precision import Scaler, set_numerics
-from convoy.training.progress import Reporter
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from ranks import run_ranks

@@ -12,8 +12,8 @@ import pytest
 
 from convoy.doctor.advice import Advice
 from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
-from convoy.doctor.host import HostLoad, HostWatch, OtherProcess
 from convoy.errors import ConvoyError
+from convoy.launch.host import HostLoad, HostWatch, OtherProcess
 from convoy.training import checkup, evaluate, loop, step
 from convoy.training.evaluate import EvaluationTally
 from convoy.training.loop import Loop

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from convoy.errors import ConvoyError
+from convoy.progress import Reporter
 from convoy.training import finite, load_recipe, train
 from convoy.training.loop import Loop
-from convoy.training.progress import Reporter
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from ranks import run_ranks

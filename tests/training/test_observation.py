@@ -107,6 +107,21 @@ def by_a_clock(data: Path, folder: Path, plan: str) -> tuple[Comparison, bool, b
     return comparison, weights <= known, all(times.forward > 0 for times in learned.values()), forward, len(learned)
 
 
+def beside_others(data: Path, folder: Path) -> tuple[Comparison, int]:
+    found, store = session(data, "sample=2"), ProfileStore(folder)
+    observation = Observation(found)
+    run(found, APART[1] + 1, observation)
+    with patch("convoy.launch.host.HostLoad.is_disturbed", True):
+        comparison = observation.conclude(None, store)
+    return comparison, len(store.devices())
+
+
+def test_nothing_is_learned_beside_other_processes(data: Path, tmp_path: Path) -> None:
+    (comparison, kept), _ = run_ranks(beside_others, 2, data, tmp_path)
+    assert comparison.learned == kept == 0
+    assert any(note.startswith("other processes kept") for note in comparison.notes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_store_learns_what_the_calls_took(data: Path, tmp_path: Path, plan: str) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from convoy.cli import main
 from convoy.errors import ConvoyError
+from convoy.progress import Reporter
 from convoy.training import RunDirectory, load_recipe, train
 from convoy.training.environment import join_ranks
-from convoy.training.progress import Reporter
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import BASE, Words, as_before, train_here

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from convoy.checkpoint.store import CheckpointStore
 from convoy.data import Batch
+from convoy.progress import Reporter
 from convoy.training import load_recipe, train
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import EvaluationTally
-from convoy.training.progress import Reporter
 from convoy.training.session import Session
 from ranks import run_ranks
 from tiny import NUM_TEST, write_mnist

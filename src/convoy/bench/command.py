@@ -138,7 +138,9 @@ class MeasuringSchedule(Course):
                 self.predict,
                 keep,
                 seconds=self.timeout,
-                say=lambda part, done, total: self.progress(f"{what}: {part}", self._done, self._total),
+                say=lambda part, done, total: self.progress(
+                    f"{what}: {part}, {done} of {total}", self._done, self._total
+                ),
             )[0]
         except (RankFailed, ConvoyError) as error:
             found = Forecast(notes=[f"nothing is predicted for {devices}: {reason_of(error)}"])

@@ -43,11 +43,12 @@ def forecast(
     ranks, device = join(task)
     data = data_of(task.made, task.recipe)
     found = Forecast()
+    rivals = [plan for text in plans if text != AUTO and (plan := Plan.parse(text)).mesh.num_devices == ranks.num]
 
     def choose(numbers: str = "") -> Session:
         parallel = task.recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(numbers)})
         recipe = task.recipe.model_copy(update={"parallel": parallel})
-        session = set_up(recipe, device, say, ranks, data, keep)
+        session = set_up(recipe, device, say, ranks, data, keep, rivals=[] if numbers else rivals)
         found.notes.extend(f"shares {numbers}: {note}" if numbers else note for note in session.notes)
         return session
 
@@ -96,6 +97,10 @@ def forecast(
         for text, plan in wanted.items():
             found.predictions[text] = _prediction(planned.serial if ranks.num == 1 else by_plan[plan])
         found.notes.extend(planned.notes)
+        own = found.predictions.get(found.auto or "")
+        for text, other in found.predictions.items():
+            if own is not None and other.seconds < own.seconds and AUTO in plans:
+                found.notes.append(f"{text} is predicted to be faster than {found.auto}, but did not win the race")
     except ConvoyError as error:
         found.notes.append(f"nothing is predicted: {error}")
     return found

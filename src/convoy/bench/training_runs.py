@@ -12,8 +12,9 @@ from convoy.bench.measurement import MeasurementTask, join
 from convoy.bench.processes import Say
 from convoy.bench.records import Evaluation, Training
 from convoy.comm.position import current
+from convoy.progress import Reporter
 from convoy.report.run_directory import column, read_metrics
-from convoy.training import Recipe, Reporter, train
+from convoy.training import Recipe, train
 from convoy.training.config import Duration
 
 _BEAT_S = 1.0

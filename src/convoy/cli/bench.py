@@ -73,11 +73,11 @@ def command(arguments: Sequence[str], /, as_json: bool, recompute: str | None, *
         from convoy.bench import table as rows_of
         from convoy.bench.command import measure
         from convoy.bench.page import write_files
-        from convoy.training import ConsoleReporter
+        from convoy.progress import ConsoleReporter
 
     console = Console(stderr=True, highlight=False)
     try:
-        with options.sigterm_as_interrupt(), ConsoleReporter(console, log_preparation=True) as reporter:
+        with options.sigterm_as_interrupt(), ConsoleReporter(console) as reporter:
             measure(ask, reporter.prepare, lambda text: console.print(text, markup=False, soft_wrap=True))
     except KeyboardInterrupt:
         click.echo(f"convoy: stopped; {ask.folder} keeps what was measured, the same command goes on", err=True)

@@ -15,8 +15,9 @@ from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.launch import cores
+from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
-from convoy.training import ConsoleReporter, choose_device
+from convoy.training import choose_device
 from convoy.training.budget import Budget
 from convoy.training.examination import examine
 from convoy.training.parallel_config import num_devices
@@ -85,7 +86,7 @@ def _examined(request: TrainRequest, complete: Complete, ranks: Ranks, device: t
     data = recipe.data.model_copy(update={"bad_images": "skip"})  # they are counted, as the others tell the speed
     recipe = recipe.model_copy(update={"data": data})
     console = Console(highlight=False, quiet=ranks.rank > 0, stderr=True)
-    with ConsoleReporter(console, log_preparation=True) as reporter:
+    with ConsoleReporter(console) as reporter:
         budget = Budget(ranks, look.seconds, look.began, reporter.prepare)
         session = set_up(recipe, device, reporter.prepare, ranks)
         facts = examine(session, budget, trials=look.trials, folder=out)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
 import click
 import torch
@@ -21,14 +22,16 @@ from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.trace import trace
+from convoy.planner.race import race
 from convoy.planner.search.layers import Layers
 from convoy.planner.text import document, explanation_text
 from convoy.planner.verdict import explained
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE, sample_axes
+from convoy.progress import ConsoleReporter
 from convoy.report.plan_page import plan_page
 from convoy.terminal import Console
-from convoy.training import ConsoleReporter, choose_device
+from convoy.training import choose_device
 from convoy.training.build import divisible_sizes
 from convoy.training.defaults import Tried, settle, try_passes
 from convoy.training.division import divide
@@ -175,7 +178,7 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
     if request.images_per_second is not None:  # beside the computation on a GPU, from the same cores on a CPU
         input_cost = HostCost(per_sample=1 / request.images_per_second, beside=device.type == "cuda")
     console = Console(stderr=True, highlight=False, quiet=ranks.rank > 0)
-    with ConsoleReporter(console, log_preparation=True) as reporter:
+    with ConsoleReporter(console) as reporter:
         planned = make_plan(
             workload,
             devices,
@@ -188,6 +191,7 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
             input=input_cost,
             notes=[*first, *notes],
             progress=reporter.prepare,
+            race=None if request.plans else partial(race, model, recipe.recompute),
         )
     if ranks.rank == 0:
         _show(request, planned, first, notes_on_size)

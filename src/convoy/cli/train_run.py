@@ -18,8 +18,9 @@ from convoy.launch import cores
 from convoy.launch.place import HANDED_ON
 from convoy.planner.comparison import comparison_text, headline
 from convoy.plans.plan import Plan
+from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
-from convoy.training import ConsoleReporter, Outcome, Recipe, RunDirectory, Session, choose_device, train
+from convoy.training import Outcome, Recipe, RunDirectory, Session, choose_device, train
 from convoy.training.build import check_layers
 from convoy.training.config import TimeSpan
 from convoy.training.environment import join_ranks

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from convoy.doctor.facts import Cause, Facts, InputModel, Pictures, Trial
-from convoy.doctor.gpu import GpuLoad
-from convoy.doctor.host import HostLoad
+from convoy.launch.gpu import GpuLoad
+from convoy.launch.host import HostLoad
 from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
 
 LEAST = 1.03

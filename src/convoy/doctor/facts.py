@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from convoy.doctor.host import HostLoad
+from convoy.launch.host import HostLoad
 
 Cause = Literal[
     "workers",

@@ -406,4 +406,9 @@ class _Marks:
             node = tensor.grad_fn if isinstance(tensor, Tensor) else None
             if node is not None and node not in self._seen:
                 self._seen.add(node)
-                node.register_prehook(lambda _: self._backward.mark(name or _MADE_UP))
+                node.register_prehook(partial(_marked, self._backward, name or _MADE_UP))
+
+
+def _marked(backward: _Stopwatch, name: str, _: Any) -> None:
+    """Knows nothing of `_seen`: in a circle through a node, which Python does not see, the weights would stay."""
+    backward.mark(name)

@@ -182,8 +182,12 @@ class _WatchedPass:
     def _backward(self, name: str) -> None:
         if not self._ends:
             self._ends = True
-            at_end_of_backward(lambda: self._update.mark("gradient"))
+            at_end_of_backward(self._end)
         if name:
             self._update.mark("backward", name, self._run)
         else:
             self._update.mark("transfer", "backward", self._run)
+
+    def _end(self) -> None:
+        self._update.mark("gradient")
+        self._seen.clear()  # in a circle through a node, which Python does not see, all of the pass would stay

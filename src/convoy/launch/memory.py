@@ -1,10 +1,17 @@
 """The memory of a host: what the machine has, or what control groups leave of it."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from convoy.launch.cores import MEMBERSHIP, ROOT, folders, text_of
+
+_MEMINFO = Path("/proc/meminfo")
+_OF_VERSION = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+"""Files with what a group may have, and has."""
+_REMEMBERED = {1: r"^total_(?:in)?active_file (\d+)$", 2: r"^(?:in)?active_file (\d+)$"}
+"""Of what it has, the files, in `memory.stat`."""
 
 
 def host_memory() -> int:
@@ -12,9 +19,26 @@ def host_memory() -> int:
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
 
 
+def free_memory() -> int:
+    """Bytes that processes here may still have: what no process of the machine has, and no group has used up. Files
+    that the system remembers count as free."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", text_of(_MEMINFO), re.MULTILINE)
+    there = 1024 * int(found[1]) if found else host_memory()
+    return max(0, min([there, *memory_left()]))
+
+
+def memory_left(membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[int]:
+    """Bytes that each of the groups has left."""
+    for folder, version in folders("memory", membership, root):
+        limit, used = (text_of(folder / name) for name in _OF_VERSION[version])
+        if limit.isdecimal() and used.isdecimal():
+            remembered = re.findall(_REMEMBERED[version], text_of(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit) - int(used) + sum(map(int, remembered))
+
+
 def memory_limits(membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[int]:
     """Bytes that each of the groups may have."""
     for folder, version in folders("memory", membership, root):
-        text = text_of(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        text = text_of(folder / _OF_VERSION[version][0])
         if text.isdecimal():
             yield int(text)

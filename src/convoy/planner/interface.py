@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,20 @@ from torch import Tensor, nn
 from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
+from convoy.graph.deferred import deferred_tensors
 from convoy.graph.given import check_given
 from convoy.ops.recompute import as_recompute
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local import BatchNorm
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.planner import Planned, make_plan
+from convoy.planner.race import race
 from convoy.planner.text import document, explanation_text
 from convoy.planner.verdict import explained
 from convoy.planner.workload import MakeOptimizer, momentum, workload_of
 from convoy.plans.plan import Plan
+from convoy.progress import ConsoleReporter
+from convoy.terminal import Console
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +151,7 @@ def plan(
         raise ConvoyError(f"microbatches={microbatches} cannot be made of {batch} samples: give at most {batch}")
     if passes > 0 and batch % passes:
         raise ConvoyError(f"{batch} samples cannot be divided into {passes} equal passes: give a multiple of that")
+    ranks, again = Ranks.here() if here > 1 else Ranks(), as_recompute(recompute)
     workload = workload_of(
         model,
         example,
@@ -155,18 +161,21 @@ def plan(
         microbatch=-(-batch // microbatches) if microbatches else 0,
         precision=precision,
         optimizer=optimizer,
-        recompute=as_recompute(recompute),
+        recompute=again,
     )
     given = [score] if isinstance(score, str | Path | Plan) else list(score)
-    planned = make_plan(
-        workload,
-        devices,
-        Ranks.here() if here > 1 else Ranks(),
-        link=link,
-        store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
-        fixes=[fix] if isinstance(fix, str) else list(fix),
-        memory_limit=memory_limit,
-        plans=[Plan.parse(one, num_devices=devices) for one in given],
-    )
+    with ConsoleReporter(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as reporter:
+        planned = make_plan(
+            workload,
+            devices,
+            ranks,
+            link=link,
+            store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
+            fixes=[fix] if isinstance(fix, str) else list(fix),
+            memory_limit=memory_limit,
+            plans=[Plan.parse(one, num_devices=devices) for one in given],
+            progress=reporter.prepare,
+            race=None if given or deferred_tensors(model) else partial(race, model, again),
+        )
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, best.stages, planned)

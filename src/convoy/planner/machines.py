@@ -27,7 +27,7 @@ from convoy.hardware.work import Work, work_of_graph
 from convoy.planner.cost.cataloged import costs_of
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.local import BatchNorm
-from convoy.planner.planner import Planned, ordered, propose, score
+from convoy.planner.planner import Planned, propose, score
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import COMPUTE
@@ -392,11 +392,10 @@ def _planned(
             f"than the {size(int(room))} that there are: lower --batch, or ask for more devices",
             least,
         )
-    best = ordered(fitting)
+    best = sorted(fitting, key=lambda one: one.seconds)
     plain = next((one for one in found if one.plan == Plan.by_samples(count)), None)
     if plain in best and not plans and plain.seconds < WORTH * best[0].seconds:
-        best.remove(plain)
-        best.insert(0, plain)
+        best = best[best.index(plain) :]  # what is hardly faster is no gain
     plain = plain or score(workload, Plan.by_samples(count), costs)
     notes = []
     if (needs := plain.memory.total) > room:

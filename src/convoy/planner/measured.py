@@ -12,7 +12,8 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
@@ -25,6 +26,7 @@ from convoy.engine.allocation import release_freed_memory
 from convoy.engine.clock import DeviceClock
 from convoy.errors import ConvoyError, RankFailedError
 from convoy.graph.graph import Call
+from convoy.launch.host import HostLoad, HostWatch
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
 from convoy.ops.onednn import has_packing
@@ -35,15 +37,15 @@ from convoy.planner.cost.gradients import Update, issuing
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Times
+from convoy.planner.cost.times import Roofline, Times
 from convoy.planner.profiling import ALIKE, Profiled, local_op_of, mean, profile, with_overhead
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import Strategy, is_choosing
 from convoy.planner.workload import MakeOptimizer, Workload, memory_of_updates
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, Situation
-from convoy.plans.plan import Plan
-from convoy.units import shorten
+from convoy.plans.plan import Plan, plan_text
+from convoy.units import plural, shorten
 
 
 def slowdowns_of(
@@ -90,9 +92,9 @@ _PROFILED = ("sample", "filter", "channel")
 """Of all layers that can have them, one after the other, in the profilings that a search begins with."""
 
 
-def placements(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Placement]]:
-    """Placements to profile on a mesh of one axis, each with a name; a layer that cannot have the strategy is by
-    samples, or whole where that cannot be either."""
+def plans_to_profile(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Plan]]:
+    """Plans to profile on a mesh of one axis, each with a name; a layer that cannot have the strategy is by samples, or
+    whole where that cannot be either."""
     layers: dict[str, list[Call]] = {}
     for call in workload.graph.calls:
         if is_choosing(call):
@@ -103,10 +105,9 @@ def placements(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Placement]
         if (strategy,) not in given.values() or tuple(given.values()) in seen:
             continue
         seen.add(tuple(given.values()))
-        try:
-            yield strategy, workload.place(compact(mesh, given))
-        except ConvoyError:
-            continue
+        with contextlib.suppress(ConvoyError):
+            workload.place(plan := compact(mesh, given))
+            yield strategy, plan
 
 
 def _possible(workload: Workload, mesh: Mesh, calls: list[Call], wanted: str) -> Strategy:
@@ -167,8 +168,17 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
     return replace(found, host=host, host_per_tensor=host_per_tensor)
 
 
-_ROOM = 0.6
-_LONGEST = 60
+_ROOM = 0.5
+"""The part of a rank's memory that the tensors of a pass may take: what kernels hold, and holes between blocks, have
+been up to four fifths of that."""
+_PACE = 1.25
+"""Kept times that are so many times those of now, or the other way round, are of a machine in another state."""
+_MATRIX, _REACHED = 1024, 0.5
+"""Rows of a matrix, and how much of the speed of its product layers reach, about."""
+_ENOUGH_MORE = 1.2
+"""So many times as much memory is another try for what was killed."""
+_FROM_OTHERS = "its layers are predicted from what else was profiled"
+LONGEST = 60
 """Characters of a plan in what is said of a profiling."""
 
 Progress = Callable[[str, int, int], None]
@@ -182,24 +192,50 @@ class Job:
     Attributes:
         name: for people.
         workload: the training that is placed.
+        plan: where it is placed.
         alone: whether one device does it while the others rest.
     """
 
     name: str
     workload: Workload
-    placement: Placement
-    alone: bool
+    plan: Plan
+    alone: bool = False
+
+    @cached_property
+    def placement(self) -> Placement:
+        """A pass under the plan."""
+        return self.workload.place(self.plan)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a pass on the rank that needs most, but for what kernels hold."""
+        return max(each.total for each in predict_memory(self.placement))
+
+    @property
+    def mark(self) -> str:
+        """The name under which a store knows that it has begun."""
+        workload = self.workload
+        return f"began {workload.name} {workload.sample} {workload.samples} {plan_text(self.plan)}"
+
+    def halved(self) -> "Job | None":
+        """The same in passes of half as many samples; None where there are none."""
+        workload, samples = self.workload, self.workload.samples // 2
+        if workload.resized is None or samples < 2 * self.plan.parts:  # a single sample may have no statistics
+            return None
+        smaller = workload.resized(samples)
+        microbatch = min(workload.microbatch, samples // self.plan.parts)  # so that each part has one
+        return replace(self, workload=replace(smaller, microbatch=microbatch))
 
 
 def jobs_for(workload: Workload, meshes: Sequence[Mesh], plans: Sequence[Plan] = ()) -> list[Job]:
     """What is profiled to begin with: one device by itself, and the plans that are given, or every layer by samples, by
     filters and by channels over all devices, from which the search's costs of all else follow."""
     alone = workload.alone or workload
-    jobs = [Job("serial, one device", alone, alone.place(Plan(Mesh((), ()))), True)]
+    jobs = [Job("serial, one device", alone, Plan(Mesh((), ())), True)]
     jobs += [plan_job(workload, plan) for plan in plans if plan.mesh.num_devices > 1]
     for mesh in () if plans else meshes[:1]:
         if mesh.num_devices > 1:
-            jobs += [Job(name, workload, placement, False) for name, placement in placements(workload, mesh)]
+            jobs += [Job(name, workload, plan) for name, plan in plans_to_profile(workload, mesh)]
     return jobs
 
 
@@ -211,8 +247,7 @@ def plan_job(workload: Workload, plan: Plan, passes: int | None = None) -> Job:
         plan: the plan.
         passes: through its stages; None for as many as go well through them.
     """
-    workload = workload.through(plan.num_stages, passes, plan.parts)
-    return Job(shorten(str(plan), _LONGEST), workload, workload.place(plan), False)
+    return Job(shorten(str(plan), LONGEST), workload.through(plan.num_stages, passes, plan.parts), plan)
 
 
 class Measurements:
@@ -221,15 +256,16 @@ class Measurements:
     Args:
         workload: what is to be trained.
         ranks: the devices at hand.
-        links: between the devices of the meshes.
         store: measurements from before; None keeps nothing.
-        progress: is told of every profiling.
-        per_transfer: seconds of the engine for a redistribution in one direction.
-        room: bytes that a rank has; what needs more than `_ROOM` of them is not profiled, as what kernels hold while
-            they run comes on top.
+        progress: is told what is profiled.
+        room: bytes that a rank may still take.
 
     Attributes:
+        room: as it was given.
+        links: between the devices of the meshes.
+        per_transfer: seconds of the engine for a redistribution in one direction.
         notes: sentences on what could not be measured.
+        loads: what the machine did in each profiling, by rank.
         longest_s: seconds that the longest profiling has taken.
     """
 
@@ -237,36 +273,51 @@ class Measurements:
         self,
         workload: Workload,
         ranks: Ranks,
-        links: Links,
         store: ProfileStore | None = None,
-        progress: Progress = lambda what, done, total: None,
-        per_transfer: float = 0.0,
+        progress: Callable[[str], None] = lambda what: None,
         room: float = math.inf,
     ) -> None:
-        self._workload, self._ranks, self._links, self._store = workload, ranks, links, store
-        self._progress, self._per_transfer, self._room = progress, per_transfer, room
+        self._workload, self._ranks, self._store, self._progress, self.room = workload, ranks, store, progress, room
+        self.links, self.per_transfer = Links(), 0.0
         self._devices = {alone: device_of(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
-        self._times = {alone: ranks.first(partial(_stored, store, self._devices[alone])) for alone in (True, False)}
+        self._kept = {alone: ranks.first(partial(_stored, store, self._devices[alone])) for alone in (True, False)}
+        self._new: dict[bool, dict[LocalOp, Times]] = {True: {}, False: {}}
         self._around: dict[bool, list[Times]] = {True: [], False: []}
         self._by_rank: list[tuple[float, ...]] = []
-        self._count = 0
         self.notes: list[str] = []
+        self.loads: list[HostLoad] = []
         self.longest_s = 0.0
-        self.give_back_memory()  # of what was planned or trained before, whose blocks are of other sizes
 
-    def profile(self, jobs: Sequence[Job]) -> None:
-        """Profile the network, but for what is known or takes more memory than there is.
+    def profile(self, jobs: Sequence[Job], afresh: bool = False) -> None:
+        """Profile the network, but for what is known, in passes that fit into memory.
+
+        Args:
+            jobs: what is to be known.
+            afresh: whether it is measured although it is known.
 
         Raises:
             RankFailedError: a rank has failed otherwise than for want of memory.
         """
-        jobs = [job for job in jobs if self._fits(job)]
-        total = self._count + len(jobs)
         for job in jobs:
-            self._progress(f"profiling {job.name}", self._count, total)
-            if not all(one in self._times[job.alone] for one in self._local_ops(job)):
-                self._run(job, total)
-            self._count += 1
+            self._progress(f"profiling {job.name}")
+            fitting = self._fitting(job)
+            if fitting is None:
+                self._note(f"{job.name} was not profiled, for want of memory: {_FROM_OTHERS}")
+                continue
+            if fitting is not job:
+                number = plural(fitting.workload.samples, "sample")
+                self._note(f"{job.name} was profiled in passes of {number}, not {job.workload.samples}, for memory")
+            known = self._new if afresh else self._times
+            if not all(one in known[job.alone] for one in self._local_ops(fitting)):
+                self._run(fitting, afresh)
+
+    @property
+    def _times(self) -> dict[bool, dict[LocalOp, Times]]:
+        return {alone: self._kept[alone] | self._new[alone] for alone in (True, False)}
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
 
     @property
     def is_empty(self) -> bool:
@@ -277,37 +328,93 @@ class Measurements:
         """Give back what earlier work has freed."""
         release_freed_memory(self._workload.device)
 
-    def _fits(self, job: Job) -> bool:
-        return max(each.total for each in predict_memory(job.placement)) <= _ROOM * self._room
+    def _fitting(self, job: Job) -> Job | None:
+        """A job in passes that fit into memory, and at which no process was killed where there was as little; None
+        where even the smallest do not."""
+        found: Job | None = job
+        room = self.room * (self._ranks.on_host if job.alone and self._workload.device.type == "cpu" else 1)
+        while found is not None and (found.memory > _ROOM * room or self.room <= self._ended(found)):
+            found = found.halved()
+        return found
 
-    def _run(self, job: Job, total: int) -> None:
+    def _ended(self, job: Job) -> float:
+        """Bytes that a rank had when a process was ended from outside in the middle of this job; 0 where none was."""
+        noted = self._ranks.first(lambda: self._store.noted(self._devices[job.alone], job.mark) if self._store else 0.0)
+        return _ENOUGH_MORE * float(noted or 0.0)
+
+    @contextmanager
+    def attempt(self, job: Job) -> Iterator[None]:
+        """While entered, the store knows that a job has begun; where a process is killed in it, for ever.
+
+        Raises:
+            ConvoyError: one was, where there was as little memory.
+        """
+        if self.room <= self._ended(job):
+            raise ConvoyError("a process was killed in it when there was as little memory")
+        self._mark(job, self.room)
+        try:
+            yield
+        finally:
+            self._mark(job, None)
+
+    def _mark(self, job: Job, room: float | None) -> None:
+        if self._store is not None and self._ranks.rank == 0:
+            with contextlib.suppress(OSError):  # a full disk is no reason not to plan
+                self._store.note(self._devices[job.alone], job.mark, room)
+
+    def _run(self, job: Job, afresh: bool) -> None:
         together = not job.alone and job.placement.mesh.num_devices == self._ranks.num
-        done = self._count
 
         def passed(number: int) -> None:
-            self._progress(f"profiling {job.name}, pass {number}", done, total)
+            self._progress(f"profiling {job.name}, pass {number}")
 
         def work(ranks: Ranks) -> Profiled:
-            return profile(job.workload, job.placement, ranks, job.alone, self._links, together, passed=passed)
+            return profile(job.workload, job.placement, ranks, job.alone, self.links, together, passed=passed)
 
-        start = time.monotonic()
+        start, watch = time.monotonic(), HostWatch()
         try:
-            found = self._ranks.trying(f"profiling {job.name}", work)
+            with self.attempt(job):
+                found = self._ranks.trying(f"profiling {job.name}", work)
         except RankFailedError as error:
             if not error.out_of_memory:
                 raise
-            self.give_back_memory()
-            self.notes.append(f"{error}: its layers are predicted from what else was profiled")
+            self._note(f"{error}: {_FROM_OTHERS}")
             return
+        finally:
+            self.give_back_memory()
         self.longest_s = max(self.longest_s, time.monotonic() - start)
-        self._times[job.alone] = found.times | self._times[job.alone]  # of several the first counts: `sample`
+        loads = self._ranks.gather(watch.read())
+        if afresh:
+            self._compare(job.alone, found.times)
+        self._new[job.alone] = found.times | self._new[job.alone]  # of several the first counts: `sample`
         self._around[job.alone].append(found.around)
         self._by_rank.append(found.by_rank)
-        if self._store is not None and self._ranks.rank == 0:
+        disturbed = any(load.is_disturbed for load in loads)
+        self.loads += loads
+        if not disturbed and self._store is not None and self._ranks.rank == 0:
             device = self._devices[job.alone]
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
                 self._store.put(device, found.times)
                 self._store.note(device, _around_of(job.workload, job.alone), list(found.around.numbers))
+
+    def _compare(self, alone: bool, found: Mapping[LocalOp, Times]) -> None:
+        """Bring times that were kept to the machine's pace of now, or forget them where that is another one."""
+        kept = self._kept[alone]
+        both = [one for one in found if one in kept]
+        before, now = (sum(times[one].total for one in both) for times in (kept, found))
+        if not before or not now:
+            return
+        if max(before, now) <= _PACE * min(before, now):
+            self._kept[alone] = {one: times * (now / before) for one, times in kept.items()}
+            return
+        self._kept[alone] = {}
+        self._note(
+            f"times that were kept of earlier plans and runs are {before / now:.2f} × those of now, so all is measured "
+            "anew: convoy profile --clear forgets them"
+        )
+        if self._store is not None and self._ranks.rank == 0:
+            with contextlib.suppress(OSError):
+                self._store.clear(self._devices[alone])
 
     def _local_ops(self, job: Job) -> list[LocalOp]:
         """What the ranks compute in a profiling, but for what takes no time."""
@@ -318,10 +425,33 @@ class Measurements:
 
     def lacking(self, job: Job) -> float:
         """The part of a job's computing time that was not measured, as it is predicted; 0 where memory lacks for it."""
-        known = self._times[job.alone]
+        known, fitting = self._times[job.alone], self._fitting(job)
         times = Calibrated(known)
-        seconds = {one: times(one).total for one in self._local_ops(job)} if self._fits(job) else {}
+        seconds = {one: times(one).total for one in self._local_ops(fitting)} if fitting is not None else {}
         return sum(own for one, own in seconds.items() if one not in known) / (sum(seconds.values()) or 1.0)
+
+    def unknown(self, jobs: Sequence[Job]) -> list[Job]:
+        """Those of which something was not measured, and the first two, which are measured afresh."""
+        return [
+            job
+            for place, job in enumerate(jobs)
+            if place < 2 or not all(one in self._times[job.alone] for one in self._local_ops(job))
+        ]
+
+    def expected_s(self, job: Job) -> float:
+        """Seconds that a pass will take, about, by what is known."""
+        times = Calibrated(self._times[job.alone] or self._times[not job.alone], self._roofline)
+        return sum(times(one).total for one in self._local_ops(self._fitting(job) or job))
+
+    @cached_property
+    def _roofline(self) -> Roofline | None:
+        """Of the device, about, by one product of matrices; None where more is known."""
+        if any(self._times.values()):
+            return None
+        matrix = torch.full((_MATRIX, _MATRIX), 0.5, device=self._workload.device)
+        clock = DeviceClock(self._workload.device)
+        spent = min(clock.spent(lambda: matrix @ matrix, in_a_row=1).device for _ in range(3))
+        return Roofline(_REACHED * 2 * _MATRIX**3 / max(spent, 1e-9), 1e10, 1e-5)
 
     def slowdowns(self) -> tuple[float, ...]:
         """How many times as long as in the mean each rank computes; empty where they are about equally fast."""
@@ -337,7 +467,7 @@ class Measurements:
     def _engine(self, alone: bool) -> Times:
         """What the engine takes for a redistribution, where that is not in the times of those that were measured."""
         moved = any(one.op == "redistribute" for one in self._times[alone])
-        return Times() if moved else Times(self._per_transfer, self._per_transfer)
+        return Times() if moved else Times(self.per_transfer, self.per_transfer)
 
     def _loss(self, alone: bool) -> HostCost:
         workload = (self._workload.alone if alone else None) or self._workload
@@ -355,7 +485,7 @@ class Measurements:
         slowest = max(everyone, key=lambda update: update.per_byte, default=first)
         alone = Costs(
             times=Calibrated({}),
-            links=self._links,
+            links=self.links,
             update=first,
             batch_norm=workload.batch_norm,
             microbatch=workload.microbatch,

@@ -3,14 +3,19 @@
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
+import torch
+
 from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
+from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
+from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.additive import Additive
+from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.link import Links, Rate, links_named
@@ -19,23 +24,35 @@ from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.prediction import Scored, scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.link_probe import measured_links
-from convoy.planner.measured import Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
-from convoy.planner.remembered import remember
+from convoy.planner.measured import LONGEST, Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
+from convoy.planner.remembered import remember, unlike_runs
 from convoy.planner.search.cuts import InPasses
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
 from convoy.planner.search.meshes import SearchResult
-from convoy.planner.search.prices import AXIS_STRATEGIES, redistributions
+from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.prices import meshes as meshes_of
-from convoy.planner.search.search import TOLERANCE, search
+from convoy.planner.search.search import search
 from convoy.planner.search.stages import in_best_passes, search_stages
-from convoy.planner.workload import Workload
+from convoy.planner.workload import Workload, memory_of_updates
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
+from convoy.units import shorten, size
 
-_PATIENCE_S, _PATIENCE_UPDATES = 60.0, 40
-"""Seconds, and updates of one device, that a search may take; the larger counts."""
+Race = Callable[["Planned", Scored, Ranks], float]
+"""Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them."""
+_PATIENCE_S, _PATIENCE_UPDATES = 120.0, 30
+"""Seconds, and updates of one device, that a plan may take; the larger counts."""
+_MEASURING = 0.6
+"""The part of that after which nothing more is profiled."""
+_FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
+"""About: seconds for links, optimizer and engine; passes of a profiling; updates of a racer."""
+_RACE_ROOM = 0.75
+"""The part of a rank's memory that the tensors of a racer may take: kernels, and the network that is copied, come on
+top."""
+_RACERS = 2
+"""Of the plans that are predicted to be fastest, beside plain `sample`."""
 _SETTLED = 0.02
 """The part of a plan's computing time that need not be measured."""
 
@@ -52,6 +69,7 @@ class Planned:
         search: what the search says of its way, on the rank that searched; None where plans were only scored.
         costs: the costs with which the candidates were predicted.
         notes: sentences about what was assumed.
+        measured: seconds of an update, of the plans that raced.
     """
 
     workload: Workload
@@ -61,6 +79,7 @@ class Planned:
     search: SearchResult | None
     costs: Costs
     notes: tuple[str, ...] = field(default=())
+    measured: Mapping[Plan, float] = field(default_factory=dict)
 
     @property
     def best(self) -> Scored:
@@ -139,9 +158,11 @@ def make_plan(
     fixes: Sequence[str] = (),
     memory_limit: float | None = None,
     plans: Sequence[Plan] = (),
+    rivals: Sequence[Plan] = (),
     input: HostCost | None = None,
     notes: Sequence[str] = (),
     progress: Progress = lambda what, done, total: None,
+    race: Race | None = None,
 ) -> Planned:
     """Find the fastest plan; all ranks call it, and get the same answer.
 
@@ -149,8 +170,8 @@ def make_plan(
     links and the layers, or look them up (`measured.py`); search (`search/`), or take the plans that are given;
     predict each of them by its timeline (`cost/step.py`). Operations that were not measured are predicted from those
     that were (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no more than 2 % of its
-    computing time is predicted so, or the longer of a minute and 40 updates of one device is over. `verdict.py`
-    explains the answer.
+    computing time is predicted so, or six tenths of the time for a plan are over: of the longer of two minutes and 30
+    updates of one device. In the rest the best plans make a few updates each. `verdict.py` explains the answer.
 
     Args:
         workload: what is to be trained.
@@ -160,11 +181,14 @@ def make_plan(
             assumes them otherwise.
         store: measurements from before; it keeps those of now.
         fixes: strategies that are given, such as `classifier.*=filter`.
-        memory_limit: bytes that each device has; of `plans`, those that need more are left out.
+        memory_limit: bytes that each device has; of `plans`, those that need more are left out. By default a search
+            knows what is free here, if the plan is for the ranks that are.
         plans: are only predicted, instead of a search.
+        rivals: are predicted beside what a search finds, as far as they fit, and race.
         input: getting the input of a pass ready, on each rank; None costs nothing.
         notes: sentences that come before those of the planner.
-        progress: is told of long work.
+        progress: is told of long work: seconds that have passed, of about how many.
+        race: measures an update; the plan is the fastest of those that were found to be fastest. None predicts alone.
 
     Raises:
         TooLargeError: no plan fits into memory.
@@ -174,38 +198,47 @@ def make_plan(
     for plan in plans:
         if plan.mesh.num_devices != devices:
             raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
-    start = time.monotonic()
     check_optimizer(workload.optimizer)
     Layers(workload.graph, fixes, ())  # a fix that cannot be is told before anything is measured
+    release_freed_memory(workload.device)  # of what was planned or trained before, whose blocks are of other sizes
+    room = min(ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
+    room = room if memory_limit is None else min(room, memory_limit)
+    if devices == ranks.num > 1 and not plans:
+        memory_limit = room
+    say = _Course(progress)
+    if memory_limit is not None and not plans and devices > 1:
+        say("looking for plans that fit into memory")
+        ranks.first(partial(_check_memory, workload, devices, fixes, memory_limit))
+    measured = Measurements(workload, ranks, store, say, room)
+    jobs = jobs_for(workload, meshes, plans)
+    alone_s = (workload.alone or workload).passes * measured.expected_s(jobs[0])
+    racing_s = 0.0 if race is None or devices == 1 else (_RACERS + 1) * _RACE_UPDATES * alone_s / devices
+    profiling_s = sum(_PASSES * measured.expected_s(job) for job in measured.unknown(jobs))
+    say.total_s = ranks.broadcast(min(_FIXED_S + profiling_s + racing_s, _limit_s(alone_s)))
     found_notes = list(notes)
-    links, per_transfer = Links(), 0.0
     if isinstance(link, str):
-        links, note = links_named(link, workload.device.type == "cpu")
+        measured.links, note = links_named(link, workload.device.type == "cpu")
         found_notes.append(note)
     elif link is not None:
-        links = link
+        measured.links = link
     elif devices > 1 and ranks.num == devices:
-        progress("measuring the links", 0, 1)
-        links, per_transfer = ranks.trying(
+        say("measuring the links")
+        measured.links, measured.per_transfer = ranks.trying(
             "measuring the links", lambda _: measured_links(meshes, workload.largest, workload.device)
         )
     elif devices > 1:
-        links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+        measured.links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
         found_notes.append(
             f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
         )
-    room = min(ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
-    room = room if memory_limit is None else min(room, memory_limit)
-    measured = Measurements(workload, ranks, links, store, progress, per_transfer, room)
-    jobs = jobs_for(workload, meshes, plans)
     needed = len(jobs) if plans else 2  # one device, and the first strategy that can be: `sample`
-    measured.profile(jobs[:needed])
+    measured.profile(jobs[:needed], afresh=not plans and devices > 1)
     alone = measured.costs(alone=True)
     serial = score(workload.alone or workload, Plan(Mesh((), ())), replace(alone, input=input or alone.input))
-    until = start + max(_PATIENCE_S, _PATIENCE_UPDATES * serial.seconds)
+    limit_s = _limit_s(serial.seconds)
 
-    def is_in_time() -> bool:
-        return ranks.first(lambda: time.monotonic() + measured.longest_s <= until)
+    def is_in_time(part: float = _MEASURING, needed_s: float = 0.0) -> bool:
+        return ranks.first(lambda: say.passed_s + (needed_s or measured.longest_s) <= part * limit_s)
 
     for job in jobs[needed:]:
         if is_in_time():
@@ -220,17 +253,19 @@ def make_plan(
         costs = measured.costs(alone=devices == 1)
         costs = replace(costs, input=input or costs.input, slowdowns=slowdowns)
         if not plans:
-            progress("searching", 0, 1)
+            say("searching")
         if plans:
             candidates = ranks.first(partial(_given, workload, plans))
         else:
             candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
+            known = [plan for plan, _ in candidates]
+            candidates += _given(workload, [plan for plan in rivals if plan not in known and _goes(workload, plan)])
         as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
         found = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
             found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
-        found = ordered(found)
+        found.sort(key=lambda one: one.seconds)
         best = ranks.broadcast((found[0].plan, found[0].passes))
         wanted = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
         lacking = ranks.broadcast([one for one in wanted if one not in proposed and _lacks(measured, workload, one)])
@@ -241,13 +276,114 @@ def make_plan(
         measured.profile([plan_job(workload, *one) for one in lacking])
     found.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
     measured.give_back_memory()
-    progress("profiling", 1, 1)
     if measured.is_empty:
         found_notes.append("nothing could be profiled in the memory there is: times are those of a typical slow core")
+    plain = Plan.by_samples(devices)
+    if memory_limit is not None and not plans and not fixes and all(one.plan != plain for one in found):
+        with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
+            needs = score(workload, plain, costs).memory.total
+            left_out.append(f"{plain} is left out: it needs {size(needs)} on a device, of {size(int(memory_limit))}")
     found_notes += [*measured.notes, *([_on_speeds(slowdowns, workload.shares)] if slowdowns else []), *left_out]
     if store is not None and ranks.rank == 0 and workload.optimizer_name and ranks.num == devices > 1:
         remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)
-    return Planned(workload, devices, tuple(found), serial, next(iter(results), None), costs, tuple(found_notes))
+    planned = Planned(workload, devices, tuple(found), serial, next(iter(results), None), costs, tuple(found_notes))
+    if race is not None and devices == ranks.num > 1:
+        watch = HostWatch()
+        planned = _raced(planned, rivals, ranks, race, measured, say, lambda needed_s: is_in_time(1.0, needed_s))
+        measured.loads += ranks.gather(watch.read())
+    planned = replace(planned, notes=(*planned.notes, *beside_others(measured.loads)))
+    if store is not None:
+        here, expected = device_of(workload, ranks.on_host), {one.plan: one.seconds for one in planned.candidates}
+        expected |= planned.measured
+        said = ranks.first(lambda: list(unlike_runs(store, here, workload.name, workload.batch, expected)))
+        planned = replace(planned, notes=(*planned.notes, *said))
+    say.end()
+    return planned
+
+
+def _limit_s(update_s: float) -> float:
+    """Seconds that a plan may take, by those of an update of one device."""
+    return max(_PATIENCE_S, _PATIENCE_UPDATES * update_s)
+
+
+class _Course:
+    """Tells of the work in seconds that have passed, of a total that does not move.
+
+    Args:
+        tell: is told.
+
+    Attributes:
+        total_s: as is estimated beforehand.
+    """
+
+    def __init__(self, tell: Progress) -> None:
+        self._tell, self._began, self.total_s = tell, time.monotonic(), 1.0
+
+    @property
+    def passed_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def __call__(self, what: str) -> None:
+        """Something begins."""
+        total = max(1, round(self.total_s))
+        self._tell(f"planning, about {total} s: {what}", min(int(self.passed_s), total - 1), total)
+
+    def end(self) -> None:
+        """All is done."""
+        total = max(1, round(self.total_s))
+        self._tell("planning", total, total)
+
+
+def _raced(
+    planned: Planned,
+    rivals: Sequence[Plan],
+    ranks: Ranks,
+    race: Race,
+    measured: Measurements,
+    say: Callable[[str], None],
+    is_in_time: Callable[[float], bool],
+) -> Planned:
+    """The plan that is measured to be fastest comes first: of those that are predicted to be so, of plain `sample`, of
+    the rivals, and of any that is predicted to be faster than the one which wins. All ranks call it.
+
+    Raises:
+        ConvoyError: none of them can be run.
+    """
+    plain, took, notes = Plan.by_samples(planned.devices), dict[Plan, float](), list(planned.notes)
+    failure: ConvoyError | None = None
+    longest_s, device = 0.0, planned.workload.device
+    gpus = [device] if device.type == "cuda" else []
+    fitting = [one for one in planned.candidates if one.memory.total <= _RACE_ROOM * measured.room]
+    first = [one for place, one in enumerate(planned.candidates) if place < _RACERS or one.plan in (plain, *rivals)]
+    for one in first:
+        if one not in fitting:
+            notes.append(f"{one.plan} did not race: {size(one.memory.total)} on each device leave too little memory")
+    racers = [one for one in first if one in fitting]
+    while racers:
+        plan = ranks.broadcast(racers[0].plan)
+        if len(took) > 1 and not is_in_time(longest_s):
+            notes.append(f"{plan} did not race: there was no more time")
+            break
+        began, racer = time.monotonic(), next(one for one in fitting if one.plan == plan)
+        say(f"racing {plan}")
+        measured.give_back_memory()  # of the one before it
+        try:
+            with measured.attempt(plan_job(planned.workload, plan, racer.passes)), torch.random.fork_rng(devices=gpus):
+                took[plan] = ranks.trying(f"racing {plan}", partial(race, planned, racer))
+        except ConvoyError as error:
+            failure = error
+            notes.append(f"{plan} left the race: {error}")
+            took[plan] = math.inf
+        longest_s = max(longest_s, time.monotonic() - began)
+        best = min(fitting, key=lambda one: took.get(one.plan, math.inf))
+        waiting = [one for one in fitting if one.plan not in took]
+        racers = [one for one in waiting if one in first] or [one for one in waiting if one.seconds < best.seconds]
+    took = {plan: seconds for plan, seconds in took.items() if seconds < math.inf}
+    if not took and failure is not None:
+        raise TooLargeError(str(failure)) if getattr(failure, "out_of_memory", False) else failure
+    found = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
+    return replace(planned, candidates=tuple(found), notes=tuple(notes), measured=took)
 
 
 def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bool:
@@ -257,6 +393,13 @@ def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bo
 def _given(workload: Workload, plans: Sequence[Plan]) -> list[Proposal]:
     """Plans that are given, in as many passes as they would run in."""
     return [(plan, passes_of(workload, plan)) for plan in plans]
+
+
+def _goes(workload: Workload, plan: Plan) -> bool:
+    with contextlib.suppress(ConvoyError):
+        workload.through(plan.num_stages, None, plan.parts).place(plan)
+        return True
+    return False
 
 
 def passes_of(workload: Workload, plan: Plan) -> int | None:
@@ -286,33 +429,32 @@ def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[l
     errors = []
     for one in sorted(too_large, key=lambda one: one.memory.total):
         needs = partial(_needs, costs.costs, one.staging)
-        what = f"the plan {one.plan} does not fit: it"
+        what = f"the plan {shorten(str(one.plan), LONGEST)} does not fit: it"
         errors.append(nothing_fits(one.placement, costs, one.memory.total, limit, what, needs))
     if len(too_large) == len(scored):
         raise errors[0]
     return [one for one in scored if one not in too_large], [str(error) for error in errors]
 
 
+def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit: float) -> None:
+    """Refuse devices into which no plan fits, before anything is measured: for that no times are needed.
+
+    Raises:
+        TooLargeError: none does.
+    """
+    links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+    update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
+    costs = Costs(Calibrated({}), links, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
+    with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
+        if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
+            return
+    proposed = propose(workload, devices, costs, fixes, limit, [])
+    found = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
+    _fitting(found, Additive(costs, workload.graph, workload.passes), limit)
+
+
 def _needs(costs: Costs, staging: Staging | None, placement: Placement) -> float:
     return most(rank_memory(placement, costs, staging)).total
-
-
-def ordered(scored: Sequence[Scored]) -> list[Scored]:
-    """By their time; but of those about as fast as the first, the one that redistributes least often comes first.
-
-    The timeline sees more than the search, which has already chosen so: a plan that seems faster by less than the error
-    of its prediction is more often luck than gain.
-    """
-    found = sorted(scored, key=lambda one: one.seconds)
-    near = [one for one in found if one.seconds <= (1 + TOLERANCE) * found[0].seconds]
-    best = min(near, key=_num_sent, default=None)
-    return [one for one in found if one is best] + [one for one in found if one is not best]
-
-
-def _num_sent(scored: Scored) -> int:
-    """How many tensors are sent on their way through the network."""
-    crossings = scored.staging.staged.crossings if scored.staging is not None else ()
-    return len(redistributions(scored.placement)) + len(crossings)
 
 
 def propose(

@@ -101,7 +101,7 @@ def profile(
     if not alone or ranks.rank == 0:
         if together:
             try_out(workload, placement, place)
-        with _precision(workload):
+        with autocast(workload):
             groups = Groups(mesh) if together else None
             profiled = _profiler(workload, placement, place, groups).run(agree, slowest, enough)
         times, own_s, slowest_s = profiled.calls, profiled.seconds, profiled.slowest
@@ -143,7 +143,7 @@ def try_out(workload: Workload, placement: Placement, rank: int) -> None:
         torch.OutOfMemoryError: it does not fit.
     """
     if raises_out_of_memory(workload.device):
-        with _precision(workload):
+        with autocast(workload):
             _profiler(workload, placement, rank).try_out()
 
 
@@ -222,8 +222,8 @@ def local_op_of(workload: Workload, placement: Placement, placed: PlacedCall, ra
 
 
 @contextmanager
-def _precision(workload: Workload) -> Iterator[None]:
-    """Autocast, if the workload has it."""
+def autocast(workload: Workload) -> Iterator[None]:
+    """As the workload is trained, with lower precision if it has any."""
     if workload.precision is None:
         yield
         return

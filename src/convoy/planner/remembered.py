@@ -6,7 +6,7 @@ all its operations have been measured. Of watched updates: how long each operati
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
@@ -27,8 +27,11 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
 from convoy.planner.profiling import mean
 from convoy.plans.place import Placement
-from convoy.plans.plan import Plan
+from convoy.plans.plan import Plan, plan_text
+from convoy.units import seconds
 
+_UNLIKE = 1.25
+"""A prediction that is so many times what a run took, or the other way round, contradicts it."""
 _LATE = 0.9
 """From this part of a GPU's time on its host may have been late."""
 
@@ -96,6 +99,36 @@ def recalled(
                 return None
     costs = replace(costs, times=Calibrated(known))
     return scored(plan, placement, costs, passes, staging)
+
+
+def remember_run(store: ProfileStore, device: Device, name: str, batch: int, plan: Plan, seconds: float) -> None:
+    """Keep what an update of a run took, without its input; arguments as `unlike_runs` looks for them."""
+    with contextlib.suppress(OSError):  # a full disk is no reason to stop
+        store.note(device, _of_run(name, batch, plan), seconds)
+
+
+def unlike_runs(
+    store: ProfileStore, device: Device, name: str, batch: int, plans: Mapping[Plan, float]
+) -> Iterator[str]:
+    """A sentence on every plan that is expected to be much faster or slower than it was in its last run.
+
+    Args:
+        store, device: as they were given to `remember`.
+        name: of the network.
+        batch: samples of an update.
+        plans: with the seconds of an update that are predicted, or were measured now.
+    """
+    for plan, predicted in plans.items():
+        seen = store.noted(device, _of_run(name, batch, plan))
+        if isinstance(seen, float) and seen > 0 and max(seen / predicted, predicted / seen) > _UNLIKE:
+            yield (
+                f"{plan} is expected to take {seconds(predicted)} an update, and took {seconds(seen)} in the last run "
+                "here: if the machine was busy at either time, convoy profile --clear forgets what was measured"
+            )
+
+
+def _of_run(name: str, batch: int, plan: Plan) -> str:
+    return f"last run of {name} {batch} {plan_text(plan)}"
 
 
 def _name(devices: int, optimizer: str) -> str:

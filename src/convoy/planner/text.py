@@ -96,7 +96,9 @@ def _figures(found: Explained) -> Iterator[str]:
         (memory.messages, "messages"),
         (memory.workspace, "workspace"),
     ]
-    rows = [("update", f"{seconds(scored.seconds)}, {per_second(found.samples_per_second)} samples/s")]
+    taken = planned.measured.get(scored.plan)
+    seen = f" ({seconds(taken)} in a race of plans)" if taken is not None else ""
+    rows = [("update", f"{seconds(scored.seconds)}, {per_second(found.samples_per_second)} samples/s{seen}")]
     if planned.devices > 1:
         alone = f"{seconds(planned.serial.seconds)} on one device"
         rows.append(("speed-up", f"{found.speedup:.2f} × ({alone}), efficiency {rough_percent(found.efficiency)}"))
@@ -125,17 +127,19 @@ def _parts(found: Explained) -> Iterator[str]:
 def _candidates(found: Explained) -> Iterator[str]:
     planned = found.planned
     shown = list(planned.candidates)
-    rows = [_candidate(one, planned.serial.seconds, one is found.scored) for one in shown]
+    rows = [_candidate(planned, one, one is found.scored) for one in shown]
     if not any(one.placement.mesh.num_devices == 1 for one in shown):
-        rows.append(_candidate(planned.serial, planned.serial.seconds, False))
-    headers = ("", "update", "speed-up", "memory", "plan")
-    yield from table(headers, rows, headers[1:4])
+        rows.append(_candidate(planned, planned.serial, False))
+    headers = ("", "update", "speed-up", "memory", *(["measured"] if planned.measured else []), "plan")
+    yield from table(headers, rows, headers[1:-1])
 
 
-def _candidate(one: Scored, serial: float, chosen: bool) -> tuple[str, ...]:
-    gain = f"{serial / one.seconds:.2f} ×" if one.seconds else "-"
+def _candidate(planned: Planned, one: Scored, chosen: bool) -> tuple[str, ...]:
+    gain = f"{planned.serial.seconds / one.seconds:.2f} ×" if one.seconds else "-"
+    taken = planned.measured.get(one.plan)
+    measured = [seconds(taken) if taken is not None else "-"] if planned.measured else []
     short = shorten(str(one.plan), _LONGEST)
-    return ("→" if chosen else " ", seconds(one.seconds), gain, size(one.memory.total), short)
+    return ("→" if chosen else " ", seconds(one.seconds), gain, size(one.memory.total), *measured, short)
 
 
 def _stages(found: Explained) -> Iterator[str]:
@@ -244,6 +248,7 @@ def document(found: Explained) -> dict[str, Any]:
             {
                 "plan": _plan(one),
                 "update_s": one.seconds,
+                "measured_s": planned.measured.get(one.plan),
                 "speedup": planned.serial.seconds / one.seconds if one.seconds else 1.0,
                 "memory": _memory(one),
             }

@@ -6,8 +6,6 @@ from convoy.late import lazily
 
 if TYPE_CHECKING:
     from convoy.training.environment import choose_device as choose_device
-    from convoy.training.progress import ConsoleReporter as ConsoleReporter
-    from convoy.training.progress import Reporter as Reporter
     from convoy.training.recipe import Recipe as Recipe
     from convoy.training.recipe import load_recipe as load_recipe
     from convoy.training.recipe import recipe_names as recipe_names
@@ -20,7 +18,6 @@ __getattr__ = lazily(
     __name__,
     {
         "environment": "choose_device",
-        "progress": "ConsoleReporter Reporter",
         "recipe": "Recipe load_recipe recipe_names",
         "run": "Outcome train",
         "run_directory": "RunDirectory",

@@ -1,4 +1,4 @@
-"""`--plan auto`: the planner's best plans race for a few updates, and the fastest is kept.
+"""`--plan auto`: the planner's plan for a run, and the updates in which its best plans race.
 
 How long a rank's samples take to get ready, measured before a plan is made.
 """
@@ -6,7 +6,7 @@ How long a rank's samples take to get ready, measured before a plan is made.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -88,8 +88,6 @@ def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) 
     return passed / max(1, samples)
 
 
-CLEAR = 2 / 3
-"""A plan that is predicted to need no more than this part of every other's time need not race."""
 _ENOUGH, _MOST = 3, 8
 """Measurements of a racer that must be near its fastest, and after how many it ends in any case."""
 
@@ -130,8 +128,7 @@ class Chosen:
     @property
     def scored(self) -> Scored | None:
         """What was predicted of this plan."""
-        candidates = self.planned.candidates if self.planned is not None else ()
-        return next((one for one in candidates if one.plan == self.plan), None)
+        return self.planned.best if self.planned is not None else None
 
 
 @dataclass
@@ -140,16 +137,18 @@ class Choice(Prepared):
 
     Attributes:
         merge: microbatches that one device takes in a pass.
+        rivals: plans that race beside those that the planner finds.
         make_step: the update of a copy of the network under a plan, by the devices that are given.
         progress: is told of long work: what, done, total.
     """
 
     merge: int
+    rivals: Sequence[Plan]
     make_step: MakeStep
     progress: Callable[[str, int, int], None]
 
     def __call__(self) -> Chosen:
-        """Plan, and race where the prediction is not clear. All ranks call it.
+        """Plan, with a race. All ranks call it.
 
         Raises:
             TooLargeError: no plan fits into the memory of the devices.
@@ -157,6 +156,7 @@ class Choice(Prepared):
         plain = Plan.by_samples(self.ranks.num)
         if self.recipe.reproducible:
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
+        release_freed_memory(self.device)
         limit, source = device_memory(self.device, self.ranks.on_host)
         limit = min(self.ranks.gather(limit))
         given = self.recipe.parallel.memory_bytes
@@ -170,26 +170,20 @@ class Choice(Prepared):
             raise
         except ConvoyError as error:
             return Chosen(plain, None, (f"plan auto is {plain}: {error}",))
-        plans = [scored.plan for scored in planned.candidates]
-        racers = [plan for place, plan in enumerate(plans) if place < 2 or plan == plain]
-        best = planned.best
+        best, took = planned.best, planned.measured
+        predicted = min(planned.candidates, key=lambda one: one.seconds)
         within = f"within {size(int(limit))} of memory a device, {source}"
-        passes = f" in {best.passes} passes, schedule {best.staging.schedule}," if best.staging is not None else ""
-        said = [f"{best.plan}{passes} is predicted to be fastest, {_each(best.seconds)} ({within})"]
-        others = [scored.seconds for scored in planned.candidates[1:]]
-        winner, winner_s = best.plan, best.seconds
-        if others and best.seconds > CLEAR * min(others):
-            took, failures = self._race(racers, planned, ahead)
-            winner = min(took, key=lambda plan: took[plan])
-            winner_s = took[winner]
+        staging = predicted.staging
+        passes = f" in {predicted.passes} passes, schedule {staging.schedule}," if staging is not None else ""
+        said = [f"{predicted.plan}{passes} is predicted to be fastest, {_each(predicted.seconds)} ({within})"]
+        if took:
             result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
             least, most = (number * updates_in_a_row(self.device) for number in (_ENOUGH, _MOST))
             said.append(f"in a race over {least} to {most} updates each: {result}")
-            said += [f"{plan} left the race: {error}" for plan, error in failures.items()]
-        said[0] = ": ".join(filter(None, ("plan auto", planned.warning(winner_s), said[0])))
-        chosen = Chosen(winner, planned, tuple(said))
-        verdict = self.ranks.first(lambda: explained(planned, chosen.scored).verdict.sentence)
-        return replace(chosen, notes=(*said, f"{winner}: {verdict}", *planned.notes))
+        warning = planned.warning(took.get(best.plan, best.seconds))
+        said[0] = ": ".join(filter(None, ("plan auto", warning, said[0])))
+        verdict = self.ranks.first(lambda: explained(planned).verdict.sentence)
+        return Chosen(best.plan, planned, (*said, f"{best.plan}: {verdict}", *planned.notes))
 
     def _planned(self, limit: float, ahead: HostCost) -> Planned:
         workload = workload_in_passes(
@@ -203,40 +197,23 @@ class Choice(Prepared):
             counts_of_passes(self.recipe, self.model, self.quantities.sizes, self.merge, self.ranks.num, self.probe),
             self.is_recorded,
         )
-        ranks, store = self.ranks, self.profiles
         return make_plan(
-            workload, ranks.num, ranks, store=store, memory_limit=limit, input=ahead, progress=self.progress
+            workload,
+            self.ranks.num,
+            self.ranks,
+            store=self.profiles,
+            memory_limit=limit,
+            rivals=self.rivals,
+            input=ahead,
+            progress=self.progress,
+            race=partial(self._race, ahead),
         )
 
-    def _race(
-        self, plans: Sequence[Plan], planned: Planned, ahead: HostCost
-    ) -> tuple[dict[Plan, float], dict[Plan, ConvoyError]]:
-        """Seconds of an update under each plan, of the slowest rank, with what its input takes; and why others failed.
-
-        Raises:
-            ConvoyError: none of them can be run.
-        """
-        took: dict[Plan, float] = {}
-        failures: dict[Plan, ConvoyError] = {}
-        for number, plan in enumerate(plans):
-            self.progress(f"racing {plan}", number, len(plans))
-            release_freed_memory(self.device)  # of the one before it
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                try:
-                    staging = next((one.staging for one in planned.candidates if one.plan == plan), None)
-                    raced = partial(self._raced, plan, planned, staging, ahead)
-                    took[plan] = self.ranks.trying(f"racing {plan}", raced)
-                except ConvoyError as error:
-                    failures[plan] = error
-        self.progress("racing", len(plans), len(plans))
-        if not took:
-            raise failures[plans[0]]
-        return took, failures
-
-    def _raced(self, plan: Plan, planned: Planned, staging: Staging | None, ahead: HostCost, ranks: Ranks) -> float:
-        if staging is None:
-            try_out(planned.workload, planned.workload.place(plan), ranks.rank)
-        step = self.make_step(copied(self.model), plan, ranks, planned.shares(plan), staging)
+    def _race(self, ahead: HostCost, planned: Planned, racer: Scored, ranks: Ranks) -> float:
+        """Seconds of an update under a plan, of the slowest rank, with what its input takes."""
+        if racer.staging is None:
+            try_out(planned.workload, planned.workload.place(racer.plan), ranks.rank)
+        step = self.make_step(copied(self.model), racer.plan, ranks, planned.shares(racer.plan), racer.staging)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
         seconds = update_seconds(step, self.image_shape, self.device, ranks, enough=_ENOUGH, most=_MOST)

@@ -12,8 +12,8 @@ from convoy.data.loader import batch_maker, first_workers
 from convoy.data.sources import EncodedSource
 from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts, Pictures, RankFacts
-from convoy.doctor.host import HostLoad, HostWatch, network_place
 from convoy.launch import cores
+from convoy.launch.host import HostLoad, HostWatch, network_place
 from convoy.planner.comparison import Comparison
 from convoy.plans.schedule import bubble
 from convoy.training.derived import num_threads

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from convoy.comm.ranks import Ranks
+from convoy.progress import Reporter
 from convoy.training.division import SlowRanks
 from convoy.training.evaluate import Evaluation
 from convoy.training.metrics import MetricsWriter
-from convoy.training.progress import Reporter
 from convoy.training.session import Session
 from convoy.training.step import StepResult
 from convoy.training.summary import RunProgress

@@ -18,6 +18,7 @@ from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
 from convoy.launch.place import HANDED_ON
 from convoy.planner.comparison import Comparison
+from convoy.progress import Reporter
 from convoy.training.checkpoint_interval import Automatic, Every, Young
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver
 from convoy.training.checkup import LEAST, UPDATES, Checkup
@@ -29,7 +30,6 @@ from convoy.training.interrupt import SIGNALS, Interrupt, Stop
 from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import Observation
-from convoy.training.progress import Reporter
 from convoy.training.resume import extended, identity, load_latest, moved_data, state_at_end
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session

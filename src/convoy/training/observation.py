@@ -19,6 +19,7 @@ from convoy.engine.layerwise import Layerwise
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.watched import WatchedUpdate
 from convoy.files import to_json, write_text
+from convoy.launch.host import HostWatch, beside_others
 from convoy.ops.precision import under_autocast
 from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, groups_beside, of_all_stages, parts_beside, stages_beside
@@ -30,7 +31,7 @@ from convoy.planner.cost.times import Times
 from convoy.planner.cost.trace import trace
 from convoy.planner.layers import busiest_ranks
 from convoy.planner.profiling import mean
-from convoy.planner.remembered import measured_ops, recalled
+from convoy.planner.remembered import measured_ops, recalled, remember_run
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
 from convoy.training.parallel import ParallelNetwork, StagedTraining
@@ -94,6 +95,7 @@ class Observation:
         self._watched: list[WatchedUpdate] = []
         self._apart: list[WatchedUpdate] = []
         self._began: Any = None
+        self._watch = HostWatch()
         self._now: WatchedUpdate | None = None
 
     @property
@@ -179,7 +181,7 @@ class Observation:
         placement = self._typed(self._watched[0].placements[0]) if timelines and self._watched[0].placements else None
         self._watched, self._apart, self._timed = [], [], []
         self._count = self._last + 1
-        everyone = ranks.gather(seen)
+        everyone, loads = ranks.gather(seen), ranks.gather(self._watch.read())
         step: list[Timeline] = []
         if timelines and trace_file is not None:
             step = ranks.gather(timelines[middle_update([one.watched for one in everyone])])
@@ -192,7 +194,8 @@ class Observation:
                 notes.append(_HOW[before is not None])
             if step and trace_file is not None:
                 _keep(trace_file, before, step)
-            return _compared(session, everyone, before, placement, store, notes)
+            disturbed = beside_others(loads) if store is not None else []
+            return _compared(session, everyone, before, placement, None if disturbed else store, [*notes, *disturbed])
 
         return ranks.first(first)
 
@@ -252,7 +255,8 @@ def _compared(
 ) -> Comparison:
     """What rank 0 makes of it; the store learns."""
     recipe = session.recipe
-    learned = _learn(everyone, measuring(recipe, session.device, session.ranks.on_host), store)
+    here = measuring(recipe, session.device, session.ranks.on_host)
+    learned = _learn(everyone, here, store)
     wholes = [one.whole for one in everyone]
     computing = [one.parts["forward"] + one.parts["backward"] if one is not None else 0.0 for one in wholes]
     mesh = session.plan.mesh
@@ -265,6 +269,11 @@ def _compared(
     own = everyone[rank]
     before = [scored.timeline.summary(one) for one in (rank, *of_stages)] if scored is not None else []
     after = [one for one in (wholes[one] for one in (rank, *of_stages)) if one is not None]
+    update_s = max(median(one.updates) for one in everyone) if own.updates else None
+    if store is not None and update_s is not None and own.whole is not None:
+        remember_run(
+            store, here, recipe.model.name, recipe.batch, session.plan, update_s - own.whole.parts.get("input", 0.0)
+        )
     if own.whole is None:
         first, *_ = RECORDED_WATCHED if session.is_recorded else WATCHED
         notes = [f"the run was too short to be watched: that takes {first} updates"]
@@ -282,7 +291,7 @@ def _compared(
         learned=learned,
         update=Both(
             scored.seconds if scored is not None else None,
-            max(median(one.updates) for one in everyone) if own.updates else None,
+            update_s,
         ),
         parts=parts_beside(of_all_stages(before), of_all_stages(after)),
         groups=groups_beside(placement, of_all_stages(before), of_all_stages(after), _stages(session, placement))

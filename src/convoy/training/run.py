@@ -19,13 +19,13 @@ from convoy.failure import failure_of
 from convoy.files import write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
+from convoy.progress import Reporter
 from convoy.training import environment
 from convoy.training.build import NetworkInput
 from convoy.training.code import OtherCodeError
 from convoy.training.defaults import as_begun
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.loop import Loop
-from convoy.training.progress import Reporter
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.resume import (
     check_data,

@@ -57,6 +57,7 @@ def set_up(
     data: DataSet | None = None,
     keep: bool = True,
     explicit_keys: Collection[str] = (),
+    rivals: Sequence[Plan] = (),
 ) -> Session:
     """Open the data, build the network and everything around it. All ranks call it.
 
@@ -68,6 +69,7 @@ def set_up(
         data: in place of what the recipe names, where only the speed counts.
         keep: whether measured times are kept for the next time, and those that are kept are used.
         explicit_keys: keys of the recipe that the user has set just now, which are to have an effect on this network.
+        rivals: plans beside those that the planner finds, where it chooses.
 
     Raises:
         ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
@@ -116,7 +118,7 @@ def set_up(
     ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived, code)
     chosen, shares, staging = None, None, None
     if plan is None:
-        chosen = _choose_plan(ready, progress)
+        chosen = _choose_plan(ready, progress, rivals)
         plan, shares, staging = chosen.plan, chosen.shares, chosen.staging
         notes += chosen.notes
     notes += note_on_hosts(plan, ranks.on_host)
@@ -343,7 +345,7 @@ def _for_fewer_waits(recipe: Recipe, model: nn.Module, plan: Plan, passes: int, 
     return f"{fewer}{' (another training, as batch norm is of each microbatch)' if normed else ''}"
 
 
-def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:
+def _choose_plan(ready: Prepared, progress: Progress | None, rivals: Sequence[Plan]) -> Chosen:
     """The plan for `--plan auto`. All ranks call it."""
     ranks, sizes = ready.ranks, ready.quantities.sizes
     merge, _ = ranks.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
@@ -352,7 +354,7 @@ def _choose_plan(ready: Prepared, progress: Progress | None) -> Chosen:
         return _assemble(replace(ready, model=model, ranks=racing), plan, [], shares, staging).step()
 
     say = progress if progress is not None and ranks.rank == 0 else lambda *work: None
-    return Choice(**vars(ready), merge=merge, make_step=make_step, progress=say)()
+    return Choice(**vars(ready), merge=merge, rivals=rivals, make_step=make_step, progress=say)()
 
 
 def method_of(recipe: Recipe) -> Method:

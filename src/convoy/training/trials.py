@@ -18,10 +18,10 @@ from convoy.comm.joining import meeting_store
 from convoy.comm.ranks import Ranks
 from convoy.doctor.advice import LEAST, STEADY
 from convoy.doctor.facts import Cause, Trial
-from convoy.doctor.host import HostWatch, network_place
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.launch import cores
+from convoy.launch.host import HostWatch, network_place
 from convoy.plans.plan import plan_text
 from convoy.training.budget import Budget
 from convoy.training.defaults import has_bf16

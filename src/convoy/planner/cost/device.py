@@ -10,7 +10,7 @@ import torch
 
 from convoy import processor
 from convoy.launch.cores import cores_allowed
-from convoy.launch.memory import host_memory
+from convoy.launch.memory import free_memory
 from convoy.units import size
 from convoy.version import __version__
 
@@ -22,17 +22,17 @@ def device_memory(device: torch.device, on_host: int) -> tuple[float, str]:
     """Bytes for parameters, gradients, optimizer and activations on a device, and a word on where they come from.
 
     Args:
-        device: a GPU, which has what is free and what this process holds of it; or a CPU, whose memory, or what
-            control groups leave of it, is shared by all ranks of the host.
+        device: a GPU, which has what is free and what this process holds of it; or a CPU: what is free of the host's
+            memory, or of what control groups leave of it, is shared by all ranks of the host.
         on_host: ranks of this host.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         there = float(free + torch.cuda.memory_reserved(device))
         return SHARE * there, f"nine tenths of the {size(int(there))} that are free on the GPU"
-    there = host_memory()
+    there = free_memory()
     shared = f" over {on_host} devices" if on_host > 1 else ""
-    return SHARE * there / on_host, f"nine tenths of the host's {size(int(there))}{shared}"
+    return SHARE * there / on_host, f"nine tenths of the {size(int(there))} that are free here{shared}"
 
 
 _LOWER = ("tf32", "bf16")

@@ -35,22 +35,19 @@ class ConsoleReporter(Reporter):
 
     Args:
         console: standard output, unless another is given.
-        log_preparation: print lines of the work before the training too.
     """
 
-    def __init__(self, console: Console | None = None, log_preparation: bool = False) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._bar: Progress | None = None
-        self._log_preparation = log_preparation
-        self._line_at = time.monotonic() if log_preparation else -LINE_EVERY_S
+        self._line_at = time.monotonic()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def prepare(self, what: str, done: int, total: int) -> None:
         if not self.console.is_terminal:
-            if self._log_preparation:
-                self.advance(done, f"{what} ({done} of {total})")
+            self.advance(done, f"{what} ({done} of {total})")
             return
         if self._bar is None:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
@@ -64,6 +61,7 @@ class ConsoleReporter(Reporter):
     def begin(self, done: int, total: int) -> None:
         self.end()
         if not self.console.is_terminal:
+            self._line_at = -LINE_EVERY_S
             return
         self._bar = Progress(
             BarColumn(bar_width=24),

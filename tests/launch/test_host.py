@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from convoy.bench.emulated.quota import made_groups
-from convoy.doctor import host
-from convoy.doctor.host import HostWatch, OtherProcess
 from convoy.errors import ConvoyError
+from convoy.launch import host
+from convoy.launch.host import HostWatch, OtherProcess
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's counters")
 # It is busy until it has had a core for a while, however many others have it as well, and says what it saw: of
@@ -23,8 +23,8 @@ SECONDS = 0.3
 WATCHED = """
 import json, os, sys, time
 from dataclasses import asdict
-from convoy.doctor import host
-from convoy.doctor.host import HostWatch
+from convoy.launch import host
+from convoy.launch.host import HostWatch
 host.LEAST_CORES = 0.0
 group, ours, seconds = sys.argv[1], [int(pid) for pid in sys.argv[2].split()], float(sys.argv[3])
 if group:

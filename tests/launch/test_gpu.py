@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.doctor import gpu
-from convoy.doctor.gpu import GpuProcess, GpuWatch
-from convoy.doctor.host import HostWatch
+from convoy.launch import gpu
+from convoy.launch.gpu import GpuProcess, GpuWatch
+from convoy.launch.host import HostWatch
 
 # It knows the names of fields that its driver knows, and fails where it is asked for others.
 NVIDIA_SMI = """#!/bin/sh

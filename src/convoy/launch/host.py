@@ -9,14 +9,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.doctor.gpu import GpuLoad, GpuWatch, number_of
 from convoy.launch.cores import cores_allowed, folders, own_cores, text_of
+from convoy.launch.gpu import GpuLoad, GpuWatch, number_of
 from convoy.launch.place import FOLDER
 from convoy.terminal import printable
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 LEAST_CORES = 0.02
 """Other processes that use less are not named."""
+SHARED = "CONVOY_SHARED"
+"""This variable, at 1, says that a machine is never quiet: what is timed beside other processes counts all the same."""
+_DISTURBED, _TICKS_S = 0.1, 0.05
+"""The part of its cores' time that a run may lose to others, and what the kernel's counters may be off by."""
 _INTERPRETERS = ("python", "bash", "sh", "java", "node", "perl", "ruby")
 _KERNEL_THREAD = 0x0020_0000
 
@@ -81,6 +85,12 @@ class HostLoad:
     memory_pressure_s: float | None
     hot_s: float | None
     gpu: GpuLoad | None
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether others had so much of the cores that times of this interval do not hold for the machine by itself."""
+        taken_s = self.wall_s * (self.others_cores or 0.0)
+        return os.environ.get(SHARED) != "1" and taken_s > _DISTURBED * self.cores * self.wall_s + _TICKS_S
 
 
 class HostWatch:
@@ -285,6 +295,19 @@ class _Counters:
     swapped: int
     pressure: float | None
     hot: dict[int, float]
+
+
+def beside_others(loads: Sequence[HostLoad]) -> list[str]:
+    """A sentence on times that are not kept, where ranks lost much of their cores to others."""
+    disturbed = [load for load in loads if load.is_disturbed]
+    if not disturbed:
+        return []
+    most = max(disturbed, key=lambda load: load.others_cores or 0.0)
+    who = f", {most.others[0].name} (process {most.others[0].pid}) most" if most.others else ""
+    return [
+        f"other processes kept {most.others_cores:.2g} of {most.cores:g} cores busy{who}: what was measured meanwhile "
+        f"is not kept for later plans, as it would be wrong for the machine by itself ({SHARED}=1 keeps it)"
+    ]
 
 
 def _idle_times(stat: str) -> dict[int, float]:
