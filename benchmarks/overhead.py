@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                                          LeNet on mnist-mini
     python benchmarks/overhead.py --recipe cifar-quick --data CIFAR-10     the CIFAR net on a folder with CIFAR-10
+    python benchmarks/overhead.py --looks                                  a look at what forward reads, before a pass
 
 Both sides run in turn in one process, several rounds; the ratio of a round is the trainer's seconds over the bare
 loop's (above 1: the trainer is slower), and the median is the result. The trainer's side is all that goes on between
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 from convoy import models
 from convoy.data import DataSet, open_data
 from convoy.data.sources import PixelSource
+from convoy.engine.network import network_of
+from convoy.engine.parallelize import parallelize
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
 from convoy.training import Recipe, RunDirectory, load_recipe, train
@@ -63,13 +66,33 @@ def trainer(recipe: Recipe, folder: Path) -> float:
     return float([line for line in lines if line["split"] == "train"][-1]["time_s"])
 
 
+def look_at(name: str, image: tuple[int, int, int]) -> None:
+    """Print what it takes to see that nothing has changed of what `forward` reads, and that something has."""
+    network = network_of(parallelize(models.create(name, num_classes=10), "serial", torch.empty(2, *image)))
+    tensors, seconds = [torch.empty(2, *image)], dict[str, list[float]]()
+    looks = {"state": network._unchanged.state, "changed": network._unchanged.noted}
+    looks["layers and parameters"] = lambda: network._unchanged.check(tensors)
+    for _ in range(200):
+        for what, look in looks.items():
+            start = time.perf_counter()
+            look()
+            seconds.setdefault(what, []).append(time.perf_counter() - start)
+    found = ", ".join(f"{what} {statistics.median(each) * 1e6:,.0f} µs" for what, each in seconds.items())
+    print(f"{name}: {len(network._unchanged._names):,} attributes; {found}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The trainer beside a bare PyTorch loop.")
     parser.add_argument("--recipe", default="lenet-mnist")
     parser.add_argument("--data", default="mnist-mini")
     parser.add_argument("--updates", type=int, default=1500, help="updates a round")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--looks", action="store_true", help="only what a pass looks at before it runs")
     arguments = parser.parse_args()
+    if arguments.looks:
+        for name, image in (("lenet", (1, 28, 28)), ("resnet50", (3, 64, 64))):
+            look_at(name, image)
+        return
     beyond = f"{arguments.updates}ba"
     settings = {"data.path": arguments.data, "data.augment": "{}", "epochs": beyond}
     settings |= {"evaluate_every": beyond, "checkpoint.every": beyond}

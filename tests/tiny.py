@@ -70,6 +70,31 @@ class TinyAgain(TinyNet):
         return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
 
 
+class TinyFrozen(TinyNet):
+    """Keeps its batch norm in evaluation, as detectors do, and has no dropout."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.drop = nn.Identity()
+
+    def train(self, mode: bool = True) -> "TinyFrozen":
+        super().train(mode)
+        for layer in self.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.eval()
+        return self
+
+
+class TinyCounting(TinyNet):
+    """Lets a count of its passes into what it computes."""
+
+    passes = 0
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self.passes += self.training
+        return super().forward(x * (1 + 0.1 * self.passes))
+
+
 class TinyUnseen(TinyNet):
     """Asks for a number, so that nobody can capture it."""
 
@@ -107,6 +132,64 @@ class TinyTraining(TinyDepth):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(0) if self.training else x)
+
+
+class TinyStatless(TinyNet):
+    """Batch norm by the batch's own statistics, in evaluation too."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.norm = nn.BatchNorm2d(8, track_running_stats=False)
+
+
+class TinyTracking(TinyNet):
+    """Instance norm with running statistics."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.norm = nn.InstanceNorm2d(8, track_running_stats=True)
+
+
+class TinyByHand(TinyNet):
+    """Batch norm with buffers of its own."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.norm = nn.Identity()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = F.batch_norm(self.conv(x), self.mean, self.var, training=self.training)
+        logits = self.head(self.drop(F.max_pool2d(F.relu(x), 2).flatten(1)))
+        return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
+
+
+class TinyLazy(TinyNet):
+    """Its layers take their shapes from the first images."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(num_classes, 1)
+        self.conv = nn.LazyConv2d(8, 3, stride=2, padding=1)
+        self.head = nn.LazyLinear(num_classes)
+
+
+class TinyWeighed(TinyNet):
+    """A weight that is computed before every pass."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        nn.utils.weight_norm(self.head)
+
+
+def tiny_wrapped(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
+    """In DataParallel, around what torch.compile gives."""
+    return nn.DataParallel(torch.compile(TinyNet(num_classes, in_channels)))
+
+
+def tiny_scripted(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
+    """A script, which does not show its calls."""
+    return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(784 * in_channels, num_classes)))
 
 
 class Unfit(nn.Module):

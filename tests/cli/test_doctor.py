@@ -251,7 +251,7 @@ def test_more_devices_than_cores_are_said_to_take_turns(
         assert capsys.readouterr().err.splitlines() == words
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_verify_on_two_devices(data: Path, tmp_path: Path) -> None:
     line = [sys.executable, "-m", "convoy", "doctor", "--verify", "train", "lenet", "--data", str(data), "--seconds"]
     line += ["15", "--devices", "2", "--batch", "48", "--microbatches", "2", "--set", "evaluate_every=1ba"]

@@ -174,7 +174,8 @@ def test_a_bad_picture_is_one_sentence_even_from_a_worker(tmp_path, workers):
     with pytest.raises(ConvoyError) as error:
         batches(config(tmp_path), workers=workers, batch=6, num=4)
     assert str(error.value) == (
-        "train/cat/002.jpg is an empty file: mend or remove it, or set data.bad_images=skip (--bad-images skip)"
+        "train/cat/002.jpg is an empty file: mend or remove it, or set data.bad_images=skip (--bad-images skip); "
+        "convoy data PATH --check names all of them"
     )
     assert children() == []
 

@@ -188,6 +188,7 @@ def test_distributed_data_parallel_is_refused() -> None:
         run_ranks(distributed, 2)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch, when it first compiles
 def test_wrappers_are_taken_off() -> None:
     net = base()
     assert unwrapped(nn.DataParallel(torch.compile(net))) is net

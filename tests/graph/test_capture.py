@@ -348,8 +348,9 @@ class Cached(nn.Module):
     grid: Tensor | None = None
     table: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: str = "") -> None:
         super().__init__()
+        self.keeps = keeps
         self.cache: dict[str, dict[str, Tensor]] = {"all": {}}
         self.seen: list[Tensor] = []
         self.bias = nn.Parameter(torch.ones(3))
@@ -359,21 +360,30 @@ class Cached(nn.Module):
         if self.grid is None:
             self.grid = torch.arange(3.0)
         if "bias" not in self.cache["all"]:
-            self.cache["all"]["bias"] = self.bias * 2
+            self.cache["all"]["bias"] = self.bias * 2 if self.keeps == "weights" else torch.arange(3.0)
         if self.table.shape != (3,):
             self.table = torch.arange(3.0)
-        self.seen.append(x)
+        if self.keeps == "inputs":
+            self.seen.append(x)
         return x + self.grid + self.cache["all"]["bias"] + self.table
 
 
 def test_what_a_network_keeps_for_later_does_not_stay_in_it() -> None:
+    def has_nothing(model: Cached) -> bool:
+        return model.grid is None and model.cache == {"all": {}} and model.seen == [] and model.table.shape == (1,)
+
     model = Cached()
     graph = capture(model, ((2, 3),))
-    assert model.grid is None
-    assert model.cache == {"all": {}}
-    assert model.seen == []
-    assert model.table.shape == (1,)
+    assert has_nothing(model)
     images = torch.randn(2, 3)
+    assert same(replay(graph, model, (images,)), model(images))
+    model = Cached("inputs")
+    with pytest.raises(CaptureError, match="it keeps a tensor of its forward pass in seen"):
+        capture(model, ((2, 3),))
+    assert has_nothing(model)
+    model = Cached("weights")
+    graph = capture(model, ((2, 3),))
+    assert has_nothing(model)
     assert same(replay(graph, model, (images,)), model(images))
     with pytest.raises(CaptureError, match="computed from parameters before"):
         capture(model, ((2, 3),))
@@ -409,3 +419,17 @@ def test_a_network_that_does_not_grow_with_the_batch_has_to_be_looked_at() -> No
     first, second, third = (capture(Halves(), (torch.empty(n, 3, 4, 4, device="meta"),)) for n in (5, 4, 10))
     assert first.scaled(second, 10) is None
     assert third.shape(third.calls[-1].outputs[0]) == (5, 48)
+
+
+def test_layers_that_keep_lists_of_their_weights() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(4, 5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0][:, -1]
+
+    model, sequence = Recurrent(), torch.randn(2, 3, 4)
+    graph = capture(model, (sequence,))
+    assert same(replay(graph, model, (sequence,)), model(sequence))

@@ -1,5 +1,6 @@
 """`convoy.recorded` in a loop of one's own."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,7 @@ def updates(
     twice: bool = False,
     unlike: tuple[int, ...] = (),
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    changes: bool = False,
     clip: str = "outside",
 ) -> list[Tensor]:
     """Losses, weights and buffers of some updates with pictures, masks and learning rates of their own."""
@@ -52,6 +54,8 @@ def updates(
         for update in range(UPDATES):
             generator = torch.Generator().manual_seed(update)
             number = 7 if update in unlike else 8
+            if changes and update in (8, 12):  # and back
+                net[1].momentum, net[3].p = (0.5, 0.1) if update == 8 else (0.1, 0.3)
             for _ in range(1 + twice):
                 images = torch.randn(number, 3, 8, 8, generator=generator)
                 labels = torch.randint(4, (number,), generator=generator)
@@ -94,6 +98,16 @@ def compared_unlike(plan: str) -> bool:
 def test_where_any_rank_has_a_smaller_batch_all_run_as_ever(plan: str) -> None:
     """Of 7 samples the first of two ranks has 4, as of 8."""
     assert all(run_ranks(compared_unlike, 1 if plan == "serial" else 2, plan))
+
+
+def compared_changed(plan: str) -> bool:
+    results = (updates(plan, graph, changes=True) for graph in (ReplayedGraph, None))
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2"])
+def test_what_changes_in_layers_is_not_frozen(plan: str) -> None:
+    assert all(run_ranks(compared_changed, 1 if plan == "serial" else 2, plan))
 
 
 def compared_broken(plan: str) -> tuple[bool, str]:
@@ -205,6 +219,15 @@ def test_in_evaluation_mode_it_runs_as_ever() -> None:
         net.eval()
         images = torch.randn(4, 3, 8, 8)
         assert torch.equal(step(images), net(images).sum())
+
+
+def test_autocast_that_is_switched_on_later_is_followed() -> None:
+    def switched_on() -> Callable[[], AbstractContextManager[object]]:
+        number = itertools.count()
+        return lambda: torch.autocast("cpu", torch.bfloat16) if next(number) >= 12 else nullcontext()
+
+    pairs = zip(*(updates("serial", record, around=switched_on()) for record in (ReplayedGraph, None)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_batches_of_another_shape_run_as_ever() -> None:

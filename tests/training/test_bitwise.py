@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from convoy.plans.plan import Plan
 from convoy.training import set_up
 from convoy.training.division import Division
 from convoy.training.parallel import Method
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 from tiny import write_mnist
 from whole_runs import Ended, as_before, train_here
 
@@ -107,3 +108,16 @@ def test_another_order_of_additions_would_be_noticed(data: Path, tmp_path: Path,
     (found, *_) = run_ranks(_without_the_tree, num, data, tmp_path / "run", timeout=120)
     assert found.digest != serial.digest
     assert found.curve == pytest.approx(serial.curve, rel=1e-4)
+
+
+def test_layers_that_the_network_freezes_stay_frozen(data: Path, tmp_path: Path) -> None:
+    settings = SETTINGS | {"model.name": "tiny:TinyFrozen", "epochs": "2ep"}
+    found = [run_ranks(train_here, num, data, tmp_path / f"{num}", settings)[0] for num in (1, 2)]
+    assert found[0].digest == found[1].digest
+    running = load_file(tmp_path / "1" / "weights.safetensors")["norm.running_mean"]
+    assert not running.any()
+
+
+def test_what_counts_passes_is_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=r"it changes passes by itself.*depends on the plan"):
+        run_ranks(train_here, 2, data, tmp_path / "run", SETTINGS | {"model.name": "tiny:TinyCounting"})

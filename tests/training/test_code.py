@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from changing import CHANGES, Changing
+from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.ops import capture
 from convoy.training import load_recipe, train
@@ -89,6 +90,20 @@ def test_other_code_is_refused_and_an_option_goes_on(tmp_path: Path, network: st
     (sentence,) = [each for each in said if each.startswith("from update 3 on with other code")]
     assert sentence in json.loads((tmp_path / "longer" / "summary.json").read_text())["notes"]
     assert not any("other code" in each for each in run(data, tmp_path / "longer", resume=True, **more))
+
+
+def test_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = write_mnist(tmp_path / "data"), tmp_path / "run"
+    run(data, out)
+    (out / "weights.safetensors").unlink()  # the run is not finished
+    CHANGES["act"] = nn.ReLU
+    with as_before():
+        assert main(["train", str(out), "--resume", "--device", "cpu"]) == 2
+        assert "layer act was silu and is relu" in capsys.readouterr().err
+        assert main(["train", str(out), "--resume", "--device", "cpu", "--accept-code-change"]) == 0
+    sentence = "from update 3 on with other code: layer act was silu and is relu"
+    assert sentence in capsys.readouterr().out
+    assert sentence in (out / "report.html").read_text()
 
 
 def test_checkpoints_of_before_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from convoy.data.sources import EncodedSource, PixelSource, Progress, Source, co
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
-from convoy.terminal import brief
 
 DEFAULT_VALIDATION_FRACTION = 0.1
 DEFAULT_SPLIT_SEED = 0
@@ -93,7 +92,8 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         opened.test = opened.train
     train, test = (opened.train, opened.test) if opened.test is not None else _split(opened, config, notes)
     if untrained := [opened.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
-        notes.append(f"no training picture is of {brief(', '.join(untrained))}, which the test has")
+        more = f" and {len(untrained) - 3:,} more" if len(untrained) > 3 else ""
+        notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the test has")
     channels = config.channels or (own[2] if own else 3)
     if isinstance(train, PixelSource) and isinstance(test, PixelSource):
         whole = test is train

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,8 +66,12 @@ class Form:
         return call
 
 
-def arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], Form]:
+def arguments(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], own: Callable[..., Any] | None = None
+) -> tuple[tuple[Tensor, ...], Form]:
     """The tensors of a call `model(*args, **kwargs)` in order, and its form; the same for either way to name one.
+
+    Where the model has a forward pass of its `own`, it is that of the call.
 
     Raises:
         ConvoyError: there is no tensor, an argument holds tensors, or `forward` does not take these arguments.
@@ -75,10 +80,10 @@ def arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return tuple(args), Form((Tensor,) * len(args))
     if kwargs:
         try:
-            bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+            bound = inspect.signature(own or partial(type(model).forward, model)).bind(*args, **kwargs)
         except TypeError as error:
             raise ConvoyError(f"{type(model).__name__}.forward: {error}") from error
-        args, kwargs = bound.args[1:], bound.kwargs
+        args, kwargs = bound.args, bound.kwargs
     values = [*args, *kwargs.values()]
     tensors = tuple(value for value in values if isinstance(value, Tensor))
     if not tensors:
@@ -108,6 +113,7 @@ class Signature:
         form: the other arguments; None where there are none but positional tensors.
         as_given: whether the outputs stay as the last layers give them.
         exceptions: modules in the other mode, by their positions in `modules()`: frozen batch norm, for example.
+        state: how what `forward` reads of Python's objects differs from what it was at first, in words.
     """
 
     training: bool
@@ -116,6 +122,7 @@ class Signature:
     form: Form | None = None
     as_given: bool = False
     exceptions: tuple[int, ...] = ()
+    state: tuple[str, ...] = ()
 
 
 def kinds(inputs: Sequence[Tensor]) -> tuple[Kind, ...]:
@@ -152,7 +159,8 @@ def exchange_samples(
 
     Args:
         inputs: this rank's.
-        state: a checksum of the types and devices of the parameters, and of the modules in another mode.
+        state: a checksum of the types and devices of the parameters, of the modules in another mode, and of changes of
+            what `forward` reads.
         training: the mode.
         groups: of this rank.
         axes: the sample axes.
@@ -175,7 +183,8 @@ def exchange_samples(
         if kind != own[2]:
             raise ConvoyError(
                 f"rank {groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must pass "
-                "images of the same size and type, with every module in the same mode, to weights of the same types"
+                "images of the same size and type, with every module in the same mode and with the same attributes and "
+                "hooks, to weights of the same types"
             )
         if found.setdefault(place, number) != number:
             raise ConvoyError(

@@ -37,24 +37,29 @@ _ALONE = Plan.parse("serial")
 _HALVES = Plan(Mesh(("sample",), (2,)), (("*", {"sample": "sample"}),))
 
 
-def coupling(graph: Graph) -> Call | None:
+def coupling(graph: Graph, by_gradients: bool = False) -> Call | None:
     """The first call that needs more than its own samples where the samples lie on two devices; batch norm aside.
 
     A call that nobody has a rule for is taken for one.
 
     Args:
         graph: the network, captured with at least two samples.
+        by_gradients: also one with a weight that is computed, whose gradients are added before the backward pass of
+            what computes it.
     """
     batch = Batch(_HALVES.mesh, (0,), balanced(graph.shape(graph.inputs[0])[0], 2))
     placement = place(graph, _HALVES, batch, [])
-    return next((placed.call for placed in placement.calls if _couples(placed, graph)), None)
+    return next((placed.call for placed in placement.calls if _couples(placed, graph, by_gradients)), None)
 
 
-def _couples(placed: PlacedCall, graph: Graph) -> bool:
+def _couples(placed: PlacedCall, graph: Graph, by_gradients: bool) -> bool:
     call = placed.call
     if call.op == "batch_norm":
         return False
-    sent = any(graph.values[name].origin in ("call", "input") for name in placed.transfers)
+    sent = any(
+        graph.values[name].origin in ("call", "input") and (by_gradients or any(step.kind != "copy" for step in steps))
+        for name, steps in placed.transfers.items()
+    )
     partial = any(layout.partial for layout in placed.placed.outputs.values())
     return sent or partial or bool(sharing_axes(call, placed.placed, graph))
 

@@ -138,17 +138,19 @@ def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepConte
         The context that must be told of every step before its forward pass.
     """
     context = StepContext(seed, batch_norm=batch_norm)
-    replaced: dict[nn.Module, nn.Module] = {}  # a layer may have several names
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) in DROPOUT_LAYERS and module not in replaced:
+    for name, module in list(model.named_modules()):
+        if type(module) in DROPOUT_LAYERS:
             assert isinstance(module, nn.modules.dropout._DropoutNd)
-            dropout = SampleDropout(name, module.p, type(module) is not nn.Dropout, context)
-            replaced[module] = dropout.train(module.training)
-        elif type(module) in BATCH_NORM_LAYERS and batch_norm == "microbatch" and module not in replaced:
+            _become(module, SampleDropout(name, module.p, type(module) is not nn.Dropout, context))
+        elif type(module) in BATCH_NORM_LAYERS and batch_norm == "microbatch":
             assert isinstance(module, _BatchNorm)
-            replaced[module] = MicrobatchNorm(module, context)
+            _become(module, MicrobatchNorm(module, context))
         elif _is_pointwise(module):
-            module.__class__ = PointwiseConv2d  # with its hooks
-        if module in replaced:
-            model.set_submodule(name, replaced[module])
+            module.__class__ = PointwiseConv2d
     return context
+
+
+def _become(layer: nn.Module, other: nn.Module) -> None:
+    """Let a layer do what another does. It stays where it is, with its hooks, and what code that looks for it finds."""
+    layer.__class__ = type(type(other).__name__, (type(other), type(layer)), {})
+    vars(layer).update({name: value for name, value in vars(other).items() if name not in vars(layer)})

@@ -22,6 +22,7 @@ from convoy.engine.agreement import Form, arguments
 from convoy.engine.network import Network
 from convoy.engine.output import writable
 from convoy.errors import ConvoyError
+from convoy.graph.capture import nothing_left
 from convoy.graph.given import copied
 from convoy.graph.graph import CaptureError
 from convoy.graph.tree import replace
@@ -50,7 +51,8 @@ class Layerwise(Network):
         """Run the examples once in each mode and find the layers that they reach."""
         self._training = training
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
-        self._seen = _inputs_of_layers(self.model, examples, form, self.plan.mesh.num_devices)
+        with nothing_left(self.model):  # hooks of a copy are the same
+            self._seen = _inputs_of_layers(self.model, examples, form, self.plan.mesh.num_devices)
         self.layers = tuple((name, _op(self.model.get_submodule(name))) for name in self._seen)
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -85,7 +87,7 @@ class Layerwise(Network):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output for this rank's own samples."""
-        inputs, form = arguments(self.model, args, kwargs)
+        inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         inputs, samples = self.open_pass(inputs)
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, inputs[0].device)
@@ -112,6 +114,11 @@ class Layerwise(Network):
         super().recast()
         for part in self.parts.values():
             part.recast()
+
+    def python_state(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Modules in another mode than the network, and changes of what its layers read; its own code runs as it is."""
+        changed = [f"{name}.{text}" for name, part in self.parts.items() for text in part.python_state()[1]]
+        return self._unchanged.exceptions(), tuple(changed)
 
     def _refuse_draws(self, name: str, layer: _DropoutNd) -> None:
         """On several devices, refuse a dropout layer whose numbers belong to no sample."""

@@ -2,12 +2,12 @@
 
 import contextlib
 import copy
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -106,6 +106,7 @@ class Network:
         watch: makes what watches a pass of a placement; None where nobody looks.
         guard: notices what ranks should have alike and have not; None where nobody looks.
         recomputes: whether some activations are computed again.
+        counts_passes: whether a pass depends on those before it, beside the weights and buffers.
         passes: in training so far, of a loop that does not announce them.
     """
 
@@ -134,6 +135,7 @@ class Network:
     watch: Callable[[Placement], Watch] | None = None
     guard: Guard | None = None
     recomputes: bool = False
+    counts_passes: bool = False
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
@@ -141,6 +143,8 @@ class Network:
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
         self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
+        self._state_alone: tuple[str, ...] = ()
+        self._alone: dict[tuple[str, ...], tuple[bool, bool]] = {}  # `undivided` and `normalizes` in states before
         self.passes = 0
         self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
@@ -168,11 +172,27 @@ class Network:
         check_recompute(self.recompute, (layer for layer, _ in self.layers))
         self.recomputes = any(call.recomputed for graph in self._graphs for call in graph.calls)
         if self.plan.mesh.num_devices == 1:
-            with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
-                graph = self._graphs[0] if training else self._capture(Signature(True, (total,), kinds(examples), form))
-                draws = any(OPERATIONS[call.op].is_random for call in graph.calls)
-                self.undivided = not draws and not self.recompute
-                self.normalizes = any(c.op == "batch_norm" and c.attributes["training"] for c in graph.calls)
+            self._look_alone(self._graphs[0] if training else None)
+
+    def _look_alone(self, graph: Graph | None = None) -> None:
+        """On one device: see whether the model's own forward pass does the same as a program in training."""
+        state = self._state_alone = self._unchanged.state()
+        if state in self._alone:
+            self.undivided, self.normalizes = self._alone[state]
+            return
+        inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
+        with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
+            graph = graph or self._capture(Signature(True, (self.example[0][0][0],), inputs, self.form))
+            draws = any(OPERATIONS[call.op].is_random for call in graph.calls)
+            self.undivided = not draws and not self.recompute
+            self.normalizes = any(c.op == "batch_norm" and c.attributes["training"] for c in graph.calls)
+            if len(self._alone) >= MAX_PROGRAMS:
+                self._alone.clear()
+            self._alone[state] = self.undivided, self.normalizes
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that would not see what they do on one device."""
+        self._unchanged.check_hooks()
 
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Decide where every parameter and buffer is kept: where the calls that were found want it.
@@ -207,6 +227,9 @@ class Network:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output for this rank's own samples."""
+        alone = self.plan.mesh.num_devices == 1 and not torch.compiler.is_compiling()
+        if alone and self._unchanged.state() != self._state_alone:
+            self._look_alone()
         plain = self.undivided and self.context.batch_norm != "microbatch" and not self.compile
         if plain and (torch.compiler.is_compiling() or not self._has_kernels()):
             return self._plain(*args, **kwargs)
@@ -222,7 +245,11 @@ class Network:
             return self._plain(*args, **kwargs)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._own_forward or MethodType(type(self.model).forward, self.model))(*args, **kwargs)
+        if self.samples is None and not torch.compiler.is_compiling() and self.trains:
+            self.passes += 1  # as on several devices: random numbers follow it, should the network draw some later
+        if self._own_forward is not None:
+            return self._own_forward(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
 
     @contextlib.contextmanager
     def plain_forward(self) -> Iterator[None]:
@@ -242,7 +269,7 @@ class Network:
         return len(self._programs) < MAX_PROGRAMS and not self._unchanged.has_hooks()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs, form = arguments(self.model, args, kwargs)
+        inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         found, placement = self._pass(inputs, None if form.is_plain else form)
         samples = tuple(map(len, placement.batch.parts))
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(found[ref.name], samples)))
@@ -310,13 +337,13 @@ class Network:
 
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Announce a training pass over one microbatch, where the caller does not announce passes."""
-        if self.samples is None and self.model.training:
+        if self.samples is None and self.trains:
             self.context.enter(self.passes, 0, (sum(samples),), device)
             self.passes += 1
 
     def end_pass(self) -> None:
         """Bring running statistics up to date, where the caller does not do so at the end of an update."""
-        if self.samples is None and self.model.training:
+        if self.samples is None and self.trains:
             self.context.statistics.fold(self.groups)
 
     def abandon(self) -> None:
@@ -360,6 +387,11 @@ class Network:
         return True
 
     @property
+    def trains(self) -> bool:
+        """Whether it is in training, or some of its layers are."""
+        return self.model.training or bool(self._unchanged.exceptions())
+
+    @property
     def device(self) -> torch.device:
         """Where its parameters are."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -381,8 +413,7 @@ class Network:
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
         inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
-        exceptions = self._unchanged.exceptions() if training == self.model.training else ()
-        signature = Signature(training, self.example_samples(samples), inputs, self.form, exceptions=exceptions)
+        signature = Signature(training, self.example_samples(samples), inputs, self.form)
         return self._placement(signature)
 
     def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -406,10 +437,15 @@ class Network:
             return self.samples
 
         def ask() -> tuple[int, ...]:
-            state = zlib.crc32(repr(self._unchanged.exceptions()).encode(), self._unchanged.types)
+            words = re.sub(r"#[\d.]+", "", repr(self.python_state()))  # without a rank's own numbers
+            state = zlib.crc32(words.encode(), self._unchanged.types)
             return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes, call)
 
         return ask() if self.context.tape is None else self.context.tape.samples(ask)
+
+    def python_state(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Modules in another mode than the network, and how what `forward` reads has changed; as in a `Signature`."""
+        return self._unchanged.exceptions(), self._unchanged.state()
 
     def _run(
         self,
@@ -432,7 +468,7 @@ class Network:
         self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None, as_given: bool = False
     ) -> Signature:
         """Of a pass in the modes that the modules are in."""
-        return Signature(self.model.training, samples, kinds(inputs), form, as_given, self._unchanged.exceptions())
+        return Signature(self.model.training, samples, kinds(inputs), form, as_given, *self.python_state())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
         found = self._programs.get(signature)
@@ -465,6 +501,12 @@ class Network:
         try:
             return self._capture(signature)
         except CaptureError as error:
+            if signature.state:
+                changed = ", ".join(text.partition(" ")[0] for text in signature.state)
+                raise ConvoyError(
+                    f"the network, of which something was changed after convoy.parallelize ({changed}), cannot be run: "
+                    f"{error}; change it before, or build the network anew"
+                ) from error
             given, example = (
                 ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in each)
                 for each in (signature.inputs, [(shape[1:], dtype) for shape, dtype in self.example])
@@ -480,8 +522,11 @@ class Network:
         inputs = [torch.empty(total, *shape, dtype=dtype, device="meta") for shape, dtype in signature.inputs]
         with self.plain_forward(), torch.inference_mode(False):
             forward = None if signature.form is None else signature.form.caller(self.model.forward)
-            training = None if signature.exceptions else signature.training
-            graph = capture(self.model, inputs, training, shapes=self.shapes, forward=forward)
+            # where it is in this mode already, it is as its modules are, and a mode of its own stays
+            training = None if signature.training == self.model.training else signature.training
+            reads = self._unchanged.reads
+            graph = capture(self.model, inputs, training, shapes=self.shapes, forward=forward, reads=reads)
+        self._unchanged.noted()
         return recomputing(graph.prefixed(self.prefix) if self.prefix else graph, self.recompute)
 
     def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:
@@ -505,7 +550,7 @@ class Network:
         twin.reducer = twin.guard = None
         twin._owners = {}  # the model's own copy is not complete yet
         twin._unchanged = self._unchanged.of_copy(twin.model)
-        twin._programs = {}
+        twin._programs, twin._alone = {}, {}
         twin._uncompiled = None
         return twin
 

@@ -32,7 +32,7 @@ from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.graph.deferred import Deferred, evaluate, fill, fingerprint, materialize
 from convoy.graph.given import prepare_given
-from convoy.graph.graph import CaptureError
+from convoy.graph.graph import CaptureError, ChangedError, KeptError
 from convoy.ops.context import StepContext
 from convoy.ops.recompute import Recompute, as_recompute
 from convoy.plans.fit import check_devices, check_patterns
@@ -222,6 +222,7 @@ def take_part(
     with torch.inference_mode(False):
         materialize(model, all_but=named_tensors(model).values())
         network = _network(model, parsed, groups, context, examples, form, loss, microbatches, recompute)
+        network.check_hooks()
         network.compile = compile
         _take_shards(network)
         parameters = dict(model.named_parameters())
@@ -230,7 +231,17 @@ def take_part(
         )
     model._convoy = network  # type: ignore[assignment]
     model.forward = network.forward
+    if not network.undivided:
+        model.register_forward_pre_hook(_check_forward)
     return network
+
+
+def _check_forward(model: nn.Module, args: Any) -> None:
+    if vars(model).get("forward") != network_of(model).forward:
+        raise ConvoyError(
+            "forward of the network was replaced after convoy.parallelize, by one that would run without it: set it "
+            "before, or let forward choose by an attribute of the network, whose changes are noticed"
+        )
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
@@ -366,7 +377,8 @@ def _examples(model: nn.Module, example: Any) -> tuple[tuple[Tensor, ...], Form 
             "example must be a tensor with one rank's samples along dim 0, or a tuple or dict of the network's "
             "arguments with such tensors in it"
         )
-    inputs, form = arguments(model, args, example if isinstance(example, dict) else {})
+    named = example if isinstance(example, dict) else {}
+    inputs, form = arguments(model, args, named, vars(model).get("forward"))
     return inputs, None if form.is_plain else form
 
 
@@ -400,6 +412,11 @@ def _network(
             network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last, recompute=recompute)
         network.look(examples, model.training, form)
     except CaptureError as error:
+        if isinstance(error, KeptError) and plan.mesh.num_devices > 1:
+            raise ConvoyError(
+                f"{error}, where a pass on several devices runs as a program that would not set it: return it from "
+                "forward"
+            ) from error
         if staged:
             raise ConvoyError(
                 f"the network cannot be cut into stages, as it was not captured as one program ({error}): choose a "
@@ -420,6 +437,7 @@ def _network(
             channels_last=channels_last,
             captured=f"layer by layer, as {error}",
         )
+        network.counts_passes = isinstance(error, ChangedError)
         network.look(examples, model.training, form)
     modules = [name for name, _ in model.named_modules()]
     check_patterns(plan, [name for name, op in network.layers if op in COMPUTE], modules, network.borrowed)

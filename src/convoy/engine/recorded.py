@@ -150,7 +150,7 @@ class Recorded:
         """What `function(step, inputs)` gives and does, on whatever way."""
         if self.refusal is not None:
             return self._function(step, inputs)
-        form = [self._model.training, *map(_form, inputs)]
+        form = [self._model.training, torch.is_grad_enabled(), *_precision(), *map(_form, inputs)]
         if self._form is None:
             self._form = form
         as_recorded = self._graph is None or _state(self._model) == self._state
@@ -423,13 +423,20 @@ def _storage(x: Tensor) -> int:
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """What a replay would not follow: the mode of each layer, where its tensors lie, and which of them are trained."""
-    found: list[Any] = []
+    """What a replay would not follow: the mode of each layer, where its tensors lie, which of them are trained, and
+    what else `forward` reads."""
+    network = getattr(model, "_convoy", None)
+    found: list[Any] = [] if network is None else [network.python_state()[1]]
     for layer in model.modules():
         found.append(layer.training)
         tensors = (x for x in (*layer._parameters.values(), *layer._buffers.values()) if x is not None)
         found += [(x.data_ptr(), x.requires_grad) for x in tensors]
     return found
+
+
+def _precision() -> list[Any]:
+    """What autocast does around a call."""
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:

@@ -372,6 +372,12 @@ class Stage(Network):
 
     def _made(self, placement: Placement, compile: bool) -> Program:
         staged = self.staged(placement)
+        for name, stage in self.stages.owners(placement.graph).items() if placement.graph.training else ():
+            if self._owners_of.get(name) != stage:
+                raise ConvoyError(
+                    f"{name} is used in another stage now than when the network was cut, or was not used then: call "
+                    "convoy.parallelize of a network that uses in training what it will use, or of one without stages"
+                )
         return Program(
             placement, self.groups, self.context, self.channels_last, compile, staged=staged, stage=self.stage
         )

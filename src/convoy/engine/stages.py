@@ -55,7 +55,7 @@ class StagedNetwork(Stage):
                 self._check_parts(why_together(graph, self.context.batch_norm) if graph.training else "")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        inputs, form = arguments(self.model, args, kwargs)
+        inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         values, output, samples = self._whole_pass(inputs, None if form.is_plain else form)
         return replace_leaves(output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
 
@@ -93,7 +93,7 @@ class StagedNetwork(Stage):
         """Forward and backward passes of all parts of a batch; see `convoy.forward_backward`."""
         if not torch.is_grad_enabled():
             raise ConvoyError("convoy.forward_backward runs a backward pass: call it outside of torch.no_grad()")
-        inputs, given_form = arguments(self.model, args, {})
+        inputs, given_form = arguments(self.model, args, {}, self._own_forward)
         form = None if given_form.is_plain else given_form
         for target in leaves(targets, Tensor):
             if not target.dim() or len(target) != len(inputs[0]):
@@ -165,7 +165,7 @@ class StagedNetwork(Stage):
         cuts = [balanced(number, parts) for number in samples]
         starts = list(accumulate(samples, initial=0))[:-1]
         step = self.passes
-        announces = self.samples is None and self.model.training
+        announces = self.samples is None and self.trains
         self.passes += announces
         for part in range(parts):
             if announces:
@@ -207,7 +207,7 @@ class StagedNetwork(Stage):
 
     def _together(self, signature: Signature) -> str:
         """Why a pass of several samples cannot be cut into parts, in words; empty where it can."""
-        key = signature.training, signature.form, signature.exceptions
+        key = signature.training, signature.form, signature.exceptions, signature.state
         if key not in self._reasons:
             self._reasons[key] = why_together(self.capture_again(signature), self.context.batch_norm)
         return self._reasons[key]

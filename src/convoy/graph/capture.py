@@ -6,11 +6,14 @@ Fake tensors stand in for parameters and buffers, and the pass leaves no trace: 
 and dicts, in random states.
 """
 
+import gc
 import inspect
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from convoy.graph import tree
+from convoy.graph.constants import Constants
 from convoy.graph.fake import Fakes
-from convoy.graph.graph import Apply, Call, CaptureError, Graph, LayerStack, Ref
+from convoy.graph.graph import Apply, Call, CaptureError, ChangedError, Graph, KeptError, LayerStack, Ref
+from convoy.graph.reads import Reads, Texts, described
 from convoy.graph.recorder import Recorder
 from convoy.graph.torch_call import Recognize
 
@@ -120,18 +125,28 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Raises CaptureError where it has drawn from the random numbers of python or numpy, which a graph cannot repeat.
     """
-    kept: dict[int, tuple[Any, Any]] = {}
-    for module in model.modules():
-        _keep(vars(module), kept, _DEPTH)
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), nothing_left(model):
             yield
         if random.getstate() != python or not _same(np.random.get_state(), numpy):
             raise CaptureError("it draws from the random numbers of python or numpy in its forward pass")
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def nothing_left(model: nn.Module) -> Iterator[None]:
+    """Undo what passes within it have left in attributes of modules, and hooks in what is theirs."""
+    kept: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        _keep(vars(module), kept, _DEPTH)
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            _keep(_held_by_hook(hook), kept, _DEPTH)
+    try:
+        yield
+    finally:
         for container, before in kept.values():
             if isinstance(container, list):
                 container[:] = before
@@ -149,6 +164,16 @@ def _keep(container: Any, kept: dict[int, tuple[Any, Any]], depth: int) -> None:
             _keep(item, kept, depth - 1)
 
 
+def _held_by_hook(hook: Any) -> list[Any]:
+    """What a hook can change that lies outside of the network."""
+    held = [vars(owner)] if hasattr(owner := getattr(hook, "__self__", hook), "__dict__") else []
+    if inspect.isfunction(hook) or inspect.ismethod(hook):
+        with suppress(ValueError):  # a variable that is not set yet
+            found = inspect.getclosurevars(hook)
+            held += [*found.nonlocals.values(), *found.globals.values()]
+    return held
+
+
 def _same(one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -161,6 +186,7 @@ def capture(
     *,
     shapes: Shapes | None = None,
     forward: Callable[..., Any] | None = None,
+    reads: Reads | None = None,
 ) -> Graph:
     """The calls that `model(*inputs)` makes, with the shapes of every tensor.
 
@@ -172,35 +198,94 @@ def capture(
         training: the mode to capture in; None is the one that each module is in.
         shapes: serial shapes and types of parameters and buffers by name, where the module holds others.
         forward: what to run in place of `model.forward`.
+        reads: is told what the network reads beside its inputs, parameters and buffers.
 
     Raises:
+        KeptError: somebody keeps tensors of the pass.
+        ChangedError: it counts passes, or the like.
         CaptureError: the network does something that a graph cannot say; its message names the layer.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError("it is TorchScript, which does not show what it calls", name)
-    fakes, layers = Fakes(), LayerStack(model)
+        if module is not model and (module._backward_hooks or module._backward_pre_hooks):
+            raise CaptureError("it has a backward hook, which is to see whole gradients", name)
+    reads, constants, texts = reads or Reads(), Constants(Fakes()), Texts()
+    run = partial(_once, recognize, model, inputs, constants, shapes, forward or model.forward, reads, texts)
+    with untouched(model), _mode(model, training), torch.enable_grad():
+        before = described(model, texts)
+        graph, made = run()
+        after = described(model, texts)
+        changed = [at for at, text in after.items() if before.get(at) != text]
+        own_fakes = set(map(id, constants.kept))
+        _check_kept(model, changed, [(tensor, layer) for tensor, layer in made if id(tensor()) not in own_fakes])
+        # tables that are made at first use do not change again
+        tables = [at for at in changed if "Tensor #" not in before.get(at, "") and "Tensor #" in after[at]]
+        if own := [at for at in changed if at[1] in reads.names.get(at[0], ()) and at not in tables]:
+            again, _ = run()
+            now = described(model, texts)
+            moving = [at for at in own if now.get(at) != after[at]]
+            if moving or again.calls != graph.calls:
+                name = _path(model, *(moving or own)[0])
+                raise ChangedError(f"it changes {name} by itself, and reads it in later passes")
+    reads.tensors |= constants.outside
+    return graph
+
+
+Made = list[tuple["weakref.ref[Tensor]", str]]
+
+
+def _once(
+    recognize: Recognize,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    constants: Constants,
+    shapes: Shapes | None,
+    forward: Callable[..., Any],
+    reads: Reads,
+    texts: Texts,
+) -> tuple[Graph, Made]:
+    """The calls of one run, and what somebody may keep of it."""
+    fakes, layers = constants.fakes, LayerStack(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     device = next((t.device for t in tensors.values() if t.device.type != "meta"), torch.device("cpu"))
-    with untouched(model), _mode(model, training), torch.enable_grad():
-        mode = model.training
-        with fakes:
-            fake = stand_ins(tensors, shapes or {}, device)
-            given = [_fake_input(value, device) for value in inputs]
-        sizes = [value.shape for value in given if isinstance(value, Tensor) and value.dim()]
-        recorder = Recorder(fakes, layers, recognize, sizes[0][0] if sizes else None)
-        buffers = {name for name, _ in model.named_buffers()}
-        for name, tensor in fake.items():
-            recorder.give(name, tensor, "buffer" if name in buffers else "parameter")
-        if shapes is None:
-            recorder.know(tensors.items())
-        names = _input_names(forward or model.forward, given, set(tensors))
-        for name, value in zip(names, given, strict=True):
-            if isinstance(value, Tensor):
-                recorder.give(name, value, "input")
-        with swapped(model, tensors, fake, recorder.constants.known):
-            output = _run(forward or model.forward, given, fakes, layers, recorder)
-    return _finish(recorder, [n for n, v in zip(names, given, strict=True) if isinstance(v, Tensor)], output, mode)
+    mode = model.training
+    with fakes:
+        fake = stand_ins(tensors, shapes or {}, device)
+        given = [_fake_input(value, device) for value in inputs]
+    sizes = [value.shape for value in given if isinstance(value, Tensor) and value.dim()]
+    recorder = Recorder(constants, layers, recognize, sizes[0][0] if sizes else None)
+    buffers = {name for name, _ in model.named_buffers()}
+    for name, tensor in fake.items():
+        texts.alias(tensor, tensors[name])  # a layer may take it for its own
+        recorder.give(name, tensor, "buffer" if name in buffers else "parameter")
+    if shapes is None:
+        recorder.know(tensors.items())
+    names = _input_names(forward, given, set(tensors))
+    for name, value in zip(names, given, strict=True):
+        if isinstance(value, Tensor):
+            recorder.give(name, value, "input")
+    with swapped(model, tensors, fake, constants.known), reads.followed():
+        output = _run(forward, given, fakes, layers, recorder)
+    graph = _finish(recorder, [n for n, v in zip(names, given, strict=True) if isinstance(v, Tensor)], output, mode)
+    return graph, recorder.made
+
+
+def _check_kept(model: nn.Module, changed: Sequence[tuple[nn.Module, str]], made: Made) -> None:
+    """Raise KeptError where the network, a hook or anybody else keeps tensors of the pass."""
+    living = {id(tensor) for reference, _ in made if (tensor := reference()) is not None}
+    for module, name in changed:
+        if any(id(tensor) in living for tensor in tree.leaves(vars(module)[name], Tensor)):
+            raise KeptError(f"it keeps a tensor of its forward pass in {_path(model, module, name)}")
+    if living:
+        gc.collect()  # most are in cycles
+        for reference, layer in made:
+            if reference() is not None:
+                raise KeptError(f"a hook or function keeps a tensor of its forward pass ({layer or 'an input'})")
+
+
+def _path(model: nn.Module, module: nn.Module, name: str) -> str:
+    return ".".join(filter(None, [next(path for path, each in model.named_modules() if each is module), name]))
 
 
 def _run(
@@ -268,6 +353,7 @@ def _input_names(forward: Callable[..., Any], given: Sequence[Any], taken: set[s
 @contextmanager
 def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
+    trained = [(p, p.requires_grad) for p in model.parameters()]  # `train` may be the model's own, and freeze some
     try:
         if training is not None:
             model.train(training)
@@ -275,3 +361,6 @@ def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+        for p, before in trained:
+            if p.requires_grad is not before:
+                p.requires_grad_(before)

@@ -19,14 +19,17 @@ class Constants:
 
     Attributes:
         named: the constants that calls use, by name, as they were when the call used them.
+        kept: tensors that are kept alive, so that no others get their ids.
+        outside: the tensors among them that were there before, by their ids.
     """
 
     def __init__(self, fakes: Fakes) -> None:
         self.named: dict[str, Tensor] = {}
-        self._fakes = fakes
+        self.outside: dict[int, Tensor] = {}
+        self.fakes = fakes
         self._real: dict[int, Tensor] = {}
         self._names: dict[int, tuple[str, int]] = {}
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor] = []
 
     def known(self, tensor: Tensor) -> bool:
         """Whether this is the fake of a constant."""
@@ -34,11 +37,13 @@ class Constants:
 
     def value(self, tensor: Tensor) -> Tensor:
         """The numbers of a constant."""
+        if id(tensor) not in self._real:
+            self.outside[id(tensor)] = tensor
         return self._real.get(id(tensor), tensor)
 
     def keep(self, tensor: Tensor) -> None:
         """Keep a tensor alive, so that no other gets its id."""
-        self._kept.append(tensor)
+        self.kept.append(tensor)
 
     def forget(self, tensor: Tensor) -> None:
         """The tensor is no constant any more."""
@@ -46,13 +51,13 @@ class Constants:
 
     def full(self, tensor: Tensor, value: float) -> Tensor:
         """Make a fake tensor the constant that is `value` everywhere."""
-        with self._fakes.real():
+        with self.fakes.real():
             self._real[id(tensor)] = torch.full(tensor.shape, value, dtype=tensor.dtype, device=tensor.device)
         return tensor
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function on constants; its tensors come back as fakes, other results as they are."""
-        with self._fakes.real():
+        with self.fakes.real():
             real_args, real_kwargs = tree.replace((args, kwargs), Tensor, self._to_real)
             result = function(*real_args, **real_kwargs)
         given = tree.leaves((args, kwargs), Tensor)
@@ -62,7 +67,7 @@ class Constants:
     def everywhere(self, tensor: Tensor) -> float | None:
         """The one number that a constant consists of, where it does."""
         real = self.value(tensor)
-        with self._fakes.real():
+        with self.fakes.real():
             first = real.flatten()[:1]
             return first.item() if len(first) and bool((real == first).all()) else None
 
@@ -76,14 +81,14 @@ class Constants:
             number += 1
         self._names[id(tensor)] = (name, real._version)
         self.keep(tensor)
-        with self._fakes.real():
+        with self.fakes.real():
             self.named[name] = _snapshot(real.detach())
         return name
 
     def _to_real(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor) and id(tensor) not in self._real:  # only its shape is asked for
             return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-        return self._real.get(id(tensor), tensor)
+        return self.value(tensor)
 
     def _to_fake(self, real: Tensor) -> Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)

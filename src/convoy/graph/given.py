@@ -54,12 +54,16 @@ def check_given(model: nn.Module, needs_numbers: bool = False) -> None:
             "compile=True if it is to be compiled"
         )
     for name, module in model.named_modules():
-        who = f"layer {name}" if name else "the network"
+        layer = f"layer {name}" if name else "the network"
         if why := _refused(module):
-            raise ConvoyError(f"{who} {why}")
+            raise ConvoyError(f"{layer} {why}")
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and (why := _unusable(tensor, needs_numbers)):
-                raise ConvoyError(f"{key} of {who} {why}")
+            if tensor is not None and is_lazy(tensor):
+                why = "has no shape before a first pass: call the network once, net(example), then convoy.parallelize"
+            elif needs_numbers and tensor is not None and tensor.is_meta and not isinstance(tensor, Deferred):
+                why = "is on the meta device and has no numbers: build the network within convoy.deferred() instead"
+            if why:
+                raise ConvoyError(f"{key} of {layer} {why}")
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -70,18 +74,8 @@ def _refused(module: nn.Module) -> str:
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         return "is TorchScript, which does not show what it calls: give the module that was scripted or traced"
-    if isinstance(module, DistributedDataParallel) or kind == "FullyShardedDataParallel":
+    if kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
         return f"is in {kind}, which adds up gradients as Convoy does: give the network in it (net.module)"
     if isinstance(module, fx.GraphModule) and "train" in vars(module):
         return "comes from torch.export, which fixes its mode: give the module that was exported"
-    return ""
-
-
-def _unusable(tensor: Tensor, needs_numbers: bool) -> str:
-    if is_lazy(tensor):
-        return "has no shape before a first pass: call the network once, net(example), then convoy.parallelize"
-    if hasattr(tensor, "device_mesh"):
-        return "is a DTensor, divided already: give the network as it was before"
-    if needs_numbers and tensor.is_meta and not isinstance(tensor, Deferred):
-        return "is on the meta device and has no numbers: build the network within convoy.deferred() instead"
     return ""

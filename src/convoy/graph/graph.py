@@ -25,6 +25,14 @@ class CaptureError(Exception):
         super().__init__(f"layer {layer}: {reason}" if layer else reason)
 
 
+class ChangedError(CaptureError):
+    """A pass changes an attribute that later passes read."""
+
+
+class KeptError(CaptureError):
+    """Tensors of a pass are kept by somebody, who would have nothing of the passes of a graph."""
+
+
 def draw(kind: str, p: float | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random numbers: zeros and ones with probability `p` of a one (`bernoulli`), or 0 <= x < 1 (`uniform`)."""
     if kind == "uniform":

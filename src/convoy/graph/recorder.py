@@ -1,5 +1,6 @@
 """The torch functions that a network calls, written down; what changes a tensor in place becomes a new tensor."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from convoy.graph import tree
 from convoy.graph.constants import Blanks, Constants, probability
 from convoy.graph.expansions import EXPANSIONS
-from convoy.graph.fake import Aliases, Fakes, FakeTensor
+from convoy.graph.fake import Aliases, FakeTensor
 from convoy.graph.graph import Call, CaptureError, LayerStack, Origin, Ref, Value, draw
 from convoy.graph.torch_call import Recognize, Recognized, TorchCall
 
@@ -48,15 +49,17 @@ class Recorder(TorchFunctionMode):
         values: every tensor that a call takes or gives, and the network's inputs.
         constants: the numbers of those that are neither parameters nor buffers.
         updates: buffers that count batches and wait for their batch norm.
+        made: the tensors that depend on the inputs, as long as somebody has them, each with its layer.
     """
 
-    def __init__(self, fakes: Fakes, layers: LayerStack, recognize: Recognize, num_samples: int | None) -> None:
+    def __init__(self, constants: Constants, layers: LayerStack, recognize: Recognize, num_samples: int | None) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.values: dict[str, Value] = {}
-        self.constants = Constants(fakes)
+        self.constants = constants
         self.updates: list[str] = []
-        self._fakes = fakes
+        self.made: list[tuple[weakref.ref[Tensor], str]] = []
+        self._fakes = constants.fakes
         self._layers = layers
         self._recognize = recognize
         self._num_samples = num_samples
@@ -77,6 +80,7 @@ class Recorder(TorchFunctionMode):
         if origin == "input":
             self.values[name] = value
             self._data.add(name)
+            self.made.append((weakref.ref(tensor), ""))
         else:
             self._aliases.protect(tensor, name)
 
@@ -214,6 +218,7 @@ class Recorder(TorchFunctionMode):
             self._bind(tensor, value.name)
             if depends:
                 self._data.add(value.name)
+                self.made.append((weakref.ref(tensor), self._layers.name))
         if counter:
             self.updates.remove(counter)
             self.values[counter] = self._given[counter]

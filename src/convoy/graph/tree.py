@@ -44,7 +44,8 @@ def _replace_dict(tree: dict, kind: type | tuple[type, ...], function: Callable[
     made = copy.copy(tree)
     for key, item in tree.items():
         dict.__setitem__(made, key, replace(item, kind, function))
-    for name in getattr(tree, "__dataclass_fields__", ()):
+    fields = getattr(tree, "__dataclass_fields__", ())
+    for name in (*fields, *(name for name in getattr(tree, "__dict__", ()) if name in made and name not in fields)):
         object.__setattr__(made, name, made.get(name))
     return made
 

@@ -145,7 +145,7 @@ class _Layer:
         samples = layout.split(0)
         self.sample_axes: Axes = samples.axes if samples else ()
         self.other_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
-        self.in_turns = site.context.in_turns and not site.graph.training
+        self.in_turns = site.context.in_turns and not site.graph.training and attributes["running_mean"] is None
         every = tuple(sorted({*self.sample_axes, *self.other_axes}))
         self.passing = self._holders(self.other_axes if self.in_turns else every)
         self.own = self._holders(self.other_axes, samples=False)

@@ -14,11 +14,11 @@ from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.engine import Probe, probe
-from convoy.engine.coupling import coupled, coupled_in_training, microbatch_sizes, probe_of_graph
+from convoy.engine.coupling import coupled, coupled_in_training, coupling, microbatch_sizes, probe_of_graph
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.graph import tree
-from convoy.graph.deferred import deferred, deferred_tensors
+from convoy.graph.deferred import Deferred, deferred, deferred_tensors
 from convoy.graph.given import prepare_given
 from convoy.graph.graph import CaptureError, Ref
 from convoy.launch.memory import host_memory
@@ -104,6 +104,8 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     torch.manual_seed(recipe.seed)
     model = models.create(section.name, num_classes=len(given.classes), in_channels=given.channels, **options)
     if any(map(is_lazy, model.parameters())):  # a pass makes them
+        if isinstance(torch.empty(1), Deferred):
+            raise ConvoyError("it has layers without shapes before a first pass")
         with evaluating(model), torch.no_grad():
             model(torch.zeros(1, given.channels, given.image_size, given.image_size))
     prepare_given(model)
@@ -344,4 +346,11 @@ def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, ranks: Ranks)
         raise ConvoyError(
             f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
             f"devices: choose a plan that does not divide samples, e.g. filter={ranks.num}, or batch_norm=sync"
+        )
+    graph = found.graph
+    if recipe.reproducible and graph and coupling(graph) is None and coupling(graph, by_gradients=True) is not None:
+        raise ConvoyError(
+            f"weights of {recipe.model.name} are computed from others, whose gradients are not added in the same order "
+            f"on several devices: choose a plan that does not divide samples, e.g. filter={ranks.num}, or leave "
+            "--reproducible away"
         )

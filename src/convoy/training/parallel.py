@@ -20,6 +20,7 @@ from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
 from convoy.engine.stage import Flight
 from convoy.engine.stages import StagedNetwork
+from convoy.errors import ConvoyError
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
@@ -201,6 +202,12 @@ class ParallelNetwork(TrainedNetwork):
             compile=compile,
             recompute=recompute,
         )
+        if self.engine.counts_passes and plan.mesh.num_devices > 1:
+            why = self.engine.captured.partition(", as ")[2]
+            raise ConvoyError(
+                f"{why}, but how many passes an update has depends on the plan, so that results would too: take that "
+                "out of forward, or train with convoy.parallelize in a loop of your own"
+            )
         self.context = self.engine.context
         self.context.statistics.in_order = method.tree
         self.context.in_turns = True

@@ -206,7 +206,8 @@ def _assemble(
     counts = models.count(model, ready.image_shape)
     network: TrainedNetwork
     # on one device as on several where the engine does what the plain network does not; on a GPU by its kernels
-    if plan.mesh.num_devices > 1 or ready.probe.draws or recipe.recompute or device.type == "cuda":
+    engine = ready.probe.draws or recipe.recompute or (recipe.reproducible and not ready.probe.separable)
+    if plan.mesh.num_devices > 1 or engine or device.type == "cuda":
         example = torch.empty(sizes[0], *ready.image_shape, device=device)
         model.train()
         schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
