@@ -450,9 +450,7 @@ class Measurements:
             return None
         matrix = torch.full((_MATRIX, _MATRIX), 0.5, device=self._workload.device)
         clock = DeviceClock(self._workload.device)
-        spent = min(
-            clock.spent(lambda: matrix @ matrix, in_a_row=1).device for _ in range(20)
-        )  # some of it undisturbed
+        spent = min(clock.spent(lambda: matrix @ matrix, in_a_row=1).device for _ in range(20))  # some undisturbed
         return Roofline(_REACHED * 2 * _MATRIX**3 / max(spent, 1e-9), 1e10, 1e-5)
 
     def slowdowns(self) -> tuple[float, ...]:
