@@ -206,15 +206,15 @@ def make_plan(
     if devices == ranks.num > 1 and not plans:
         memory_limit = room
     say = _Course(progress)
-    if memory_limit is not None and not plans and devices > 1:
-        say("looking for plans that fit into memory")
-        ranks.first(partial(_check_memory, workload, devices, fixes, memory_limit))
     measured = Measurements(workload, ranks, store, say, room)
     jobs = jobs_for(workload, meshes, plans)
     alone_s = (workload.alone or workload).passes * measured.expected_s(jobs[0])
     racing_s = 0.0 if race is None or devices == 1 else (_RACERS + 1) * _RACE_UPDATES * alone_s / devices
     profiling_s = sum(_PASSES * measured.expected_s(job) for job in measured.unknown(jobs))
     say.total_s = ranks.broadcast(min(_FIXED_S + profiling_s + racing_s, _limit_s(alone_s)))
+    if memory_limit is not None and not plans and devices > 1:
+        say("looking for plans that fit into memory")
+        ranks.first(partial(_check_memory, workload, devices, fixes, memory_limit))
     found_notes = list(notes)
     if isinstance(link, str):
         measured.links, note = links_named(link, workload.device.type == "cpu")
