@@ -16,6 +16,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -70,15 +71,16 @@ def look_at(name: str, image: tuple[int, int, int]) -> None:
     """Print what it takes to see that nothing has changed of what `forward` reads, and that something has."""
     network = network_of(parallelize(models.create(name, num_classes=10), "serial", torch.empty(2, *image)))
     tensors, seconds = [torch.empty(2, *image)], dict[str, list[float]]()
-    looks = {"state": network._unchanged.state, "changed": network._unchanged.noted}
-    looks["layers and parameters"] = lambda: network._unchanged.check(tensors)
+    seen = network._unchanged
+    looks: dict[str, Callable[[], object]] = {"state": seen.state, "changed": seen.noted}
+    looks["layers and parameters"] = lambda: seen.check(tensors)
     for _ in range(200):
         for what, look in looks.items():
             start = time.perf_counter()
             look()
             seconds.setdefault(what, []).append(time.perf_counter() - start)
     found = ", ".join(f"{what} {statistics.median(each) * 1e6:,.0f} µs" for what, each in seconds.items())
-    print(f"{name}: {len(network._unchanged._names):,} attributes; {found}")
+    print(f"{name}: {len(seen._names):,} attributes; {found}")
 
 
 def main() -> None:
