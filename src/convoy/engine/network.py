@@ -140,6 +140,7 @@ class Network:
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
         self._own_forward = vars(self.model).get("forward")  # of the module alone, in place of its class's
+        self._forwards = 0  # how often it was replaced
         self._owners: dict[str, tuple[dict[str, Any], str]] = {}
         self._unchanged = Unchanged(self.model, alone=self.plan.mesh.num_devices == 1)
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
@@ -243,6 +244,14 @@ class Network:
         except ConvoyError:  # the plain network can what no program can: branch on a number, take a list
             self.normalizes = False
             return self._plain(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What `model(...)` runs: its forward pass may be another one by now (`net.forward = ...`)."""
+        given = vars(self.model).get("forward")
+        if given != self.forward:
+            self._own_forward, self._forwards = given, self._forwards + 1
+            vars(self.model)["forward"] = self.forward
+        return self.model._call_impl(*args, **kwargs)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         if self.samples is None and not torch.compiler.is_compiling() and self.trains:
@@ -445,7 +454,8 @@ class Network:
 
     def python_state(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Modules in another mode than the network, and how what `forward` reads has changed; as in a `Signature`."""
-        return self._unchanged.exceptions(), self._unchanged.state()
+        other = (f"forward {self._forwards}",) if self._forwards else ()
+        return self._unchanged.exceptions(), (*other, *self._unchanged.state())
 
     def _run(
         self,

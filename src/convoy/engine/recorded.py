@@ -426,7 +426,7 @@ def _state(model: nn.Module) -> list[Any]:
     """What a replay would not follow: the mode of each layer, where its tensors lie, which of them are trained, and
     what else `forward` reads."""
     network = getattr(model, "_convoy", None)
-    found: list[Any] = [] if network is None else [network.python_state()[1]]
+    found: list[Any] = [vars(model).get("forward"), *([] if network is None else [network.python_state()[1]])]
     for layer in model.modules():
         found.append(layer.training)
         tensors = (x for x in (*layer._parameters.values(), *layer._buffers.values()) if x is not None)
