@@ -15,6 +15,7 @@ from convoy.errors import ConvoyError
 from convoy.ops import capture
 from convoy.training import load_recipe, train
 from convoy.training.code import code_of, difference
+from convoy.training.restore import load_run
 from ranks import run_ranks
 from tiny import write_mnist
 from whole_runs import BASE, Words, as_before, train_here, train_until
@@ -104,6 +105,25 @@ def test_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     sentence = "from update 3 on with other code: layer act was silu and is relu"
     assert sentence in capsys.readouterr().out
     assert sentence in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("network", ["Changing", "Unseen"])
+def test_whoever_uses_a_run_by_other_code_is_told(
+    tmp_path: Path, network: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = write_mnist(tmp_path / "data"), tmp_path / "run"
+    run(data, out, **{"model.name": f"changing:{network}"})
+    with as_before():
+        assert main(["eval", str(out), "--device", "cpu"]) == 0
+        assert "another than" not in capsys.readouterr().err  # and no warning, which would be an error here
+        before = (out / "evaluation.json").read_bytes()
+        CHANGES["act"] = nn.ReLU
+        assert main(["eval", str(out), "--device", "cpu"]) == 0
+        assert main(["eval", str(out), "--checkpoint", "2", "--device", "cpu"]) == 0
+    assert capsys.readouterr().err.count(f"another than that which trained {out} (layer act was") == 2
+    assert (out / "evaluation.json").read_bytes() == before
+    with pytest.warns(UserWarning, match="its results are others"):
+        load_run(out)
 
 
 def test_checkpoints_of_before_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def command(
             return 0
         for note in notes:
             click.echo(note, err=True)
-        if data is None and checkpoint is None:
+        if data is None and checkpoint is None and not trained.changed:
             _keep(run, opened, result)
         _show(opened.name, result, trained.classes if per_class else [], "json" if as_json else "csv" if as_csv else "")
         return 0

@@ -17,7 +17,7 @@ from convoy.launch import RankPlace, cores
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, choose_device
 from convoy.training.environment import join_ranks
-from convoy.training.restore import TrainedRun, checkpoint_step, load_run
+from convoy.training.restore import TrainedRun, checkpoint_step, other_code, restored
 
 _PATIENCE_S = 7 * 24 * 3600.0
 """Ranks wait as long as somebody may take to type the name of a file; a rank that dies ends the others."""
@@ -61,12 +61,15 @@ def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, 
 
 def load_chosen(run: Path, checkpoint: str | None, ranks: Ranks) -> TrainedRun:
     """A run's network, by its final weights or those of a checkpoint, the same one on all ranks; it is said which."""
-    if checkpoint is None:
-        return load_run(run)
-    step = ranks.first(lambda: checkpoint_step(RunDirectory(run), checkpoint))
-    if ranks.rank == 0:
-        click.echo(f"the network is that of the checkpoint after {step:,} updates", err=True)
-    return load_run(run, step)
+    step = None
+    if checkpoint is not None:
+        step = ranks.first(lambda: checkpoint_step(RunDirectory(run), checkpoint))
+        if ranks.rank == 0:
+            click.echo(f"the network is that of the checkpoint after {step:,} updates", err=True)
+    found = restored(run, step)
+    if found.changed and ranks.rank == 0:
+        click.echo(other_code(found), err=True)
+    return found
 
 
 def run_as_rank(

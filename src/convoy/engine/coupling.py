@@ -246,8 +246,8 @@ def probe(
             outputs = len(leaves(model(images), Tensor))
         again = [layer for layer, number in ran.items() if number > 1]
         draws = not torch.equal(before, random_state(device)) or any(isinstance(one, SampleDropout) for one in again)
-        graph = _graph(plain, image_shape, samples, training=True)
-        shown = graph if not draws else _graph(plain, image_shape, samples, training=False)
+        graph = graph_of(plain, image_shape, samples, training=True)
+        shown = graph if not draws else graph_of(plain, image_shape, samples, training=False)
         separable = _separates(shown, plain, batch_norm) if shown is not None else None
         if separable is None:
             separable = _tried(plain, image_shape, samples, device, training=not draws, batch_norm=batch_norm)
@@ -264,7 +264,7 @@ def probe(
     )
 
 
-def _graph(plain: nn.Module, image_shape: tuple[int, ...], samples: int, training: bool) -> Graph | None:
+def graph_of(plain: nn.Module, image_shape: tuple[int, ...], samples: int, training: bool) -> Graph | None:
     """The network with two microbatches; None where it does something that a graph cannot say."""
     try:
         return capture(plain, [torch.empty(2 * samples, *image_shape, device="meta")], training=training)

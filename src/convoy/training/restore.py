@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,11 @@ from convoy.data.files import relabel
 from convoy.data.folder import picture_bytes
 from convoy.data.transforms import Geometry
 from convoy.data.turbo import Turbo, missing
+from convoy.engine.coupling import graph_of
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
+from convoy.training.code import code_of, difference
 from convoy.training.defaults import settle
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.input import InputPipeline
@@ -131,6 +134,7 @@ class TrainedRun:
         transform: prepares a picture for the network.
         classes: names, by the network's outputs.
         given: what the network is given.
+        changed: the first layer that the code makes otherwise than when the weights were written; empty where none.
     """
 
     path: Path
@@ -139,6 +143,7 @@ class TrainedRun:
     transform: Transform
     classes: list[str]
     given: NetworkInput
+    changed: str = ""
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -167,7 +172,7 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
         if str(step) == str(wanted):
             return step
     there = ", ".join(map(str, steps)) or "none"
-    raise ConvoyError(f"{run.path} has no checkpoint {which}; updates that have one: {there}")
+    raise ConvoyError(f"{run.path} has no checkpoint {which}: choose best, last, or an update that has one: {there}")
 
 
 def load_run(path: str | os.PathLike[str], checkpoint: str | int | None = None) -> TrainedRun:
@@ -191,7 +196,22 @@ def load_run(path: str | os.PathLike[str], checkpoint: str | int | None = None) 
 
     Raises:
         ConvoyError: this is no run, it has no weights yet, no such checkpoint, or they do not fit.
+
+    A warning says where the network's code is another than that which trained the weights.
     """
+    found = restored(path, checkpoint)
+    if found.changed:
+        warnings.warn(other_code(found), stacklevel=2)
+    return found
+
+
+def other_code(run: TrainedRun) -> str:
+    """A sentence for a run whose code has changed."""
+    return f"the network's code is another than that which trained {run.path} ({run.changed}): its results are others"
+
+
+def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None) -> TrainedRun:
+    """`load_run` without its warning."""
     run = RunDirectory(Path(path))
     run.check_trained(checkpoint)
     source = run.weights
@@ -212,7 +232,26 @@ def load_run(path: str | os.PathLike[str], checkpoint: str | int | None = None) 
     except RuntimeError as error:
         reason = str(error).partition("\n")[2].strip().partition("\n")[0].rstrip(".")
         raise ConvoyError(f"{source} does not fit {recipe.model.name}: {reason}") from error
-    return TrainedRun(run.path, recipe, network.eval(), Transform(given, recipe.data), list(given.classes), given)
+    changed = _changed_code(run, checkpoint, network, (given.channels, given.image_size, given.image_size))
+    network.eval()
+    return TrainedRun(run.path, recipe, network, Transform(given, recipe.data), list(given.classes), given, changed)
+
+
+def _changed_code(
+    run: RunDirectory, checkpoint: str | int | None, network: nn.Module, shape: tuple[int, int, int]
+) -> str:
+    store = CheckpointStore(run.checkpoints)
+    try:
+        step = checkpoint_step(run, "last" if checkpoint is None else checkpoint)
+        was = checked_record(store.place(step))["values"]["loop"].get("code")
+    except ConvoyError:  # final weights need no checkpoint
+        return ""
+    if was is None:  # by an earlier version
+        return ""
+    # a run looked at two microbatches of two samples, or of one, where they have no more
+    graphs = (graph_of(network, shape, samples, training=True) for samples in (2, 1))
+    found = [difference(was, code_of(network, graph)) for graph in graphs]
+    return found[0] if all(found) else ""
 
 
 def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, list[str]]:
