@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -507,6 +508,8 @@ def main() -> None:
     names = options.sections.split(",")
     if unknown := [name for name in names if name not in SECTIONS]:
         sys.exit(f"--sections {unknown[0]} is none of {', '.join(SECTIONS)}")
+    if "tests" in names and find_spec("pytest") is None:
+        sys.exit("the section tests needs pytest: pip install -e '.[dev]', or leave it out by --sections")
     about = machine.describe() | {"gpu": torch.cuda.get_device_name() if options.device == "cuda" else None}
     print(f"{about['gpu'] or 'no GPU'}; {machine.sentence(about)}", flush=True)
     rows = []

@@ -1,7 +1,7 @@
 """A training loop of one's own under any plan, on any number of devices:
 
-    torchrun --nproc-per-node 2 examples/classify.py --plan sample=2
-    torchrun --nproc-per-node 4 examples/classify.py --plan sample=2,filter=2 --resume runs/digits/epoch-2
+    torchrun --nproc-per-node 2 -- examples/classify.py --plan sample=2
+    torchrun --nproc-per-node 4 -- examples/classify.py --plan sample=2,filter=2 --resume runs/digits/epoch-2
 
 classify_plain.py is the same loop without Convoy: `diff examples/classify_plain.py examples/classify.py`.
 """

@@ -210,6 +210,16 @@ def test_arguments_are_tensors_without_gradients(arguments: tuple, named: str) -
         convoy.recorded(net, lambda *_: None)(*arguments)
 
 
+def test_what_is_no_function_or_names_arguments_is_refused() -> None:
+    net = convoy.parallelize(network(), "serial", example=torch.empty(4, 3, 8, 8))
+    for net_and_function in ((lambda x: x, net), (net, torch.zeros(()))):
+        with pytest.raises(ConvoyError, match=r"the network, then a function"):
+            convoy.recorded(*net_and_function)
+    with pytest.raises(ConvoyError, match="by position"):
+        convoy.recorded(net, net)(input=torch.empty(4, 3, 8, 8))
+    assert convoy.recorded(net, net)(torch.randn(4, 3, 8, 8)).grad_fn is None
+
+
 def test_in_evaluation_mode_it_runs_as_ever() -> None:
     with recording():
         net = convoy.parallelize(network(), "serial", example=torch.empty(4, 3, 8, 8))

@@ -56,7 +56,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     if request.as_json:
         click.echo(json.dumps([_document(one, number, request, images) for number, one in enumerate(found)], indent=2))
         return 0
-    click.echo(f"{name}, batch {recipe.batch}: predicted, not measured\n")
+    click.echo(f"{name}, batch {recipe.batch}: predicted, not measured, as eager PyTorch runs it\n")
     click.echo("\n".join(_lines(found, images, request.prices, what, len(request.plans))))
     for path, of in ((request.out, "plan"), (request.html, "page")):
         if path is not None:

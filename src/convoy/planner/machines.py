@@ -463,7 +463,9 @@ def _changes(
     recorded = replace(software, recorded=True)
     others = {"a compiler that fuses": replace(software, compiled=True), "updates recorded as CUDA graphs": recorded}
     if not software.compiled:
-        others["updates recorded as CUDA graphs, with Convoy's batch norm"] = replace(recorded, kernels=True)
+        others["as convoy train by default, updates recorded as CUDA graphs with Convoy's batch norm"] = replace(
+            recorded, kernels=True
+        )
     for text, other in others.items():
         add(text, _step(work, machine, shares, precision, other).seconds, sum(shares))
     without = done.seconds - done.exposed / 2

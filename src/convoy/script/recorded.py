@@ -38,7 +38,8 @@ def recorded(net: nn.Module, function: Callable[..., Result]) -> Callable[..., R
     compared with the pass that ran; ranks agree. Where something cannot be replayed (a number that is read back, as by
     `loss.item()`, one of Python's that changes, a copy from the host), a warning names it and the function runs as
     ever. So do batches of another shape than the first, and all that come while layers are in another mode, or others
-    are frozen, than when it was recorded. On a CPU nothing is recorded.
+    are frozen, than when it was recorded. What it returns has no graph, and is not overwritten by later calls. On a CPU
+    nothing is recorded, nor compared.
 
     Args:
         net: what `convoy.parallelize` returned, without stages.
@@ -46,8 +47,11 @@ def recorded(net: nn.Module, function: Callable[..., Result]) -> Callable[..., R
             it uses must stay as it is.
 
     Raises:
-        ConvoyError: the network is in stages; when it is called, an argument is no tensor.
+        ConvoyError: the network is in stages, or this is no function; when it is called, an argument is no tensor, or
+            is named.
     """
+    if not isinstance(net, nn.Module) or not callable(function):
+        raise ConvoyError("convoy.recorded takes the network, then a function: convoy.recorded(net, passes)")
     network = network_of(net)
     if isinstance(network, StagedNetwork):
         raise ConvoyError(
@@ -89,15 +93,17 @@ class _Step:
         if network.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
             self._stream = torch.cuda.Stream()
 
-    def __call__(self, *args: Any) -> Any:
-        if not args or not all(isinstance(x, Tensor) for x in args):
-            raise ConvoyError("a function that is recorded takes tensors alone: give it everything else another way")
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if not args or named or not all(isinstance(x, Tensor) for x in args):
+            raise ConvoyError(
+                "a function that is recorded takes tensors alone, by position: give it everything else another way"
+            )
         if any(x.requires_grad for x in args):
             raise ConvoyError(
                 "a function that is recorded gives no gradients of its arguments: detach() them, or compute them in it"
             )
         if self._recorded is None:
-            return self._function(*args)
+            return _without_graph(self._function(*args))
         network, before = self._network, self._network.passes
         self._ran = None
         with self._on_stream():
@@ -110,7 +116,7 @@ class _Step:
 
     def _run(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         self._network.passes = step
-        result = replace(self._function(*inputs), Tensor, lambda x: x.detach())
+        result = _without_graph(self._function(*inputs))
         self._ran = result, self._network.passes - step
         if self._recorded is not None and not self._recorded.is_recorded:
             self._of_recording = self._ran
@@ -128,6 +134,10 @@ class _Step:
                 self._network.reducer = self._network.reducer.anew()  # its accumulators, on this stream
             yield
         outside.wait_stream(self._stream)
+
+
+def _without_graph(result: Any) -> Any:
+    return replace(result, Tensor, lambda x: x.detach())
 
 
 def _tell(sentence: str) -> None:
