@@ -1,7 +1,7 @@
 """Fine-tuning under any plan: a network that knows ten digits learns to tell odd ones from even ones.
 
-    torchrun --nproc-per-node 2 examples/classify.py --plan sample=2
-    torchrun --nproc-per-node 2 examples/finetune.py --plan sample=2 --out runs/parity
+    torchrun --nproc-per-node 2 -- examples/classify.py --plan sample=2
+    torchrun --nproc-per-node 2 -- examples/finetune.py --plan sample=2 --out runs/parity
 
 finetune_plain.py is the same loop without Convoy: `diff examples/finetune_plain.py examples/finetune.py`.
 """

@@ -1,7 +1,7 @@
 """Segmentation by a U-Net with cross-entropy and Dice loss, under any plan, on any number of devices:
 
-    torchrun --nproc-per-node 2 examples/segment.py --plan sample=2
-    torchrun --nproc-per-node 2 examples/segment.py --plan height=2
+    torchrun --nproc-per-node 2 -- examples/segment.py --plan sample=2
+    torchrun --nproc-per-node 2 -- examples/segment.py --plan height=2
 
 segment_plain.py is the same loop without Convoy: `diff examples/segment_plain.py examples/segment.py`.
 """
