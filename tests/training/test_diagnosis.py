@@ -146,9 +146,9 @@ def beside_others(data: Path, out: Path) -> Ended:
 
 def test_at_the_end_the_host_is_that_of_the_last_updates(data: Path, tmp_path: Path) -> None:
     (ended,) = run_ranks(beside_others, 1, data, tmp_path / "run")
-    assert any(f"end until {UPDATES} (process 1)" in sentence for sentence in ended.said)
+    assert any(f"wait for until {UPDATES} (process 1) to end" in sentence for sentence in ended.said)
     found = Diagnosis.from_document(json.loads((tmp_path / "run" / "diagnosis.json").read_text()))
-    assert f"end until {LENGTH} (process 1)" in [one.change.partition(",")[0] for one in found.advice]
+    assert f"wait for until {LENGTH} (process 1) to end" in [one.change.partition(",")[0] for one in found.advice]
 
 
 def test_a_run_of_a_few_updates_is_not_diagnosed(data: Path, tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ def _host(facts: Facts) -> Iterator[Advice]:
             cores = f"{rough_percent(have)} of the core" if load.cores == 1 else f"{have:.2g} of {load.cores:.2g} cores"
             yield Advice(
                 "busy",
-                f"end {named}, or give the training other cores",
+                f"wait for {named} to end, or give the training other cores",
                 (),
                 _saving(facts, lost * facts.total_s),
                 f"Other processes, {named}, keep {cores}{where} busy: waiting for a core takes "
@@ -380,7 +380,7 @@ def _gpu(facts: Facts, gpu: GpuLoad, wall_s: float, where: str) -> Iterator[Advi
         other = gpu.others[0]
         text = f"Another process computes on the GPU{where}: {other.name} (process {other.pid})."
         # the GPU serves processes in turns
-        yield Advice("busy", f"end {other.name} (process {other.pid})", (), 1 + gpu.others_busy, text)
+        yield Advice("busy", f"wait for {other.name} (process {other.pid}) to end", (), 1 + gpu.others_busy, text)
     if gpu.throttled_s:
         reason = max(gpu.throttled_s, key=lambda name: gpu.throttled_s[name])
         part = min(gpu.throttled_s[reason] / wall_s, 1.0)
