@@ -237,9 +237,11 @@ def probe(
         context.enter(0, 0, sizes, device)
         kept: dict[int, int] = {}
 
-        def note(x: Tensor) -> None:  # an output that is kept by its own node would stay for ever, with the weights
+        def note(x: Tensor) -> Tensor:
             if precision is None or not _is_of_weight(x):
                 kept[x.data_ptr()] = max(kept.get(x.data_ptr(), 0), x.nbytes)
+            # kept, so that no other gets its place, but without its node: in a circle with that it would stay for ever
+            return x.detach()
 
         autocast = torch.autocast(device.type, precision, enabled=precision is not None)
         with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as ran:

@@ -248,7 +248,7 @@ class Network:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What `model(...)` runs: its forward pass may be another one by now (`net.forward = ...`)."""
         given = vars(self.model).get("forward")
-        if given != self.forward:
+        if not torch.compiler.is_compiling() and getattr(given, "__self__", None) is not self:
             self._own_forward, self._forwards = given, self._forwards + 1
             vars(self.model)["forward"] = self.forward
         return self.model._call_impl(*args, **kwargs)

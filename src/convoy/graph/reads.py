@@ -7,12 +7,14 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from convoy.graph.deferred import Deferred
 
 MISSING = "-"
 """In place of an attribute that an instance does not have."""
@@ -120,16 +122,19 @@ class Texts:
     def _number(self, value: Any) -> str:
         known = self._numbers.get(id(value))
         if known is None or known[0]() is not value:
-            try:
-                reference: Any = weakref.ref(value)
-            except TypeError:
-                reference = lambda: value  # noqa: E731 (kept, so that no other gets its id)
-            known = self._numbers[id(value)] = reference, f"{type(value).__name__} #{next(self._next)}"
+            known = self._numbers[id(value)] = _reference(value), f"{type(value).__name__} #{next(self._next)}"
         return known[1]
 
     def alias(self, other: Any, value: Any) -> None:
         """Use the words for an object for another one, too."""
         self._numbers[id(other)] = weakref.ref(other), self._number(value)
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    if not isinstance(value, Deferred):  # which could not be made then
+        with suppress(TypeError):
+            return weakref.ref(value)
+    return lambda: value  # kept, so that no other gets its id
 
 
 def version(tensor: Tensor) -> int:
