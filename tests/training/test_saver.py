@@ -143,7 +143,7 @@ def _slowly(folder: Path) -> tuple[list[int | None], bool, bool]:
     add, seen = writing.Draft.add, []
 
     def slow(self: Any, *arguments: Any) -> None:
-        time.sleep(0.1 * run.ranks.rank)
+        time.sleep(0.3 * run.ranks.rank)
         add(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch, run.saver.open(run.seen):
