@@ -1,5 +1,6 @@
 """What `forward` reads of Python's objects may change between passes: attributes, hooks, modes, bare layers."""
 
+import copy
 import types
 from dataclasses import dataclass, field
 
@@ -133,6 +134,19 @@ def _changed_on_one(plan):
     net.temperature = 1.0 + rank()
     with pytest.raises(ConvoyError, match="with the same attributes and hooks"):
         net(IMAGES[0, :2])
+
+
+def _copied():
+    twin = copy.deepcopy(convoy.parallelize(Net(), "filter=2", IMAGES[0])).eval()
+    plain = Net().eval()
+    for net in (twin, plain):
+        net.forward = lambda x, net=net: net.out(net.b(net.a(x)).mean((2, 3)))
+    with torch.no_grad():
+        torch.testing.assert_close(twin(IMAGES[0]), plain(IMAGES[0]), rtol=0, atol=1e-12)
+
+
+def test_a_copy_takes_another_forward_too():
+    run_ranks(_copied, 2)
 
 
 def _with_another_branch():

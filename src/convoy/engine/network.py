@@ -557,6 +557,8 @@ class Network:
         memo[id(self)] = twin
         twin.model = copy.deepcopy(self.model, memo)
         twin._own_forward = copy.deepcopy(self._own_forward, memo)
+        if "_compiled_call_impl" in vars(self.model):  # which torch does not copy
+            vars(twin.model)["_compiled_call_impl"] = twin.call
         twin.reducer = twin.guard = None
         twin._owners = {}  # the model's own copy is not complete yet
         twin._unchanged = self._unchanged.of_copy(twin.model)
