@@ -44,6 +44,7 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
         MeetingError: rank 0 cannot listen there.
         RuntimeError: the store is not to be reached.
     """
+    meeting: Store
     if (file := _file()) is not None:
         if not file.parent.is_dir():
             raise MeetingError(f"{file.parent}, where the ranks of this host meet, is gone: start them again")
@@ -52,7 +53,9 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
         return meeting
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank > 0 or _agent_keeps():
-        return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
+        meeting = TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
+        interfaces.give_up_after(timeout.total_seconds(), port)
+        return meeting
     address = interfaces.meeting_address(host, alone=num_ranks <= num_local(num_ranks))
     try:
         listening = interfaces.listen(address, port)
@@ -90,12 +93,16 @@ class Files:
         return [(self._folder / key).read_bytes() for key in keys]
 
 
-def board(store: Store, name: str, timeout: timedelta) -> Files | Store:
-    """A part of the store by which the ranks have met for what is written again and again, from any thread."""
+def board(store: Store, name: str, timeout: timedelta, patience_s: float) -> Files | Store:
+    """A part of the store by which the ranks have met for what is written again and again, from any thread.
+
+    An answer may take `timeout`; where a network is away for `patience_s`, it is lost for good.
+    """
     if (file := _file()) is not None:
         return Files(file.with_name(name))
     apart = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
     apart.set_timeout(timeout)
+    interfaces.give_up_after(patience_s, int(os.environ.get("MASTER_PORT", 0)))
     return apart
 
 
