@@ -7,6 +7,7 @@ ranks uses keys of its own (`generation_store`).
 """
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -210,6 +211,14 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             limit = timedelta(seconds=timeout)
             global _store, _has_joined
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
+            if rank == 0 and _agent_keeps() and interfaces.STORE not in os.environ and (others := _num_others()):
+                print(
+                    "convoy: the ports of torchrun take anybody's word, and with its c10d rendezvous anybody's code; here "
+                    f"{others} other user{'s have' if others > 1 else ' has'} processes: "
+                    "--rdzv-backend=convoy has no such port (docs/safety.md)",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if rank == 0:
                 _store.set("key", uuid.uuid4().hex)
             backend.know(interfaces.secret() + _store.get("key"))
@@ -279,6 +288,16 @@ atexit.register(_let_threads_end)
 def num_ranks() -> int:
     """How many ranks have joined; without a process group this one alone."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _num_others() -> int:
+    """How many other people have processes on this host, as far as it shows them. Accounts of people begin at 1,000;
+    in between are those that systemd makes up for services, and nobody's."""
+    users = {os.getuid()}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            users.add(process.stat().st_uid)
+    return len([user for user in users - {os.getuid()} if user >= 1000 and not 61_184 <= user < 65_536])
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
