@@ -4,6 +4,7 @@ them their parts, one tensor at a time."""
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from convoy.comm.collectives import Group, broadcast, gather_ints
 from convoy.comm.joining import join
 from convoy.comm.ranks import Ranks
+from convoy.engine.allocation import without_holes
 from convoy.errors import ConvoyError
 
 
@@ -53,29 +55,30 @@ def lacks_numbers(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers()))
 
 
-def make_room(model: nn.Module, group: Group) -> bool:
-    """Give tensors without numbers memory, which the kernel hands out when it is first written to; says whether any
-    rank needed that. What layers keep as plain attributes is sent at once. All ranks call it."""
+def make_room(model: nn.Module, group: Group) -> None:
+    """Give tensors without numbers memory, which the kernel hands out when it is first written to, and takes back when
+    a part is all that stays. What layers keep as plain attributes is sent at once. All ranks call it."""
     if not any(row[0] for row in gather_ints([int(lacks_numbers(model))], group)):
-        return False
+        return
     blank: dict[int, Tensor] = {}
     for module in model.modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor):
                 vars(module)[key] = broadcast(_blank(value).contiguous(), group)
-        for held in (module._parameters, module._buffers):
+        holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for held in holders:
             for name, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in blank:  # tied layers hold the same one
-                        made = _blank(tensor)
                         is_weight = isinstance(tensor, nn.Parameter)
+                        made = _blank(tensor)
                         blank[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_weight else made
                     held[name] = blank[id(tensor)]
-    return True
 
 
 def _blank(tensor: Tensor) -> Tensor:
     """Itself if it has numbers, else memory for them that lies as it does."""
     if not tensor.is_meta:
         return tensor.detach()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    with without_holes(torch.device("cpu")):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

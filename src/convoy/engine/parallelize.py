@@ -20,7 +20,7 @@ from convoy.comm.groups import Groups
 from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.engine.agreement import Form, agree, arguments
-from convoy.engine.allocation import keep_freed_memory, without_holes
+from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.deferred import make_room
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.norms import clip_grad_norm
@@ -219,12 +219,11 @@ def take_part(
     groups = Groups(parsed.mesh)
     context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):
-        leave_no_holes = make_room(model, groups.of(tuple(parsed.mesh.axes)))
+        make_room(model, groups.of(tuple(parsed.mesh.axes)))
         network = _network(model, parsed, groups, context, examples, form, loss, microbatches, recompute)
         network.check_hooks()
         network.compile = compile
-        with without_holes(network.device) if leave_no_holes else contextlib.nullcontext():
-            _take_shards(network, examples[0].device)
+        _take_shards(network, examples[0].device)
         parameters = dict(model.named_parameters())
         network.reducer = GradientReducer(
             [(parameters[n], tuple(sorted(network.layouts[n].copied))) for n in parameters if network.owns(n)], groups

@@ -231,6 +231,8 @@ def make_plan(
         found_notes.append(
             f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
         )
+    measured.give_back_memory()  # of the search, and of the largest messages
+    measured.room = min(room, *ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
     needed = len(jobs) if plans else 2  # one device, and the first strategy that can be: `sample`
     measured.profile(jobs[:needed], afresh=not plans and devices > 1)
     alone = measured.costs(alone=True)
