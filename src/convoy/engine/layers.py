@@ -4,6 +4,8 @@ Dropout and batch norm follow the step context: by sample and by microbatch, als
 1 × 1 convolutions use the kernels that they use on several devices.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -138,10 +140,12 @@ def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepConte
     return context
 
 
-def follow(model: nn.Module, context: StepContext) -> None:
-    """Replace dropout, for statistics by microbatch batch norm, and 1 × 1 convolutions; parameters, buffers and
-    their names stay."""
+def follow(model: nn.Module, context: StepContext, all_but: Collection[str] = ()) -> None:
+    """Replace dropout, for statistics by microbatch batch norm, and 1 × 1 convolutions, but for some; parameters,
+    buffers and their names stay."""
     for name, module in list(model.named_modules()):
+        if name in all_but:
+            continue
         if type(module) in DROPOUT_LAYERS:
             assert isinstance(module, nn.modules.dropout._DropoutNd)
             _become(module, SampleDropout(name, module.p, type(module) is not nn.Dropout, context))

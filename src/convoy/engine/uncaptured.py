@@ -44,9 +44,9 @@ class Uncaptured(Network):
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
         several = self.plan.mesh.num_devices > 1
         with nothing_left(self.model):  # hooks of a copy are the same
-            odd = _odd_dropouts(self.model, examples, form, several)
-        if odd and several:
-            raise ConvoyError(_DRAWS.format(f"layer {odd[0]}"))
+            self._odd = _odd_dropouts(self.model, examples, form, several)
+        if self._odd and several:
+            raise ConvoyError(_DRAWS.format(f"layer {self._odd[0]}"))
         kinds = ((name, _op(layer)) for name, layer in self.model.named_modules())
         self.layers = tuple((name, op) for name, op in kinds if op)
 
@@ -55,8 +55,7 @@ class Uncaptured(Network):
         self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
         self.layouts = dict.fromkeys(self.shapes, WHOLE)
         self.context.draws = True
-        if self.plan.mesh.num_devices > 1:
-            follow(self.model, self.context)
+        follow(self.model, self.context, all_but=self._odd)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's output for this rank's own samples."""
