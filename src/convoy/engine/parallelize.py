@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from convoy.comm.collectives import broadcast, gather_ints
 from convoy.comm.groups import Groups
 from convoy.comm.joining import join, num_ranks
-from convoy.comm.ranks import Ranks
 from convoy.engine.agreement import Form, agree, arguments
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.deferred import make_room
@@ -200,7 +200,7 @@ def take_part(
 ) -> Network:
     """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it."""
     join()  # first, so that mistakes are said once for all ranks
-    prepare_given(model, needs_numbers=Ranks.here().rank == 0)
+    prepare_given(model, needs_numbers=num_ranks() == 1 or dist.get_rank() == 0)
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
     _check_option("batch_norm", batch_norm, get_args(BatchNorm))
