@@ -114,7 +114,7 @@ def _precision(recipe: Recipe, able: list[_Ability]) -> tuple[str, str, bool]:
     if recipe.reproducible:
         return "fp32", "a reproducible run does not follow its device (--precision bf16 is another choice)", on_gpus
     if recipe.precision is None and not on_gpus:
-        return "fp32", "as on every CPU (--precision auto takes bf16 where it is in hardware)", False
+        return "fp32", "as on every CPU (--precision auto takes bf16 from those that have it)", False
     rank, lacking = next(((rank, one) for rank, one in enumerate(able) if not one.bf16), (0, None))
     if lacking is not None:
         which = lacking.name if len(able) == 1 or not on_gpus else f"{lacking.name}, the device of rank {rank},"
