@@ -48,7 +48,7 @@ _MEASURING = 0.6
 """The part of that after which nothing more is profiled."""
 _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
 """About: seconds for links, optimizer and engine; passes of a profiling; updates of a racer."""
-_RACE_ROOM = 0.75
+_RACE_ROOM = 0.6
 """The part of a rank's memory that the tensors of a racer may take: kernels, and the network that is copied, come on
 top."""
 _RACERS = 2
