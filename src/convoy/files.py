@@ -38,6 +38,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, sync it to disk and put it in the place of `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.unlink(missing_ok=True)
+        temporary.touch(exist_ok=False)  # new: where others may write, a link under this name is not followed
         write(temporary)
         sync(temporary)
         temporary.replace(path)
@@ -94,8 +96,12 @@ def finite(value: Any) -> Any:
     return value
 
 
+LONGEST_TEXT = 2**20
+"""Characters of a YAML document: PyYAML takes half a minute for fifty times as many."""
+
+
 def read_text(path: Path, what: str, otherwise: str = "") -> str:
-    """The text of a YAML file that a person names.
+    """The text of a YAML file that a person names, of a longer one one character more than the longest has.
 
     Args:
         path: the file.
@@ -106,7 +112,8 @@ def read_text(path: Path, what: str, otherwise: str = "") -> str:
         ConvoyError: it cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(LONGEST_TEXT + 1)
     except FileNotFoundError as error:
         raise ConvoyError(f"there is no {what} file {path}: check the path{otherwise}") from error
     except UnicodeDecodeError as error:
