@@ -116,7 +116,7 @@ def check_ranks(data: DataSet, ranks: Ranks) -> None:
             what, there, here = found
             how = f"is {there} for rank {rank} on {host}, and {here} for rank 0 on {first}"
             if not there:
-                how = f"differs between rank {rank} on {host} and rank 0 on {first}"
+                how = f"differ between rank {rank} on {host} and rank 0 on {first}"
             raise ConvoyError(f"the data are not the same everywhere: {what} {how}: give all hosts the same files")
 
 
@@ -139,7 +139,7 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
     with suppress(KeyError, TypeError, AttributeError):  # not noted, or by somebody else
         if (found := difference(data.fingerprint, run.begun_by()["data"], later=True)) is not None:
             what, is_now, was = found
-            differ.append(f"{what} was {was} and is {is_now}" if was else f"{what} has changed")
+            differ.append(f"{what} was {was} and is {is_now}" if was else f"{what} have changed")
     if differ:
         raise ConvoyError(
             f"the data are not those that {run.path} was begun on ({differ[0]}): name the same data by --data, or "
