@@ -74,11 +74,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value)
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Args:
-        path: the file.
-        what: what the file should be, for the sentences ("recipe").
+    """The mapping in a YAML file, which the sentences call `what` ("recipe").
 
     Raises:
         ConvoyError: it cannot be read or is no YAML mapping; the sentence has the file and the line.
@@ -94,11 +90,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse(text: str, source: str) -> Any:
-    """The value of a YAML text.
-
-    Args:
-        text: the YAML.
-        source: where it stands, for the sentence.
+    """The value of a YAML text, which stands in a `source`.
 
     Raises:
         ConvoyError: it is no YAML; the sentence has the source and the line.

@@ -101,12 +101,9 @@ LONGEST_TEXT = 2**20
 
 
 def read_text(path: Path, what: str, otherwise: str = "") -> str:
-    """The text of a YAML file that a person names, of a longer one one character more than the longest has.
+    """The text of a YAML file that a person names, up to one character more than the longest may have.
 
-    Args:
-        path: the file.
-        what: what it should be, for the sentences ("plan").
-        otherwise: what may be done where there is none, beside checking the path: ", or ...".
+    The sentences call it `what` ("plan"), and end in what may be done `otherwise` where there is none (", or ...").
 
     Raises:
         ConvoyError: it cannot be read.
@@ -128,11 +125,7 @@ MNIST_MINI = "mnist-mini"
 
 
 def existing(text: str, otherwise: str = f"set --data to a file or folder, or to {MNIST_MINI}") -> Path:
-    """The file or folder that a data set is, or `mnist-mini`.
-
-    Args:
-        text: as a person typed it.
-        otherwise: what to do where nothing has a name like it.
+    """The file or folder that a person names as a data set, or `mnist-mini`; `otherwise` is what to do without one.
 
     Raises:
         ConvoyError: it does not exist.

@@ -20,22 +20,13 @@ from convoy.errors import ConvoyError
 from convoy.terminal import brief, printable
 
 _MAX_BYTES = 2**30
-_MOST_INSTRUCTIONS = 2**22
-"""Ten times as many as the largest file of CIFAR-100 has, and some ten seconds."""
+_MOST_INSTRUCTIONS = 2**22  # ten times as many as a file of CIFAR-100 has: some ten seconds
 _MOST_DIMS = 8
-
-_VALUES = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE"}
-_VALUES |= {f"{size}BIN{kind}" for size in ("", "SHORT_") for kind in ("UNICODE", "BYTES")}
-_VALUES |= {"BINUNICODE8", "BINBYTES8"}
+_VALUES = {"INT", "BININT", "LONG", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "BINUNICODE8", "BINBYTES8"}
+_VALUES |= {"BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _ENCODE = "_codecs encode"
-_NAMES = (
-    "numpy.core.multiarray _reconstruct",
-    "numpy._core.multiarray _reconstruct",
-    "numpy ndarray",
-    "numpy dtype",
-    _ENCODE,
-)
+_ARRAY = {"numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct", "numpy ndarray", "numpy dtype"}
 
 
 @dataclass
@@ -82,87 +73,62 @@ def _unpickled(data: bytes) -> Any:
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
-
-    def popped(start: int) -> list[Any]:
-        items = stack[start:]
-        del stack[start:]
-        return items
-
-    def fill(target: Any, items: list[Any]) -> None:
-        # Other keys are hashed, which takes for ever where tuples of the same tuples lie within each other.
-        if not all(type(key) in (str, bytes) for key in items[::2]):
-            raise pickle.UnpicklingError("has a key that is no text")
-        target.update(zip(items[::2], items[1::2], strict=True))
-
     value: Any
     for number, (code, value, _) in enumerate(pickletools.genops(data)):
         if number == _MOST_INSTRUCTIONS:
             raise pickle.UnpicklingError(f"has more than {number:,} instructions")
-        if code.name in _VALUES:
-            stack.append(value)
-            continue
-        match code.name:
+        takes = code.stack_before
+        start = marks.pop() if pickletools.markobject in takes else len(stack) - len(takes)
+        items, stack[start:] = stack[start:], []
+        match code.name.removeprefix("EMPTY_").rstrip("S123"):  # one instruction has several forms
+            case kind if kind in _VALUES:
+                stack.append(value)
+            case kind if kind in _CONSTANTS:
+                stack.append(_CONSTANTS[kind])
+            case "STRING" | "BINSTRING" | "SHORT_BINSTRING":  # of Python 2
+                stack.append(value.encode("latin1"))
             case "PUT" | "BINPUT" | "LONG_BINPUT":
                 memo[value] = stack[-1]
             case "MEMOIZE":
-                memo[len(memo)] = stack[-1]
-            case "STRING" | "BINSTRING" | "SHORT_BINSTRING":  # of Python 2
-                stack.append(value.encode("latin1"))
+                stack.append(items[0])
+                memo[len(memo)] = items[0]
             case "GET" | "BINGET" | "LONG_BINGET":
                 stack.append(memo[value])
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                stack.append(_CONSTANTS[code.name])
             case "MARK":
-                marks.append(len(stack))
-            case "EMPTY_LIST":
-                stack.append([])
+                marks.append(start)
             case "LIST":
-                stack.append(popped(marks.pop()))
-            case "APPEND":
-                stack[-2].append(stack.pop())
-            case "APPENDS":
-                items = popped(marks.pop())
-                stack[-1].extend(items)
-            case "EMPTY_TUPLE":
-                stack.append(())
+                stack.append(items)
             case "TUPLE":
-                stack.append(tuple(popped(marks.pop())))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(popped(-int(code.name[-1]))))
-            case "EMPTY_DICT":
-                stack.append({})
-            case "DICT":
-                items = popped(marks.pop())
-                stack.append({})
-                fill(stack[-1], items)
-            case "SETITEM":
-                items = popped(-2)
-                fill(stack[-1], items)
-            case "SETITEMS":
-                items = popped(marks.pop())
-                fill(stack[-1], items)
+                stack.append(tuple(items))
+            case "APPEND" | "SETITEM" | "DICT" as kind:
+                target = {} if kind == "DICT" else stack.pop() if code.name.endswith("S") else items.pop(0)
+                stack.append(target)
+                if kind == "APPEND":
+                    target.extend(items)
+                    continue
+                # Other keys are hashed, which takes for ever where tuples of the same tuples lie within each other.
+                if not all(type(key) in (str, bytes) for key in items[::2]):
+                    raise pickle.UnpicklingError("has a key that is no text")
+                target.update(zip(items[::2], items[1::2], strict=True))
             case "GLOBAL" | "STACK_GLOBAL":
-                name = value if code.name == "GLOBAL" else " ".join(popped(-2))
-                if name not in _NAMES:
+                name = value or " ".join(items)
+                if name not in {*_ARRAY, _ENCODE}:
                     raise pickle.UnpicklingError(f"wants {printable(brief(name, 60)).replace(' ', '.')}")
                 stack.append(name)
-            case "REDUCE":
-                name, arguments = popped(-2)
-                if name != _ENCODE:
-                    stack.append(_Kept(arguments))
-                elif isinstance(arguments, tuple) and arguments[1:] == ("latin1",):
-                    stack.append(arguments[0].encode("latin1"))
-                else:
+            case "REDUCE" if items[0] == _ENCODE:
+                text, encoding = items[1]
+                if encoding != "latin1":
                     raise pickle.UnpicklingError("encodes text as something else than latin1")
-            case "BUILD":
-                state = stack.pop()
-                if not isinstance(stack[-1], _Kept):
-                    raise pickle.UnpicklingError("gives a state to what is no array")
-                stack[-1].state = state
+                stack.append(text.encode(encoding))
+            case "REDUCE":
+                stack.append(_Kept(items[1]))
+            case "BUILD" if isinstance(items[0], _Kept):
+                items[0].state = items[1]
+                stack.append(items[0])
             case "PROTO" | "FRAME":
                 pass
             case "STOP":
-                return stack.pop()
+                return items[0]
             case _:
                 raise pickle.UnpicklingError(f"has the instruction {code.name}")
     raise EOFError

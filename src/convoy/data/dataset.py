@@ -113,28 +113,15 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         )
     mean, std = _statistics(config, opened, own, channels)
     _check_augmentation(config, opened.name, image_size, resize, channels, own)
-    return DataSet(
-        opened.name,
-        opened.classes,
-        train,
-        test,
-        image_size,
-        channels,
-        mean,
-        std,
-        resize,
-        tuple(notes),
-        kind,
-        fingerprint,
-    )
+    form = image_size, channels, mean, std, resize
+    return DataSet(opened.name, opened.classes, train, test, *form, tuple(notes), kind, fingerprint)
 
 
 def _fingerprint(kind: str, opened: Opened) -> dict[str, Any]:
     """Of the samples as they lie in the files: what becomes of them is a function of the recipe."""
+    test = opened.test.fingerprint() if opened.test is not None else {}
     classes = zlib.crc32("\n".join(opened.classes).encode("utf-8", "surrogatepass"))
-    splits = {"training": opened.train, "test": opened.test}
-    marks = {name: source.fingerprint() for name, source in splits.items() if source is not None}
-    return {"format": kind, "classes": classes, "splits": marks}
+    return {"format": kind, "classes": classes, "training": opened.train.fingerprint(), "test": test}
 
 
 _MARKS = {
@@ -146,9 +133,7 @@ _MARKS = {
 }
 
 
-def difference(
-    data: Mapping[str, Any], other: Mapping[str, Any], *, later: bool = False
-) -> tuple[str, str, str] | None:
+def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = False) -> tuple[str, str, str] | None:
     """What differs first between data of these fingerprints, in words, and what it is of each where that says anything.
 
     With `later` the first are those that a run goes on with: these may have come into another format, as a pack, which
@@ -157,13 +142,13 @@ def difference(
     alike = data["format"] == other["format"]
     if not alike and not later:
         return "the format", data["format"], other["format"]
-    pairs = [(split, *(each["splits"].get(split, {}) for each in (data, other))) for split in ("training", "test")]
     for key in _MARKS if alike else ("samples", "labels"):
-        for split, mine, yours in pairs:
-            one, two = mine.get(key), yours.get(key)
+        for split in ("training", "test"):
+            one, two = data[split].get(key), other[split].get(key)
             if one != two and not (later and key == "sizes" and 2 * num_changed(one, two) <= len(two)):
-                shown = (f"{one or 0:,}", f"{two or 0:,}") if key == "samples" else ("", "")
-                return _MARKS[key].format(split), *shown
+                return _MARKS[key].format(split), *(
+                    (f"{one or 0:,}", f"{two or 0:,}") if key == "samples" else ("", "")
+                )
         if key == "names" and data["classes"] != other["classes"]:
             return "the classes", "", ""
     return None

@@ -145,13 +145,12 @@ def _eight_bit(image: Image.Image, name: str) -> Image.Image:
     if image.mode in ("I", "F") and not sixteen:
         raise BadImage(name, "has 32 bits a channel, and how bright that is meant to be is unknown: save it as 8 bit")
     # In strips, as what lies between is up to 24 times as large as the picture; every pixel is converted by itself.
-    rows = max(1, _STRIP // image.width)
-    width, whole = image.width, None
+    rows, convert = max(1, _STRIP // image.width), _scaled if sixteen else _flat
+    if rows >= image.height:
+        return convert(image)
+    whole: Image.Image | None = None
     for top in range(0, image.height, rows):
-        strip = image.crop((0, top, width, min(top + rows, image.height))) if rows < image.height else image
-        strip = _scaled(strip) if sixteen else _flat(strip)
-        if rows >= image.height:
-            return strip
+        strip = convert(image.crop((0, top, image.width, min(top + rows, image.height))))
         whole = whole or Image.new(strip.mode, image.size)
         whole.paste(strip, (0, top))
     assert whole is not None

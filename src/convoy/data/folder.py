@@ -35,24 +35,19 @@ class FolderSource(EncodedSource):
         return printable(self._files[sample])
 
     def _marks(self) -> dict[str, Any]:
-        sizes = [_size(os.path.join(self._root, self._files[each])) for each in spread(len(self), NUM_SIZES)]  # noqa: PTH118
-        return {"names": self._files.checksum(), "sizes": sizes}
+        paths = [os.path.join(self._root, self._files[each]) for each in spread(len(self), NUM_SIZES)]  # noqa: PTH118
+        with reading(Path(self._root)):
+            return {"names": self._files.checksum(), "sizes": [os.stat(path).st_size for path in paths]}  # noqa: PTH116
 
     def read(self, sample: int) -> bytes:
         return picture_bytes(os.path.join(self._root, self._files[sample]), self.name(sample))  # noqa: PTH118 (hot path)
 
 
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size  # noqa: PTH116
-    except OSError:
-        return -1
-
-
 def picture_bytes(path: str, name: str) -> bytes:
     """The bytes of a picture file, which messages call `name`. Raises BadImage."""
     try:
-        with open(path, "rb", opener=_at_once) as file:  # hot path
+        # not waiting for somebody who writes into a pipe; pathlib would cost time, picture by picture
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise BadImage(name, "is no file but a folder, a pipe or a device")
@@ -65,11 +60,6 @@ def picture_bytes(path: str, name: str) -> bytes:
             raise BadImage(name, f"has more than {MAX_PICTURE_BYTES} bytes")
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         raise BadImage(name, f"cannot be read ({getattr(error, 'strerror', None) or error})") from None
-
-
-def _at_once(path: str, flags: int) -> int:
-    """For `open`: does not wait for somebody who writes into a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def find_folder(path: Path) -> bool:

@@ -66,19 +66,7 @@ def pack(
     processes: int,
     tell: Callable[[str], object] = lambda sentence: None,
 ) -> dict[str, Statistics]:
-    """Write a data set as a pack, or finish one that was interrupted.
-
-    Args:
-        kind: the original's format.
-        opened: the original.
-        folder: where to write; it is made where it is not there.
-        options: how pictures are stored.
-        progress: is told how far it is.
-        processes: how many decode and encode.
-        tell: is told from where an interrupted pack goes on.
-
-    Returns:
-        The statistics of each split.
+    """Write a data set of a format as a pack, or finish one that was interrupted; the statistics of each split.
 
     Raises:
         ConvoyError: a picture cannot be read, or the folder is taken, or holds an unfinished pack of something else.

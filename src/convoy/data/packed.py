@@ -199,15 +199,7 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
 
     Names of files are those of the original as far as these can be: they end as the format that is stored does, and
     what stands in a name never leads out of the folder. Until all are written they lie in a new hidden folder, which
-    the next attempt removes if this one is killed.
-
-    Args:
-        pack: the pack.
-        folder: where to write; new or empty.
-        progress: is told how far it is.
-
-    Returns:
-        How many pictures were written.
+    the next attempt removes if this one is killed. Returns how many pictures were written.
 
     Raises:
         ConvoyError: the folder is taken, or a picture is damaged.

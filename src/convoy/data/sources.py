@@ -53,10 +53,7 @@ class Source(ABC):
         return {"samples": len(self), "labels": zlib.crc32(self.labels.astype(np.int64).data), **self._marks()}
 
     def _marks(self) -> dict[str, Any]:
-        names = 0
-        for sample in range(len(self)):
-            names = zlib.crc32(self.name(sample).encode("utf-8", "surrogatepass"), names)
-        return {"names": names}
+        return {}
 
     @abstractmethod
     def open(self, sample: int) -> Image.Image:
@@ -205,17 +202,10 @@ def common_format(*sources: EncodedSource) -> tuple[int, int, int] | None:
 def decode_all(
     source: EncodedSource, form: tuple[int, int, int], what: str, skip_bad: bool, progress: Progress | None
 ) -> PixelSource | None:
-    """All pictures of a source as pixels, or None if one turns out to have another size.
-
-    Args:
-        source: where the pictures are.
-        form: their height, width and channels.
-        what: the name of the split, for the progress.
-        skip_bad: keep pictures that cannot be read as bad ones instead of refusing them.
-        progress: is told how far it is.
+    """All pictures of a split, of this height, width and channels, as pixels, or None if one has another size.
 
     Raises:
-        ConvoyError: a picture cannot be read, and `skip_bad` is not set.
+        ConvoyError: a picture cannot be read, and `skip_bad` is not set, which keeps it as a bad one.
     """
     height, width, channels = form
     pixels = np.zeros((len(source), height, width, channels), np.uint8)

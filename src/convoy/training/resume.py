@@ -29,10 +29,9 @@ from convoy.training.run_directory import RunDirectory
 
 
 def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that rank 0 finds whole, on every rank. All ranks call it.
+    """The newest checkpoint that rank 0 finds whole, on every rank, and a sentence for each damaged one passed over.
 
-    Returns:
-        The checkpoint, or None where there is none at all, and a sentence for each damaged one passed over.
+    None where there is none at all. All ranks call it.
 
     Raises:
         DamagedCheckpointError: there are checkpoints, but none of them can be used.
@@ -104,19 +103,13 @@ def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
 
 
 def check_ranks(data: DataSet, ranks: Ranks) -> None:
-    """Refuse data that are not the same on all ranks. All ranks call it.
-
-    Raises:
-        ConvoyError: names a rank, its host, and what differs there.
-    """
-    every = ranks.gather((socket.gethostname(), data.fingerprint))
-    (first, expected), *others = every
+    """Refuse data that are not the same on all ranks, naming one, its host and what differs. All ranks call it."""
+    (first, expected), *others = ranks.gather((socket.gethostname(), data.fingerprint))
     for rank, (host, fingerprint) in enumerate(others, 1):
         if (found := difference(fingerprint, expected)) is not None:
             what, there, here = found
             how = f"is {there} for rank {rank} on {host}, and {here} for rank 0 on {first}"
-            if not there:
-                how = f"differ between rank {rank} on {host} and rank 0 on {first}"
+            how = how if there else f"differ between rank {rank} on {host} and rank 0 on {first}"
             raise ConvoyError(f"the data are not the same everywhere: {what} {how}: give all hosts the same files")
 
 
@@ -150,11 +143,12 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
 def mended_files(data: DataSet, run: RunDirectory) -> str | None:
     """The sentence where files have other sizes than when the run was begun."""
     with suppress(KeyError, TypeError, AttributeError):
-        begun, now = run.begun_by()["data"]["splits"], data.fingerprint["splits"]
-        sizes = [(now[split]["sizes"], begun[split]["sizes"]) for split in now]
-        if changed := sum(num_changed(*pair) for pair in sizes):
-            looked_at = sum(len(one) for one, _ in sizes)
-            return f"{changed} of {looked_at} files that were looked at have another size than when the run was begun"
+        begun, now = (
+            [size for split in ("training", "test") for size in each[split].get("sizes", ())]
+            for each in (run.begun_by()["data"], data.fingerprint)
+        )
+        if changed := num_changed(now, begun):
+            return f"{changed} of {len(now)} files that were looked at have another size than when the run was begun"
     return None
 
 
@@ -265,10 +259,7 @@ def extended(recipe: Recipe) -> RunDirectory:
 
 
 def state_at_end(recipe: Recipe, data: DataSet, ranks: Ranks) -> tuple[Checkpoint, list[str]]:
-    """The state at the end of the run that a recipe extends, the same on all ranks. All of them call it.
-
-    Returns:
-        The state, and sentences on it.
+    """The state at the end of the run that a recipe extends, the same on all ranks, and sentences on it. All call it.
 
     Raises:
         ConvoyError: there is no checkpoint that can be used, or the data are not those of that run.
