@@ -80,7 +80,7 @@ def _unpickled(data: bytes) -> Any:
         takes = code.stack_before
         start = marks.pop() if pickletools.markobject in takes else len(stack) - len(takes)
         items, stack[start:] = stack[start:], []
-        match code.name.removeprefix("EMPTY_").rstrip("S123"):  # one instruction has several forms
+        match code.name.removeprefix("EMPTY_").rstrip("123"):  # one instruction has several forms
             case kind if kind in _VALUES:
                 stack.append(value)
             case kind if kind in _CONSTANTS:
@@ -100,10 +100,10 @@ def _unpickled(data: bytes) -> Any:
                 stack.append(items)
             case "TUPLE":
                 stack.append(tuple(items))
-            case "APPEND" | "SETITEM" | "DICT" as kind:
-                target = {} if kind == "DICT" else stack.pop() if code.name.endswith("S") else items.pop(0)
+            case "APPEND" | "APPENDS" | "SETITEM" | "SETITEMS" | "DICT" as kind:
+                target = {} if kind == "DICT" else stack.pop() if kind.endswith("S") else items.pop(0)
                 stack.append(target)
-                if kind == "APPEND":
+                if kind.startswith("APPEND"):
                     target.extend(items)
                     continue
                 # Other keys are hashed, which takes for ever where tuples of the same tuples lie within each other.
