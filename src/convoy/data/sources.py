@@ -43,6 +43,11 @@ class Source(ABC):
     def name(self, sample: int) -> str:
         """The sample's name in messages: a file name, or a file and a number in it."""
 
+    def names(self, samples: NDArray[np.int64]) -> str:
+        """Some samples, in a message."""
+        shown, more = ", ".join(self.name(int(sample)) for sample in samples[:3]), len(samples) - 3
+        return f"{shown} and {more} more" if more > 0 else shown
+
     @abstractmethod
     def open(self, sample: int) -> Image.Image:
         """The picture, perhaps not decoded yet: `decode.finish_picture` makes it L or RGB. Raises BadImage."""
