@@ -215,6 +215,7 @@ class RunDirectory:
         Raises:
             ConvoyError: the folder cannot be written to.
         """
+        self.make()
         with self._writing():
             write_json(self.environment, environment)
             write_text(self.config, config)
