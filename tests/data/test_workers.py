@@ -214,6 +214,6 @@ def test_who_holds_a_batch_up_is_named_with_its_samples(photos):
         batches = list(made)
         thread.join()
     assert len(batches) == 8 and current.late is None
-    form = r"process (\d+), which is stopped, has not (?:delivered|taken) (?:train/\w/\d+\.png, ){2}.* and \d+ more"
+    form = r"process (\d+), which is stopped, has not (?:delivered|taken) (?:train/\w/\d+\.jpg,? ){3}and \d+ more"
     found = [re.fullmatch(form, words) for words in late[-1].split("; ")]
     assert {int(each[1]) for each in found if each} == stopped, late[-1]
