@@ -164,6 +164,7 @@ class Net(torch.nn.Linear): pass
         "archive.nets:net": False,  # beside the run, in the folder that was unpacked
         "archive.run.nets:net": False,
         "convoy_own_venv:net": False,
+        "convoy_own_vendor:net": False,
         "convoy_own_outside:net": False,
     }.items(),
 )
@@ -173,17 +174,19 @@ def test_of_names_in_a_runs_file_only_the_users_own_are_trusted(
     """What is refused leaves no mark, but for the user's own modules, which are imported to see what they name."""
     here, run = tmp_path / "here", tmp_path / "here" / "archive" / "run"
     installed = here / ".venv" / "lib" / "site-packages"
-    for folder in (here / "convoy_own_package" / "deep", run, installed, tmp_path / "outside"):
+    vendor = here / "vendor"
+    for folder in (here / "convoy_own_package" / "deep", run, installed, vendor / "x.dist-info", tmp_path / "outside"):
         folder.mkdir(parents=True)
     for place in (here / "convoy_own_nets.py", here / "convoy_own_package" / "deep" / "nets.py"):
         place.write_text(OWN)
     mark = f"open({str(tmp_path / 'mark')!r}, 'w')\n{OWN}"
-    for place in (run / "nets.py", run.parent / "nets.py", installed / "convoy_own_venv.py"):
+    packages = installed / "convoy_own_venv.py", vendor / "convoy_own_vendor.py"
+    for place in (run / "nets.py", run.parent / "nets.py", *packages):
         place.write_text(mark)
     (tmp_path / "outside" / "convoy_own_outside.py").write_text(mark)
     (here / "convoy_own_linked.py").symlink_to(tmp_path / "outside" / "convoy_own_outside.py")
     monkeypatch.chdir(here)
-    monkeypatch.setattr(sys, "path", [str(installed), str(tmp_path / "outside"), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(installed), str(vendor), str(tmp_path / "outside"), *sys.path])
     if trusted:
         check_own(name, run / "config.yaml")
     else:
