@@ -146,7 +146,11 @@ def silent_ends(folder: Path) -> list[Failure]:
 
 
 def end_of(status: int | None) -> str:
-    """How a process without a word ended, by its exit status, which is below 0 where a signal ended it."""
+    """How a process without a word ended, by its exit status, which is below 0 where a signal ended it.
+
+    A rank that SIGTERM has ended, and that could still do so by itself, has the status of a shell.
+    """
+    status = -signal.SIGTERM if status == 128 + signal.SIGTERM else status
     if status is None or status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name

@@ -1,4 +1,4 @@
-"""Which network interface the ranks talk through, and sockets that listen on one address alone.
+"""Which network interface the ranks talk through, how they know each other, and sockets that listen on one address.
 
 gloo and NCCL listen on the interface that a variable names. torch's key-value store listens on all of them, unless it
 is given a socket that listens already.
@@ -11,12 +11,16 @@ import os
 import re
 import socket
 import struct
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from convoy.errors import ConvoyError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+STORE = "CONVOY_STORE"
+"""Variable with the file in which the ranks of one host meet; empty where several hosts meet by Convoy's rendezvous."""
+SECRET, SECRET_FILE = "CONVOY_SECRET", "CONVOY_SECRET_FILE"
+"""Variables with what the hosts of a run know and nobody else does, or with the name of the file that has it."""
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
@@ -44,6 +48,26 @@ def chosen(environment: MutableMapping[str, str] = os.environ) -> str | None:
     """The one interface that the variables name, if they do: NCCL's may also be a list or a pattern."""
     name = environment.get(VARIABLES[0], "")
     return name if name and "," not in name else None
+
+
+def secret(environment: Mapping[str, str] = os.environ) -> bytes:
+    """The secret of the run's hosts; empty where they have none.
+
+    Raises:
+        ConvoyError: its file is not to be read, empty, or other users may read it.
+    """
+    name = environment.get(SECRET_FILE)
+    if environment.get(SECRET) or not name:
+        return environment.get(SECRET, "").encode()
+    try:
+        with Path(name).open("rb") as file:
+            is_open, text = os.fstat(file.fileno()).st_mode & 0o077, file.read().strip()
+    except OSError as error:
+        raise ConvoyError(f"{SECRET_FILE}={name}: {error.strerror}: copy the secret of the first host there") from None
+    if is_open or not text:
+        mend = f"chmod 600 {name}" if is_open else f"openssl rand -hex 32 > {name}"
+        raise ConvoyError(f"{SECRET_FILE}={name} is {'open to other users' if is_open else 'empty'}: {mend}")
+    return text
 
 
 def names() -> list[str]:

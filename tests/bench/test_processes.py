@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from convoy.bench.processes import RankFailed, RankSlot, Say, run_ranks
 from convoy.data import DataConfig, Order, open_data, training_batches
+from convoy.comm.joining import join
 from convoy.errors import ConvoyError
 from processes import alive
 from started import wait_for
@@ -26,7 +27,7 @@ def slots(num: int) -> list[RankSlot]:
 
 def place(factor: int, say: Say) -> tuple[int, list[int], int]:
     say("here", 1, 2)
-    dist.init_process_group("gloo")
+    join()
     x = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(x)
     return factor * int(x), sorted(os.sched_getaffinity(0)), torch.get_num_threads()

@@ -10,20 +10,22 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Protocol
 
 from convoy import interfaces
 from convoy.errors import ConvoyError
 from convoy.failure import end_of
 from convoy.launch.cores import PINNED, own_cores
+from convoy.launch.folder import private_folder
 from convoy.launch.rank import end_with_parent
 
 Say = Callable[[str, int, int], None]
@@ -69,8 +71,9 @@ class RankSlot:
     cores: tuple[int, ...] = ()
     location: Location | None = None
 
-    def environment(self, port: int) -> dict[str, str]:
-        """As torchrun sets it, where there are others; all ranks count as local, since they share the machine."""
+    def environment(self, store: Path) -> dict[str, str]:
+        """As `convoy.launch.start` has it, where there are others, with the file in which they meet; all ranks count as
+        local, since they share the machine."""
         found = {PINNED: ",".join(map(str, self.cores))} if self.cores else {}
         if self.num > 1:
             found |= {
@@ -79,8 +82,7 @@ class RankSlot:
                 "GROUP_RANK": "0",
                 "WORLD_SIZE": str(self.num),
                 "LOCAL_WORLD_SIZE": str(self.num),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                interfaces.STORE: str(store),
                 "TORCHELASTIC_RUN_ID": "convoy-bench",
             }
             loopback = interfaces.loopback()
@@ -117,17 +119,16 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
+    made = ExitStack()
     try:
+        store = made.enter_context(private_folder()) / "store"
         for slot in slots:
             ours, theirs = context.Pipe()
             process: BaseProcess = context.Process(
                 target=_serve,
-                args=(theirs, slot, port, quiet, function, args),
+                args=(theirs, slot, store, quiet, function, args),
                 daemon=False,  # a daemon may not start processes that load pictures
             )
             process.start()
@@ -146,6 +147,7 @@ def run_ranks(
             process.join()
         for pipe in pipes:
             pipe.close()
+        made.close()
 
 
 def _end_softly(pipes: list[Connection], processes: list[BaseProcess]) -> None:
@@ -194,7 +196,7 @@ def _collect(
 
 
 def _serve(
-    pipe: Connection, slot: RankSlot, port: int, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection, slot: RankSlot, store: Path, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """A rank's whole life."""
     if quiet:
@@ -225,7 +227,7 @@ def _serve(
         if slot.location is not None:
             slot.location.enter()
         threading.Thread(target=follow_parent, daemon=True, name="convoy-follow").start()
-        os.environ.update(slot.environment(port))
+        os.environ.update(slot.environment(store))
         import torch
         import torch.distributed as dist
 

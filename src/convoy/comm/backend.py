@@ -6,12 +6,13 @@ that see another number of GPUs than their neighbors would decide otherwise by t
 """
 
 import functools
+import hmac
 import json
 import os
 import socket
 import warnings
 from collections import defaultdict
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -142,10 +143,42 @@ def record_collectives(environment: MutableMapping[str, str] = os.environ) -> No
         environment.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
 
 
+_key = b""
+
+
+def know(key: bytes) -> None:
+    """Note what the ranks of this run know, and nobody else who reaches them."""
+    global _key
+    _key = key
+
+
 def connect(group: dist.ProcessGroup) -> None:
-    """Connect the GPUs of a group that NCCL serves."""
+    """See who the ranks are that gloo has connected, and connect the GPUs of a group that NCCL serves."""
+    if _key and "cpu:gloo" in dist.get_backend_config(group).split(","):
+        _prove(group)
     if "cuda:nccl" in dist.get_backend_config(group):
         warm_up(group, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _prove(group: dist.ProcessGroup) -> None:
+    """Have every two ranks of a group prove themselves to each other: gloo takes whoever comes first for a rank.
+
+    Raises:
+        MeetingError: one of them is none.
+    """
+    own, ranks = group.rank(), range(group.size())
+
+    def words(pairs: Iterable[tuple[int, int]]) -> bytes:
+        return b"".join(hmac.digest(_key, f"{group.group_name} {a} {b}".encode(), "sha256") for a, b in pairs)
+
+    sent = torch.frombuffer(bytearray(words((own, other) for other in ranks)), dtype=torch.uint8)
+    heard = torch.empty_like(sent)
+    dist.all_to_all_single(heard, sent, group=group)
+    if heard.numpy().tobytes() != words((other, own) for other in ranks):
+        raise MeetingError(
+            "somebody has connected to a port of this run in the place of a rank, who is none or was given another "
+            "CONVOY_SECRET: see who else reaches these hosts"
+        )
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:

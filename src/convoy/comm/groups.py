@@ -28,6 +28,7 @@ def everyone() -> dist.ProcessGroup | None:
         return world if "cpu:gloo" in dist.get_backend_config().split(",") else beside(world)
     own: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=time_limit(world))
     _temporary[-1].add(own)
+    connect(own)
     return own
 
 

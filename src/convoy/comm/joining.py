@@ -1,9 +1,9 @@
 """Joining the other ranks, and leaving them: addresses and networks, the process group, the wait at the end.
 
-Before they have a process group the ranks meet in a key-value store, which listens on one address alone. torch's
-elastic launcher keeps one store for all restarts of a job, in which ranks would find the addresses of processes that
-are gone; how often ranks were restarted they cannot ask, as each host counts for itself. So every generation of ranks
-uses keys of its own (`generation_store`).
+Before they have a process group the ranks meet in a key-value store: on one host a file, on several one that listens on
+one address alone. It is the same for all restarts of a job, so that ranks would find the addresses of processes that
+are gone there; how often ranks were restarted they cannot ask, as each host counts for itself. So every generation of
+ranks uses keys of its own (`generation_store`).
 """
 
 import atexit
@@ -12,12 +12,13 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from convoy import interfaces
 from convoy.comm import backend
@@ -28,10 +29,10 @@ from convoy.failure import say_uncaught
 
 
 def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT.
+    """The file of `CONVOY_STORE`, where the ranks of one host meet, or else the store at MASTER_ADDR:MASTER_PORT.
 
-    torchrun's agent keeps it where it says so. Otherwise rank 0 does, and listens on the address of MASTER_ADDR alone;
-    torch would listen on all interfaces.
+    torchrun's agent keeps that one where it says so. Otherwise rank 0 does, and listens on the address of MASTER_ADDR
+    alone; torch would listen on all interfaces.
 
     Args:
         rank: this one.
@@ -43,9 +44,14 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
         MeetingError: rank 0 cannot listen there.
         RuntimeError: the store is not to be reached.
     """
+    if (file := _file()) is not None:
+        if not file.parent.is_dir():
+            raise MeetingError(f"{file.parent}, where the ranks of this host meet, is gone: start them again")
+        meeting = FileStore(str(file))
+        meeting.set_timeout(timeout)
+        return meeting
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if rank > 0 or kept:
+    if rank > 0 or _agent_keeps():
         return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
     address = interfaces.meeting_address(host, alone=num_ranks <= num_local(num_ranks))
     try:
@@ -56,6 +62,43 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     return TCPStore(address, port, num_ranks, is_master=True, timeout=timeout, master_listen_fd=listening.detach())
 
 
+def _agent_keeps() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _file() -> Path | None:
+    """The file in which the ranks meet; a torchrun that is started in a run has its own store."""
+    name = os.environ.get(interfaces.STORE)
+    return Path(name) if name and not _agent_keeps() else None
+
+
+class Files:
+    """What ranks of one host write again and again: `FileStore` keeps all that was ever written."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+
+    def set(self, key: str, value: str) -> None:
+        """Write it in the place of what was there."""
+        temporary = self._folder / f"{key}.tmp"
+        temporary.write_text(value)
+        temporary.replace(self._folder / key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """What was written last, which must be there."""
+        return [(self._folder / key).read_bytes() for key in keys]
+
+
+def board(store: Store, name: str, timeout: timedelta) -> Files | Store:
+    """A part of the store by which the ranks have met for what is written again and again, from any thread."""
+    if (file := _file()) is not None:
+        return Files(file.with_name(name))
+    apart = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+    apart.set_timeout(timeout)
+    return apart
+
+
 def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have gloo and NCCL talk on the network on which the ranks meet, unless an interface was chosen.
 
@@ -63,7 +106,7 @@ def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.
     """
     if interfaces.VARIABLES[0] in environment:
         return
-    host = environment["MASTER_ADDR"]
+    host = environment.get("MASTER_ADDR", "127.0.0.1")
     address = interfaces.towards(host)
     alone = interfaces.says_local(host) or num_ranks <= num_local(num_ranks, environment)
     if address is None or (interfaces.is_loopback(address) and not alone):
@@ -160,6 +203,9 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             limit = timedelta(seconds=timeout)
             global _store, _has_joined
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
+            if rank == 0:
+                _store.set("key", uuid.uuid4().hex)
+            backend.know(interfaces.secret() + _store.get("key"))
             choice = backend.agreed(_store, rank, world, backend.own(own))
             if choice.backend == backend.NCCL:
                 backend.record_collectives()
@@ -174,10 +220,9 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
                 raise MachineError(
                     f"rank {rank} ran out of memory when it joined the others{needed}: see what else runs on its device"
                 ) from error
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise MeetingError(
-                f"Rank {os.environ['RANK']} cannot join the other ranks at {where} (MASTER_ADDR:MASTER_PORT): {error}"
-            ) from error
+            port = "{MASTER_ADDR}:{MASTER_PORT} (MASTER_ADDR:MASTER_PORT)"
+            where = _file() or port.format_map(os.environ)
+            raise MeetingError(f"Rank {rank} cannot join the other ranks at {where}: {error}") from error
     # torch, too, takes exceptions when it joins, and would hold them back until all is said
     say_uncaught(_first_to_say)
     return own
@@ -230,9 +275,10 @@ def num_ranks() -> int:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    missing = [name for name in _VARIABLES if not environment.get(name)]
+    needed = _VARIABLES[:2] if _file() is not None else _VARIABLES
+    missing = [name for name in needed if not environment.get(name)]
     if missing:
-        present = [name for name in _VARIABLES if environment.get(name)]
+        present = [name for name in needed if environment.get(name)]
         raise ConvoyError(
             f"{' and '.join(present)} set but not {' and '.join(missing)}: start the ranks with torchrun, "
             "which sets all of them, or unset them to run on one device"

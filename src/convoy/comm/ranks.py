@@ -1,11 +1,10 @@
 """The ranks of a run, of a plan in the making or of a measurement: this one's place among them, and what they tell
 each other.
 
-Objects are packed into tensors on the CPU, which is for what is small and rare. A group of None is one rank alone. All
-ranks of a group call the same function.
+Objects are packed into tensors on the CPU, as JSON, which is for what is small and rare. A group of None is one rank
+alone. All ranks of a group call the same function.
 """
 
-import pickle
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from convoy.comm.alarm import Alarm, Cause
 from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
 from convoy.comm.groups import everyone, forget, temporary
 from convoy.comm.joining import num_local
+from convoy.comm.objects import from_json, to_json
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Mesh
@@ -81,11 +81,11 @@ def gather_objects(value: T, group: Group) -> list[T]:
 
 
 def _pack(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(to_json(value)), dtype=torch.uint8)
 
 
 def _unpack(packed: Tensor) -> Any:
-    return pickle.loads(packed.numpy().tobytes())
+    return from_json(packed.numpy().tobytes())
 
 
 @dataclass

@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -18,7 +17,8 @@ from types import FrameType
 from convoy import interfaces
 from convoy.failure import Failure, cause, end_of, read_failures
 from convoy.late import waiting_for
-from convoy.launch.place import FOLDER, STOP
+from convoy.launch.folder import private_folder
+from convoy.launch.place import FOLDER, STOP, outlives
 from convoy.launch.rank import PARENT
 from convoy.launch.torchrun import BACKEND, register
 
@@ -28,6 +28,7 @@ FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGUSR2: signal.SIGUSR2,
     signal.SIGTERM: STOP,
+    signal.SIGHUP: signal.SIGHUP,
 }
 
 SHUTDOWN_S = 5
@@ -44,9 +45,9 @@ def start(
 ) -> int:
     """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end.
 
-    SIGINT, SIGTERM and SIGUSR2 are handed on to every rank. When one rank fails all end, and its name and reason are
-    printed; unless it was a mistake of the user, all are started again as often as `max_restarts` says. When this
-    process ends, whatever ends it, so do the ranks.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR2 are handed on to every rank. When one rank fails all end, and its name and
+    reason are printed; unless it was a mistake of the user, all are started again as often as `max_restarts` says. When
+    this process ends, whatever ends it, so do the ranks.
 
     Args:
         arguments: of the command line.
@@ -60,47 +61,85 @@ def start(
         The exit status: that of rank 0, 2 for a mistake of the user, 1 for any other failure.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     register()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="convoy-launch-") as name:
-        folder = Path(name)
-        late, starting = partial(_kill_the_late, folder), partial(_tell_of_start, folder, num_devices)
-        with _environment(folder), _forwarding(folder, num_devices), _beside(late), _beside(starting):
+    with private_folder() as folder:
+        started = _Started(folder)
+        starting = partial(_tell_of_start, started, num_devices)
+        with _environment(folder), _forwarding(started), _beside(started.watch), _beside(starting):
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
                 nproc_per_node=num_devices,
                 run_id=uuid.uuid4().hex,
                 rdzv_backend=BACKEND,
-                rdzv_endpoint="127.0.0.1:0",
+                rdzv_configs={"file": folder / "store"},
                 max_restarts=max_restarts,
                 monitor_interval=0.1,
                 logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
                 signals_to_handle="SIGQUIT",
             )
             silent: list[Failure] = []
+            status = 0
             try:
                 elastic_launch(config, sys.executable)("-m", "convoy", *arguments)
             except ChildFailedError as error:
                 for rank, failed in error.failures.items():
+                    if failed.exitcode > 0 and not folder.exists():  # it has said why, as it could leave no word
+                        status = failed.exitcode
+                        continue
                     sentence = "; ".join(filter(None, (f"it {end_of(failed.exitcode)}", advice())))
                     silent.append(Failure(rank, "killed", sentence, "", time.time()))
-        attempt = _newest(folder)
+            except SignalException as error:
+                silent.append(Failure(0, "interrupted", f"{error.sigval.name}: stopped at once", "", time.time()))
+        attempt = folder / f"attempt-{started.attempt}"
         failure = cause([*read_failures(attempt), *silent])
         if failure is not None:
             print(failure.text(verbose), file=sys.stderr, flush=True)
             on_failure(failure)
             return failure.status
-        status = attempt / "status"
-        return int(status.read_text()) if status.exists() else 0
+        place = attempt / "status"
+        return int(place.read_text()) if place.exists() else status
 
 
-def _newest(folder: Path) -> Path:
-    numbers = [int(path.name.partition("-")[2]) for path in folder.glob("attempt-*")]
-    return folder / f"attempt-{max(numbers, default=0)}"
+class _Started:
+    """The ranks that were started, by the files in which each leaves its number. What was read is kept, as a file in
+    the temporary directory may be removed.
+
+    Attributes:
+        attempt: the newest one.
+        pids: its ranks, by their numbers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.attempt, self.pids = folder, 0, dict[int, int]()
+
+    def look(self) -> None:
+        """Read what there is."""
+        newest = max((int(path.name.partition("-")[2]) for path in self.folder.glob("attempt-*")), default=0)
+        if newest > self.attempt:
+            self.attempt, self.pids = newest, {}
+        for place in self.folder.glob(f"attempt-{self.attempt}/pid-*"):
+            with contextlib.suppress(OSError, ValueError):  # of what is being written
+                self.pids[int(place.name.partition("-")[2])] = int(place.read_text())
+
+    def watch(self, done: threading.Event) -> None:
+        """Keep looking, and kill what still runs some time after a rank has failed, as one that is stopped does; torch
+        would wait longer."""
+        since: dict[int, float] = {}
+        while not done.wait(0.1):
+            self.look()
+            if not any(self.folder.glob(f"attempt-{self.attempt}/failure-*.json")):
+                continue
+            if time.monotonic() - since.setdefault(self.attempt, time.monotonic()) > SHUTDOWN_S:
+                since[self.attempt] = float("inf")
+                for pid in self.pids.values():
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -111,7 +150,7 @@ def _environment(folder: Path) -> Iterator[None]:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     loopback = interfaces.loopback()
     if loopback is not None:
-        for name in interfaces.VARIABLES:  # nobody else can reach them there
+        for name in interfaces.VARIABLES:  # no other host reaches them there
             os.environ.setdefault(name, loopback)
     try:
         yield
@@ -133,50 +172,40 @@ def _beside(watch: Callable[[threading.Event], None]) -> Iterator[None]:
         thread.join()
 
 
-def _kill_the_late(folder: Path, done: threading.Event) -> None:
-    """Kill what still runs some time after a rank has failed, as one that is stopped does; torch would wait longer."""
-    since: dict[Path, float] = {}
-    while not done.wait(0.25):
-        attempt = _newest(folder)
-        if not any(attempt.glob("failure-*.json")):
-            continue
-        if time.monotonic() - since.setdefault(attempt, time.monotonic()) > SHUTDOWN_S:
-            since[attempt] = float("inf")
-            for place in attempt.glob("pid-*"):
-                with contextlib.suppress(OSError, ValueError):
-                    os.kill(int(place.read_text()), signal.SIGKILL)
-
-
-def _tell_of_start(folder: Path, num_devices: int, done: threading.Event) -> None:
+def _tell_of_start(started: _Started, num_devices: int, done: threading.Event) -> None:
     """Tell a terminal that ranks are started, which takes seconds, until they are there and speak for themselves."""
     with waiting_for(f"starting {num_devices} processes"):
-        while not done.wait(0.05) and len(list(folder.glob("attempt-0/pid-*"))) < num_devices:
+        while not done.wait(0.05) and len(started.pids) < num_devices and not started.attempt:
             pass
 
 
 @contextmanager
-def _forwarding(folder: Path, num_devices: int) -> Iterator[None]:
+def _forwarding(started: _Started) -> Iterator[None]:
     """Hand signals on to the ranks: to those that are not there yet as soon as they are."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     done = threading.Event()
 
-    def hand_on(number: int) -> None:
-        told: set[Path] = set()
+    def hand_on(number: int, name: str) -> None:
+        told: set[tuple[int, int]] = set()
         while not done.wait(0.02):  # also to those of the next attempt, where one of these has just failed
-            attempt = _newest(folder)
-            for place in {attempt / f"pid-{rank}" for rank in range(num_devices)} - told:
-                with contextlib.suppress(OSError, ValueError):
-                    pid = int(place.read_text())
-                    told.add(place)
-                    os.kill(pid, number)
+            started.look()
+            for rank, pid in started.pids.items():
+                if (started.attempt, rank) not in told:
+                    told.add((started.attempt, rank))
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, number)
+            if not told and not started.folder.exists():
+                stop = f"kill -KILL {os.getpid()} stops it without saving"
+                print(f"{name}: nobody can be told, as {started.folder} is gone: {stop}", file=sys.stderr, flush=True)
+                return
 
     def note(number: int, frame: FrameType | None) -> None:
-        forwarded = FORWARDED[signal.Signals(number)]
-        threading.Thread(target=hand_on, args=(forwarded,), daemon=True).start()
+        came = signal.Signals(number)
+        threading.Thread(target=hand_on, args=(FORWARDED[came], came.name), daemon=True).start()
 
-    before = {number: signal.signal(number, note) for number in FORWARDED}
+    before = {number: signal.signal(number, note) for number in FORWARDED if not outlives(number)}
     try:
         yield
     finally:

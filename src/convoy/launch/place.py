@@ -14,8 +14,20 @@ FOLDER = "CONVOY_LAUNCH"
 STOP = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 """To a rank: the run as a whole is to stop, where SIGTERM says that another rank has failed. SIGUSR1 may have a handler
 of NCCL's or of a profiler; the first real-time signal is nobody's. macOS has none."""
-HANDED_ON: Mapping[int, str] = {signal.SIGINT: "SIGINT", STOP: "SIGTERM", signal.SIGUSR2: "SIGUSR2"}
+HANDED_ON: Mapping[int, str] = {
+    signal.SIGINT: "SIGINT",
+    STOP: "SIGTERM",
+    signal.SIGUSR2: "SIGUSR2",
+    signal.SIGHUP: "SIGHUP",
+}
 """The signals that say so to a rank, and what they were to the process that started it."""
+
+
+def outlives(number: int) -> bool:
+    """Whether this process was started to outlive this signal: that of a terminal which is closed, by `nohup`."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
 

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from convoy.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
-from convoy.launch.place import HANDED_ON, RankPlace
+from convoy.launch.place import HANDED_ON, RankPlace, outlives
 
 GRACE_S = 2.0
 """Seconds after a rank's failure in which the others may find that out by themselves."""
 _POLL_S = 0.25
 _PR_SET_PDEATHSIG = 1
+_TERMINATED = 128 + signal.SIGTERM
+"""The status of a rank that SIGTERM ended, as a shell has it."""
 
 
 def follow(parent: int, folder: Path, rank: int, stop: Callable[[str], None]) -> None:
@@ -43,19 +45,20 @@ def follow(parent: int, folder: Path, rank: int, stop: Callable[[str], None]) ->
     os.register_at_fork(after_in_child=_forget)  # a loader's signals are not this process's
 
     def watch() -> None:
-        since, stopped = None, 0
+        since, stopped, terminated = None, 0, False
         while since is None or time.monotonic() - since < GRACE_S:
             ready, _, _ = select.select([signals], [], [], _POLL_S)
             heard = os.read(signals, 64) if ready else b""
             stopped = next((number for number in heard if number in HANDED_ON), stopped)
+            terminated = terminated or signal.SIGTERM in heard
             if os.getppid() != parent:
                 os._exit(1)
-            if since is None and (stopped or signal.SIGTERM in heard or any(folder.glob("failure-*.json"))):
+            if since is None and (stopped or terminated or any(folder.glob("failure-*.json"))):
                 since = time.monotonic()
         if stopped:
             stop(HANDED_ON[stopped])
         leave(folder, rank)
-        os._exit(status_of(folder, 1))
+        os._exit(status_of(folder, _TERMINATED if terminated else 1))
 
     threading.Thread(target=watch, daemon=True, name="convoy-follow").start()
 
@@ -130,7 +133,7 @@ def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
                 raise
             _fail(failure_of(place.rank, error), folder)
     except _Terminated:
-        _end(1)
+        _end(_TERMINATED)
     finally:
         ending.set()
 
@@ -141,7 +144,7 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Call
     def terminate(number: int, frame: Any) -> None:
         leave(folder, place.rank)
         if ending.is_set():
-            _end(1)
+            _end(_TERMINATED)
         ending.set()
         raise _Terminated("another rank failed")
 
@@ -153,7 +156,8 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Call
     follow(int(os.environ[PARENT]), folder, place.rank, stop)
     sys.unraisablehook = unraisable
     for number in HANDED_ON:
-        signal.signal(number, _stop_early)
+        if not outlives(number):
+            signal.signal(number, _stop_early)
     signal.signal(signal.SIGTERM, terminate)
     (folder / f"pid-{place.rank}").write_text(str(os.getpid()))
     if place.restarts and place.rank == 0:

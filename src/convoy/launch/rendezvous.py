@@ -1,25 +1,40 @@
-"""torch's c10d rendezvous, listening on one address instead of on all interfaces.
+"""torch's c10d rendezvous for several hosts, listening on one address and believing none but its own hosts; and that of
+one host, which listens nowhere.
 
 `torchrun --rdzv-backend=convoy --rdzv-endpoint=HOST:PORT` is otherwise used as with `c10d`. The stores of torch's
 agents listen on the address of the endpoint and, for the ranks, of the interface that GLOO_SOCKET_IFNAME names or that
 is on the way to the endpoint; hosts call themselves by that address, so that their names need not be known to others.
+With one host nobody has to be met: its ranks meet in a file that no other user can open.
 """
 
+import atexit
 import contextlib
+import hmac
+import io
+import os
+import pickle
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from convoy import interfaces
+from convoy.errors import MachineError
+from convoy.launch.folder import private_folder
 
 PORT = 29_400
 
@@ -28,17 +43,20 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
     """A host's part in a rendezvous.
 
     Raises:
-        ConvoyError: this host cannot listen where others would reach it.
+        ConvoyError: this host cannot listen where others would reach it, or its secret is none.
         RendezvousConnectionError: the store is not to be reached.
     """
+    if params.max_nodes == 1:
+        return OneHost(params)
     host, port = parse_rendezvous_endpoint(params.endpoint, PORT)
-    store = _open(host, port, params.max_nodes == 1, timedelta(seconds=params.get_as_int("read_timeout", 60) or 60))
+    key = interfaces.secret()
+    store = _open(host, port, timedelta(seconds=params.get_as_int("read_timeout", 60) or 60))
     interface = interfaces.chosen()
     own = interfaces.address_of(interface) if interface is not None else interfaces.towards(host)
     handler: DynamicRendezvousHandler = OneAddress.from_backend(
         params.run_id,
         store,
-        C10dRendezvousBackend(store, params.run_id),
+        Sealed(store, params.run_id, key),
         params.min_nodes,
         params.max_nodes,
         params.local_addr or own,
@@ -47,7 +65,107 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
         keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt", 3) or 3,
     )
     handler._backend_name = params.backend  # torch refuses a handler by another name than it asked for
+    os.environ[interfaces.STORE] = ""
     return handler
+
+
+class OneHost(RendezvousHandler):
+    """One host, with nobody to meet: torch's agent keeps what it has to itself, and the ranks have a file.
+
+    That is `file` of the configuration, in a folder of this user's alone, or one that is gone with this process.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._params, file = params, params.get("file")
+        if file is None:
+            made = ExitStack()
+            file = made.enter_context(private_folder()) / "store"
+            atexit.register(made.close)
+        os.environ[interfaces.STORE] = str(file)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class. The port is for scripts that join by themselves, as torch would have them."""
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", get_free_port()))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See base class."""
+        return False
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return self._params.backend
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._params.run_id
+
+    def num_nodes_waiting(self) -> int:
+        """See base class."""
+        return 0
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        return False
+
+    def set_closed(self) -> None:
+        """See base class."""
+
+    def shutdown(self) -> bool:
+        """See base class."""
+        return True
+
+
+_STATE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_NAMES = {(_STATE, "_RendezvousState"), (_STATE, "_NodeDesc")} | {
+    ("datetime", name) for name in ("datetime", "timedelta", "timezone")
+}
+_SEAL = 32
+
+
+class _Reader(pickle.Unpickler):
+    """Reads a state that consists of what torch's states consist of, and of nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of it")
+
+
+class StrangerError(MachineError, RendezvousStateError):
+    """Somebody else takes part in the rendezvous."""
+
+
+class Sealed(C10dRendezvousBackend):
+    """torch's backend. torch unpickles the state that it gives: so none is given that is not sealed by who knows the
+    run's secret or, also where there is no secret, that names more than a state does: a function to be called."""
+
+    def __init__(self, store: TCPStore, run_id: str, key: bytes) -> None:
+        super().__init__(store, run_id)
+        self._seal = partial(hmac.digest, key + b"/" + run_id.encode(), digest="sha256")
+
+    def get_state(self) -> Any:
+        """See base class."""
+        found = super().get_state()
+        return found and (self._opened(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        """See base class."""
+        found = super().set_state(self._seal(state) + state, token)
+        return found and (self._opened(found[0]), *found[1:])
+
+    def _opened(self, sealed: bytes) -> bytes:
+        seal, state = sealed[:_SEAL], sealed[_SEAL:]
+        try:
+            if not hmac.compare_digest(seal, self._seal(state)):
+                raise pickle.UnpicklingError(f"this host's {interfaces.SECRET} is another one")
+            _Reader(io.BytesIO(state)).load()
+        except Exception as error:
+            raise StrangerError(
+                f"the rendezvous was written by somebody who is no host of this run ({error}): give all hosts the same "
+                f"{interfaces.SECRET}, and see who else reaches the port"
+            ) from None
+        return state
 
 
 class OneAddress(DynamicRendezvousHandler):
@@ -63,10 +181,10 @@ class OneAddress(DynamicRendezvousHandler):
         return _serve(master_addr, master_port, timedelta(seconds=300))
 
 
-def _open(host: str, port: int, alone: bool, wait: timedelta) -> TCPStore:
+def _open(host: str, port: int, wait: timedelta) -> TCPStore:
     """The store at the endpoint: the first process of the endpoint's host that comes serves it."""
     if interfaces.is_own(host):
-        address = interfaces.meeting_address(host, alone)
+        address = interfaces.meeting_address(host, alone=False)
         with contextlib.suppress(OSError):  # another process of this host serves it
             return _serve(address, port, wait)
     try:

@@ -12,8 +12,10 @@ from typing import Self
 import torch
 
 from convoy.comm.ranks import Ranks
+from convoy.launch.place import outlives
 
-SIGNALS: Mapping[int, str] = {number: number.name for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
+_SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
+SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}
 
 
 class Interrupt:
@@ -30,7 +32,7 @@ class Interrupt:
     """
 
     def __init__(self, names: Mapping[int, str] = SIGNALS, tell: Callable[[str], None] = lambda name: None) -> None:
-        self.names = names
+        self.names = {number: name for number, name in names.items() if not outlives(number)}
         self.signal: str | None = None
         self.is_due = False
         self._tell = tell
@@ -70,7 +72,6 @@ class Interrupt:
 
 INTERVAL_S = 1.0
 """Seconds between two meetings of all ranks; in between, the stages of a network may be in different updates."""
-_SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2")
 _MAX_UPDATES = 1000
 
 

@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import NamedTuple, Self
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from convoy.comm.joining import Files, board
 from convoy.comm.position import GroupState, Ledger, Position, current, ledger, place_in_words
 from convoy.comm.ranks import Ranks
 from convoy.training.config import in_words
@@ -204,7 +205,7 @@ class Watchdog:
         self._rank, self._num = ranks.rank, ranks.num
         self.end, self._position, self._given = end, position, given
         self._interval_s = min(5.0, max(0.2, timeout_s / 10))
-        self._store: Store | None = None
+        self._store: Files | Store | None = None
         self._count = 0
         self._stop = threading.Event()
         self._host = socket.gethostname()
@@ -213,8 +214,7 @@ class Watchdog:
         if store is None or ranks.num == 1:
             return
         prefix = ranks.broadcast(uuid.uuid4().hex)
-        self._store = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=max(1.0, 2 * self._interval_s)))
+        self._store = board(store, prefix, timedelta(seconds=max(1.0, 2 * self._interval_s)))
         self._write()
         ranks.barrier()
 
@@ -250,7 +250,7 @@ class Watchdog:
                 self._write()
                 if still_s > min(2 * self._interval_s, self.timeout_s):
                     self._read()
-            except RuntimeError:  # the host of the store is not to be reached
+            except (RuntimeError, OSError):  # the host of the store is not to be reached, or the file is gone
                 self._known[self._rank] = (self._own(), time.monotonic())
             still_s = time.monotonic() - self._position.moved
             if self._is_stuck(still_s) and not self._stop.is_set():
