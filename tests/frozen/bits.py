@@ -1,7 +1,7 @@
-"""Whether the frozen runs give the same bits under another revision as in this tree: python tests/frozen/bits.py REV.
+"""Whether the frozen runs have the same bits under another revision: python tests/frozen/bits.py REV.
 
-Bits differ from processor to processor, so nothing is stored: both revisions run here, one after the other, in float32
-as people train. Two to three minutes.
+Bits differ from processor to processor, so none are stored: this tree and the other run here, one after the other, in
+float32 as people train. Two to three minutes.
 """
 
 import os
@@ -20,12 +20,10 @@ def run(tree: Path, data: Path, folder: Path) -> dict[str, str]:
     """The checksums of all runs by the sources of a tree."""
     path = os.pathsep.join([str(tree / "src"), str(TESTS)])
     variables = os.environ | {"PYTHONPATH": path, "CONVOY_CACHE": str(folder / "cache")}
-    found = {}
-    for number, name in enumerate(RUNS):
-        command = [sys.executable, "-m", "convoy", *arguments(name, data, folder / str(number), double=False)]
+    for name in RUNS:
+        command = [sys.executable, "-m", "convoy", *arguments(name, data, folder / name, double=False)]
         subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
-        found[name] = bits(folder / str(number))
-    return found
+    return {name: bits(folder / name) for name in RUNS}
 
 
 def main(revision: str) -> int:
@@ -41,9 +39,9 @@ def main(revision: str) -> int:
         print(
             f"{name}: {'the same bits' if now[name] == before[name] else 'OTHER BITS'} as {revision}, {now[name][:12]}"
         )
-    if len({now[name] for name in SAME}) > 1:
-        print(f"OTHER BITS under {' and '.join(SAME)}")
-    return int(now != before or len({now[name] for name in SAME}) > 1)
+    alike = len({now[name] for name in SAME}) == 1
+    print(f"{' and '.join(SAME)}: {'the same bits' if alike else 'OTHER BITS'}")
+    return int(now != before or not alike)
 
 
 if __name__ == "__main__":

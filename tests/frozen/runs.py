@@ -21,16 +21,14 @@ SAME = ("serial", "sample=2")
 """Runs of one result."""
 
 
-def devices(name: str) -> int:
-    return 2 if "=2" in RUNS[name] or "--devices 2" in RUNS[name] else 1
-
-
 def arguments(name: str, data: Path, out: Path, double: bool) -> list[str]:
     """A run's command line after `convoy`; in float64 or, as people train, in float32."""
     model, *rest = RUNS[name].split()
-    pictures = [f"{data}/32", "--set", "data.channels=3"] if model == "cifar-quick" else [f"{data}/28"]
-    network = ["frozen.nets:Double", "--set", f"model.options.of={model}"] if double else [model]
-    return ["train", *network, "--data", *pictures, *FIXED.split(), *rest, "--out", str(out)]
+    pictures = data / ("32" if model == "cifar-quick" else "28")
+    network = f"{model} --set data.channels=3"
+    if double:  # and pixels from 0 to 1, which are the same with and without fused multiplication
+        network = f"frozen.nets:Double --set model.options.of={network} --set data.mean=[0,0,0] --set data.std=[1,1,1]"
+    return ["train", *network.split(), "--data", str(pictures), *FIXED.split(), *rest, "--out", str(out)]
 
 
 def write_data(folder: Path) -> Path:
@@ -38,16 +36,14 @@ def write_data(folder: Path) -> Path:
     for side in (28, 32):
         (folder / str(side)).mkdir(parents=True)
         for split, count in (("train", 96), ("t10k", 40)):
-            places = np.arange(count * side * side, dtype=np.uint64)
-            pixels = (places * 2654435761 % 2**32 >> 16) % 120  # no library's random numbers, which may change
-            pixels = pixels.astype(np.uint8).reshape(count, side, side)
+            noise = np.arange(count * side * side, dtype=np.uint64) * 2654435761 % 2**32 >> 16  # of no library
+            pixels = (noise % 120).astype(np.uint8).reshape(count, side, side)
             labels = (np.arange(count) % 10).astype(np.uint8)
             for picture, label in zip(pixels, labels, strict=True):
                 picture[2 * label + 4 : 2 * label + 6] += 120
-            header = np.array([2051, count, side, side], ">i4").tobytes()
-            (folder / str(side) / f"{split}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
-            header = np.array([2049, count], ">i4").tobytes()
-            (folder / str(side) / f"{split}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+            for name, magic, array in (("images-idx3", 2051, pixels), ("labels-idx1", 2049, labels)):
+                header = np.array([magic, *array.shape], ">i4").tobytes()
+                (folder / str(side) / f"{split}-{name}-ubyte").write_bytes(header + array.tobytes())
     return folder
 
 

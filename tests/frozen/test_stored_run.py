@@ -16,12 +16,15 @@ from ranks import run_ranks
 from whole_runs import as_before
 
 ARCHIVE = FOLDER / "run.tar.gz"
-COMMAND = "train frozen.nets:Double --set model.options.of=frozen.nets:Small --data mnist-mini --out run --reproducible"
-COMMAND += (
-    " --batch 64 --microbatches 4 --epochs 40ba --lr 0.05 --set threads=1 --set log_every=1ba --set ema.decay=0.8"
-)
-COMMAND += " --set checkpoint.every=20ba --set optimizer.momentum=0.9 --set data.augment.crop=pad"
+COMMAND = """train frozen.nets:Double --set model.options.of=frozen.nets:Small --data mnist-mini --out run --lr 0.05
+    --batch 64 --microbatches 4 --epochs 40ba --reproducible --set threads=1 --set log_every=1ba --set ema.decay=0.8
+    --set checkpoint.every=20ba --set optimizer.momentum=0.9 --set data.augment.crop=pad"""
 AT_THE_END = ("checkpoints/step-00000040", "weights.safetensors", "evaluation.json", "summary.json", "report.html")
+
+
+def remove(run: Path, *names: str) -> None:
+    for path in (run / name for name in names):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def leave(folder: Path) -> None:
@@ -29,9 +32,7 @@ def leave(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, as_before():
         patch.chdir(folder)  # so that no place of this machine stands in it
         assert main(COMMAND.split()) == 0
-    for name in ("tensorboard", "report.html", "trace.json"):
-        found = folder / "run" / name
-        shutil.rmtree(found) if found.is_dir() else found.unlink(missing_ok=True)
+    remove(folder / "run", "tensorboard", "report.html")
     with tarfile.open(ARCHIVE, "w:gz") as file:
         file.add(folder / "run", "run")
     shutil.rmtree(folder / "run")
@@ -42,13 +43,6 @@ def extract(folder: Path) -> Path:
     with tarfile.open(ARCHIVE) as file:
         file.extractall(folder, filter="data")
     return folder / "run"
-
-
-def forget_end(run: Path) -> None:
-    """Leave what a run that was killed after its first checkpoint has left."""
-    for name in AT_THE_END:
-        path = run / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +60,7 @@ def run(stored: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_is_gone_on_with_to_the_same_end(run: Path, stored: Path, devices: int) -> None:
-    forget_end(run)
+    remove(run, *AT_THE_END)
     command = ["train", str(run), "--resume", *(["--devices", "2"] if devices == 2 else [])]
     assert run_ranks(train, devices, command, join=False) == [0] * devices
     assert unlike(numbers(run), numbers(stored)) == []

@@ -1,6 +1,5 @@
 """What users see: the help of every verb, the names and signatures of the interface, and what is refused."""
 
-import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import convoy
 from convoy.cli import main
 from frozen.golden import FOLDER, RENEWING
 from frozen.runs import write_data
-from frozen.test_stored_run import extract, forget_end
+from frozen.test_stored_run import AT_THE_END, extract, remove
 
 REFUSED = [line for line in (FOLDER / "refused.txt").read_text("utf-8").splitlines() if line and line[0] != "#"]
 
@@ -63,7 +62,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("places")
     data = write_data(folder / "data") / "28"
     run, killed = extract(folder / "whole"), extract(folder / "killed")
-    forget_end(killed)
+    remove(killed, *AT_THE_END)
     (folder / "tmp").mkdir()
     (folder / "tmp.yaml").write_text("mesh: {a: 2}\nlayers: {feature.*: {a: filter}}\n")
     return {"tmp": folder / "tmp", "data": data, "run": run, "killed": killed}
