@@ -1,7 +1,7 @@
 """Which mistakes the tests find: each of `mutants.txt` is made by itself in a copy of HEAD, and tests are run.
 
     python tests/mutants.py mutants.jsonl                        # by the tests of the mutant's folder, and the frozen
-    python tests/mutants.py all.jsonl --tests all --limit 3600   # by every test
+    python tests/mutants.py all.jsonl --tests all --limit 3600   # by every test, or by the frozen alone
     python tests/mutants.py some.jsonl --only 'windows|halo'     # those whose file or reason matches
 
 Stopped, the same command goes on after what stands in its results. Before the first mutant of a folder its tests are
@@ -58,7 +58,7 @@ def run(tree: Path, tests: list[str], marks: str, limit_s: float) -> dict[str, o
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("results", type=Path, help="JSON lines, one for each mutant")
-    asked.add_argument("--tests", choices=["own", "all"], default="own", help="of the mutant's folder, or all")
+    asked.add_argument("--tests", choices=["frozen", "own", "all"], default="own", help="own: of the mutant's folder")
     asked.add_argument("--marks", default="not slow and not matrix", help="as pytest's -m")
     asked.add_argument("--only", default="", help="regular expression")
     asked.add_argument("--limit", type=float, default=900.0, help="seconds for the tests of one mutant")
@@ -82,8 +82,8 @@ def main() -> int:
         try:
             for file, why, line, replacement in mutants():
                 folder = file.partition("/")[0]
-                tests = ["tests/frozen", f"tests/{folder}", *ALSO.get(folder, [])]
-                tests = ["tests"] if options.tests == "all" else tests
+                own = ["tests/frozen", f"tests/{folder}", *ALSO.get(folder, [])]
+                tests = {"frozen": own[:1], "own": own, "all": ["tests"]}[options.tests]
                 if not re.search(options.only, f"{file}: {why}"):
                     continue
                 if result_of(folder, "without a mutant", tests=tests) == "survived":
