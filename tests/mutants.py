@@ -4,8 +4,8 @@
     python tests/mutants.py all.jsonl --tests all --limit 3600   # by every test, or by the frozen alone
     python tests/mutants.py some.jsonl --only 'windows|halo'     # those whose file or reason matches
 
-Stopped, the same command goes on after what stands in its results. Before the first mutant of a folder its tests are
-run without any: where they fail, nothing would be learned, and the folder is passed over.
+Stopped, the same command goes on after what stands in its results. Tests are first run without a mutant: where
+they fail, nothing would be learned, and the mutant is passed over.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def main() -> int:
                 tests = {"frozen": own[:1], "own": own, "all": ["tests"]}[options.tests]
                 if not re.search(options.only, f"{file}: {why}"):
                     continue
-                if result_of(folder, "without a mutant", tests=tests) == "survived":
+                if result_of(" ".join(tests), "without a mutant", tests=tests) == "survived":
                     path = tree / "src" / "convoy" / file
                     source = path.read_text(encoding="utf-8")
                     path.write_text(mutated(source, line, replacement), encoding="utf-8")
