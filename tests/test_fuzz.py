@@ -445,16 +445,14 @@ def read_whatever(root: Path, seconds: float, seed: str, first: int = 0) -> None
     until = time.monotonic() + seconds
     for name, reader in READERS.items():
         reader.make(root / name)
-        shutil.copytree(root / name, root / "whole" / name)
         reader.read(root / name)
     for number in itertools.count(first):
         if time.monotonic() > until:
             return
         print(number, flush=True)
         name = list(READERS)[number % len(READERS)]
-        draw, folder, reader = random.Random(f"{seed} {number}"), root / name, READERS[name]
-        shutil.rmtree(folder)
-        shutil.copytree(root / "whole" / name, folder)
+        draw, folder, reader = random.Random(f"{seed} {number}"), root / str(number) / name, READERS[name]
+        shutil.copytree(root / name, folder)  # a new place, as readers keep files open by their paths
         draw.choice((damage, reader.forge))(draw, folder)
         Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts anew
         before = memory("VmRSS")
@@ -465,6 +463,7 @@ def read_whatever(root: Path, seconds: float, seed: str, first: int = 0) -> None
             assert 0 < len(str(error)) <= LONGEST and str(error).isprintable(), (name, error)
         signal.alarm(0)
         assert memory("VmHWM") - before <= reader.megabytes, (name, memory("VmHWM") - before)
+        shutil.rmtree(folder.parent)
 
 
 @pytest.mark.timeout(0)
