@@ -73,10 +73,12 @@ def command(
     with waiting_for("loading PyTorch"):
         from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
         from convoy.training.restore import evaluate_run, evaluation_data
+        from convoy.training.resume import check_ranks
 
     def work(ranks: "Ranks", here: "torch.device") -> int:
         trained = load_chosen(run, checkpoint, ranks)
         opened, notes = evaluation_data(trained, data)
+        check_ranks(opened, ranks)
         result = evaluate_run(trained, opened, here, ranks)
         if ranks.rank > 0:
             return 0

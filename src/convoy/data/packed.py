@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +29,7 @@ from convoy.terminal import printable
 
 _EVERY = 2000
 _LONGEST = 200
-_UNPACKING = ".unpacking"
+_UNPACKING, _MARK = ".unpacking-", ".convoy"
 
 
 class PackedSource(TarSource):
@@ -36,10 +37,15 @@ class PackedSource(TarSource):
 
     mend = "fetch the pack again, or pack again"
     is_packed = True
+    contents = 0
+    """The index's checksum of the checksums of all pictures."""
 
     def name(self, sample: int) -> str:
         """The name that the sample has in the original."""
         return printable(self._names[sample])
+
+    def _marks(self) -> dict[str, Any]:
+        return {"names": self._names.checksum(), "contents": self.contents}
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,10 @@ class Pack:
         ):
             raise _damaged(self.path / INDEX)
         files = [self.path / shard_name(split, number) for number in range(len(self._shards))]
-        return PackedSource(files, Names.of(SharedBytes.at(names.tobytes(), ends)), places, label.astype(np.int64))
+        pieces = SharedBytes.at(names.tobytes(), ends)
+        source = PackedSource(files, Names.of(pieces), places, label.astype(np.int64))
+        source.contents = self._checksums.get(f"{split}.crc32", 0)
+        return source
 
     def opened(self) -> Opened:
         """The data set. Raises ConvoyError."""
@@ -189,48 +198,52 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     """Write the pictures of a pack as a folder for each class, below one for each split.
 
     Names of files are those of the original as far as these can be: they end as the format that is stored does, and
-    what stands in a name never leads out of the folder. Until all are written they lie in a hidden folder, which the
-    next attempt removes.
-
-    Args:
-        pack: the pack.
-        folder: where to write; new or empty.
-        progress: is told how far it is.
-
-    Returns:
-        How many pictures were written.
+    what stands in a name never leads out of the folder. Until all are written they lie in a new hidden folder, which
+    the next attempt removes if this one is killed. Returns how many pictures were written.
 
     Raises:
         ConvoyError: the folder is taken, or a picture is damaged.
     """
-    unfinished, was_there = folder / _UNPACKING, folder.exists()
-    if was_there and (not folder.is_dir() or set(folder.iterdir()) - {unfinished}):
+    was_there = folder.exists()
+    if was_there and (not folder.is_dir() or not all(map(_is_left_over, folder.iterdir()))):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
     if (reason := unwritable(folder)) is not None:
         raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder")
-    with writing(folder), _alone(unfinished):
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            done = _unpack(pack, unfinished, progress)
-            for entry in unfinished.iterdir():
-                entry.rename(folder / entry.name)
+            with _alone(folder) as unfinished:
+                done = _unpack(pack, unfinished, progress)
+                (unfinished / _MARK).unlink()
+                for entry in unfinished.iterdir():
+                    entry.rename(folder / entry.name)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
             if not was_there:
                 with suppress(OSError):  # it is not empty
                     folder.rmdir()
     return done
 
 
+def _is_left_over(entry: Path) -> bool:
+    """Whether an unpacking has made this folder: under no other name, through no link, and with its mark in it."""
+    return entry.name.startswith(_UNPACKING) and not entry.is_symlink() and (entry / _MARK).is_file()
+
+
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """An empty folder, in which nobody else unpacks. Raises ConvoyError."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _alone(folder: Path) -> Iterator[Path]:
+    """A new folder within, while nobody else unpacks; those of killed processes are removed. Raises ConvoyError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        keep_others_out(descriptor, f"another process unpacks into {shown(folder.parent)}: wait for it, or end it")
-        for left in folder.iterdir():  # by one that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        yield
+        keep_others_out(descriptor, f"another process unpacks into {shown(folder)}: wait for it, or end it")
+        for entry in filter(_is_left_over, folder.iterdir()):
+            shutil.rmtree(entry)
+        # Nobody knows the name before, so nobody can have put a link or a folder of theirs there.
+        unfinished = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder))
+        try:
+            (unfinished / _MARK).touch()
+            yield unfinished
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     finally:
         os.close(descriptor)
 

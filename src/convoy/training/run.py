@@ -33,6 +33,7 @@ from convoy.training.resume import (
     check_run,
     extended,
     load_latest,
+    mended_files,
     moved_data,
     other_machine,
 )
@@ -266,7 +267,7 @@ def _begin(
         run.sweep()
         given = NetworkInput.of(session.data).as_dict()
         facts = environment.describe(by[0], session.device, session.ranks.num, str(session.plan))
-        own = {"run": str(run.path), "jobs": list(by[1]), "input": given}
+        own = {"run": str(run.path), "jobs": list(by[1]), "input": given, "data": session.data.fingerprint}
         run.create(to_yaml(session.recipe), {**facts, **own})
 
 
@@ -283,15 +284,16 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
     if loop.finished:
         reporter.say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")
         return
-    moved = other = None
+    moved = mended = other = None
     if rank == 0:
         here = environment.machine(session.device)
-        moved, other = moved_data(session.recipe, run), other_machine(session.recipe, run, here)
+        moved, mended = moved_data(session.recipe, run), mended_files(session.data, run)
+        other = other_machine(session.recipe, run, here)
         session.notes[:0] = [note for note in run.summary().get("notes") or () if note not in session.notes]
         facts = environment.restart(loop.done, session.ranks.num, str(session.plan))
         facts |= {"data": session.recipe.data.path} if moved else {}
         run.add_restart(facts | (here if other else {}))
-    for sentence in filter(None, (moved, other)):
+    for sentence in filter(None, (moved, mended, other)):
         session.notes.append(sentence)
         reporter.say(sentence)
     nothing = "" if loop.done else ": no checkpoint was written before"

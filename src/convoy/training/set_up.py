@@ -42,6 +42,7 @@ from convoy.training.parallel_config import ParallelConfig, check_shares, plan_o
 from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.records import Derived, StageRecord
+from convoy.training.resume import check_ranks
 from convoy.training.session import Prepared, Session
 from convoy.training.state import AveragedWeights, RunState
 from convoy.training.step import TrainingStep
@@ -85,6 +86,7 @@ def set_up(
         if first is not None:
             first("opening the data", 0, 1)
         data = open_data(recipe.data, first)
+        check_ranks(data, ranks)
     sharing = num_on(device, ranks)
     if device.type == "cuda":  # before passes are tried, which are to fit beside
         notes += bring_to(device, data, recipe.data, torch.cuda.get_device_properties(device).total_memory / sharing)
