@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -173,9 +174,26 @@ def _read(folder: Path, step: int | None) -> dict[str, Any]:
         ) from error
     if not known:
         raise DamagedCheckpointError(f"checkpoint {folder} has the foreign format {record['format']!r}")
+    kinds = {"step": int, "identity": str, "values": dict, "sha256": dict}
+    if [type(record.get(key)) for key in kinds] != list(kinds.values()):
+        raise DamagedCheckpointError(f"checkpoint {folder} is not Convoy's: {path.name} lacks what belongs into it")
     if not as_written or digest != _digest(record) or step not in (None, record["step"]):
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {path.name} does not match its checksum")
     return record
+
+
+@contextmanager
+def values_explained(what: str) -> Iterator[None]:
+    """Say in one sentence that a checkpoint holds no state of this program: its checksums are no signature."""
+    try:
+        yield
+    except ConvoyError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"{what} holds other values than Convoy writes, though its checksums fit ({type(error).__name__}: "
+            f"{error}): remove it, and use the one before it"
+        ) from error
 
 
 def _digest(record: Mapping[str, Any]) -> str:

@@ -60,8 +60,8 @@ class Draft:
             OSError: it cannot be written.
         """
         name = f"shard-{number + 1:05d}-of-{self.num_shards:05d}.safetensors"
-        (self.folder / STATE).mkdir(parents=True, exist_ok=True)
-        (self.folder / _READY).mkdir(exist_ok=True)
+        for place in (self.folder.parent, self.folder, self.folder / STATE, self.folder / _READY):
+            place.mkdir(exist_ok=True)  # not its parents: a run directory that has gone is not made anew
         checksum = write_shard(self.folder / STATE / name, tensors)
         ready = self._ready(number)
         unfinished = ready.with_suffix(".tmp")

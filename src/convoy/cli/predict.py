@@ -15,7 +15,7 @@ from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.late import waiting_for
-from convoy.terminal import Console, printable
+from convoy.terminal import LOST, Console, printable
 from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -174,10 +174,6 @@ class _Writer:
             return
         if sys.stdout.isatty():
             text = printable(text, keep="\n")
-        try:
-            sys.stdout.buffer.write(os.fsencode(text))
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            self.closed = True
-            # Python would try again at its end, and say that it could not.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.buffer.write(os.fsencode(text))
+        sys.stdout.buffer.flush()
+        self.closed = "stdout" in LOST

@@ -55,6 +55,11 @@ class Source(ABC):
     def _marks(self) -> dict[str, Any]:
         return {}
 
+    def names(self, samples: NDArray[np.int64]) -> str:
+        """Some samples, in a message."""
+        shown, more = ", ".join(self.name(int(sample)) for sample in samples[:3]), len(samples) - 3
+        return f"{shown} and {more} more" if more > 0 else shown
+
     @abstractmethod
     def open(self, sample: int) -> Image.Image:
         """The picture, perhaps not decoded yet: `decode.finish_picture` makes it L or RGB. Raises BadImage."""

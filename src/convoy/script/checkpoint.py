@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.checkpoint.files import RECORD, STATE, Checkpoint
+from convoy.checkpoint.files import RECORD, STATE, Checkpoint, values_explained
 from convoy.checkpoint.store import Draft, read_checkpoint, snapshot, stamp
 from convoy.comm.ranks import broadcast_object, broadcast_tensors, gather_objects
 from convoy.engine.agreement import agree
@@ -111,9 +111,9 @@ def load(
             found = _read(Path(path))
     values: dict[str, Any] = broadcast_object({} if found is None else found.values, group)
     tensors = broadcast_tensors(None if found is None else found.tensors, group)
-    about: dict[str, Any] = values["about"]
-    saved: dict[str, Any] = unpacked(values["state"], tensors)
-    with together(network):
+    with together(network), values_explained(f"checkpoint {path}"):
+        about: dict[str, Any] = values["about"]
+        saved: dict[str, Any] = unpacked(values["state"], tensors)
         things = _things(net, optimizer, scheduler, anything)
         saved |= {name: replace(saved[name], Tensor, evaluate) for name in saved if not _is_cut(things.get(name))}
         for name, each in things.items():

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from convoy.checkpoint.files import checked_record
+from convoy.checkpoint.files import checked_record, values_explained
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, DataConfig, DataSet, Normalize, evaluation_batches, open_data
@@ -167,7 +167,8 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     if steps and which == "last":
         wanted = steps[-1]
     elif steps and which == "best":
-        wanted = checked_record(store.place(steps[-1]))["values"]["loop"]["progress"]["best_step"]
+        with values_explained(f"checkpoint {store.place(steps[-1])}"):
+            wanted = checked_record(store.place(steps[-1]))["values"]["loop"]["progress"]["best_step"]
     for step in steps:
         if str(step) == str(wanted):
             return step
@@ -243,7 +244,8 @@ def _changed_code(
     store = CheckpointStore(run.checkpoints)
     try:
         step = checkpoint_step(run, "last" if checkpoint is None else checkpoint)
-        was = checked_record(store.place(step))["values"]["loop"].get("code")
+        with values_explained(f"checkpoint {store.place(step)}"):
+            was = checked_record(store.place(step))["values"]["loop"].get("code")
     except ConvoyError:  # final weights need no checkpoint
         return ""
     if was is None:  # by an earlier version

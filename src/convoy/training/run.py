@@ -182,11 +182,13 @@ def train(
         def fail(sentence: str) -> None:
             why = sentence.partition("\n")[0]
             briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
+            briefly(reporter.end)  # a bar hides the cursor
             hang(sentence)
 
         try:
             memory = memory_explained(ranks.rank, ranks.num, has_gone_well)
-            with watchdog.ending_by(fail), disk_explained(run.path), memory:  # as it is printed, so it is kept
+            disk = disk_explained(run.path, lambda: run.check_there(loop.done))
+            with watchdog.ending_by(fail), disk, memory:  # as it is printed, so it is kept
                 signal = loop.run_to_end()
                 if signal is None:
                     _deliver(run, session, loop)
@@ -198,7 +200,7 @@ def train(
             store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
             # There may be no room for a second network beside the first.
             error.__traceback__ = None
-            del session, loop, summary, has_gone_well, memory
+            del session, loop, summary, has_gone_well, memory, disk
             release_freed_memory(device)
 
             def end(sentence: str, before: str = str(error)) -> None:

@@ -3,7 +3,7 @@
 import errno
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @contextmanager
-def disk_explained(folder: Path) -> Iterator[None]:
-    """Say in one sentence what is wrong with the disk that `folder` is on.
-
-    Raises:
-        ConvoyError: a file in it could not be written, or some disk is full.
-    """
+def disk_explained(folder: Path, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Say in one sentence what is wrong with the disk that `folder` is on; `check` says whether that has gone."""
     try:
         yield
     except OSError as error:
+        check()
         name = Path(str(error.filename)) if error.filename is not None else None
         if error.errno not in _FULL and (name is None or not name.is_relative_to(folder)):
             raise
@@ -86,6 +83,7 @@ class RunDirectory:
         self.evaluation = path / "evaluation.json"
         self.summary_file = path / "summary.json"
         self.tensorboard = path / "tensorboard"
+        self._lock: lock.Lock | None = None
 
     def is_run(self) -> bool:
         """Whether a run was begun here."""
@@ -188,11 +186,22 @@ class RunDirectory:
         except OSError as error:
             raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
-    def lock(
-        self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def lock(self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None) -> Iterator[None]:
         """Keep other processes from training in this folder, while entered; see `convoy.training.lock`."""
-        return lock.locked(self.path, patience_s, tell)
+        with lock.locked(self.path, patience_s, tell) as self._lock:
+            try:
+                yield
+            finally:
+                self._lock = None
+
+    def check_there(self, done: int) -> None:
+        """Refuse to write, after so many updates, where the folder that this process has locked has gone.
+
+        Below an unmounted disk a new one would fill another disk, and nobody takes half of one for a run.
+        """
+        if self._lock is not None:
+            self._lock.check(done)
 
     def sweep(self) -> None:
         """Remove what killed processes left half-written; nobody may be writing."""
@@ -206,7 +215,6 @@ class RunDirectory:
         Raises:
             ConvoyError: the folder cannot be written to.
         """
-        self.make()
         with self._writing():
             write_json(self.environment, environment)
             write_text(self.config, config)
