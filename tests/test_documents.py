@@ -46,9 +46,11 @@ def test_what_is_written_reads_back_the_same(value: Any) -> None:
         ("a: \x00", "no YAML"),
         ("a: " + "9" * 5000, "no YAML"),
         ("[" * 3000, "no YAML|expected"),
-        ("a: &x 1\nb: *x\n", r"line 2: write the value itself in the place of \*x"),
-        ("a: &a {b: *a}", r"in the place of \*a"),
+        ("a: &x 1\nb: *x\n", r"line 2: write the value itself, without \*x"),
+        ("a: &a {b: *a}", r"without \*a"),
         ("a: &0 [x]\n" + "".join(f"b{i}: &{i + 1} [{f'*{i}, ' * 9}]\n" for i in range(60)), "line 2: write the value"),
+        ("a: !!timestamp x", "without tag:yaml.org,2002:timestamp"),
+        ("!!bool x: 1", "write the value itself"),
         ("a: " + "x" * 2**20, "more than 1,048,576 characters"),
     ],
 )

@@ -36,12 +36,13 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  PyYAML's own form
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # Aliases of aliases are what lets a few hundred bytes stand for billions of values; `dump` writes none.
-        if self.check_event(yaml.AliasEvent):
-            alias = self.peek_event()
-            raise yaml.composer.ComposerError(
-                None, None, f"write the value itself in the place of *{brief(alias.anchor)}", alias.start_mark
-            )
+        # By aliases of aliases a few hundred bytes stand for billions of values, and PyYAML's constructors for tags
+        # take for granted that a value is what its tag says. `dump` writes neither.
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
+            sign = f"*{event.anchor}" if isinstance(event, yaml.AliasEvent) else event.tag
+            problem = f"write the value itself, without {brief(sign)}"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         return node
 

@@ -8,12 +8,12 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, BaseModel
 from safetensors import SafetensorError, safe_open
 
 from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
@@ -48,8 +48,10 @@ class PackedSource(TarSource):
         return {"names": self._names.checksum(), "contents": self.contents}
 
 
-@dataclass(frozen=True)
-class Pack:
+_Name = Annotated[str, AfterValidator(printable)]
+
+
+class Pack(BaseModel, frozen=True):
     """A pack.
 
     Attributes:
@@ -59,16 +61,18 @@ class Pack:
         classes: names of the classes, by label.
         options: how pictures are stored.
         statistics: what its pictures add up to, by split: train and test, or data.
+        shards: their sizes in bytes, by name.
+        index: CRC-32 of the arrays in the index, by name.
     """
 
     path: Path
-    name: str
-    format: str
-    classes: list[str]
+    name: _Name
+    format: _Name
+    classes: list[_Name]
     options: PackOptions
     statistics: dict[str, Statistics]
-    _shards: dict[str, int]
-    _checksums: dict[str, int]
+    shards: dict[str, int]
+    index: dict[str, int]
 
     @classmethod
     def open(cls, path: Path, *, to_verify: bool = False) -> "Pack":
@@ -87,16 +91,9 @@ class Pack:
                 found = json.loads((file.metadata() or {})["convoy.pack"])
             if found["version"] > VERSION:
                 raise ConvoyError(f"{shown(path)} was packed by a later version of Convoy: use that, or pack again")
-            shards = {str(name): int(size) for name, size in found["shards"].items()}
-            statistics = {
-                split: Statistics(**(each | {key: tuple(each[key]) for key in ("sums", "squares")}))
-                for split, each in found["statistics"].items()
-            }
-            if list(statistics) not in SPLITS or any(name != Path(name).name for name in shards):
+            pack = cls.model_validate(found | {"path": path})
+            if list(pack.statistics) not in SPLITS or any(name != Path(name).name for name in pack.shards):
                 raise ValueError
-            options, checksums = PackOptions(**found["options"]), dict(found["index"])
-            classes = [str(name) for name in found["classes"]]
-            pack = cls(path, found["name"], found["format"], classes, options, statistics, shards, checksums)
         except ConvoyError:
             raise
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
@@ -111,7 +108,7 @@ class Pack:
     def wrong_shards(self) -> dict[str, str]:
         """A sentence for each shard, by its name, that is missing or of another size than it was written with."""
         wrong = {}
-        for name, size in self._shards.items():
+        for name, size in self.shards.items():
             if not (self.path / name).exists():
                 wrong[name] = f"{shown(self.path / name)} is missing: {PackedSource.mend}"
                 continue
@@ -133,7 +130,7 @@ class Pack:
                 arrays = {name: file.get_tensor(name) for name in (f"{split}.{each}" for each in names)}
         except SafetensorError:
             arrays = {}
-        if not arrays or any(zlib.crc32(array) != self._checksums.get(name) for name, array in arrays.items()):
+        if not arrays or any(zlib.crc32(array) != self.index.get(name) for name, array in arrays.items()):
             raise _damaged(index)
         return list(arrays.values())
 
@@ -145,15 +142,15 @@ class Pack:
         if (
             not len(places)
             or places.min() < 0
-            or places[:, 0].max() >= len(self._shards)
+            or places[:, 0].max() >= len(self.shards)
             or places[:, 2].max() > MAX_PICTURE_BYTES
             or np.diff(ends, prepend=0, append=names.size).min() < 0
         ):
             raise _damaged(self.path / INDEX)
-        files = [self.path / shard_name(split, number) for number in range(len(self._shards))]
+        files = [self.path / shard_name(split, number) for number in range(len(self.shards))]
         pieces = SharedBytes.at(names.tobytes(), ends)
         source = PackedSource(files, Names.of(pieces), places, label.astype(np.int64))
-        source.contents = self._checksums.get(f"{split}.crc32", 0)
+        source.contents = self.index.get(f"{split}.crc32", 0)
         return source
 
     def opened(self) -> Opened:
