@@ -18,7 +18,7 @@ from convoy.errors import ConvoyError, GoneError, MachineError
 
 Kind = Literal["mistake", "interrupted", "error", "hung", "killed", "lost"]
 _ORDER: dict[Kind, int] = {"mistake": 0, "interrupted": 0, "error": 0, "hung": 0, "killed": 1, "lost": 2}
-_INSTALLED = tuple(
+INSTALLED = tuple(
     {
         f"{Path(__file__).parent}{os.sep}",
         *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -116,7 +116,7 @@ def place_of(error: BaseException) -> str | None:
     place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith((*_INSTALLED, "<")):
+        if not file.startswith((*INSTALLED, "<")):
             name = frame.f_code.co_name
             place = f"{Path(file).name}, line {line}" + (f", in {name}" if name != "<module>" else "")
     return place

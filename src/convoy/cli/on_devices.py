@@ -59,14 +59,14 @@ def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, 
         return work(Ranks(), choose_device(device))
 
 
-def load_chosen(run: Path, checkpoint: str | None, ranks: Ranks) -> TrainedRun:
+def load_chosen(run: Path, checkpoint: str | None, ranks: Ranks, trust_code: bool) -> TrainedRun:
     """A run's network, by its final weights or those of a checkpoint, the same one on all ranks; it is said which."""
     step = None
     if checkpoint is not None:
         step = ranks.first(lambda: checkpoint_step(RunDirectory(run), checkpoint))
         if ranks.rank == 0:
             click.echo(f"the network is that of the checkpoint after {step:,} updates", err=True)
-    found = restored(run, step)
+    found = restored(run, step, trust_code)
     if found.changed and ranks.rank == 0:
         click.echo(other_code(found), err=True)
     return found

@@ -180,6 +180,9 @@ checkpoint = click.option(
     metavar="best|last|STEP",
     help="Use a checkpoint: the best on the test split, the newest, or of an update. [default: the final weights]",
 )
+trust_code = click.option(
+    "--trust-code", is_flag=True, help="Run the code that RUN or FILE names as its network, wherever it lies."
+)
 run_argument = click.argument("run", type=OutputPath())
 
 

@@ -14,6 +14,7 @@ import click
 
 from convoy.cli.options import check_writable, command_of
 from convoy.errors import ConvoyError
+from convoy.files import expanded
 from convoy.hardware.catalog import Machine, machine, read_devices
 from convoy.hardware.links import link_named
 from convoy.planner.cost.link import links_named
@@ -77,6 +78,14 @@ def _loaded(
         raise
 
 
+def _check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None:
+    """Refuse code from elsewhere that a file names as its network; what the command line names is the user's will."""
+    if file is not None and ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
+        from convoy.models.factory import check_own  # with torch, for which no mistake is to wait
+
+        check_own(recipe.model.name, expanded(file))
+
+
 @dataclass
 class TrainRequest:
     """A command line of `convoy train`: keys of the recipe are in `overrides`, other options under their names.
@@ -94,6 +103,7 @@ class TrainRequest:
     out: Path | None = None
     resume: bool = False
     accept_code_change: bool = False
+    trust_code: bool = False
     extend: str | None = None
     device: str | None = None
     devices: int | None = None
@@ -103,6 +113,7 @@ class TrainRequest:
 
     def __post_init__(self) -> None:
         self.notes: list[str] = []
+        self._file = self.recipe
         self.again = False
         self.begins_with: Path | None = None
         if self.extend is not None:
@@ -201,6 +212,8 @@ class TrainRequest:
             self.out, self.again = ranks.first(lambda: self._folder(self.recipe_of(), jobs))
         self.resume = self.resume or self.again
         recipe, explicit = self.recipe_of(), self.explicit_keys
+        if not self.trust_code and self.model is None:
+            _check_own(recipe, self._file, explicit)
         elastic = elastic or self.again
         number = ranks.num if elastic or ranks.num > 1 else self._number(recipe)
         keep_plan, keep_shares = (not elastic and f"parallel.{name}" in explicit for name in ("plan", "shares"))
@@ -247,7 +260,7 @@ class TrainRequest:
             raise ConvoyError(f"{out} holds no run to go on with: give the folder of a run, or leave --resume away")
         elif self.model is None and recipe is None:
             raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
-        self.notes = []
+        self.notes, self._file = [], recipe
         return _loaded(recipe, overrides, self.arguments, self.notes)
 
 
@@ -307,6 +320,7 @@ class PlanRequest:
     html: Path | None
     trace: Path | None
     no_store: bool
+    trust_code: bool
     as_json: bool
 
     @classmethod
@@ -473,4 +487,6 @@ class PlanRequest:
         shares = recipe.parallel.shares
         check_shares(shares if isinstance(shares, tuple) else None, self.num_devices)
         check_names(recipe)
+        if not self.trust_code and self.model is None:
+            _check_own(recipe, self.recipe, self._keys)
         return recipe

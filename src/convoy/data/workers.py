@@ -225,11 +225,10 @@ class Workers:
         sentences = []
         for process, (number, start, end) in zip(self._processes.values(), _pieces(self._held), strict=False):
             state = _STATES.get(_state(process.pid), "")
-            if end:
-                samples = self._pending[number - self._first].request.samples[start:end]
-                sentences.append(f"process {process.pid}{state} has not delivered {self._maker.source.names(samples)}")
-            elif state:
-                sentences.append(f"process {process.pid}{state} takes no samples")
+            if end or state:
+                samples = self._pending[number - self._first if end else 0].request.samples[start : end or None]
+                lacks = f"has not {'delivered' if end else 'taken'} {self._maker.source.names(samples)}"
+                sentences.append(f"process {process.pid}{state} {lacks}")
         return "; ".join(sentences)
 
     def _finished(self, pending: _Pending) -> Batch:

@@ -28,6 +28,7 @@ from convoy.data.transforms import Geometry
 from convoy.data.turbo import Turbo, missing
 from convoy.engine.coupling import graph_of
 from convoy.errors import ConvoyError
+from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
 from convoy.training.code import code_of, difference
@@ -176,7 +177,9 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     raise ConvoyError(f"{run.path} has no checkpoint {which}: choose best, last, or an update that has one: {there}")
 
 
-def load_run(path: str | os.PathLike[str], checkpoint: str | int | None = None) -> TrainedRun:
+def load_run(
+    path: str | os.PathLike[str], checkpoint: str | int | None = None, *, trust_code: bool = False
+) -> TrainedRun:
     """Load the network that a run has trained, and what it takes to use it. The data need not be there.
 
     >>> run = convoy.load_run("runs/first")
@@ -190,17 +193,20 @@ def load_run(path: str | os.PathLike[str], checkpoint: str | int | None = None) 
         path: the run directory.
         checkpoint: `best`, `last` or an update, instead of the final weights: of any run, also one that was stopped.
             The best one has the highest accuracy of the evaluations on the test split.
+        trust_code: build a network that the run names as `package.module:factory` also where that lies outside of the
+            current folder: whoever wrote the run then has your rights.
 
     Returns:
         The network in evaluation mode on the CPU, with float32 input [samples, channels, image_size, image_size] and
         logits [samples, classes]; the transform that makes such a sample of a picture; the names of the classes.
 
     Raises:
-        ConvoyError: this is no run, it has no weights yet, no such checkpoint, or they do not fit.
+        ConvoyError: this is no run, it has no weights yet, no such checkpoint, they do not fit, or its network is code
+            from elsewhere.
 
     A warning says where the network's code is another than that which trained the weights.
     """
-    found = restored(path, checkpoint)
+    found = restored(path, checkpoint, trust_code)
     if found.changed:
         warnings.warn(other_code(found), stacklevel=2)
     return found
@@ -211,7 +217,7 @@ def other_code(run: TrainedRun) -> str:
     return f"the network's code is another than that which trained {run.path} ({run.changed}): its results are others"
 
 
-def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None) -> TrainedRun:
+def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, trust_code: bool = False) -> TrainedRun:
     """`load_run` without its warning."""
     run = RunDirectory(Path(path))
     run.check_trained(checkpoint)
@@ -219,6 +225,8 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None) 
     if checkpoint is not None:
         source = CheckpointStore(run.checkpoints).place(checkpoint_step(run, checkpoint))
     recipe = settle(load_recipe(str(run.config)), torch.device("cpu")).recipe  # runs keep what was settled
+    if not trust_code:
+        check_own(recipe.model.name, run.config)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
     kept = "input" in run.begun_by()  # not by the first versions
     given = NetworkInput.of_run(run) if kept else NetworkInput.of(open_data(recipe.data))

@@ -12,7 +12,6 @@ rank, for which nobody waits, ends only while it waits for data itself.
 
 import contextlib
 import json
-import multiprocessing
 import os
 import socket
 import sys
@@ -172,10 +171,8 @@ def _first(seen: RankState) -> str:
 
 
 def say_and_end(sentence: str) -> None:
-    """What to do where nobody has said otherwise: not even a stopped process that loads pictures stays behind."""
+    """What to do where nobody has said otherwise."""
     print(f"convoy: {sentence}", file=sys.stderr, flush=True)
-    for child in multiprocessing.active_children():
-        child.kill()
     os._exit(1)
 
 
