@@ -26,9 +26,9 @@ from convoy.training import run, set_up, step, summary  # noqa: F401  loaded onc
 from measuring import gate
 
 NET = "measuring.gate:Net"
-TRAIN = (
-    f"train {NET} --data {{data}} --out {{out}} --batch 16 --microbatches 2 --lr 0.05 --reproducible --epochs 12ba --set "
-    "data.image_size=28 --set checkpoint.every=3ba --set checkpoint.keep=9 --set log_every=1ba --set threads=1"
+LINE = (
+    f"train {NET} --data {{data}} --out {{out}} --batch 16 --microbatches 2 --lr 0.05 --reproducible --epochs 12ba "
+    "--set data.image_size=28 --set checkpoint.every=3ba --set checkpoint.keep=9 --set log_every=1ba --set threads=1"
 )
 _FOLDER = "CONVOY_CHAOS"
 _LONGEST_S = 150.0
@@ -52,7 +52,8 @@ class Fault:
         line: the command; `{name}` is a path of the case.
         options: more of it.
         resume: options with which a run that has ended goes on, to the weights of the run left alone; None: it does not.
-        ranks: so many hosts with a device each, in folders `host-0`, `host-1`, …
+        prepare_resume: what is mended before.
+        ranks: so many hosts with a device each, in folders `host-0`, …
         output: where standard output goes: `file`, `closed`, `pipe`, or a path.
         around: a program that starts the command.
         needs: `root`, `mounts` or a program; where it is missing the row is skipped.
@@ -68,9 +69,10 @@ class Fault:
     at: tuple[str, int, int] = ("forward", 8, 0)
     before: Do | None = None
     after: Do | None = None
-    line: str = TRAIN
+    line: str = LINE
     options: str = ""
     resume: str | None = None
+    prepare_resume: Do | None = None
     ranks: int = 1
     output: str = "file"
     around: str = ""
@@ -95,6 +97,7 @@ class Case:
         struck: when, by the monotonic clock.
         done: updates that were done then.
         pids: the processes that were forked: one, or one for each host.
+        others: further processes, which end with the case.
         wrong: what did not come out.
     """
 
@@ -105,6 +108,7 @@ class Case:
     struck: float = 0.0
     done: int | None = None
     pids: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     num: int = 0
     reader: int = -1
@@ -148,7 +152,7 @@ class Case:
             os.dup2(out, 1)
             os.dup2(error, 2)
             os.closerange(3, 256)
-            sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: PTH123, SIM115
+            sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
             if self.fault.output == "closed" and self.num == 1:
                 os.close(1)
                 sys.stdout = None  # type: ignore[assignment]
@@ -229,9 +233,17 @@ class Case:
         self.wait(all_ended, "the end")
         return max(statuses, key=abs), (noticed or [time.monotonic()])[0]
 
+    def hang_up(self) -> None:
+        """End the reading of standard output."""
+        os.close(self.reader)
+        self.reader = -1
+
     def end(self) -> list[int]:
         """Kill what still runs; the numbers of these processes."""
         found = []
+        for pid in self.others:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         while running := [*self.processes(), *(pid for pid in self.pids if _state(pid) not in "Z")]:
             for pid in running:
                 with suppress(OSError):
@@ -298,8 +310,12 @@ def do(case: Case) -> Result:
         status, at = case.finish(fault.says)
         said = case.said(1)
         result.seconds, result.sentence = round(at - case.struck, 1), _sentence(said, fault.says)
+        if status == -signal.SIGKILL:
+            result.sentence = ""
         _judge(case, status, said, result)
         if fault.resume is not None:
+            if fault.prepare_resume:
+                fault.prepare_resume(case)
             case.start(f"train {case.out} --resume {fault.resume}")
             status, _ = case.finish()
             if status != 0:
@@ -365,11 +381,11 @@ def same(healthy: Path, out: Path) -> bool:
     """Whether weights, and metrics but those of time, are the same bits."""
     keys = ("split", "step", "loss", "top1", "lr", "images")
     try:
-        weights = [hashlib.sha256((run / "weights.safetensors").read_bytes()).digest() for run in (healthy, out)]
-        lines = [list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines())) for run in (healthy, out)]
+        weights = [hashlib.sha256((each / "weights.safetensors").read_bytes()).digest() for each in (healthy, out)]
+        lines = [list(map(json.loads, (each / "metrics.jsonl").read_text().splitlines())) for each in (healthy, out)]
     except (OSError, ValueError):
         return False
-    curves = [[tuple(line.get(key) for key in keys) for line in run] for run in lines]
+    curves = [[tuple(line.get(key) for key in keys) for line in each] for each in lines]
     return weights[0] == weights[1] and curves[0] == curves[1]
 
 
