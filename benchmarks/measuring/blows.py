@@ -22,7 +22,7 @@ import yaml
 from PIL import Image
 
 from convoy.checkpoint.files import write_record
-from measuring.faults import Case, Fault
+from measuring.faults import Case, Fault, do, same
 
 
 def pause(case: Case, seconds: float, rank: int | None) -> None:
@@ -247,8 +247,10 @@ def left_folder(case: Case) -> None:
 
 def swept(case: Case) -> None:
     """Remove the folders of those who start ranks, as a sweep of the temporary directory does."""
-    for folder in case.folder.glob("convoy-launch-*"):
+    folders = list(case.folder.glob("convoy-launch-*"))
+    for folder in folders:
         shutil.rmtree(folder)
+    case.wrong += [] if folders else ["there was no folder to sweep"]
 
 
 def attack(case: Case) -> None:
@@ -283,14 +285,28 @@ def second(case: Case, line: str, says: str) -> None:
     other.end()
 
 
-def kills(case: Case, number: int) -> None:
-    """Kill a random rank at a random moment of each new set of ranks, so often."""
+LONG = "--epochs {updates}ba --set checkpoint.every=20ba --set evaluate_every=200ba"
+"""More of a command: as many updates as kills need."""
+
+
+def kills(case: Case) -> None:
+    """Kill a random rank at a random moment of each new set of ranks, as often as the case says."""
     random.seed(0)
-    for _ in range(number):
+    case.done = None
+    (case.folder / "go").touch()
+    for number in range(1, case.kills + 1):
         before = {case.rank(0), case.rank(1)}
         time.sleep(random.uniform(0.0, 0.5))
         case.send(signal.SIGKILL, random.randrange(2))
-        (case.folder / "go").touch()
-        case.wait(lambda old=before: len({case.rank(0), case.rank(1)} - old - set(case.pids)) == 2, "the next ranks")
-        seen = case.said().count("going on after")
-        case.wait(lambda old=seen: case.said().count("going on after") > old, "the next update")
+        gone = before | set(case.pids)
+        case.wait(lambda gone=gone: len({case.rank(0), case.rank(1)} - gone) == 2, "the next ranks")  # type: ignore[misc]
+        going = re.compile("going on after|0 of|updates of")
+        case.wait(lambda number=number: len(going.findall(case.said())) > number, "their next update")  # type: ignore[misc]
+
+
+def as_left_alone(case: Case) -> None:
+    """Compare the weights with those of the same command on one device, left alone."""
+    other = Case(Fault("alone", "", "fine", options=LONG), case.shared, case.folder / "alone", kills=case.kills)
+    case.wrong += do(other).wrong
+    if not same(other.out, case.out):
+        case.wrong.append("the weights or metrics are others")

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -51,7 +52,7 @@ class Fault:
         before, after: what is prepared, and what is looked at; `Case.wrong` takes what is not as it should be.
         line: the command; `{name}` is a path of the case.
         options: more of it.
-        resume: options with which a run that has ended goes on, to the weights of the run left alone; None: it does not.
+        resume: options with which a run that has ended goes on, to the weights of that left alone; None: it does not.
         prepare_resume: what is mended before.
         ranks: so many hosts with a device each, in folders `host-0`, …
         output: where standard output goes: `file`, `closed`, `pipe`, or a path.
@@ -105,6 +106,7 @@ class Case:
     shared: Path
     folder: Path
     slack: float = 1.0
+    kills: int = 3
     struck: float = 0.0
     done: int | None = None
     pids: list[int] = field(default_factory=list)
@@ -121,6 +123,7 @@ class Case:
         """Fork the command, once for each host."""
         self.num, self.pids = self.num + 1, []
         paths = {"data": self.data, "out": self.out, "folder": self.folder, "shared": self.shared}
+        paths["updates"] = str(100 + 80 * self.kills)  # type: ignore[assignment]
         arguments = [part.format(**paths) for part in shlex.split(line)]
         for rank in range(self.fault.ranks):
             own = {_FOLDER: str(self.folder), "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"}
@@ -158,6 +161,7 @@ class Case:
                 sys.stdout = None  # type: ignore[assignment]
             os.chdir(self.folder / f"host-{rank}" if self.fault.ranks > 1 else Path(gate.__file__).parents[1])
             os.environ.update(own)
+            tempfile.tempdir = None  # asked for before
             if self.fault.around and self.num == 1:
                 command = [*shlex.split(self.fault.around), sys.executable, "-m", "convoy", *arguments]
                 os.execvpe(command[0], command, os.environ)
