@@ -16,7 +16,6 @@ from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.launch.hosts import Host, HostGroup
 from emulated_hosts import emulated_hosts, listening
-from processes import family
 from tiny import write_mnist
 
 ENVIRONMENT = os.environ | {
@@ -117,31 +116,6 @@ def test_a_host_that_vanishes_is_gone_on_without(folder: Path) -> None:
     whole = [sys.executable, "-m", "convoy", "train", *train, "--out", "whole"]
     subprocess.run(whole, cwd=folder, env=ENVIRONMENT, check=True, timeout=150, capture_output=True)
     assert digest(folder / "left") == digest(folder / "whole")
-
-
-@pytest.mark.slow
-def test_local_ranks_listen_on_loopback_alone(folder: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "convoy",
-        "train",
-        *TRAIN.split(),
-        "--out",
-        "local",
-        "--devices",
-        "2",
-        "--epochs",
-        "4ba",
-    ]
-    run = subprocess.Popen(
-        command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    found = watched([run], lambda: family(run.pid))
-    said, _ = run.communicate()
-    assert run.returncode == 0, said
-    assert {address for address, _ in found} == {"127.0.0.1"}
-    assert len(found) >= 4  # the launcher's two stores, and each rank
 
 
 def test_the_commands_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,8 @@ def start(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     register()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("", ".agent.server.api"):  # which has a level of its own
+        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     with private_folder() as folder:
         started = _Started(folder)
         starting = partial(_tell_of_start, started, num_devices)
