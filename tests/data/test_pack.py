@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -435,7 +434,7 @@ def test_no_picture_takes_the_place_of_another(tmp_path, monkeypatch):
     write_tar(tmp_path / "x.tar", members)
     packed(tmp_path / "x.tar", tmp_path / "packed")
     monkeypatch.setattr(PackedSource, "name", lambda self, sample: f"a/{names[sample]}.png")
-    found = replace(Pack.open(tmp_path / "packed"), classes=["ä" * 200])
+    found = Pack.open(tmp_path / "packed").model_copy(update={"classes": ["ä" * 200]})
     assert unpack(found, tmp_path / "back", None) == len(names)
     files = list((tmp_path / "back").rglob("*.png"))
     assert sorted(Image.open(file).getpixel((0, 0)) for file in files) == list(range(len(names)))
@@ -509,6 +508,9 @@ def test_a_label_that_has_changed_in_the_index_is_refused(tmp_path, photos):
         ("train.label", lambda array: array[:-1]),
         ("train.label", lambda array: array[:0]),
         ("train.name_end", lambda array: array[::-1].copy()),
+        ("train.name_end", lambda array: array.astype(np.float32)),
+        ("train.label", lambda array: array[None]),
+        ("options", lambda options: options | {"quality": "x"}),
         ("train.name_end", lambda array: array + 10**6),
         ("shards", lambda shards: {"../" + name: size for name, size in shards.items()}),
         ("statistics", lambda splits: {"../" + split: each for split, each in splits.items()}),

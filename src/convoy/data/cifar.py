@@ -101,7 +101,7 @@ def _unpickled(data: bytes) -> Any:
             case "TUPLE":
                 stack.append(tuple(items))
             case "APPEND" | "APPENDS" | "SETITEM" | "SETITEMS" | "DICT" as kind:
-                target = {} if kind == "DICT" else stack.pop() if kind.endswith("S") else items.pop(0)
+                target: Any = {} if kind == "DICT" else stack.pop() if kind.endswith("S") else items.pop(0)
                 stack.append(target)
                 if kind.startswith("APPEND"):
                     target.extend(items)

@@ -130,14 +130,15 @@ class Pack(BaseModel, frozen=True):
                 arrays = {name: file.get_tensor(name) for name in (f"{split}.{each}" for each in names)}
         except SafetensorError:
             arrays = {}
-        if not arrays or any(zlib.crc32(array) != self.index.get(name) for name, array in arrays.items()):
+        lists = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
+        if not arrays or not lists or any(zlib.crc32(array) != self.index.get(name) for name, array in arrays.items()):
             raise _damaged(index)
         return list(arrays.values())
 
     def source(self, split: str) -> PackedSource:
         """The pictures of a split. Raises ConvoyError."""
         *parts, label, names, ends = self.arrays(split, "shard", "offset", "size", "label", "names", "name_end")
-        lengths = {len(array) for array in (*parts, label, ends)}
+        lengths, ends = {len(array) for array in (*parts, label, ends)}, ends.astype(np.int64)
         places = np.stack(parts, axis=1).astype(np.int64) if len(lengths) == 1 else np.zeros((0, 3), np.int64)
         if (
             not len(places)

@@ -94,7 +94,7 @@ class ParquetSource(EncodedSource):
         file, group, row, _ = self._place(sample)
         try:
             value = _row_group(self._files[file], group, self._column)[row].as_py()
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, IndexError) as error:
             raise BadImage(self.name(sample), f"cannot be read ({printable(str(error))})") from None
         if value is None:
             raise BadImage(self.name(sample), "has no bytes in the file")
@@ -126,6 +126,8 @@ def _row_group(path: str, group: int, column: str) -> Any:
     table = _file(path).read_row_group(group, columns=[column], use_threads=False)
     array = table.column(0).combine_chunks()
     array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    if len(array) != _file(path).metadata.row_group(group).num_rows:
+        raise pa.ArrowInvalid("a row group has another number of rows than it says")
     return array.field(0) if pa.types.is_struct(array.type) else array
 
 
@@ -137,7 +139,8 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
             others, or a label occurs in the test alone.
     """
     splits = [files for files in shards(path, ".parquet", config) if files]
-    layout = _Layout.of(splits[0][0], config)
+    with _arrow(splits[0][0]):
+        layout = _Layout.of(splits[0][0], config)
     sources, names = zip(*map(layout.open, splits), strict=True)
     if layout.text:
         classes = sorted(set(names[0]))
@@ -167,7 +170,7 @@ class _Layout:
 
     @classmethod
     def of(cls, file: Path, config: DataConfig) -> "_Layout":
-        schema = _open(file).schema_arrow
+        schema = pq.ParquetFile(file).schema_arrow
         features = _features(schema)
         kinds = {name: feature.get("_type") for name, feature in features.items()}
         labels = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
@@ -201,38 +204,36 @@ class _Layout:
         sizes: list[int] = []
         num = 0
         for index, path in enumerate(files):
-            file = _open(path)
-            if not file.schema_arrow.equals(self.schema):
-                raise ConvoyError(
-                    f"{shown(path)} has other columns ({', '.join(map(printable, file.schema_arrow.names))}) than the "
-                    "first file, or other types: keep one data set in the folder, or name its files by data.train"
-                )
             with _arrow(path):
+                file = pq.ParquetFile(path)
+                if not file.schema_arrow.equals(self.schema):
+                    there = ", ".join(map(printable, file.schema_arrow.names))
+                    raise ConvoyError(
+                        f"{shown(path)} has other columns ({there}) than the first file, or other types: keep one data "
+                        "set in the folder, or name its files by data.train"
+                    )
                 column = file.read(columns=[self.label], use_threads=False).column(0)
                 column = column.cast(_plain(column.type))
-            if column.null_count:
-                raise ConvoyError(
-                    f"{shown(path)} has {column.null_count} rows without a label: remove them, or name the files to "
-                    "train on (--set data.train=…)"
-                )
-            if self.text:
-                names.extend(printable(name) for name in column.to_pylist())
-            labels.append(np.zeros(len(column), np.int64) if self.text else column.to_numpy().astype(np.int64))
-            row = 0
-            for group in range(file.num_row_groups):
-                groups.append((index, group, row, num))
-                meta = file.metadata.row_group(group)
-                sizes.append(meta.total_byte_size)
-                row += meta.num_rows
-                num += meta.num_rows
+                if column.null_count:
+                    raise ConvoyError(
+                        f"{shown(path)} has {column.null_count} rows without a label: remove them, or name the files "
+                        "to train on (--set data.train=…)"
+                    )
+                if self.text:
+                    names.extend(printable(name) for name in column.to_pylist())
+                labels.append(np.zeros(len(column), np.int64) if self.text else column.to_numpy().astype(np.int64))
+                row = 0
+                for group in range(file.num_row_groups):
+                    groups.append((index, group, row, num + row))
+                    meta = file.metadata.row_group(group)
+                    sizes.append(meta.total_byte_size)
+                    row += meta.num_rows
+                num += len(column)
+                if row != len(column):
+                    raise pa.ArrowInvalid("row groups have other numbers of rows than the file")
         if num == 0:
             raise ConvoyError(f"{shown(files[0])} holds no rows: fetch it again")
         return ParquetSource(files, self.image, np.concatenate(labels), np.array(groups, np.int64), sizes), names
-
-
-def _open(path: Path) -> pq.ParquetFile:
-    with _arrow(path):
-        return pq.ParquetFile(path)
 
 
 @contextmanager
@@ -241,7 +242,7 @@ def _arrow(path: Path) -> Iterator[None]:
     with reading(path):
         try:
             yield
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, IndexError, UnicodeDecodeError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ConvoyError(f"{shown(path)} is no parquet file, or is cut off or damaged: fetch it again") from None
