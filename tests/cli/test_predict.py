@@ -85,9 +85,9 @@ def test_names_that_are_no_text_or_formulas_are_kept_apart(
     for name in names:
         (tmp_path / name).write_bytes(good)
     monkeypatch.chdir(tmp_path)
-    found = Output(capfdbinary, run, *names, "--top", "1")
+    found = Output(capfdbinary, run, *names, "--top", "1", "--trust-code")  # of another folder
     assert [row["file"] for row in found.rows] == ["'=1+1.png", *names[1:]]
-    found = Output(capfdbinary, run, *names, "--json")
+    found = Output(capfdbinary, run, *names, "--json", "--trust-code")
     assert [json.loads(line)["file"] for line in found.out.splitlines()] == names
 
 

@@ -70,9 +70,6 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
     Returns:
         The file's SHA-256.
-
-    Raises:
-        OSError: it cannot be written.
     """
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     digest = hashlib.sha256()
@@ -86,11 +83,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_shard(path: Path) -> dict[str, Tensor]:
-    """The tensors of such a file.
-
-    Raises:
-        DamagedCheckpointError: it is none.
-    """
+    """The tensors of such a file."""
     try:
         return load_file(path)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
@@ -135,11 +128,7 @@ def as_text(record: Mapping[str, Any]) -> str:
 
 
 def checked_record(folder: Path, step: int | None = None) -> dict[str, Any]:
-    """Read the record, and check every file of the checkpoint against it.
-
-    Raises:
-        DamagedCheckpointError: a file is missing, truncated, altered, or was put in.
-    """
+    """Read the record, and check every file of the checkpoint against it."""
     record = _read(folder, step)
     checksums: dict[str, str] = record["sha256"]
     for name, checksum in checksums.items():

@@ -37,9 +37,6 @@ def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, 
 
     Returns:
         The exit status.
-
-    Raises:
-        ConvoyError: the number or the device is wrong.
     """
 
     def work_by_samples(ranks: Ranks, here: torch.device) -> int:
@@ -92,9 +89,6 @@ def run_as_rank(
 
     Returns:
         The exit status of this process.
-
-    Raises:
-        ConvoyError: the number or the device is wrong, or the others are not to be reached.
     """
     place.check(asked)
     with launch.as_rank(place):
@@ -109,11 +103,7 @@ def run_as_rank(
 
 
 def device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:
-    """The device of a rank: its own of the kind that was asked for, or exactly the one that was.
-
-    Raises:
-        ConvoyError: it is another rank's GPU.
-    """
+    """The device of a rank: its own of the kind that was asked for, or exactly the one that was."""
     if (name is None and (own.type == "cuda" or not gpus().why)) or (name == "cuda" and own.type == "cuda"):
         return own
     device = choose_device(name)

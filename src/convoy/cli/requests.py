@@ -135,11 +135,7 @@ class TrainRequest:
         return cls(arguments, [*_overrides(values, KEYS), *values["settings"]], **own)
 
     def check(self) -> None:
-        """Refuse what needs neither torch nor data to be found wrong.
-
-        Raises:
-            ConvoyError: there is no such recipe, key, network, file or plan, or the folder is taken.
-        """
+        """Refuse what needs neither torch nor data to be found wrong."""
         recipe = self.recipe_of()
         check_names(recipe)
         number, explicit = self._number(recipe), self.explicit_keys
@@ -174,11 +170,7 @@ class TrainRequest:
         return num_devices(section)
 
     def _extend(self, more: str) -> None:
-        """Take over the recipe of the run that is to be made longer.
-
-        Raises:
-            ConvoyError: there is none, or other options say otherwise.
-        """
+        """Take over the recipe of the run that is to be made longer."""
         old = RunDirectory(Path(self.model or ""))
         if self.model is None or not old.is_run():
             raise ConvoyError(f"{self._no_run()}--extend needs the run to make longer: convoy train RUN --extend 8ep")
@@ -247,11 +239,7 @@ class TrainRequest:
         raise AssertionError("candidates without end")
 
     def recipe_of(self) -> Recipe:
-        """The recipe, with the keys that the command line sets; where a run is gone on with, that of the run.
-
-        Raises:
-            ConvoyError: there is no such recipe or run, or something in it is wrong.
-        """
+        """The recipe, with the keys that the command line sets; where a run is gone on with, that of the run."""
         recipe, out = self.recipe, self.out
         overrides = [f"model.name={self.model}", *self.overrides] if self.model is not None else self.overrides
         if self.resume and out is not None and RunDirectory(out).is_run() and recipe is None:
@@ -265,11 +253,7 @@ class TrainRequest:
 
 
 def new_length(old: RunDirectory, more: str) -> Duration:
-    """The length of a run that goes on for some epochs (`8ep`, `8`) or updates (`500ba`) after the end of another.
-
-    Raises:
-        ConvoyError: that is no length, or the run does not say how many updates its epochs have.
-    """
+    """The length of a run that goes on for some epochs (`8ep`, `8`) or updates (`500ba`) after the end of another."""
     try:
         by = Duration.parse(f"{more}ep" if more.strip().replace(".", "", 1).isdecimal() else more)
     except ValueError as error:
@@ -331,33 +315,21 @@ class PlanRequest:
 
     @cached_property
     def plans(self) -> list[Plan]:
-        """The plans to predict instead of a search.
-
-        Raises:
-            ConvoyError: one of the texts is no plan.
-        """
+        """The plans to predict instead of a search."""
         if any(text.strip() == "auto" for text in self.score):
             raise ConvoyError("--score auto names no plan: leave --score out, and the fastest is searched")
         return [Plan.parse(text, num_devices=self.devices) for text in self.score]
 
     @cached_property
     def machines(self) -> list[Machine]:
-        """Those of --on and --compare.
-
-        Raises:
-            ConvoyError: a device, link or machine is not known.
-        """
+        """Those of --on and --compare."""
         added = read_devices(self.catalog) if self.catalog is not None else {}
         named = [self.on, *self.compare] if self.on is not None else []
         return [machine(text, self.between, added) for text in named]
 
     @cached_property
     def prices(self) -> list[float]:
-        """Of an hour of one device of each machine.
-
-        Raises:
-            ConvoyError: they are no numbers, or not as many.
-        """
+        """Of an hour of one device of each machine."""
         if self.price is None:
             return []
         try:
@@ -387,19 +359,11 @@ class PlanRequest:
 
     @property
     def memory(self) -> float | None:
-        """The memory limit in bytes.
-
-        Raises:
-            ConvoyError: it is no size.
-        """
+        """The memory limit in bytes."""
         return bytes_of(self.memory_limit, "--memory-limit") if self.memory_limit is not None else None
 
     def check(self) -> None:
-        """Refuse what needs neither the network nor the machine to be found wrong.
-
-        Raises:
-            ConvoyError: an option is wrong, or contradicts another.
-        """
+        """Refuse what needs neither the network nor the machine to be found wrong."""
         if self.model is None and self.recipe is None:
             raise ConvoyError("nothing to plan: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         for name, number in (
@@ -472,11 +436,7 @@ class PlanRequest:
         _ = self.prices
 
     def recipe_of(self) -> Recipe:
-        """The recipe with the keys that the command line sets.
-
-        Raises:
-            ConvoyError: there is none, a value is wrong, or its batch cannot be divided over the devices.
-        """
+        """The recipe with the keys that the command line sets."""
         named = [f"model.name={self.model}"] if self.model is not None else []
         recipe = _loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
         if recipe.batch < self.num_devices:

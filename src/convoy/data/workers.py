@@ -130,12 +130,7 @@ class Workers:
         return len(self._processes)
 
     def batches(self) -> Generator[Batch, None, None]:
-        """All batches. Closing the generator ends the processes.
-
-        Raises:
-            ConvoyError: as `BatchMaker.fill`.
-            MachineError: a process died, or lacks memory.
-        """
+        """All batches. Closing the generator ends the processes."""
         try:
             with current.waiting_for_samples(self._late):
                 self._start(self._begin_with)

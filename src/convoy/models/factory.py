@@ -132,9 +132,11 @@ def _is_own(code: str | None, file: Path) -> bool:
         return False
     here, path, folder = (each.resolve() for each in (Path.cwd(), Path(code), file.parent))
     installed = str(path).startswith(INSTALLED) or code.startswith(INSTALLED)
-    installed = installed or bool({"site-packages", "dist-packages"} & {*path.parts})
     if installed or not path.is_relative_to(here) or (file.name == CONFIG and here.is_relative_to(folder)):
         return False
+    for parent in path.parents[: len(path.parts) - len(here.parts)]:
+        if parent.name in ("site-packages", "dist-packages") or any(parent.glob("*.dist-info")):
+            return False
     brought = folder.relative_to(here).parts[:1] if folder.is_relative_to(here) else ()
     return not brought or not path.is_relative_to(here / brought[0])
 

@@ -157,11 +157,7 @@ class Saver:
         return self.newest == step or (self._writing is not None and self._writing.draft.step == step)
 
     def due(self, done: int) -> bool:
-        """Whether a checkpoint is due now. All ranks call it after every update.
-
-        Raises:
-            ConvoyError: the one before could not be written, and the run is not to go on then.
-        """
+        """Whether a checkpoint is due now. All ranks call it after every update."""
         self._pace.updated(done)
         if self._writing is not None and done >= self._look_at:
             reports = self._ask()
@@ -183,9 +179,6 @@ class Saver:
             step, identity, values: as in `Checkpoint`.
             tensors: the state's, whole and by serial names; each is asked for once.
             best_step: of the checkpoint that stays.
-
-        Raises:
-            ConvoyError: the one before could not be written, and the run is not to go on then.
         """
         before_s = self.tally.waited_s
         self.finish()
@@ -213,10 +206,6 @@ class Saver:
 
         Args:
             or_raise: a failure ends the run in any case.
-
-        Raises:
-            ConvoyError: it could not be written, and the run is not to go on then.
-            MachineError: that takes too long.
         """
         came, before_s = time.perf_counter(), self.tally.waited_s
         patience, longest = PATIENCE_S

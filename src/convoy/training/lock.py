@@ -44,6 +44,7 @@ class Lock:
 
     def _fate(self) -> str:
         """What became of the folder, and what there is in its place."""
+        time.sleep(_LOOK_S)  # somebody may still be removing it
         names = []
         with contextlib.suppress(OSError):
             names = sorted(entry.name for entry in self._folder.iterdir())

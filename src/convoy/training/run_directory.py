@@ -104,22 +104,14 @@ class RunDirectory:
         write_json(self.environment, {**found, "restarts": [*(before if isinstance(before, list) else []), restart]})
 
     def check_run(self) -> None:
-        """Refuse a folder that holds no run.
-
-        Raises:
-            ConvoyError: it holds none.
-        """
+        """Refuse a folder that holds no run."""
         if not self.is_run():
             raise ConvoyError(
                 f"{self.path} is no run directory (it has no config.yaml): give the --out folder of convoy train"
             )
 
     def check_trained(self, checkpoint: object = None) -> None:
-        """Refuse a folder without a trained network, unless a checkpoint is to be used, which has weights of its own.
-
-        Raises:
-            ConvoyError: it is no run, or one without weights yet.
-        """
+        """Refuse a folder without a trained network, unless a checkpoint with weights of its own is to be used."""
         self.check_run()
         path = self.path
         if checkpoint is None and not self.weights.is_file():
@@ -133,9 +125,6 @@ class RunDirectory:
 
         Args:
             mine: this process has the lock, so that nobody else trains there.
-
-        Raises:
-            ConvoyError: the folder holds a run or other files, or the path is a file.
         """
         if self.is_run():
             raise ConvoyError(self._taken(mine))
@@ -161,21 +150,13 @@ class RunDirectory:
         return entry.name == lock.NAME or entry.name.startswith(_HALF_WRITTEN)
 
     def check_writable(self) -> None:
-        """Refuse a place where the run could not be written, before the work for it is done.
-
-        Raises:
-            ConvoyError: it could not.
-        """
+        """Refuse a place where the run could not be written, before the work for it is done."""
         reason = unwritable(self.path)
         if reason is not None:
             raise ConvoyError(f"cannot write to {self.path} ({reason}): choose another --out")
 
     def make(self) -> None:
-        """Make the folder.
-
-        Raises:
-            ConvoyError: that cannot be.
-        """
+        """Make the folder."""
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
 
@@ -210,11 +191,8 @@ class RunDirectory:
                 unfinished.unlink()
 
     def create(self, config: str, environment: dict[str, Any]) -> None:
-        """Write how the run was begun.
-
-        Raises:
-            ConvoyError: the folder cannot be written to.
-        """
+        """Write how the run was begun."""
+        self.make()
         with self._writing():
             write_json(self.environment, environment)
             write_text(self.config, config)
