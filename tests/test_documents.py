@@ -32,6 +32,7 @@ def test_what_is_written_reads_back_the_same(value: Any) -> None:
     assert type(read) is type(value)
 
 
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -45,6 +46,12 @@ def test_what_is_written_reads_back_the_same(value: Any) -> None:
         ("a: \x00", "no YAML"),
         ("a: " + "9" * 5000, "no YAML"),
         ("[" * 3000, "no YAML|expected"),
+        ("a: &x 1\nb: *x\n", r"line 2: write the value itself, without \*x"),
+        ("a: &a {b: *a}", r"without \*a"),
+        ("a: &0 [x]\n" + "".join(f"b{i}: &{i + 1} [{f'*{i}, ' * 9}]\n" for i in range(60)), "line 2: write the value"),
+        ("a: !!timestamp x", "without tag:yaml.org,2002:timestamp"),
+        ("!!bool x: 1", "write the value itself"),
+        ("a: " + "x" * 2**20, "more than 1,048,576 characters"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
@@ -56,9 +63,11 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: str) ->
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.timeout(20)
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff\xfe")
     for path, words in [
+        ("/dev/zero", "more than 1,048,576 characters"),
         ("absent.yaml", "there is no recipe file"),
         ("", "is a folder"),
         ("picture.yaml", "UTF-8"),

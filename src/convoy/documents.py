@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from convoy.errors import ConvoyError
-from convoy.files import read_text
+from convoy.files import LONGEST_TEXT, read_text
 from convoy.terminal import brief
 
 _TYPES = [
@@ -34,6 +34,17 @@ DEEPEST = 20
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  PyYAML's own form
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # By aliases of aliases a few hundred bytes stand for billions of values, and PyYAML's constructors for tags
+        # take for granted that a value is what its tag says. `dump` writes neither.
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
+            sign = f"*{event.anchor}" if isinstance(event, yaml.AliasEvent) else event.tag
+            problem = f"write the value itself, without {brief(sign)}"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -64,11 +75,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value)
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Args:
-        path: the file.
-        what: what the file should be, for the sentences ("recipe").
+    """The mapping in a YAML file, which the sentences call `what` ("recipe").
 
     Raises:
         ConvoyError: it cannot be read or is no YAML mapping; the sentence has the file and the line.
@@ -84,15 +91,13 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse(text: str, source: str) -> Any:
-    """The value of a YAML text.
-
-    Args:
-        text: the YAML.
-        source: where it stands, for the sentence.
+    """The value of a YAML text, which stands in a `source`.
 
     Raises:
         ConvoyError: it is no YAML; the sentence has the source and the line.
     """
+    if len(text) > LONGEST_TEXT:
+        raise ConvoyError(f"{source}: more than {LONGEST_TEXT:,} characters, which no recipe, run or plan has")
     try:
         found = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:

@@ -25,6 +25,10 @@ class MachineError(ConvoyError):
     """
 
 
+class GoneError(MachineError):
+    """The folder that a run writes to has gone: started again, the ranks would begin it anew in silence."""
+
+
 class MeetingError(MachineError):
     """The ranks did not find each other, in time or at all; where they are started again they may."""
 

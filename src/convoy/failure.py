@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from convoy.errors import ConvoyError, MachineError
+from convoy.errors import ConvoyError, GoneError, MachineError
 
 Kind = Literal["mistake", "interrupted", "error", "hung", "killed", "lost"]
 _ORDER: dict[Kind, int] = {"mistake": 0, "interrupted": 0, "error": 0, "hung": 0, "killed": 1, "lost": 2}
-_INSTALLED = tuple(
+INSTALLED = tuple(
     {
         f"{Path(__file__).parent}{os.sep}",
         *(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -89,6 +89,8 @@ class Failure:
 def failure_of(rank: int, error: BaseException) -> Failure:
     """The failure of a rank by an exception."""
     trace = "".join(traceback.format_exception(error))
+    if isinstance(error, GoneError):
+        return Failure(rank, "interrupted", str(error), trace, time.time())
     if isinstance(error, MachineError):
         kind: Kind = "lost" if error.__cause__ is not None and is_loss(error.__cause__) else "error"
         return Failure(rank, kind, str(error), trace, time.time(), clear=True)
@@ -114,7 +116,7 @@ def place_of(error: BaseException) -> str | None:
     place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith((*_INSTALLED, "<")):
+        if not file.startswith((*INSTALLED, "<")):
             name = frame.f_code.co_name
             place = f"{Path(file).name}, line {line}" + (f", in {name}" if name != "<module>" else "")
     return place

@@ -38,6 +38,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, sync it to disk and put it in the place of `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.unlink(missing_ok=True)
+        temporary.touch(exist_ok=False)  # new: where others may write, a link under this name is not followed
         write(temporary)
         sync(temporary)
         temporary.replace(path)
@@ -94,19 +96,21 @@ def finite(value: Any) -> Any:
     return value
 
 
-def read_text(path: Path, what: str, otherwise: str = "") -> str:
-    """The text of a YAML file that a person names.
+LONGEST_TEXT = 2**20
+"""Characters of a YAML document: PyYAML takes half a minute for fifty times as many."""
 
-    Args:
-        path: the file.
-        what: what it should be, for the sentences ("plan").
-        otherwise: what may be done where there is none, beside checking the path: ", or ...".
+
+def read_text(path: Path, what: str, otherwise: str = "") -> str:
+    """The text of a YAML file that a person names, up to one character more than the longest may have.
+
+    The sentences call it `what` ("plan"), and end in what may be done `otherwise` where there is none (", or ...").
 
     Raises:
         ConvoyError: it cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(LONGEST_TEXT + 1)
     except FileNotFoundError as error:
         raise ConvoyError(f"there is no {what} file {path}: check the path{otherwise}") from error
     except UnicodeDecodeError as error:
@@ -121,11 +125,7 @@ MNIST_MINI = "mnist-mini"
 
 
 def existing(text: str, otherwise: str = f"set --data to a file or folder, or to {MNIST_MINI}") -> Path:
-    """The file or folder that a data set is, or `mnist-mini`.
-
-    Args:
-        text: as a person typed it.
-        otherwise: what to do where nothing has a name like it.
+    """The file or folder that a person names as a data set, or `mnist-mini`; `otherwise` is what to do without one.
 
     Raises:
         ConvoyError: it does not exist.

@@ -74,13 +74,47 @@ def _unseen(sign: str) -> bool:
     return category in _UNSEEN or (category == "Cf" and sign not in _JOINERS)
 
 
+LOST: dict[str, OSError] = {}
+"""Why `stdout` or `stderr` could not be written to, the last time."""
+
+
+class _Standard(io.FileIO):
+    """Standard output or error: what it cannot take any more is dropped, as no work is to end with its log.
+
+    A full disk may have room again, so that every write is tried anew.
+    """
+
+    def __init__(self, fd: int, stream: str) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self._stream = stream
+
+    def write(self, content: Any, /) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            LOST[self._stream] = error
+            return memoryview(content).nbytes
+
+
+def losses() -> list[str]:
+    """A sentence on each standard stream that could not be written to."""
+    names = {"stdout": "standard output", "stderr": "standard error"}
+    return [f"{names[name]} could not be written ({error.strerror})" for name, error in LOST.items()]
+
+
 def write_to_any() -> None:
     """From now on, what the encoding of standard output or error lacks is written in ASCII, and a stream that its
-    starter has closed takes what it is given."""
+    starter has closed, whose reader has gone or whose disk is full takes what it is given."""
     codecs.register_error("convoy", _lacking)
     codecs.register(_ascii)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper and type(getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
+            stream.flush()
+            lines = stream.line_buffering or stream.write_through
+            buffer = io.BufferedWriter(_Standard(stream.fileno(), name))
+            stream = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=lines)
+            setattr(sys, name, stream)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
         elif isinstance(stream, io.TextIOWrapper):

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, write_record
+from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, as_text, write_record
 from convoy.checkpoint.store import CheckpointStore
 
 
@@ -151,6 +151,19 @@ def test_a_record_cannot_name_files_elsewhere(store: CheckpointStore, name: str)
     (store.folder.parent / "secret.safetensors").write_bytes(b"")
     write_record(place, 3, "run", {}, {name: hashlib.sha256(b"").hexdigest()})
     with pytest.raises(DamagedCheckpointError, match="step-00000003"):
+        store.load(3)
+
+
+@pytest.mark.parametrize(("key", "value"), [("step", "3"), ("identity", None), ("values", []), ("sha256", [])])
+def test_a_record_of_other_values_is_refused_though_its_checksum_fits(
+    store: CheckpointStore, key: str, value: object
+) -> None:
+    path = of_three(store, 3) / "checkpoint.json"
+    record = {name: each for name, each in json.loads(path.read_text()).items() if name != "record_sha256"}
+    record[key] = value
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    path.write_text(as_text(record | {"record_sha256": digest}))
+    with pytest.raises(DamagedCheckpointError, match="lacks what belongs into it"):
         store.load(3)
 
 

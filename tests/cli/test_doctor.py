@@ -97,7 +97,7 @@ def test_pictures_that_cannot_be_read_are_skipped_and_counted(
 def test_of_a_run_it_is_as_it_was_begun_or_with_other_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     for options, batch in (([], 24), (["--batch", "16"], 16)):
-        document = json.loads(said([str(run), *options, "--json", *SHORT], capsys))
+        document = json.loads(said([str(run), *options, "--trust-code", "--json", *SHORT], capsys))
         assert (document["model"], document["batch"]) == ("tiny:TinyNet", batch)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
@@ -248,7 +248,7 @@ def test_more_devices_than_cores_are_said_to_take_turns(
     monkeypatch.setattr("convoy.launch.cores.own_cores", lambda: [0, 1])
     monkeypatch.setattr("convoy.launch.start", lambda *of: 0)
     for devices, words in ((3, ["3 devices share 2 cores and compute in turns: that is no faster than 2"]), (2, [])):
-        assert main(["doctor", str(run), "--plan", f"stage={devices}"]) == 0
+        assert main(["doctor", str(run), "--trust-code", "--plan", f"stage={devices}"]) == 0
         assert capsys.readouterr().err.splitlines() == words
 
 

@@ -73,6 +73,32 @@ def test_a_training_goes_on_without_readers_and_without_unicode(devices: str, tm
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+    assert "standard output could not be written (Broken pipe)" in (out / "summary.json").read_text()
     assert (out / "weights.safetensors").is_file()
     assert "dätä" in (out / "config.yaml").read_text(encoding="utf-8")
     assert os.fsencode(out).endswith("läuft".encode())
+
+
+@pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_training_goes_on_where_its_log_is_full(devices: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = command(write_mnist(tmp_path / "data"), out, "--devices", devices, epochs="2ba")
+    with Path("/dev/full").open("wb") as full:
+        assert (
+            subprocess.run(words, env=ENVIRONMENT, stdout=full, stderr=full, timeout=100, check=False).returncode == 0
+        )
+    said = (out / "summary.json").read_text()
+    assert "standard output could not be written (No space left on device)" in said and '"finished"' in said
+
+
+@pytest.mark.parametrize("words", ["models", "recipes --keys", "eval --help"])
+def test_what_nobody_reads_is_no_failure_and_what_is_lost_is_one(words: str) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    found = convoy(words.split(), {}, capture_output=False, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    assert (found.returncode, found.stderr) == (0, b"")
+    with Path("/dev/full").open("wb") as full:
+        found = convoy(words.split(), {}, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert found.returncode == 1
+    assert found.stderr.startswith(b"convoy: standard output could not be written (No space left on device): ")

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -84,10 +85,32 @@ def test_names_that_are_no_text_or_formulas_are_kept_apart(
     for name in names:
         (tmp_path / name).write_bytes(good)
     monkeypatch.chdir(tmp_path)
-    found = Output(capfdbinary, run, *names, "--top", "1")
+    found = Output(capfdbinary, run, *names, "--top", "1", "--trust-code")  # of another folder
     assert [row["file"] for row in found.rows] == ["'=1+1.png", *names[1:]]
-    found = Output(capfdbinary, run, *names, "--json")
+    found = Output(capfdbinary, run, *names, "--json", "--trust-code")
     assert [json.loads(line)["file"] for line in found.out.splitlines()] == names
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_file_is_named(run: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    good = pictures(run.parent / "data" / "val")[0]
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        places = [
+            tmp_path / "pipe",
+            tmp_path / "socket",
+            "/dev/zero",
+            "/dev/null",
+            "/proc/cpuinfo",
+        ]
+        found = Output(capfdbinary, run, *places, good, "--top", "1")
+    assert found.status == 2
+    assert [row["file"] for row in found.rows] == [good]
+    words = ["a pipe or a device", "cannot be read (", "a pipe or a device", "a pipe or a device"]
+    words += ["is no picture in a known format", "5 of 6 pictures cannot be read"]
+    said = found.err.splitlines()
+    assert len(said) == 6 and all(words in line for words, line in zip(words, said, strict=True)), said
 
 
 def predict(run: Path, *arguments: object) -> list[str]:

@@ -17,10 +17,10 @@ def test_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         monkeypatch.setenv(name, "lo")
     write_mnist(tmp_path / "data", 64, 16)
     run = ["train", "lenet", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "run"), "--epochs", "1ba"]
-    options = ["--timeout", "30s", "--interface", "lo", "--max-restarts", "2", "--schedule", "gpipe"]
+    options = ["--interface", "lo", "--max-restarts", "2", "--schedule", "gpipe"]
     assert main([*run, "--batch", "8", "--workers", "0", *options]) == 0
     said = capsys.readouterr().out
-    for option in ("--timeout", "--interface", "--max-restarts"):
+    for option in ("--interface", "--max-restarts"):
         assert said.count(f"{option} has no effect on one device: ") == 1
     assert said.count("--schedule has no effect: the plan has no stages\n") == 1
 

@@ -1,5 +1,6 @@
 import io
 import struct
+import tracemalloc
 import zlib
 from contextlib import suppress
 
@@ -86,6 +87,35 @@ def test_sixteen_bits_are_scaled_not_cut_off():
         np.testing.assert_array_equal(np.asarray(result).ravel(), np.arange(256))
     plain = np.asarray(decode(encoded(Image.fromarray(ramp), "PPM")))
     np.testing.assert_array_equal(plain.ravel(), np.arange(256))
+
+
+def test_large_pictures_are_converted_in_little_memory():
+    values = np.random.default_rng(0).integers(0, 2**16, (1500, 1500), dtype=np.uint16)
+    data = encoded(Image.fromarray(values), compress_level=1)
+    tracemalloc.start()
+    result = decode(data)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_array_equal(np.asarray(result), (values.astype(int) + 128) // 257)
+    assert most < 40 * 2**20  # as three copies of eight bytes a pixel it was 54 MiB, for 89 megapixels 2 GiB
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "1", "P", "P with transparency", "LA", "RGBA", "CMYK", "YCbCr"])
+def test_a_large_picture_is_converted_as_its_parts_would_be(mode):
+    kind = "TIFF" if mode in ("I;16B", "CMYK", "YCbCr") else "PNG"
+    image = Image.frombytes("RGBA", (700, 1600), np.random.default_rng(0).bytes(4 * 700 * 1600))
+    options = {"transparency": 7} if "with" in mode else {}
+    if mode in ("I;16", "I;16B"):
+        image = Image.frombytes(mode, image.size, image.tobytes()[: 2 * 700 * 1600])
+    else:
+        image = (
+            image.convert("RGB").quantize(16) if mode[0] == "P" else image.convert("RGB" if mode[-1] in "Kr" else mode)
+        )
+        image = image.convert(mode) if mode[-1] in "Kr" else image
+    whole = np.asarray(decode(encoded(image, kind, **options)))
+    for top in range(0, 1600, 400):
+        part = decode(encoded(image.crop((0, top, 700, top + 400)), kind, **options))
+        np.testing.assert_array_equal(whole[top : top + 400], np.asarray(part))
 
 
 def test_black_and_white():

@@ -4,11 +4,11 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -197,16 +197,16 @@ def test_a_pack_is_finished_before_its_notes_are_removed(tmp_path, photos, monke
         packed(photos, tmp_path / "packed")
 
 
-def test_notes_of_something_unknown_are_not_used(tmp_path, photos, monkeypatch):
-    """As after the power failed while they were removed."""
+def test_notes_of_something_unknown_are_neither_used_nor_removed(tmp_path, photos, monkeypatch):
     monkeypatch.setattr(pack, "PER_SHARD", 5)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(pack, "index_file", lambda *_: 1 / 0)
         packed(photos, tmp_path / "packed", PackOptions(short_side=35))
     (tmp_path / "packed" / UNFINISHED / "what.json").unlink()
-    packed(photos, tmp_path / "packed", PackOptions(short_side=20))
-    packed(photos, tmp_path / "whole", PackOptions(short_side=20))
-    assert torch.equal(images(tmp_path / "packed"), images(tmp_path / "whole"))
+    before = sorted((tmp_path / "packed").rglob("*"))
+    with pytest.raises(ConvoyError, match=r"\.packing does not say what is packed there .*: remove it"):
+        packed(photos, tmp_path / "packed", PackOptions(short_side=20))
+    assert sorted((tmp_path / "packed").rglob("*")) == before
 
 
 def test_of_damaged_notes_a_shard_is_written_again_or_it_is_said_what_to_do(tmp_path, photos, monkeypatch):
@@ -434,7 +434,7 @@ def test_no_picture_takes_the_place_of_another(tmp_path, monkeypatch):
     write_tar(tmp_path / "x.tar", members)
     packed(tmp_path / "x.tar", tmp_path / "packed")
     monkeypatch.setattr(PackedSource, "name", lambda self, sample: f"a/{names[sample]}.png")
-    found = replace(Pack.open(tmp_path / "packed"), classes=["ä" * 200])
+    found = Pack.open(tmp_path / "packed").model_copy(update={"classes": ["ä" * 200]})
     assert unpack(found, tmp_path / "back", None) == len(names)
     files = list((tmp_path / "back").rglob("*.png"))
     assert sorted(Image.open(file).getpixel((0, 0)) for file in files) == list(range(len(names)))
@@ -508,6 +508,9 @@ def test_a_label_that_has_changed_in_the_index_is_refused(tmp_path, photos):
         ("train.label", lambda array: array[:-1]),
         ("train.label", lambda array: array[:0]),
         ("train.name_end", lambda array: array[::-1].copy()),
+        ("train.name_end", lambda array: array.astype(np.float32)),
+        ("train.label", lambda array: array[None]),
+        ("options", lambda options: options | {"quality": "x"}),
         ("train.name_end", lambda array: array + 10**6),
         ("shards", lambda shards: {"../" + name: size for name, size in shards.items()}),
         ("statistics", lambda splits: {"../" + split: each for split, each in splits.items()}),
@@ -556,11 +559,63 @@ def test_file_systems_without_locks_are_written_to_as_well(tmp_path, photos, mon
 
 def test_what_a_killed_unpacking_left_is_removed(tmp_path, photos):
     packed(photos, tmp_path / "packed")
-    left = tmp_path / "back" / ".unpacking" / "train"
-    left.mkdir(parents=True)
-    (left / "half.jpg").write_bytes(b"half")
+
+    def killed(*_: object) -> None:
+        (left,) = (tmp_path / "back").iterdir()
+        shutil.copytree(left, tmp_path / "copy")
+
+    unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", killed)
+    shutil.rmtree(tmp_path / "back")
+    shutil.copytree(tmp_path / "copy", tmp_path / "back" / ".unpacking-x")
     assert unpack(Pack.open(tmp_path / "packed"), tmp_path / "back", None) == 21
     assert sorted(entry.name for entry in (tmp_path / "back").iterdir()) == ["test", "train"]
+
+
+PREPARED = {
+    "a link under the name of the folder": lambda dest, victim: (dest / ".unpacking").symlink_to(victim),
+    "a link under such a name": lambda dest, victim: (dest / ".unpacking-x").symlink_to(victim),
+    "somebody's folder": lambda dest, victim: shutil.copytree(victim, dest / ".unpacking"),
+    "somebody's folder under such a name": lambda dest, victim: shutil.copytree(victim, dest / ".unpacking-x"),
+    "a link to notes": lambda dest, victim: (dest / ".packing").symlink_to(victim),
+    "somebody's notes": lambda dest, victim: shutil.copytree(victim, dest / ".packing"),
+    "a link to the lock": lambda dest, victim: link(dest / ".packing" / "lock", victim / "mine.npz"),
+    "links for what is half-written": lambda dest, victim: [
+        link(dest / ".packing" / f".{name}.{os.getpid()}.tmp", victim / "mine.npz")
+        for name in ("what.json", "train-000000.tar.npz", "test-000000.tar.npz")
+    ],
+    "files that end alike": lambda dest, victim: [(dest / name).write_bytes(b"") for name in (".packing", ".my.tmp")],
+}
+
+
+def link(path: Path, to: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(to)
+
+
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_nothing_of_others_is_followed_written_or_removed(tmp_path, photos, prepared):
+    """Whoever may write to the folder has put something there before."""
+    packed(photos, tmp_path / "packed")
+    dest, victim = tmp_path / "dest", tmp_path / "victim"
+    for folder in (dest, victim / "inner"):
+        folder.mkdir(parents=True)
+    for file in ("mine.npz", "inner/mine", "what.txt", ".mine.1.tmp"):
+        (victim / file).write_bytes(b"mine")
+    (victim / ".convoy").mkdir()
+    PREPARED[prepared](dest, victim)
+    before = {path: path.is_dir() or path.read_bytes() for path in (*victim.rglob("*"), *dest.rglob("*"))}
+    before = {path: content for path, content in before.items() if not path.is_symlink()}
+    try:
+        if any(path.name.startswith(".unpacking") for path in dest.iterdir()):
+            unpack(Pack.open(tmp_path / "packed"), dest, None)
+        else:
+            packed(photos, dest)
+    except ConvoyError as error:
+        assert str(dest) in str(error) and "\n" not in str(error)
+    else:
+        assert prepared == "links for what is half-written"
+        before = {path: content for path, content in before.items() if victim in path.parents}
+    assert {path: path.is_dir() or path.read_bytes() for path in before} == before
 
 
 def test_two_cannot_unpack_into_one_folder(tmp_path, photos, monkeypatch):

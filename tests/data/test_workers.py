@@ -4,9 +4,11 @@ import errno
 import multiprocessing
 import os
 import pickle
+import re
 import signal
+import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from convoy.comm.position import current
 from convoy.data import AugmentConfig, DataConfig, Order, open_data, training_batches, workers
 from convoy.data.batch import Batch, Filled
 from convoy.data.buffers import Buffers
@@ -186,3 +189,31 @@ def test_a_second_worker_that_cannot_be_started_leaves_no_first_one(monkeypatch)
     with pytest.raises(MachineError, match=r"died .*Resource temporarily unavailable.*lower data.workers"):
         next(Workers(Slow(0), iter([Request(np.arange(4), 0)]), 4, most=2).batches())
     assert started and now()[1] == before
+
+
+def test_who_holds_a_batch_up_is_named_with_its_samples(photos):
+    section = DataConfig(path=str(photos), image_size=24, workers=2)
+    data, order = open_data(section), Order(90, 40, seed=7)
+    with closing(training_batches(data, section, order, first_update=0, num_updates=9, seed=7)) as made:
+        next(made)
+        stopped = {child.pid for child in multiprocessing.active_children() if child.name == "convoy-pictures"}
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        late: list[str] = []
+
+        def look() -> None:
+            while not late or late[-1].count("stopped") < 2:
+                time.sleep(0.05)
+                with suppress(TypeError):  # nothing is waited for yet, or any more
+                    late.append(current.late())
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        batches = list(made)
+        thread.join()
+    assert len(batches) == 8 and current.late is None
+    form = r"process (\d+), which is stopped, has not (?:delivered|taken) (?:train/\w/\d+\.jpg,? ){3}and \d+ more"
+    found = [re.fullmatch(form, words) for words in late[-1].split("; ")]
+    assert {int(each[1]) for each in found if each} == stopped, late[-1]

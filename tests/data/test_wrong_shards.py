@@ -60,6 +60,20 @@ def parquet_without_the_files_that_are_named(root: Path):
     write_parquet(root / "lessons.parquet", jpegs(), [0, 1, 0, 1])
 
 
+@wrong("is no parquet file, or is cut off or damaged")
+def parquet_whose_names_are_no_text(root: Path):
+    file = write_parquet(root / "x.parquet", jpegs(), [0, 1, 0, 1])
+    file.write_bytes(file.read_bytes().replace(b"label", b"labe\xff"))
+
+
+@wrong("is no parquet file, or is cut off or damaged")
+def parquet_whose_numbers_of_rows_differ(root: Path):
+    file = write_parquet(root / "x.parquet", jpegs(), [0, 1, 0, 1], rows=4)
+    content = file.read_bytes()
+    at = content.rindex(b"\x16\x08")  # 4, as thrift writes the group's number of rows
+    file.write_bytes(content[:at] + b"\x16\x0a" + content[at + 2 :])
+
+
 @wrong("no column of pictures .* its columns are a, label")
 def parquet_without_pictures(root: Path):
     pq.write_table(pa.table({"a": [1, 2], "label": [0, 1]}), root / "x.parquet")

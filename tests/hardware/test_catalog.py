@@ -69,5 +69,5 @@ def test_own_devices(tmp_path: Path) -> None:
         path.write_text("my-gpu: {" + re.sub(f"{before}: [a-z0-9]+", wrong, numbers) + "}\n")
         with pytest.raises(ConvoyError, match=f"my-gpu: .*{words}"):
             read_devices(path)
-    with pytest.raises(ConvoyError, match="no devices can be read"):
+    with pytest.raises(ConvoyError, match="there is no devices file"):
         read_devices(tmp_path / "none.yaml")

@@ -9,6 +9,7 @@ from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.models import accepts, create, describe
+from convoy.models.factory import check_own
 
 SOURCE = """
 import torch
@@ -135,12 +136,65 @@ def test_mistakes_are_one_sentence(module: str, case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+OWN = """
+import functools, os, torch
+from torch.hub import load
+def net(num_classes): return torch.nn.Linear(1, num_classes)
+part = functools.partial(net, 3)
+stranger = functools.partial(load, "x")
+@functools.cache
+def cached(): return net(3)
+class Net(torch.nn.Linear): pass
+"""
+
+
 @pytest.mark.parametrize(
-    "name", ["os:system", "subprocess:Popen", "builtins:eval", "posix:system", "torch:os.system", "torch:sys.exit"]
+    ("name", "trusted"),
+    {
+        "lenet": True,
+        **dict.fromkeys([f"convoy_own_nets:{name}" for name in ("net", "part", "cached", "Net")], True),
+        "convoy_own_package.deep.nets:net": True,
+        **dict.fromkeys(
+            [f"convoy_own_nets:{name}" for name in ("load", "stranger", "torch.hub.load", "os.system")], False
+        ),
+        "convoy_own_nets:Net.load_state_dict": False,
+        **dict.fromkeys(["os:system", "builtins:eval", "sympy:sympify", "numpy.f2py.crackfortran:myeval"], False),
+        "convoy.models.lenet:LeNet": False,
+        "convoy_own_linked:net": False,
+        "archive.nets:net": False,  # beside the run, in the folder that was unpacked
+        "archive.run.nets:net": False,
+        "convoy_own_venv:net": False,
+        "convoy_own_vendor:net": False,
+        "convoy_own_outside:net": False,
+    }.items(),
 )
-def test_what_is_pythons_own_is_not_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The config.yaml of a run of somebody else's may name it, with options of its choice."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConvoyError, match=f"{name} is of Python's own library"):
-        create(name, command="touch harmed", args=["touch", "harmed"])
-    assert not list(tmp_path.iterdir())
+def test_of_names_in_a_runs_file_only_the_users_own_are_trusted(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, trusted: bool
+) -> None:
+    """What is refused leaves no mark, but for the user's own modules, which are imported to see what they name."""
+    here, run = tmp_path / "here", tmp_path / "here" / "archive" / "run"
+    installed = here / ".venv" / "lib" / "site-packages"
+    vendor = here / "vendor"
+    for folder in (here / "convoy_own_package" / "deep", run, installed, vendor / "x.dist-info", tmp_path / "outside"):
+        folder.mkdir(parents=True)
+    for place in (here / "convoy_own_nets.py", here / "convoy_own_package" / "deep" / "nets.py"):
+        place.write_text(OWN)
+    mark = f"open({str(tmp_path / 'mark')!r}, 'w')\n{OWN}"
+    packages = installed / "convoy_own_venv.py", vendor / "convoy_own_vendor.py"
+    for place in (run / "nets.py", run.parent / "nets.py", *packages):
+        place.write_text(mark)
+    (tmp_path / "outside" / "convoy_own_outside.py").write_text(mark)
+    (here / "convoy_own_linked.py").symlink_to(tmp_path / "outside" / "convoy_own_outside.py")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(installed), str(vendor), str(tmp_path / "outside"), *sys.path])
+    if trusted:
+        check_own(name, run / "config.yaml")
+    else:
+        with pytest.raises(ConvoyError, match=f"config.yaml names {name} as its network, .* give --trust-code"):
+            check_own(name, run / "config.yaml")
+    assert not (tmp_path / "mark").exists()
+    monkeypatch.chdir(run)  # what lies in the run is not the user's own there, either
+    if name == "archive.run.nets:net":
+        with pytest.raises(ConvoyError, match="--trust-code"):
+            check_own("nets:net", Path("config.yaml"))
+        assert not (tmp_path / "mark").exists()

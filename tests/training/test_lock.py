@@ -3,17 +3,20 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, GoneError
 from convoy.training import lock
+from convoy.training.run_directory import RunDirectory
 
 HOLD = """
 import sys, time
@@ -102,3 +105,46 @@ def test_a_file_system_without_locks_keeps_nobody_out_and_that_is_said(
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConvoyError, match=r"cannot write to .*: choose another --out"), lock.locked(tmp_path / "none"):
         pass
+
+
+@pytest.mark.parametrize(("folder", "file"), [(0o755, 0o600), (0o775, 0o660), (0o700, 0o600), (0o777, 0o666)])
+def test_only_those_who_could_train_there_can_open_it(tmp_path: Path, folder: int, file: int) -> None:
+    tmp_path.chmod(folder)
+    (tmp_path / lock.NAME).touch(0o644)  # as it was made before
+    with lock.locked(tmp_path):
+        assert (tmp_path / lock.NAME).stat().st_mode & 0o777 == file
+
+
+def _moved(run: Path) -> None:
+    run.rename(run.with_name("there"))
+
+
+def _replaced(run: Path) -> None:
+    _moved(run)
+    run.mkdir()
+    (run / "notes").touch()
+    shutil.rmtree(run.with_name("there"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: None, ""),
+        (shutil.rmtree, "after 7 updates: it was removed; nothing is there now$"),
+        (_moved, "it was moved; go on with convoy train .*/there --resume$"),
+        (_replaced, "it was removed; there is now notes$"),
+        (lambda run: (run / lock.NAME).unlink(), "its .lock was removed; there is now config.yaml$"),
+    ],
+)
+def test_a_folder_that_has_gone_is_noticed(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create("seed: 0\n", {})
+    run.environment.unlink()
+    with run.lock():
+        change(run.path)
+        if not words:
+            run.check_there(7)
+            return
+        with pytest.raises(GoneError, match=words):
+            run.check_there(7)
+    run.check_there(7)  # of no interest any more

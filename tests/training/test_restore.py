@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from convoy.checkpoint.store import CheckpointStore
 from convoy.cli import main
 from convoy.data import evaluation_batches
 from convoy.errors import ConvoyError
@@ -225,3 +228,33 @@ def test_mnist_needs_no_folder(tmp_path: Path) -> None:
     line = f"train tiny:TinyNet --data {data} --batch 24 --epochs 1 --set threads=1 --out {tmp_path / 'run'}"
     assert main(line.split()) == 0
     assert counted(tmp_path / "run", data) == [4] * 10
+
+
+FORGED: dict[str, Any] = {
+    "nothing": {},
+    "a list": {"loop": [1]},
+    "no scalars": {"optimizer": {"groups": []}},
+    "words for groups": {"optimizer": {"scalars": {}, "groups": ["lr"]}},
+    "a foreign count": {"loop": {"progress": {"nobody": 1}, "window": {}}},
+    "a foreign cost": {"loop": {"progress": {"checkpoints": {"nobody": 1}}, "window": {}}},
+    "other code": {"loop": {"progress": {}, "window": {}, "code": [1]}},
+}
+
+
+@pytest.mark.parametrize("forged", [None, *FORGED])
+def test_other_values_with_checksums_that_fit_are_refused(
+    run: Path, tmp_path: Path, forged: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = CheckpointStore(shutil.copytree(run, tmp_path / "run") / "checkpoints")
+    last = store.load(store.steps()[-1])
+    values = last.values if forged is None else {} if forged == "nothing" else last.values | FORGED[forged]
+    store.save(replace(last, values=values))
+    assert main(["train", str(tmp_path / "run"), "--resume"]) == (0 if forged is None else 2)
+    said = capsys.readouterr().err
+    words = (
+        f"convoy: the checkpoint of update {last.step} holds other values than Convoy writes, though its checksums fit"
+    )
+    assert said.startswith(words if forged is not None else "") and said.count("\n") == (forged is not None)
+    best = main(["eval", str(tmp_path / "run"), "--checkpoint", "best"])
+    assert best == (2 if forged in ("nothing", "a list", "a foreign count", "a foreign cost", "other code") else 0)
+    assert best == 0 or "holds other values" in capsys.readouterr().err

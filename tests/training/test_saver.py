@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def _changed_after(folder: Path, copied: bool) -> None:
 
         patch.setattr(writing.Draft, "add", late)
         if not copied:
-            patch.setattr(writing.torch, "empty", lambda *_, **__: _Keeps())
+            patch.setattr(writing, "torch", SimpleNamespace(empty=lambda *_, **__: _Keeps()))
         with run.saver.open(run.seen):
             run.saver.save(1, "run", live.items(), VALUES, None)
             for tensor in live.values():

@@ -1,8 +1,8 @@
 """What is said of a run in which nothing moves."""
 
-import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,6 +224,13 @@ def test_a_device_that_has_failed_does_not_end_the_watch() -> None:
     assert all("has not moved for" in said[0] for said in run_ranks(hold_a_broken_device, 2, join=False))
 
 
-def test_alone_nobody_watches() -> None:
-    with Watchdog(Ranks(), None, lambda sentence: os._exit(1), 0.01):
-        time.sleep(0.3)
+@pytest.mark.parametrize("late", [None, lambda: "process 7, which is stopped, has not delivered a/1.png"])
+def test_alone_only_data_are_watched(late: Callable[[], str] | None) -> None:
+    """A computation of one device may take as long as it takes: compiling does."""
+    said: list[str] = []
+    with Watchdog(Ranks(), None, said.append, 0.3, Position(update=6, part="data", late=late)):
+        time.sleep(1)
+    assert bool(said) == (late is not None)
+    for sentence in said:
+        assert sentence.startswith("nothing has moved for ")
+        assert "update 7, waiting for data (process 7, which is stopped, has not delivered a/1.png); see" in sentence

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -69,9 +70,6 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
     Returns:
         The file's SHA-256.
-
-    Raises:
-        OSError: it cannot be written.
     """
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     digest = hashlib.sha256()
@@ -85,11 +83,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_shard(path: Path) -> dict[str, Tensor]:
-    """The tensors of such a file.
-
-    Raises:
-        DamagedCheckpointError: it is none.
-    """
+    """The tensors of such a file."""
     try:
         return load_file(path)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
@@ -134,11 +128,7 @@ def as_text(record: Mapping[str, Any]) -> str:
 
 
 def checked_record(folder: Path, step: int | None = None) -> dict[str, Any]:
-    """Read the record, and check every file of the checkpoint against it.
-
-    Raises:
-        DamagedCheckpointError: a file is missing, truncated, altered, or was put in.
-    """
+    """Read the record, and check every file of the checkpoint against it."""
     record = _read(folder, step)
     checksums: dict[str, str] = record["sha256"]
     for name, checksum in checksums.items():
@@ -173,9 +163,26 @@ def _read(folder: Path, step: int | None) -> dict[str, Any]:
         ) from error
     if not known:
         raise DamagedCheckpointError(f"checkpoint {folder} has the foreign format {record['format']!r}")
+    kinds = {"step": int, "identity": str, "values": dict, "sha256": dict}
+    if [type(record.get(key)) for key in kinds] != list(kinds.values()):
+        raise DamagedCheckpointError(f"checkpoint {folder} is not Convoy's: {path.name} lacks what belongs into it")
     if not as_written or digest != _digest(record) or step not in (None, record["step"]):
         raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {path.name} does not match its checksum")
     return record
+
+
+@contextmanager
+def values_explained(what: str) -> Iterator[None]:
+    """Say in one sentence that a checkpoint holds no state of this program: its checksums are no signature."""
+    try:
+        yield
+    except ConvoyError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"{what} holds other values than Convoy writes, though its checksums fit ({type(error).__name__}: "
+            f"{error}): remove it, and use the one before it"
+        ) from error
 
 
 def _digest(record: Mapping[str, Any]) -> str:

@@ -54,14 +54,10 @@ class Draft:
     num_shards: int
 
     def add(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write shard `number`, counted from 0, and say that it is there.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write shard `number`, counted from 0, and say that it is there."""
         name = f"shard-{number + 1:05d}-of-{self.num_shards:05d}.safetensors"
-        (self.folder / STATE).mkdir(parents=True, exist_ok=True)
-        (self.folder / _READY).mkdir(exist_ok=True)
+        for place in (self.folder.parent, self.folder, self.folder / STATE, self.folder / _READY):
+            place.mkdir(exist_ok=True)  # not its parents: a run directory that has gone is not made anew
         checksum = write_shard(self.folder / STATE / name, tensors)
         ready = self._ready(number)
         unfinished = ready.with_suffix(".tmp")
@@ -79,9 +75,6 @@ class Draft:
             place: what it is to be called.
             identity: of the run.
             values: all that is no tensor.
-
-        Raises:
-            OSError: it cannot be written.
         """
         found = [json.loads(self._ready(number).read_text(encoding="utf-8")) for number in range(self.num_shards)]
         shutil.rmtree(self.folder / _READY)
@@ -106,9 +99,6 @@ def exchange(one: Path, other: Path) -> None:
     """Let two folders of one file system change names, at once where the system can do that (Linux, locally).
 
     Elsewhere `other` goes by another name for the moment between two calls.
-
-    Raises:
-        OSError: it cannot be done.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     paths = os.fsencode(one), os.fsencode(other)
@@ -126,9 +116,6 @@ def read_checkpoint(place: Path, step: int | None = None) -> Checkpoint:
     Args:
         place: its folder.
         step: that it must be of.
-
-    Raises:
-        DamagedCheckpointError: a file is missing, truncated or altered, or this is no checkpoint of Convoy.
     """
     record = checked_record(place, step)
     tensors: dict[str, Tensor] = {}
@@ -165,9 +152,6 @@ class CheckpointStore:
 
         Returns:
             Its folder.
-
-        Raises:
-            OSError: it cannot be written; the others are as they were.
         """
         draft = self.draft(checkpoint.step, 1, uuid.uuid4().hex)
         try:
@@ -188,9 +172,6 @@ class CheckpointStore:
 
         Returns:
             The checkpoint, or None where there is none at all, and a sentence for each damaged one passed over.
-
-        Raises:
-            DamagedCheckpointError: there are checkpoints, and every one of them is damaged.
         """
         refused: list[str] = []
         for step in reversed(self.steps()):

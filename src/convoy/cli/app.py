@@ -14,7 +14,7 @@ import convoy
 from convoy.cli.options import LazyGroup, is_verbose
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import Failure, has_agent, leave_word, place_of
-from convoy.terminal import brief, printable, shortened, write_to_any
+from convoy.terminal import LOST, brief, printable, shortened, write_to_any
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
@@ -61,6 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     write_to_any()
+    status = _run(arguments)
+    sys.stdout.flush()
+    lost = LOST.get("stdout")
+    if lost is None or isinstance(lost, BrokenPipeError):  # who has read enough knows it
+        return status
+    click.echo(f"convoy: standard output could not be written ({lost.strerror}): free what is in its way", err=True)
+    return status if arguments[:1] == ["train"] else status or 1  # a training is in its folder, not in what it says
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run the verb; what goes wrong becomes one sentence and a status."""
     # Before torch loads OpenMP: a thread that waits spins shortly, then sleeps. Spinning on for a core that another
     # process has makes training many times slower on a busy machine (docs/decisions.md).
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -73,9 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(_usage(error), 2, arguments)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 1, arguments)
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _fail(f"the name {str(error.filename)[:60]}... is too long for a file: shorten it", 2, arguments)

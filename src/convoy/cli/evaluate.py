@@ -43,6 +43,7 @@ Examples:
 @options.device
 @options.as_json
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of a table.")
+@options.trust_code
 @options.verbose
 @click.pass_obj
 def command(
@@ -56,6 +57,7 @@ def command(
     device: str | None,
     as_json: bool,
     as_csv: bool,
+    trust_code: bool,
 ) -> int:
     """Evaluate the run RUN: every test image counts exactly once.
 
@@ -73,10 +75,12 @@ def command(
     with waiting_for("loading PyTorch"):
         from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
         from convoy.training.restore import evaluate_run, evaluation_data
+        from convoy.training.resume import check_ranks
 
     def work(ranks: "Ranks", here: "torch.device") -> int:
-        trained = load_chosen(run, checkpoint, ranks)
+        trained = load_chosen(run, checkpoint, ranks, trust_code)
         opened, notes = evaluation_data(trained, data)
+        check_ranks(opened, ranks)
         result = evaluate_run(trained, opened, here, ranks)
         if ranks.rank > 0:
             return 0

@@ -25,8 +25,11 @@ Examples:
 @click.option("--torch-export", is_flag=True, help="Write a program of torch.export (.pt2).")
 @click.option("--to", type=options.OutputPath(), help="The file to write. [default: RUN/model.onnx or …/model.pt2]")
 @options.checkpoint
+@options.trust_code
 @options.verbose
-def command(run: Path, onnx: bool, torch_export: bool, to: Path | None, checkpoint: str | None) -> None:
+def command(
+    run: Path, onnx: bool, torch_export: bool, to: Path | None, checkpoint: str | None, trust_code: bool
+) -> None:
     """Write the network of the run RUN in another format.
 
     Its input is normalized pictures [batch, channels, height, width], its output logits [batch, classes]; mean,
@@ -50,6 +53,6 @@ def command(run: Path, onnx: bool, torch_export: bool, to: Path | None, checkpoi
     as_torch = torch_export or suffix == ".pt2"
     name = "model" if checkpoint is None else f"model-{checkpoint}"
     path = to or run / (f"{name}.pt2" if as_torch else f"{name}.onnx")
-    difference = export(load_chosen(run, checkpoint, Ranks()), "torch-export" if as_torch else "onnx", path)
+    difference = export(load_chosen(run, checkpoint, Ranks(), trust_code), "torch-export" if as_torch else "onnx", path)
     reader = "torch.export.load's" if as_torch else "onnxruntime's"
     click.echo(f"wrote {path}; {reader} outputs differ from PyTorch's by {difference:.1e} at most")

@@ -37,9 +37,6 @@ def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, 
 
     Returns:
         The exit status.
-
-    Raises:
-        ConvoyError: the number or the device is wrong.
     """
 
     def work_by_samples(ranks: Ranks, here: torch.device) -> int:
@@ -59,14 +56,14 @@ def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, 
         return work(Ranks(), choose_device(device))
 
 
-def load_chosen(run: Path, checkpoint: str | None, ranks: Ranks) -> TrainedRun:
+def load_chosen(run: Path, checkpoint: str | None, ranks: Ranks, trust_code: bool) -> TrainedRun:
     """A run's network, by its final weights or those of a checkpoint, the same one on all ranks; it is said which."""
     step = None
     if checkpoint is not None:
         step = ranks.first(lambda: checkpoint_step(RunDirectory(run), checkpoint))
         if ranks.rank == 0:
             click.echo(f"the network is that of the checkpoint after {step:,} updates", err=True)
-    found = restored(run, step)
+    found = restored(run, step, trust_code)
     if found.changed and ranks.rank == 0:
         click.echo(other_code(found), err=True)
     return found
@@ -92,9 +89,6 @@ def run_as_rank(
 
     Returns:
         The exit status of this process.
-
-    Raises:
-        ConvoyError: the number or the device is wrong, or the others are not to be reached.
     """
     place.check(asked)
     with launch.as_rank(place):
@@ -109,11 +103,7 @@ def run_as_rank(
 
 
 def device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:
-    """The device of a rank: its own of the kind that was asked for, or exactly the one that was.
-
-    Raises:
-        ConvoyError: it is another rank's GPU.
-    """
+    """The device of a rank: its own of the kind that was asked for, or exactly the one that was."""
     if (name is None and (own.type == "cuda" or not gpus().why)) or (name == "cuda" and own.type == "cuda"):
         return own
     device = choose_device(name)

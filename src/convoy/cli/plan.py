@@ -67,6 +67,7 @@ Examples:
 @click.option("--no-store", is_flag=True, help="Measure all anew, and keep nothing (convoy profile).")
 @options.device
 @options.as_json
+@options.trust_code
 @options.verbose
 @click.pass_obj
 def command(arguments: Sequence[str], /, **values: Any) -> int:

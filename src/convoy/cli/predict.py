@@ -15,7 +15,7 @@ from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.late import waiting_for
-from convoy.terminal import Console, printable
+from convoy.terminal import LOST, Console, printable
 from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ Examples:
 @click.option("--skip-bad", is_flag=True, help="Exit with status 0 although pictures cannot be read.")
 @click.option("--devices", metavar="N", type=int, help="Classify on so many devices. [default: 1]")
 @options.device
+@options.trust_code
 @options.verbose
 @click.pass_obj
 def command(
@@ -65,6 +66,7 @@ def command(
     skip_bad: bool,
     devices: int | None,
     device: str | None,
+    trust_code: bool,
 ) -> int:
     """Classify pictures by the network that the run RUN has trained.
 
@@ -88,7 +90,7 @@ def command(
 
     def work(ranks: "Ranks", here: "torch.device") -> int:
         first = ranks.rank == 0
-        trained = load_chosen(run, checkpoint, ranks)
+        trained = load_chosen(run, checkpoint, ranks, trust_code)
         classifier = Classifier(trained, here, top)
         console = Console(stderr=True, highlight=False)
         shown = first and console.is_terminal and not sys.stdout.isatty()
@@ -174,10 +176,6 @@ class _Writer:
             return
         if sys.stdout.isatty():
             text = printable(text, keep="\n")
-        try:
-            sys.stdout.buffer.write(os.fsencode(text))
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            self.closed = True
-            # Python would try again at its end, and say that it could not.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.buffer.write(os.fsencode(text))
+        sys.stdout.buffer.flush()
+        self.closed = "stdout" in LOST

@@ -14,6 +14,7 @@ import click
 
 from convoy.cli.options import check_writable, command_of
 from convoy.errors import ConvoyError
+from convoy.files import expanded
 from convoy.hardware.catalog import Machine, machine, read_devices
 from convoy.hardware.links import link_named
 from convoy.planner.cost.link import links_named
@@ -77,6 +78,14 @@ def _loaded(
         raise
 
 
+def _check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None:
+    """Refuse code from elsewhere that a file names as its network; what the command line names is the user's will."""
+    if file is not None and ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
+        from convoy.models.factory import check_own  # with torch, for which no mistake is to wait
+
+        check_own(recipe.model.name, expanded(file))
+
+
 @dataclass
 class TrainRequest:
     """A command line of `convoy train`: keys of the recipe are in `overrides`, other options under their names.
@@ -94,6 +103,7 @@ class TrainRequest:
     out: Path | None = None
     resume: bool = False
     accept_code_change: bool = False
+    trust_code: bool = False
     extend: str | None = None
     device: str | None = None
     devices: int | None = None
@@ -103,6 +113,7 @@ class TrainRequest:
 
     def __post_init__(self) -> None:
         self.notes: list[str] = []
+        self._file = self.recipe
         self.again = False
         self.begins_with: Path | None = None
         if self.extend is not None:
@@ -124,11 +135,7 @@ class TrainRequest:
         return cls(arguments, [*_overrides(values, KEYS), *values["settings"]], **own)
 
     def check(self) -> None:
-        """Refuse what needs neither torch nor data to be found wrong.
-
-        Raises:
-            ConvoyError: there is no such recipe, key, network, file or plan, or the folder is taken.
-        """
+        """Refuse what needs neither torch nor data to be found wrong."""
         recipe = self.recipe_of()
         check_names(recipe)
         number, explicit = self._number(recipe), self.explicit_keys
@@ -163,11 +170,7 @@ class TrainRequest:
         return num_devices(section)
 
     def _extend(self, more: str) -> None:
-        """Take over the recipe of the run that is to be made longer.
-
-        Raises:
-            ConvoyError: there is none, or other options say otherwise.
-        """
+        """Take over the recipe of the run that is to be made longer."""
         old = RunDirectory(Path(self.model or ""))
         if self.model is None or not old.is_run():
             raise ConvoyError(f"{self._no_run()}--extend needs the run to make longer: convoy train RUN --extend 8ep")
@@ -201,6 +204,8 @@ class TrainRequest:
             self.out, self.again = ranks.first(lambda: self._folder(self.recipe_of(), jobs))
         self.resume = self.resume or self.again
         recipe, explicit = self.recipe_of(), self.explicit_keys
+        if not self.trust_code and self.model is None:
+            _check_own(recipe, self._file, explicit)
         elastic = elastic or self.again
         number = ranks.num if elastic or ranks.num > 1 else self._number(recipe)
         keep_plan, keep_shares = (not elastic and f"parallel.{name}" in explicit for name in ("plan", "shares"))
@@ -234,11 +239,7 @@ class TrainRequest:
         raise AssertionError("candidates without end")
 
     def recipe_of(self) -> Recipe:
-        """The recipe, with the keys that the command line sets; where a run is gone on with, that of the run.
-
-        Raises:
-            ConvoyError: there is no such recipe or run, or something in it is wrong.
-        """
+        """The recipe, with the keys that the command line sets; where a run is gone on with, that of the run."""
         recipe, out = self.recipe, self.out
         overrides = [f"model.name={self.model}", *self.overrides] if self.model is not None else self.overrides
         if self.resume and out is not None and RunDirectory(out).is_run() and recipe is None:
@@ -247,16 +248,12 @@ class TrainRequest:
             raise ConvoyError(f"{out} holds no run to go on with: give the folder of a run, or leave --resume away")
         elif self.model is None and recipe is None:
             raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
-        self.notes = []
+        self.notes, self._file = [], recipe
         return _loaded(recipe, overrides, self.arguments, self.notes)
 
 
 def new_length(old: RunDirectory, more: str) -> Duration:
-    """The length of a run that goes on for some epochs (`8ep`, `8`) or updates (`500ba`) after the end of another.
-
-    Raises:
-        ConvoyError: that is no length, or the run does not say how many updates its epochs have.
-    """
+    """The length of a run that goes on for some epochs (`8ep`, `8`) or updates (`500ba`) after the end of another."""
     try:
         by = Duration.parse(f"{more}ep" if more.strip().replace(".", "", 1).isdecimal() else more)
     except ValueError as error:
@@ -307,6 +304,7 @@ class PlanRequest:
     html: Path | None
     trace: Path | None
     no_store: bool
+    trust_code: bool
     as_json: bool
 
     @classmethod
@@ -317,33 +315,21 @@ class PlanRequest:
 
     @cached_property
     def plans(self) -> list[Plan]:
-        """The plans to predict instead of a search.
-
-        Raises:
-            ConvoyError: one of the texts is no plan.
-        """
+        """The plans to predict instead of a search."""
         if any(text.strip() == "auto" for text in self.score):
             raise ConvoyError("--score auto names no plan: leave --score out, and the fastest is searched")
         return [Plan.parse(text, num_devices=self.devices) for text in self.score]
 
     @cached_property
     def machines(self) -> list[Machine]:
-        """Those of --on and --compare.
-
-        Raises:
-            ConvoyError: a device, link or machine is not known.
-        """
+        """Those of --on and --compare."""
         added = read_devices(self.catalog) if self.catalog is not None else {}
         named = [self.on, *self.compare] if self.on is not None else []
         return [machine(text, self.between, added) for text in named]
 
     @cached_property
     def prices(self) -> list[float]:
-        """Of an hour of one device of each machine.
-
-        Raises:
-            ConvoyError: they are no numbers, or not as many.
-        """
+        """Of an hour of one device of each machine."""
         if self.price is None:
             return []
         try:
@@ -373,19 +359,11 @@ class PlanRequest:
 
     @property
     def memory(self) -> float | None:
-        """The memory limit in bytes.
-
-        Raises:
-            ConvoyError: it is no size.
-        """
+        """The memory limit in bytes."""
         return bytes_of(self.memory_limit, "--memory-limit") if self.memory_limit is not None else None
 
     def check(self) -> None:
-        """Refuse what needs neither the network nor the machine to be found wrong.
-
-        Raises:
-            ConvoyError: an option is wrong, or contradicts another.
-        """
+        """Refuse what needs neither the network nor the machine to be found wrong."""
         if self.model is None and self.recipe is None:
             raise ConvoyError("nothing to plan: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         for name, number in (
@@ -458,11 +436,7 @@ class PlanRequest:
         _ = self.prices
 
     def recipe_of(self) -> Recipe:
-        """The recipe with the keys that the command line sets.
-
-        Raises:
-            ConvoyError: there is none, a value is wrong, or its batch cannot be divided over the devices.
-        """
+        """The recipe with the keys that the command line sets."""
         named = [f"model.name={self.model}"] if self.model is not None else []
         recipe = _loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
         if recipe.batch < self.num_devices:
@@ -473,4 +447,6 @@ class PlanRequest:
         shares = recipe.parallel.shares
         check_shares(shares if isinstance(shares, tuple) else None, self.num_devices)
         check_names(recipe)
+        if not self.trust_code and self.model is None:
+            _check_own(recipe, self.recipe, self._keys)
         return recipe

@@ -34,6 +34,7 @@ Examples:
 @click.option("--out", type=options.OutputPath(), help="A new run directory. [default: runs/MODEL-DATA, or …-2]")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out (or in MODEL, if that is a run directory).")
 @click.option("--accept-code-change", is_flag=True, help="Go on with a run although the network's code has changed.")
+@options.trust_code
 @click.option("--extend", metavar="N", help="Train the run in MODEL for so much longer, e.g. 8ep, in a new run.")
 @click.option("--epochs", metavar="N", help="How long: 90, 90ep or 5000ba (updates). [default: the recipe's, else 90]")
 @click.option("--batch", type=int, help="Global batch: samples of one weight update.")

@@ -84,7 +84,8 @@ def run(request: TrainRequest) -> int:
     request.notes += _without_effect(request, None, 1)
     if per_device is not None:
         cores.pin(cores.share(cores.own_cores(), 1, 0, per_device))
-    outcome = _train(request, recipe, out, Ranks(), choose_device(request.device))
+    with Watchdog(Ranks(), None, timeout_s=timeout_s, patient=True) as watchdog:
+        outcome = _train(request, recipe, out, Ranks(), choose_device(request.device), watchdog=watchdog)
     with Interrupt():
         return _answer(outcome, Ranks(), is_verbose(request.arguments))
 
@@ -185,9 +186,8 @@ def _without_effect(request: TrainRequest, place: launch.RankPlace | None, numbe
     elif request.max_restarts and place is not None and place.folder is None:
         instead = "convoy launch slurm" if place.source == "Slurm" else place.source
         notes.append(f"--max-restarts has no effect on ranks that {place.source} started: give it to {instead}")
-    for option, value in (("--timeout", request.timeout), ("--interface", request.interface)):
-        if value is not None and number == 1:
-            notes.append(f"{option} has no effect on one device: there are no other ranks")
+    if request.interface is not None and number == 1:
+        notes.append("--interface has no effect on one device: there are no other ranks")
     return notes
 
 

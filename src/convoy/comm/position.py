@@ -6,7 +6,8 @@ was given to exchange is numbered, by group: who has given it less than the othe
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -73,6 +74,7 @@ class Position:
         collective: what this rank waits for others in; empty where it does not wait.
         moved: when it began, in seconds of `time.monotonic`.
         waited_s: seconds waited for other ranks so far.
+        late: while samples are waited for, who has not delivered which, in words; asked from any thread.
     """
 
     update: int = 0
@@ -81,6 +83,7 @@ class Position:
     collective: str = ""
     moved: float = 0.0
     waited_s: float = 0.0
+    late: Callable[[], str] | None = None
 
     def to(self, part: Part) -> None:
         """Another part begins, outside of all layers."""
@@ -92,6 +95,15 @@ class Position:
         """A layer begins."""
         self.layer = layer
         self.moved = time.monotonic()
+
+    @contextmanager
+    def waiting_for_samples(self, late: Callable[[], str]) -> Iterator[None]:
+        """While entered, samples are waited for, from a process or a file system that may not answer."""
+        self.late = late
+        try:
+            yield
+        finally:
+            self.late = None
 
 
 current = Position()

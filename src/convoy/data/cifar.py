@@ -1,16 +1,15 @@
 """CIFAR-10 and CIFAR-100 as their author publishes them: python and binary files (Krizhevsky, 2009).
 
-Reads the pickles of CIFAR's python version without letting them run anything.
-
-A pickle names functions to call. Here the few names that an array of bytes needs mean small stand-ins that only keep
-what they are given, and every other name is refused; not even numpy sees what the file says before it is checked.
+A pickle is a program for a stack machine, which may name functions and call them. Its few instructions that make plain
+values are carried out here, by a machine that has nothing to call; a file with any other is refused. Arrays are kept as
+what the file says of them, and checked before numpy sees that.
 """
 
 import pickle
 import pickletools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,45 +17,24 @@ from numpy.typing import NDArray
 from convoy.data.files import Opened, reading, shown
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
+from convoy.terminal import brief, printable
 
 _MAX_BYTES = 2**30
+_MOST_INSTRUCTIONS = 2**22  # ten times as many as a file of CIFAR-100 has: some ten seconds
+_MOST_DIMS = 8
+_VALUES = {"INT", "BININT", "LONG", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "BINUNICODE8", "BINBYTES8"}
+_VALUES |= {"BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_ENCODE = "_codecs encode"
+_ARRAY = {"numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct", "numpy ndarray", "numpy dtype"}
 
 
+@dataclass
 class _Kept:
-    """A stand-in for an array or a dtype: its arguments and its state."""
+    """An array or a dtype, by what a pickle calls it with, and the state that it gives it."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"encodes as {encoding}")
-    return text.encode("latin1")
-
-
-_NAMES: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Kept,
-    ("numpy._core.multiarray", "_reconstruct"): _Kept,
-    ("numpy", "ndarray"): _Kept,
-    ("numpy", "dtype"): _Kept,
-    ("_codecs", "encode"): _encode,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _NAMES[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"wants {module}.{name}") from None
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("wants an object from outside")
+    arguments: Any
+    state: Any = None
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
@@ -65,47 +43,103 @@ def read_pickle(path: Path) -> dict[str, Any]:
     Raises:
         ConvoyError: the file is missing, cut off, no CIFAR pickle, or names anything but an array.
     """
-    with reading(path), path.open("rb") as file:
+    with reading(path):
         if path.stat().st_size > _MAX_BYTES:
             raise ConvoyError(f"{shown(path)} is larger than any CIFAR file: set data.path to a CIFAR folder")
-        try:
-            _check_places(file)
-            content = _Unpickler(file, encoding="bytes").load()
-        except pickle.UnpicklingError as error:
-            raise ConvoyError(
-                f"{shown(path)} is refused: it is no plain CIFAR pickle ({error}); fetch CIFAR again from its own site"
-            ) from None
-        except OSError:
-            raise
-        except Exception as error:
-            raise ConvoyError(
-                f"{shown(path)} is cut off or no pickle ({type(error).__name__}): fetch it again"
-            ) from None
+        data = path.read_bytes()
+    try:
+        content = _unpickled(data)
+    except pickle.UnpicklingError as error:
+        raise ConvoyError(
+            f"{shown(path)} is refused: it is no plain CIFAR pickle ({error}); fetch CIFAR again from its own site"
+        ) from None
+    except Exception as error:
+        raise ConvoyError(f"{shown(path)} is cut off or no pickle ({type(error).__name__}): fetch it again") from None
     if not isinstance(content, dict):
         raise ConvoyError(f"{shown(path)} is no CIFAR file (it holds no dictionary): fetch it again")
-    names = (key.decode("latin1") if isinstance(key, bytes) else str(key) for key in content)
-    values = (_array(value) if isinstance(value, _Kept) else value for value in content.values())
-    return dict(zip(names, values, strict=True))
+    return {
+        key.decode("latin1") if isinstance(key, bytes) else key: _array(value) if isinstance(value, _Kept) else value
+        for key, value in content.items()
+    }
 
 
-def _check_places(file: BinaryIO) -> None:
-    """Refuse a pickle that keeps an object at a place far beyond those before it, for which memory would be taken.
+def _unpickled(data: bytes) -> Any:
+    """What a pickle of numbers, text, lists, tuples, dictionaries and arrays makes.
 
     Raises:
-        pickle.UnpicklingError: it does.
-        ValueError: the file is cut off or no pickle.
+        pickle.UnpicklingError: it wants to do anything else.
+        Exception: it is cut off or no pickle.
     """
-    for number, (code, place, _) in enumerate(pickletools.genops(file)):
-        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and isinstance(place, int) and place > number:
-            raise pickle.UnpicklingError(f"keeps its object {number} at place {place}")
-    file.seek(0)
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    value: Any
+    for number, (code, value, _) in enumerate(pickletools.genops(data)):
+        if number == _MOST_INSTRUCTIONS:
+            raise pickle.UnpicklingError(f"has more than {number:,} instructions")
+        takes = code.stack_before
+        start = marks.pop() if pickletools.markobject in takes else len(stack) - len(takes)
+        items, stack[start:] = stack[start:], []
+        match code.name.removeprefix("EMPTY_").rstrip("123"):  # one instruction has several forms
+            case kind if kind in _VALUES:
+                stack.append(value)
+            case kind if kind in _CONSTANTS:
+                stack.append(_CONSTANTS[kind])
+            case "STRING" | "BINSTRING" | "SHORT_BINSTRING":  # of Python 2
+                stack.append(value.encode("latin1"))
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[value] = stack[-1]
+            case "MEMOIZE":
+                stack.append(items[0])
+                memo[len(memo)] = items[0]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(memo[value])
+            case "MARK":
+                marks.append(start)
+            case "LIST":
+                stack.append(items)
+            case "TUPLE":
+                stack.append(tuple(items))
+            case "APPEND" | "APPENDS" | "SETITEM" | "SETITEMS" | "DICT" as kind:
+                target: Any = {} if kind == "DICT" else stack.pop() if kind.endswith("S") else items.pop(0)
+                stack.append(target)
+                if kind.startswith("APPEND"):
+                    target.extend(items)
+                    continue
+                # Other keys are hashed, which takes for ever where tuples of the same tuples lie within each other.
+                if not all(type(key) in (str, bytes) for key in items[::2]):
+                    raise pickle.UnpicklingError("has a key that is no text")
+                target.update(zip(items[::2], items[1::2], strict=True))
+            case "GLOBAL" | "STACK_GLOBAL":
+                name = value or " ".join(items)
+                if name not in {*_ARRAY, _ENCODE}:
+                    raise pickle.UnpicklingError(f"wants {printable(brief(name, 60)).replace(' ', '.')}")
+                stack.append(name)
+            case "REDUCE" if items[0] == _ENCODE:
+                text, encoding = items[1]
+                if encoding != "latin1":
+                    raise pickle.UnpicklingError("encodes text as something else than latin1")
+                stack.append(text.encode(encoding))
+            case "REDUCE":
+                stack.append(_Kept(items[1]))
+            case "BUILD" if isinstance(items[0], _Kept):
+                items[0].state = items[1]
+                stack.append(items[0])
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return items[0]
+            case _:
+                raise pickle.UnpicklingError(f"has the instruction {code.name}")
+    raise EOFError
 
 
 def _array(kept: _Kept) -> NDArray[np.uint8] | None:
-    """The array of bytes that the stand-in stands for, or None if it is anything else."""
+    """The array of bytes that the pickle means, or None if it is anything else."""
     match kept.state:
         case (_, tuple() as shape, _Kept(arguments=(b"u1" | "u1", *_)), fortran, bytes() as data):
-            if all(type(n) is int and n >= 0 for n in shape) and len(data) == int(np.prod(shape, dtype=object)):
+            fits = len(shape) <= _MOST_DIMS and all(type(n) is int and 0 <= n <= len(data) for n in shape)
+            if fits and len(data) == int(np.prod(shape, dtype=object)):
                 return np.frombuffer(data, np.uint8).reshape(shape, order="F" if fortran else "C")
     return None
 
@@ -227,7 +261,8 @@ def _class_names(path: Path, layout: _Layout) -> list[str]:
     else:
         names = read_pickle(path).get(layout.names_key)
         if isinstance(names, list):
-            names = [name.decode("latin1") if isinstance(name, bytes) else str(name) for name in names]
+            names = [name.decode("latin1") if isinstance(name, bytes) else name for name in names]
+            names = names if all(isinstance(name, str) for name in names) else None
     if not isinstance(names, list) or len(names) != layout.num_classes:
         raise ConvoyError(f"{shown(path)} does not name the {layout.num_classes} classes: fetch it again")
     return names

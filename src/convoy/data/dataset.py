@@ -1,7 +1,10 @@
 """Opens a data set: finds its format, splits it where it has no split, and settles size, channels and statistics."""
 
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +51,7 @@ class DataSet:
         resize: short side of a picture before its center is taken.
         notes: sentences for the user on how it was opened.
         format: how its files are laid out, as `data.format` calls it; "class" is a folder of one class.
+        fingerprint: by what its files are known again, as JSON has it (`difference`); empty where there are none.
     """
 
     name: str
@@ -61,6 +65,7 @@ class DataSet:
     resize: int
     notes: tuple[str, ...] = ()
     format: str = ""
+    fingerprint: dict[str, Any] = field(default_factory=dict)
 
 
 def open_data(config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False) -> DataSet:
@@ -86,6 +91,7 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
     for option in ("validation_fraction", "split_seed"):
         if opened.test is not None and getattr(config, option) is not None:
             raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
+    fingerprint = _fingerprint(kind, opened)
     own = _settle(opened, config.bad_images == "skip", progress)
     notes = list(opened.notes)
     if to_evaluate and opened.test is None and config.validation_fraction is None and config.split_seed is None:
@@ -107,9 +113,50 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         )
     mean, std = _statistics(config, opened, own, channels)
     _check_augmentation(config, opened.name, image_size, resize, channels, own)
-    return DataSet(
-        opened.name, opened.classes, train, test, image_size, channels, mean, std, resize, tuple(notes), kind
-    )
+    form = image_size, channels, mean, std, resize
+    return DataSet(opened.name, opened.classes, train, test, *form, tuple(notes), kind, fingerprint)
+
+
+def _fingerprint(kind: str, opened: Opened) -> dict[str, Any]:
+    """Of the samples as they lie in the files: what becomes of them is a function of the recipe."""
+    test = opened.test.fingerprint() if opened.test is not None else {}
+    classes = zlib.crc32("\n".join(opened.classes).encode("utf-8", "surrogatepass"))
+    return {"format": kind, "classes": classes, "training": opened.train.fingerprint(), "test": test}
+
+
+_MARKS = {
+    "samples": "the number of {} samples",
+    "names": "the names or the order of the {} samples",
+    "labels": "the labels of the {} samples",
+    "contents": "the contents of the {} samples",
+    "sizes": "the sizes of the {} files",
+}
+
+
+def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = False) -> tuple[str, str, str] | None:
+    """What differs first between data of these fingerprints, in words, and what it is of each where that says anything.
+
+    With `later` the first are those that a run goes on with: these may have come into another format, as a pack, which
+    keeps numbers and labels, and pictures may have been mended, in no more than half of the files.
+    """
+    alike = data["format"] == other["format"]
+    if not alike and not later:
+        return "the format", data["format"], other["format"]
+    for key in _MARKS if alike else ("samples", "labels"):
+        for split in ("training", "test"):
+            one, two = data[split].get(key), other[split].get(key)
+            if one != two and not (later and key == "sizes" and 2 * num_changed(one, two) <= len(two)):
+                return _MARKS[key].format(split), *(
+                    (f"{one or 0:,}", f"{two or 0:,}") if key == "samples" else ("", "")
+                )
+        if key == "names" and data["classes"] != other["classes"]:
+            return "the classes", "", ""
+    return None
+
+
+def num_changed(sizes: Sequence[int], before: Sequence[int]) -> int:
+    """How many of the same files have other sizes."""
+    return sum(one != two for one, two in zip(sizes, before, strict=False))
 
 
 def open_files(

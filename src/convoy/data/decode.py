@@ -29,6 +29,7 @@ _SIDEWAYS = (5, 6, 7, 8)
 _MOST_KINDS = 6
 _APP1, _START_OF_SCAN = b"\xe1", b"\xda"
 _MAX_PIXELS = 89_478_485  # Pillow's own limit: a quarter of a gigabyte of RGB
+_STRIP = 2**20  # pixels
 
 # Formats that only hold pixels, with the usual end of a name; those that have no signature come last. Pillow would also
 # hand PostScript to an interpreter and ask plug-ins about the rest.
@@ -138,15 +139,33 @@ def in_channels(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _eight_bit(image: Image.Image, name: str) -> Image.Image:
-    mode = image.mode
-    if mode in ("L", "RGB") and "transparency" not in image.info:
+    if image.mode in ("L", "RGB") and "transparency" not in image.info:
         return image
-    if mode.startswith("I;16") or (mode == "I" and image.format in ("PNG", "PPM")):
-        # Pillow's own conversion would cut off at 255 instead of scaling 65535 to 255.
-        values = np.asarray(image).astype(np.int64)
-        return Image.fromarray(((values + 128) // 257).clip(0, 255).astype(np.uint8))
-    if mode in ("I", "F"):
+    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if image.mode in ("I", "F") and not sixteen:
         raise BadImage(name, "has 32 bits a channel, and how bright that is meant to be is unknown: save it as 8 bit")
+    # In strips, as what lies between is up to 24 times as large as the picture; every pixel is converted by itself.
+    rows, convert = max(1, _STRIP // image.width), _scaled if sixteen else _flat
+    if rows >= image.height:
+        return convert(image)
+    whole: Image.Image | None = None
+    for top in range(0, image.height, rows):
+        strip = convert(image.crop((0, top, image.width, min(top + rows, image.height))))
+        whole = whole or Image.new(strip.mode, image.size)
+        whole.paste(strip, (0, top))
+    assert whole is not None
+    return whole
+
+
+def _scaled(image: Image.Image) -> Image.Image:
+    """16 bits a channel as 8: Pillow's own conversion would cut off at 255 instead of scaling 65535 to 255."""
+    values = np.asarray(image).astype(np.int64)
+    return Image.fromarray(((values + 128) // 257).clip(0, 255).astype(np.uint8))
+
+
+def _flat(image: Image.Image) -> Image.Image:
+    """Any other picture in grey or RGB, on white where it was transparent."""
+    mode = image.mode
     if mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         background = Image.new("RGBA", image.size, "white")

@@ -1,9 +1,11 @@
 """A folder of pictures for each class: `train/` and `val/` (or `test/`) with class folders, or one tree of them."""
 
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,7 @@ from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, needs_package, suffixes
 from convoy.data.files import Opened, reading, relabel, shown, split_of
 from convoy.data.memory import Names
-from convoy.data.sources import EncodedSource
+from convoy.data.sources import NUM_SIZES, EncodedSource, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
@@ -32,6 +34,11 @@ class FolderSource(EncodedSource):
     def name(self, sample: int) -> str:
         return printable(self._files[sample])
 
+    def _marks(self) -> dict[str, Any]:
+        paths = [os.path.join(self._root, self._files[each]) for each in spread(len(self), NUM_SIZES)]  # noqa: PTH118
+        with reading(Path(self._root)):
+            return {"names": self._files.checksum(), "sizes": [os.stat(path).st_size for path in paths]}  # noqa: PTH116
+
     def read(self, sample: int) -> bytes:
         return picture_bytes(os.path.join(self._root, self._files[sample]), self.name(sample))  # noqa: PTH118 (hot path)
 
@@ -39,10 +46,18 @@ class FolderSource(EncodedSource):
 def picture_bytes(path: str, name: str) -> bytes:
     """The bytes of a picture file, which messages call `name`. Raises BadImage."""
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 (hot path)
-            if os.fstat(file.fileno()).st_size > MAX_PICTURE_BYTES:
-                raise BadImage(name, f"has more than {MAX_PICTURE_BYTES} bytes")
-            return file.read()
+        # not waiting for somebody who writes into a pipe; pathlib would cost time, picture by picture
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise BadImage(name, "is no file but a folder, a pipe or a device")
+            if status.st_size <= MAX_PICTURE_BYTES:
+                data = file.read(status.st_size + 1) or b""
+                if len(data) > status.st_size:  # it grows, or the system makes it up and calls its size 0
+                    data += file.read(MAX_PICTURE_BYTES + 1 - len(data)) or b""
+                if len(data) <= MAX_PICTURE_BYTES:
+                    return data
+            raise BadImage(name, f"has more than {MAX_PICTURE_BYTES} bytes")
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         raise BadImage(name, f"cannot be read ({getattr(error, 'strerror', None) or error})") from None
 

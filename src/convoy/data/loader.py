@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from convoy.comm.memory import lack_of_memory
+from convoy.comm.position import current
 from convoy.data.batch import Batch, BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
@@ -199,8 +201,13 @@ def _run(
     else:
         for request in requests:
             epoch = request.epoch
-            batch = maker.evaluation(request.samples) if epoch is None else maker.training(request.samples, epoch)
+            with current.waiting_for_samples(partial(_reads, maker.source, request)):
+                batch = maker.evaluation(request.samples) if epoch is None else maker.training(request.samples, epoch)
             yield batch.pin_memory() if pin_memory else batch
         return
     with closing(made) as batches:
         yield from batches
+
+
+def _reads(source: Source, request: Request) -> str:
+    return f"this process reads {source.names(request.samples)}"

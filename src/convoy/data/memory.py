@@ -4,6 +4,7 @@ import mmap
 import os
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterable, Sequence
 from multiprocessing import reduction
 from typing import Any
@@ -72,6 +73,10 @@ class SharedBytes:
         found._ends = SharedNumbers(np.concatenate([np.zeros(1, np.int64), ends]))
         return found
 
+    def checksum(self) -> int:
+        """CRC-32 of all pieces and their ends."""
+        return zlib.crc32(self._ends.array.data, zlib.crc32(self._memory.bytes))
+
     def __len__(self) -> int:
         return len(self._ends.array) - 1
 
@@ -92,6 +97,10 @@ class Names:
         found = cls.__new__(cls)
         found._names = encoded
         return found
+
+    def checksum(self) -> int:
+        """CRC-32 of all names in their order."""
+        return self._names.checksum()
 
     def __len__(self) -> int:
         return len(self._names)

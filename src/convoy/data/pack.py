@@ -3,13 +3,16 @@
 import io
 import json
 import multiprocessing
+import os
+import re
 import shutil
 import tarfile
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
@@ -42,8 +45,8 @@ from convoy.errors import ConvoyError, MachineError
 from convoy.files import unwritable, write_atomically, write_json, write_text
 
 _TAR_BLOCK = 512
-_FINISHED = ".packed"
-"""What the folder of notes is called from the moment on in which the pack is finished, until it is removed."""
+_FINISHED = ".packed-"
+"""How the folder of notes is called from the moment on in which the pack is finished, until it is removed."""
 
 
 class _Stored(NamedTuple):
@@ -63,19 +66,7 @@ def pack(
     processes: int,
     tell: Callable[[str], object] = lambda sentence: None,
 ) -> dict[str, Statistics]:
-    """Write a data set as a pack, or finish one that was interrupted.
-
-    Args:
-        kind: the original's format.
-        opened: the original.
-        folder: where to write; it is made where it is not there.
-        options: how pictures are stored.
-        progress: is told how far it is.
-        processes: how many decode and encode.
-        tell: is told from where an interrupted pack goes on.
-
-    Returns:
-        The statistics of each split.
+    """Write a data set of a format as a pack, or finish one that was interrupted; the statistics of each split.
 
     Raises:
         ConvoyError: a picture cannot be read, or the folder is taken, or holds an unfinished pack of something else.
@@ -89,7 +80,7 @@ def pack(
         "format": kind,
         "options": asdict(options),
         "classes": opened.classes,
-        "splits": {name: _fingerprint(source) for name, source in splits.items()},
+        "splits": {name: _known_again(source) for name, source in splits.items()},
     }
     with _begun(folder, what):
         shards = [
@@ -113,12 +104,9 @@ def pack(
     return statistics
 
 
-def _fingerprint(source: Source) -> dict[str, int]:
-    """By what an interrupted pack knows its original again: number of samples, labels, names."""
-    names = 0
-    for sample in range(len(source)):
-        names = zlib.crc32(source.name(sample).encode("utf-8", "surrogatepass"), names)
-    return {"samples": len(source), "labels": zlib.crc32(source.labels.astype(np.int64).tobytes()), "names": names}
+def _known_again(source: Source) -> dict[str, Any]:
+    """By what an interrupted pack knows its original again: not by sizes, as a picture may have been mended."""
+    return {key: value for key, value in source.fingerprint().items() if key != "sizes"}
 
 
 @contextmanager
@@ -137,18 +125,23 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
         raise ConvoyError(f"{shown(folder)} is not empty: name a new folder for the pack")
     if (reason := unwritable(folder)) is not None:
         raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder for the pack")
-    finished = folder / _FINISHED
     with writing(folder):
         unfinished.mkdir(parents=True, exist_ok=True)
-        with (unfinished / "lock").open("w") as lock:
-            keep_others_out(lock.fileno(), f"another process packs into {shown(folder)}: wait for it, or end it")
+        if unfinished.is_symlink():
+            raise ConvoyError(f"{shown(unfinished)} is a link, not the folder of an unfinished pack: remove it")
+        lock = os.open(unfinished / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            keep_others_out(lock, f"another process packs into {shown(folder)}: wait for it, or end it")
             _go_on(folder, unfinished, what)
             yield
-            shutil.rmtree(finished, ignore_errors=True)
+            finished = folder / f"{_FINISHED}{uuid.uuid4().hex}"
             unfinished.rename(finished)  # at once, where a removal may stop halfway
+        finally:
+            os.close(lock)
     shutil.rmtree(finished, ignore_errors=True)
 
 
+_HALF_WRITTEN = re.compile(r"\.(\w+-\d{6}\.tar|classes\.txt|index\.safetensors)\.\d+\.tmp")
 _DIFFERENCES = {"options": "other options", "splits": "other pictures, names or labels", "classes": "other classes"}
 
 
@@ -172,14 +165,17 @@ def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
                 "remove it"
             )
     elif (folder / INDEX).exists():  # since this process looked
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):  # something else is in it
+            (unfinished / "lock").unlink()
+            unfinished.rmdir()
         raise ConvoyError(f"{shown(folder)} is a finished pack: remove it, or name another folder")
+    elif any(entry.name != "lock" and entry.suffix != ".tmp" for entry in unfinished.iterdir()):
+        raise ConvoyError(f"{shown(unfinished)} does not say what is packed there (it has no what.json): remove it")
     else:
-        for note in unfinished.glob("*.npz"):  # of nobody knows what
-            note.unlink()
         write_json(begun, what)
-    for stale in folder.glob(".*.tmp"):
-        stale.unlink()
+    for entry in folder.iterdir():
+        if _HALF_WRITTEN.fullmatch(entry.name):
+            entry.unlink()
 
 
 @dataclass(frozen=True)

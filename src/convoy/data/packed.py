@@ -4,15 +4,16 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, BaseModel
 from safetensors import SafetensorError, safe_open
 
 from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
@@ -28,7 +29,7 @@ from convoy.terminal import printable
 
 _EVERY = 2000
 _LONGEST = 200
-_UNPACKING = ".unpacking"
+_UNPACKING, _MARK = ".unpacking-", ".convoy"
 
 
 class PackedSource(TarSource):
@@ -36,14 +37,21 @@ class PackedSource(TarSource):
 
     mend = "fetch the pack again, or pack again"
     is_packed = True
+    contents = 0
+    """The index's checksum of the checksums of all pictures."""
 
     def name(self, sample: int) -> str:
         """The name that the sample has in the original."""
         return printable(self._names[sample])
 
+    def _marks(self) -> dict[str, Any]:
+        return {"names": self._names.checksum(), "contents": self.contents}
 
-@dataclass(frozen=True)
-class Pack:
+
+_Name = Annotated[str, AfterValidator(printable)]
+
+
+class Pack(BaseModel, frozen=True):
     """A pack.
 
     Attributes:
@@ -53,16 +61,18 @@ class Pack:
         classes: names of the classes, by label.
         options: how pictures are stored.
         statistics: what its pictures add up to, by split: train and test, or data.
+        shards: their sizes in bytes, by name.
+        index: CRC-32 of the arrays in the index, by name.
     """
 
     path: Path
-    name: str
-    format: str
-    classes: list[str]
+    name: _Name
+    format: _Name
+    classes: list[_Name]
     options: PackOptions
     statistics: dict[str, Statistics]
-    _shards: dict[str, int]
-    _checksums: dict[str, int]
+    shards: dict[str, int]
+    index: dict[str, int]
 
     @classmethod
     def open(cls, path: Path, *, to_verify: bool = False) -> "Pack":
@@ -81,16 +91,9 @@ class Pack:
                 found = json.loads((file.metadata() or {})["convoy.pack"])
             if found["version"] > VERSION:
                 raise ConvoyError(f"{shown(path)} was packed by a later version of Convoy: use that, or pack again")
-            shards = {str(name): int(size) for name, size in found["shards"].items()}
-            statistics = {
-                split: Statistics(**(each | {key: tuple(each[key]) for key in ("sums", "squares")}))
-                for split, each in found["statistics"].items()
-            }
-            if list(statistics) not in SPLITS or any(name != Path(name).name for name in shards):
+            pack = cls.model_validate(found | {"path": path})
+            if list(pack.statistics) not in SPLITS or any(name != Path(name).name for name in pack.shards):
                 raise ValueError
-            options, checksums = PackOptions(**found["options"]), dict(found["index"])
-            classes = [str(name) for name in found["classes"]]
-            pack = cls(path, found["name"], found["format"], classes, options, statistics, shards, checksums)
         except ConvoyError:
             raise
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
@@ -105,7 +108,7 @@ class Pack:
     def wrong_shards(self) -> dict[str, str]:
         """A sentence for each shard, by its name, that is missing or of another size than it was written with."""
         wrong = {}
-        for name, size in self._shards.items():
+        for name, size in self.shards.items():
             if not (self.path / name).exists():
                 wrong[name] = f"{shown(self.path / name)} is missing: {PackedSource.mend}"
                 continue
@@ -127,25 +130,29 @@ class Pack:
                 arrays = {name: file.get_tensor(name) for name in (f"{split}.{each}" for each in names)}
         except SafetensorError:
             arrays = {}
-        if not arrays or any(zlib.crc32(array) != self._checksums.get(name) for name, array in arrays.items()):
+        lists = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
+        if not arrays or not lists or any(zlib.crc32(array) != self.index.get(name) for name, array in arrays.items()):
             raise _damaged(index)
         return list(arrays.values())
 
     def source(self, split: str) -> PackedSource:
         """The pictures of a split. Raises ConvoyError."""
         *parts, label, names, ends = self.arrays(split, "shard", "offset", "size", "label", "names", "name_end")
-        lengths = {len(array) for array in (*parts, label, ends)}
+        lengths, ends = {len(array) for array in (*parts, label, ends)}, ends.astype(np.int64)
         places = np.stack(parts, axis=1).astype(np.int64) if len(lengths) == 1 else np.zeros((0, 3), np.int64)
         if (
             not len(places)
             or places.min() < 0
-            or places[:, 0].max() >= len(self._shards)
+            or places[:, 0].max() >= len(self.shards)
             or places[:, 2].max() > MAX_PICTURE_BYTES
             or np.diff(ends, prepend=0, append=names.size).min() < 0
         ):
             raise _damaged(self.path / INDEX)
-        files = [self.path / shard_name(split, number) for number in range(len(self._shards))]
-        return PackedSource(files, Names.of(SharedBytes.at(names.tobytes(), ends)), places, label.astype(np.int64))
+        files = [self.path / shard_name(split, number) for number in range(len(self.shards))]
+        pieces = SharedBytes.at(names.tobytes(), ends)
+        source = PackedSource(files, Names.of(pieces), places, label.astype(np.int64))
+        source.contents = self.index.get(f"{split}.crc32", 0)
+        return source
 
     def opened(self) -> Opened:
         """The data set. Raises ConvoyError."""
@@ -189,48 +196,52 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     """Write the pictures of a pack as a folder for each class, below one for each split.
 
     Names of files are those of the original as far as these can be: they end as the format that is stored does, and
-    what stands in a name never leads out of the folder. Until all are written they lie in a hidden folder, which the
-    next attempt removes.
-
-    Args:
-        pack: the pack.
-        folder: where to write; new or empty.
-        progress: is told how far it is.
-
-    Returns:
-        How many pictures were written.
+    what stands in a name never leads out of the folder. Until all are written they lie in a new hidden folder, which
+    the next attempt removes if this one is killed. Returns how many pictures were written.
 
     Raises:
         ConvoyError: the folder is taken, or a picture is damaged.
     """
-    unfinished, was_there = folder / _UNPACKING, folder.exists()
-    if was_there and (not folder.is_dir() or set(folder.iterdir()) - {unfinished}):
+    was_there = folder.exists()
+    if was_there and (not folder.is_dir() or not all(map(_is_left_over, folder.iterdir()))):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
     if (reason := unwritable(folder)) is not None:
         raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder")
-    with writing(folder), _alone(unfinished):
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            done = _unpack(pack, unfinished, progress)
-            for entry in unfinished.iterdir():
-                entry.rename(folder / entry.name)
+            with _alone(folder) as unfinished:
+                done = _unpack(pack, unfinished, progress)
+                (unfinished / _MARK).unlink()
+                for entry in unfinished.iterdir():
+                    entry.rename(folder / entry.name)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
             if not was_there:
                 with suppress(OSError):  # it is not empty
                     folder.rmdir()
     return done
 
 
+def _is_left_over(entry: Path) -> bool:
+    """Whether an unpacking has made this folder: under no other name, through no link, and with its mark in it."""
+    return entry.name.startswith(_UNPACKING) and not entry.is_symlink() and (entry / _MARK).is_file()
+
+
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """An empty folder, in which nobody else unpacks. Raises ConvoyError."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _alone(folder: Path) -> Iterator[Path]:
+    """A new folder within, while nobody else unpacks; those of killed processes are removed. Raises ConvoyError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        keep_others_out(descriptor, f"another process unpacks into {shown(folder.parent)}: wait for it, or end it")
-        for left in folder.iterdir():  # by one that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        yield
+        keep_others_out(descriptor, f"another process unpacks into {shown(folder)}: wait for it, or end it")
+        for entry in filter(_is_left_over, folder.iterdir()):
+            shutil.rmtree(entry)
+        # Nobody knows the name before, so nobody can have put a link or a folder of theirs there.
+        unfinished = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder))
+        try:
+            (unfinished / _MARK).touch()
+            yield unfinished
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     finally:
         os.close(descriptor)
 

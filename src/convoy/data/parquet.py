@@ -6,6 +6,7 @@ fit into a part of the memory are therefore read once; of larger ones, groups ar
 
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.memory import SharedBytes
-from convoy.data.sources import EncodedSource, Progress
+from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
 from convoy.launch.memory import host_memory
 from convoy.terminal import printable
@@ -61,10 +62,10 @@ _NAMES = {
 
 
 class ParquetSource(EncodedSource):
-    """The rows of some parquet files; `column` is the path of the bytes within the schema."""
+    """The rows of some parquet files; `column` is the path of the bytes in the schema, `sizes` are those of groups."""
 
     def __init__(
-        self, files: list[Path], column: str, labels: NDArray[np.int64], groups: NDArray[np.int64], num_bytes: int
+        self, files: list[Path], column: str, labels: NDArray[np.int64], groups: NDArray[np.int64], sizes: list[int]
     ) -> None:
         self._files = [str(file) for file in files]
         self._names = [printable(file.name) for file in files]
@@ -72,13 +73,17 @@ class ParquetSource(EncodedSource):
         self.labels = labels
         # One row for each row group: file, group in the file, first row in the file, first sample.
         self._groups = groups
-        self._num_bytes = num_bytes
+        self._sizes = sizes
 
     def _place(self, sample: int) -> tuple[int, int, int, int]:
         """File, row group, row in the group, row in the file."""
         found = int(np.searchsorted(self._groups[:, 3], sample, side="right")) - 1
         file, group, first_row, first_sample = self._groups[found].tolist()
         return file, group, sample - first_sample, first_row + sample - first_sample
+
+    def _marks(self) -> dict[str, Any]:
+        sizes = [self._sizes[group] for group in spread(len(self._sizes), NUM_SIZES)]
+        return {"names": zlib.crc32(self._groups.data), "sizes": sizes}  # rows have numbers alone
 
     def name(self, sample: int) -> str:
         """The file and the row in it (from 0)."""
@@ -89,14 +94,14 @@ class ParquetSource(EncodedSource):
         file, group, row, _ = self._place(sample)
         try:
             value = _row_group(self._files[file], group, self._column)[row].as_py()
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, IndexError) as error:
             raise BadImage(self.name(sample), f"cannot be read ({printable(str(error))})") from None
         if value is None:
             raise BadImage(self.name(sample), "has no bytes in the file")
         return bytes(value)
 
     def settled(self, progress: Progress | None) -> EncodedSource:
-        if not fits_in_memory(self._num_bytes):
+        if not fits_in_memory(sum(self._sizes)):
             return self
         return MemorySource(self, self._everything(progress))
 
@@ -121,6 +126,8 @@ def _row_group(path: str, group: int, column: str) -> Any:
     table = _file(path).read_row_group(group, columns=[column], use_threads=False)
     array = table.column(0).combine_chunks()
     array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    if len(array) != _file(path).metadata.row_group(group).num_rows:
+        raise pa.ArrowInvalid("a row group has another number of rows than it says")
     return array.field(0) if pa.types.is_struct(array.type) else array
 
 
@@ -132,7 +139,8 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
             others, or a label occurs in the test alone.
     """
     splits = [files for files in shards(path, ".parquet", config) if files]
-    layout = _Layout.of(splits[0][0], config)
+    with _arrow(splits[0][0]):
+        layout = _Layout.of(splits[0][0], config)
     sources, names = zip(*map(layout.open, splits), strict=True)
     if layout.text:
         classes = sorted(set(names[0]))
@@ -162,7 +170,7 @@ class _Layout:
 
     @classmethod
     def of(cls, file: Path, config: DataConfig) -> "_Layout":
-        schema = _open(file).schema_arrow
+        schema = pq.ParquetFile(file).schema_arrow
         features = _features(schema)
         kinds = {name: feature.get("_type") for name, feature in features.items()}
         labels = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
@@ -193,40 +201,39 @@ class _Layout:
         """The source, and the labels' names where the labels are text."""
         labels, groups = [], []
         names: list[str] = []
-        num = num_bytes = 0
+        sizes: list[int] = []
+        num = 0
         for index, path in enumerate(files):
-            file = _open(path)
-            if not file.schema_arrow.equals(self.schema):
-                raise ConvoyError(
-                    f"{shown(path)} has other columns ({', '.join(map(printable, file.schema_arrow.names))}) than the "
-                    "first file, or other types: keep one data set in the folder, or name its files by data.train"
-                )
             with _arrow(path):
+                file = pq.ParquetFile(path)
+                if not file.schema_arrow.equals(self.schema):
+                    there = ", ".join(map(printable, file.schema_arrow.names))
+                    raise ConvoyError(
+                        f"{shown(path)} has other columns ({there}) than the first file, or other types: keep one data "
+                        "set in the folder, or name its files by data.train"
+                    )
                 column = file.read(columns=[self.label], use_threads=False).column(0)
                 column = column.cast(_plain(column.type))
-            if column.null_count:
-                raise ConvoyError(
-                    f"{shown(path)} has {column.null_count} rows without a label: remove them, or name the files to "
-                    "train on (--set data.train=…)"
-                )
-            if self.text:
-                names.extend(printable(name) for name in column.to_pylist())
-            labels.append(np.zeros(len(column), np.int64) if self.text else column.to_numpy().astype(np.int64))
-            row = 0
-            for group in range(file.num_row_groups):
-                groups.append((index, group, row, num))
-                meta = file.metadata.row_group(group)
-                num_bytes += meta.total_byte_size
-                row += meta.num_rows
-                num += meta.num_rows
+                if column.null_count:
+                    raise ConvoyError(
+                        f"{shown(path)} has {column.null_count} rows without a label: remove them, or name the files "
+                        "to train on (--set data.train=…)"
+                    )
+                if self.text:
+                    names.extend(printable(name) for name in column.to_pylist())
+                labels.append(np.zeros(len(column), np.int64) if self.text else column.to_numpy().astype(np.int64))
+                row = 0
+                for group in range(file.num_row_groups):
+                    groups.append((index, group, row, num + row))
+                    meta = file.metadata.row_group(group)
+                    sizes.append(meta.total_byte_size)
+                    row += meta.num_rows
+                num += len(column)
+                if row != len(column):
+                    raise pa.ArrowInvalid("row groups have other numbers of rows than the file")
         if num == 0:
             raise ConvoyError(f"{shown(files[0])} holds no rows: fetch it again")
-        return ParquetSource(files, self.image, np.concatenate(labels), np.array(groups, np.int64), num_bytes), names
-
-
-def _open(path: Path) -> pq.ParquetFile:
-    with _arrow(path):
-        return pq.ParquetFile(path)
+        return ParquetSource(files, self.image, np.concatenate(labels), np.array(groups, np.int64), sizes), names
 
 
 @contextmanager
@@ -235,7 +242,7 @@ def _arrow(path: Path) -> Iterator[None]:
     with reading(path):
         try:
             yield
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, IndexError, UnicodeDecodeError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ConvoyError(f"{shown(path)} is no parquet file, or is cut off or damaged: fetch it again") from None

@@ -7,6 +7,8 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 
+from convoy.launch.rank import end_with_parent
+
 _NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
@@ -27,6 +29,7 @@ def follow_parent() -> None:
 
     The process that workers are forked from has left the group, unless another library had started it before.
     """
+    end_with_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None
     with suppress(OSError):

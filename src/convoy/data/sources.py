@@ -1,5 +1,6 @@
 """Sources of single pictures: the interface, and its two kinds, pixels in memory and encoded files."""
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -42,6 +43,22 @@ class Source(ABC):
     @abstractmethod
     def name(self, sample: int) -> str:
         """The sample's name in messages: a file name, or a file and a number in it."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """By what the samples are known again, as JSON has it; no picture file is read.
+
+        The number of `samples`, CRC-32 of their `labels` and, where there are any, of their `names` in their order;
+        and either that of the `contents` of all, or the `sizes` of a few files (-1: not to be seen).
+        """
+        return {"samples": len(self), "labels": zlib.crc32(self.labels.astype(np.int64).data), **self._marks()}
+
+    def _marks(self) -> dict[str, Any]:
+        return {}
+
+    def names(self, samples: NDArray[np.int64]) -> str:
+        """Some samples, in a message."""
+        shown, more = ", ".join(self.name(int(sample)) for sample in samples[:3]), len(samples) - 3
+        return f"{shown} and {more} more" if more > 0 else shown
 
     @abstractmethod
     def open(self, sample: int) -> Image.Image:
@@ -91,6 +108,9 @@ class PixelSource(Source):
 
     def name(self, sample: int) -> str:
         return _name_of(self._name, sample)
+
+    def _marks(self) -> dict[str, Any]:
+        return {"contents": zlib.crc32(np.ascontiguousarray(self.pixels).data)}
 
     def with_channels(self, channels: int) -> "PixelSource":
         """The same pictures in grey (1) or RGB (3), by Pillow's rule."""
@@ -146,6 +166,14 @@ class _Subset(EncodedSource):
         return self.source.name(int(self._samples.array[sample]))
 
 
+def spread(number: int, most: int) -> list[int]:
+    """At most so many samples, evenly spread."""
+    samples: list[int] = np.linspace(0, number - 1, min(most, number)).astype(int).tolist()
+    return samples
+
+
+NUM_SIZES = 64
+"""Files whose sizes a fingerprint has."""
 _MAX_SIDE = 64
 _MAX_BYTES = 2**30
 _NUM_PROBES = 16
@@ -159,7 +187,7 @@ def common_format(*sources: EncodedSource) -> tuple[int, int, int] | None:
     """
     sizes, modes, readable = set(), set(), 0
     for source in sources:
-        for sample in np.linspace(0, len(source) - 1, min(_NUM_PROBES, len(source))).astype(int).tolist():
+        for sample in spread(len(source), _NUM_PROBES):
             try:
                 width, height = source.open(sample).size
                 if max(width, height) > _MAX_SIDE:
@@ -179,17 +207,10 @@ def common_format(*sources: EncodedSource) -> tuple[int, int, int] | None:
 def decode_all(
     source: EncodedSource, form: tuple[int, int, int], what: str, skip_bad: bool, progress: Progress | None
 ) -> PixelSource | None:
-    """All pictures of a source as pixels, or None if one turns out to have another size.
-
-    Args:
-        source: where the pictures are.
-        form: their height, width and channels.
-        what: the name of the split, for the progress.
-        skip_bad: keep pictures that cannot be read as bad ones instead of refusing them.
-        progress: is told how far it is.
+    """All pictures of a split, of this height, width and channels, as pixels, or None if one has another size.
 
     Raises:
-        ConvoyError: a picture cannot be read, and `skip_bad` is not set.
+        ConvoyError: a picture cannot be read, and `skip_bad` is not set, which keeps it as a bad one.
     """
     height, width, channels = form
     pixels = np.zeros((len(source), height, width, channels), np.uint8)

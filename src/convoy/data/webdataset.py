@@ -10,6 +10,7 @@ import json
 import os
 import tarfile
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -23,7 +24,7 @@ from convoy.data.decode import BadImage, left_out, suffixes
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.memory import Names, SharedNumbers
-from convoy.data.sources import EncodedSource, Progress
+from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
@@ -59,6 +60,11 @@ class TarSource(EncodedSource):
         """The tar and the member in it."""
         shard = Path(self._files[self._places.array[sample, 0]]).name
         return f"{printable(shard)}/{printable(self._names[sample])}"
+
+    def _marks(self) -> dict[str, Any]:
+        shards, _, sizes = self._places.array.T
+        names = zlib.crc32(np.ascontiguousarray(shards).data, self._names.checksum())
+        return {"names": names, "sizes": sizes[spread(len(self), NUM_SIZES)].tolist()}
 
     def read(self, sample: int) -> bytes:
         shard, offset, size = self._places.array[sample].tolist()

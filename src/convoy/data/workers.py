@@ -16,14 +16,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from convoy.comm.memory import lack_of_memory
+from convoy.comm.position import current
 from convoy.data.batch import Batch, BatchMaker, Filled
 from convoy.data.buffers import Buffers
+from convoy.data.memory import SharedMemory
 from convoy.data.processes import follow_parent, forkserver
 from convoy.errors import ConvoyError, MachineError
 
@@ -115,6 +118,8 @@ class Workers:
         self._context = forkserver(__name__)
         self._taken, self._tasks = self._context.Pipe(duplex=False)
         self._processes: dict[connection.Connection, BaseProcess] = {}
+        # Of each process the piece that it makes: number of the batch, first and last place; all 0 where it has none.
+        self._held = SharedMemory(most * 3 * 8)
         # One for all waits: those of multiprocessing set up a selector each time.
         self._poll, self._speakers = select.poll(), dict[int, tuple[connection.Connection, BaseProcess]]()
         self._asked, self._waits, self._since = 0, 0.0, time.perf_counter()
@@ -125,18 +130,15 @@ class Workers:
         return len(self._processes)
 
     def batches(self) -> Generator[Batch, None, None]:
-        """All batches. Closing the generator ends the processes.
-
-        Raises:
-            ConvoyError: as `BatchMaker.fill`.
-            MachineError: a process died, or lacks memory.
-        """
+        """All batches. Closing the generator ends the processes."""
         try:
-            self._start(self._begin_with)
+            with current.waiting_for_samples(self._late):
+                self._start(self._begin_with)
             while self._send():
                 began = time.perf_counter()
-                while not self._pending[0].is_done:
-                    self._receive()
+                with current.waiting_for_samples(self._late):
+                    while not self._pending[0].is_done:
+                        self._receive()
                 self._adapt(time.perf_counter() - began)
                 self._first += 1
                 yield self._finished(self._pending.popleft())
@@ -160,7 +162,7 @@ class Workers:
         try:
             for _ in range(number):
                 results, theirs = self._context.Pipe(duplex=False)
-                given = self._maker, self._buffers, self._taken, theirs
+                given = self._maker, self._buffers, self._taken, theirs, self._held, self.num
                 process = self._context.Process(target=_work, args=given, name="convoy-pictures", daemon=True)
                 process.start()
                 theirs.close()
@@ -210,7 +212,19 @@ class Workers:
                 self._sent -= 1
                 self._pending[batch - self._first].pieces[start] = answer
             ready = self._poll.poll(0)
+        current.moved = time.monotonic()
         self._send()
+
+    def _late(self) -> str:
+        """Who holds the batch up, and the samples that it was asked for, in words."""
+        sentences = []
+        for process, (number, start, end) in zip(self._processes.values(), _pieces(self._held), strict=False):
+            state = _STATES.get(_state(process.pid), "")
+            if end or state:
+                samples = self._pending[number - self._first if end else 0].request.samples[start : end or None]
+                lacks = f"has not {'delivered' if end else 'taken'} {self._maker.source.names(samples)}"
+                sentences.append(f"process {process.pid}{state} {lacks}")
+        return "; ".join(sentences)
 
     def _finished(self, pending: _Pending) -> Batch:
         """The batch in its buffer, or in a copy where the last free buffer would go; errors come with their batch."""
@@ -253,9 +267,32 @@ def _died(why: object) -> MachineError:
     )
 
 
-def _work(maker: BatchMaker, buffers: Buffers, tasks: connection.Connection, results: connection.Connection) -> None:
+_STATES = {"T": ", which is stopped,", "D": ", which waits for a file system,"}
+"""Of processes in `/proc/PID/stat`."""
+
+
+def _state(process: int | None) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def _pieces(held: SharedMemory) -> NDArray[np.int64]:
+    return np.frombuffer(held.bytes, np.int64).reshape(-1, 3)
+
+
+def _work(
+    maker: BatchMaker,
+    buffers: Buffers,
+    tasks: connection.Connection,
+    results: connection.Connection,
+    held: SharedMemory,
+    place: int,
+) -> None:
     """A worker process."""
     follow_parent()
+    piece = _pieces(held)[place]
     torch.set_num_threads(1)
     with suppress(AttributeError, OSError):  # a worker that wakes up does not take the core from a thread that computes
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -266,6 +303,7 @@ def _work(maker: BatchMaker, buffers: Buffers, tasks: connection.Connection, res
     with suppress(OSError):  # the training process is gone
         while task := os.read(tasks.fileno(), _TASK.size):
             number, slot, start, end, epoch = _TASK.unpack(task)
+            piece[:] = number, start, end
             answer: _Answer
             try:
                 samples = buffers.samples[slot, start:end]
@@ -275,6 +313,7 @@ def _work(maker: BatchMaker, buffers: Buffers, tasks: connection.Connection, res
             except Exception as error:
                 answer = _portable(error)
             results.send((number, start, answer))
+            piece[:] = 0
 
 
 def _portable(error: Exception) -> Exception:

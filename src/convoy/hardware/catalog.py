@@ -11,9 +11,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from convoy.documents import parse
 from convoy.errors import ConvoyError
+from convoy.files import read_text
 from convoy.hardware.links import link_named, links
 from convoy.terminal import did_you_mean
 
@@ -140,10 +140,7 @@ def read_devices(path: Path) -> dict[str, Device]:
     Raises:
         ConvoyError: the file cannot be read, or a device lacks a number.
     """
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConvoyError(f"{path}: no devices can be read: {str(error).splitlines()[0]}") from error
+    given = parse(read_text(path, "devices"), str(path))
     if not isinstance(given, dict):
         raise ConvoyError(f"{path}: devices are a mapping of names to numbers, e.g. my-gpu: {{fp32: 12.5, …}}")
     found = {}

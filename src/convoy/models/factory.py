@@ -4,10 +4,14 @@ Networks of the user's own: `package.module:factory`, a function or class that r
 """
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +19,12 @@ from typing import Any
 from torch import nn
 
 from convoy.errors import ConvoyError
+from convoy.failure import INSTALLED
 from convoy.graph.given import unwrapped
 from convoy.models.heads import classifier_names, first_convolution
 from convoy.models.libraries import Timm, Torchvision, UnknownOptionError, called, parameters, reason, takes
 from convoy.models.registry import REGISTRY, ModelInfo, Registered, check_name
+from convoy.models.weights import RUN as CONFIG
 from convoy.terminal import did_you_mean
 
 
@@ -39,14 +45,14 @@ class Factory:
 
     def accepts(self, option: str) -> bool:
         """Whether the signature of the factory takes the keyword `option`."""
-        return takes(self._function(), option) is not None
+        return takes(self.function(), option) is not None
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
         """What the factory returns.
 
         Raises ConvoyError where it fails, does not return a module, or ignores the asked classes or channels.
         """
-        function = self._function()
+        function = self.function()
         for option in options:
             if takes(function, option) is None:
                 raise UnknownOptionError(self.name, option, parameters(function))
@@ -69,9 +75,9 @@ class Factory:
                     raise
                 del sizes[error.option]
 
-    def _function(self) -> Callable[..., Any]:
+    def function(self) -> Callable[..., Any]:
+        """What the name stands for; its module is imported."""
         module, _, path = self.name.partition(":")
-        _refuse_module(self.name, module)
         found: Any = _user_module(self.name, module)
         for part in path.split("."):
             if not hasattr(found, part):
@@ -82,37 +88,76 @@ class Factory:
             raise ConvoyError(
                 f"{self.name} is of type {type(found).__name__}: name a function or class that returns an nn.Module"
             )
-        _refuse_python(self.name, found)
         function: Callable[..., Any] = found
         return function
 
 
-def _refuse_python(name: str, found: Any) -> None:
-    """Refuse a function or class of Python's own: a recipe or a run of somebody else must not call `os:system`."""
-    if inspect.isroutine(found) or inspect.isclass(found):
-        _refuse_module(name, getattr(found, "__module__", None) or "builtins")
+def check_own(name: str, file: Path) -> None:
+    """Refuse a network that the file of a run or recipe names where building it would run code from elsewhere.
+
+    What lies below the current folder is the user's own: such modules are imported to see what they name. Installed
+    packages are not, wherever they lie, as some have functions that run what they are given.
+    """
+    network = find(name)
+    if not isinstance(network, Factory):
+        return
+    _add_current_folder()
+    for module in accumulate(name.partition(":")[0].split("."), "{}.{}".format):  # importing runs these, in this order
+        spec = None
+        with suppress(ModuleNotFoundError, ValueError):
+            spec = importlib.util.find_spec(module)
+        runs_nothing = spec is None or (spec.origin is None and spec.submodule_search_locations is not None)
+        if spec is not None and not runs_nothing and not (spec.has_location and _is_own(spec.origin, file)):
+            break
+        _user_module(name, module)
+    else:
+        factory = network.function()
+        while isinstance(factory, partial):
+            factory = factory.func
+        maker = factory if inspect.isroutine(factory) or inspect.isclass(factory) else type(factory)
+        if _is_own(getattr(sys.modules.get(maker.__module__), "__file__", None), file):
+            return
+    raise ConvoyError(
+        f"{file} names {name} as its network, which is code from outside of the current folder: see what that does "
+        "with the options there, then give --trust-code (in Python trust_code=True)"
+    )
 
 
-def _refuse_module(name: str, module: str) -> None:
-    if module.partition(".")[0] in sys.stdlib_module_names:
-        raise ConvoyError(
-            f"{name} is of Python's own library, which has no networks: name a function or class of yours that returns "
-            "an nn.Module"
-        )
+def _is_own(code: str | None, file: Path) -> bool:
+    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe.
+
+    What was unpacked comes in one folder: nothing in that below the current one which has the run is the user's own.
+    """
+    if code is None:
+        return False
+    here, path, folder = (each.resolve() for each in (Path.cwd(), Path(code), file.parent))
+    installed = str(path).startswith(INSTALLED) or code.startswith(INSTALLED)
+    if installed or not path.is_relative_to(here) or (file.name == CONFIG and here.is_relative_to(folder)):
+        return False
+    for parent in path.parents[: len(path.parts) - len(here.parts)]:
+        if parent.name in ("site-packages", "dist-packages") or any(parent.glob("*.dist-info")):
+            return False
+    brought = folder.relative_to(here).parts[:1] if folder.is_relative_to(here) else ()
+    return not brought or not path.is_relative_to(here / brought[0])
 
 
-def _user_module(name: str, module: str) -> ModuleType:
-    """Import `module`, from the current directory too, and keep that importable for what the module imports later."""
+def _add_current_folder() -> None:
+    """Modules in it can be imported, also later by those that are."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     importlib.invalidate_caches()
+
+
+def _user_module(name: str, module: str) -> ModuleType:
+    """Import `module`, from the current folder too."""
+    _add_current_folder()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise ConvoyError(
-                f"{name}: there is no module {error.name!r} in {here} or among the installed packages"
+                f"{name}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages"
             ) from error
         raise ConvoyError(f"{name}: {module} needs the module {error.name!r}, which is not installed") from error
     except Exception as error:

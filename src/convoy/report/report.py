@@ -96,7 +96,9 @@ def _content(run: Run) -> dict[str, Any]:
         "num_bad_images": len(bad),
         "command": _text(run.environment.get("command")),
         "configuration": _highlighted(run.config_text),
-        "environment": {key: value for key, value in run.environment.items() if key not in ("command", "restarts")},
+        "environment": {
+            key: value for key, value in run.environment.items() if key not in ("command", "restarts", "data")
+        },
         "restarts": _restarts(run),
         "download": Download.of("metrics.jsonl", run.metrics.raw) if run.metrics.raw else None,
         "version": _text(run.environment.get("convoy")) or convoy.__version__,

@@ -95,6 +95,7 @@ class Saver:
         goes_on: whether the run goes on where a checkpoint cannot be written.
         on_processor: whether the ranks compute on the processor that the writing thread needs as well.
         timeout_s: seconds that the run waits for a checkpoint before it ends.
+        check: refuses to write, after so many updates, where the run directory has gone; asked on rank 0.
 
     Attributes:
         newest: step of the newest checkpoint that is on disk; None without any.
@@ -111,6 +112,7 @@ class Saver:
         goes_on: bool = False,
         on_processor: bool = True,
         timeout_s: float = TIMEOUT_S,
+        check: Callable[[int], None] = lambda done: None,
     ) -> None:
         self.newest: int | None = None
         self.tally = CheckpointTally()
@@ -122,6 +124,7 @@ class Saver:
         self._goes_on = goes_on
         self._on_processor = on_processor
         self._timeout_s = timeout_s
+        self._check = check
         self._pace = Pace()
         self._writing: Writing | None = None
         self._writers: list[int] = [0]
@@ -154,11 +157,7 @@ class Saver:
         return self.newest == step or (self._writing is not None and self._writing.draft.step == step)
 
     def due(self, done: int) -> bool:
-        """Whether a checkpoint is due now. All ranks call it after every update.
-
-        Raises:
-            ConvoyError: the one before could not be written, and the run is not to go on then.
-        """
+        """Whether a checkpoint is due now. All ranks call it after every update."""
         self._pace.updated(done)
         if self._writing is not None and done >= self._look_at:
             reports = self._ask()
@@ -180,12 +179,10 @@ class Saver:
             step, identity, values: as in `Checkpoint`.
             tensors: the state's, whole and by serial names; each is asked for once.
             best_step: of the checkpoint that stays.
-
-        Raises:
-            ConvoyError: the one before could not be written, and the run is not to go on then.
         """
         before_s = self.tally.waited_s
         self.finish()
+        self._ranks.first(lambda: self._check(step))
         began = time.perf_counter()
         self._wait_s = 0.0
         number = self._writers.index(self._ranks.rank) if self._ranks.rank in self._writers else None
@@ -209,10 +206,6 @@ class Saver:
 
         Args:
             or_raise: a failure ends the run in any case.
-
-        Raises:
-            ConvoyError: it could not be written, and the run is not to go on then.
-            MachineError: that takes too long.
         """
         came, before_s = time.perf_counter(), self.tally.waited_s
         patience, longest = PATIENCE_S
@@ -281,6 +274,7 @@ class Saver:
     def _failure(self, writing: Writing, reports: list[Report], or_raise: bool) -> None:
         if self._ranks.rank == 0:
             writing.draft.discard()
+        self._ranks.first(lambda: self._check(writing.draft.step))
         if writing.failure is not None and not isinstance(writing.failure, OSError):
             raise writing.failure
         sentence = (

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from convoy.checkpoint.files import Checkpoint
+from convoy.checkpoint.files import Checkpoint, values_explained
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import current
 from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
@@ -82,6 +82,7 @@ class Loop:
             goes_on=recipe.checkpoint.on_error == "continue",
             on_processor=session.device.type == "cpu",
             timeout_s=timeout_s,
+            check=run.check_there,
         )
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
@@ -109,9 +110,10 @@ class Loop:
         for sentence in refused:
             self._tell(f"{sentence}; the one before it was used")
         if checkpoint is not None:
-            self._take(checkpoint)
-            self.saver.newest = checkpoint.step
-            self.saver.tally = CheckpointTally(**self.progress.checkpoints)
+            with values_explained(f"the checkpoint of update {checkpoint.step:,}"):
+                self._take(checkpoint)
+                self.saver.newest = checkpoint.step
+                self.saver.tally = CheckpointTally(**self.progress.checkpoints)
         elif self.session.recipe.extends is not None:
             self.extend()
             self.take_metrics()
@@ -128,7 +130,8 @@ class Loop:
         """
         current.to("reading")
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
-        self._take(checkpoint)
+        with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
+            self._take(checkpoint)
         self.progress.checkpoints = {}
         self.progress.to_evaluate = False
         self._extends = True
@@ -171,7 +174,7 @@ class Loop:
         """
         writer: AbstractContextManager[MetricsWriter | None] = nullcontext()
         if self.session.ranks.rank == 0:
-            writer = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell)
+            writer = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell, self.run.check_there)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS, self._stopping) as interrupt,
             writer as metrics,

@@ -54,20 +54,13 @@ def _checksum(content: bytes) -> bytes:
 
 
 class AppendedFile:
-    """Appends to a file, at once on the operating system's side of the process.
-
-    Args:
-        path: of the file; its folder is made.
-
-    Raises:
-        ConvoyError: it cannot be opened.
-    """
+    """Appends to a file, at once on the operating system's side of the process; its folder is made, no other one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._kept = b""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConvoyError(f"cannot write to {path} ({error.strerror}): free what is in its way") from error
@@ -103,20 +96,17 @@ class MetricsWriter:
     """Appends lines to the metrics of a run, each at once on disk's side of the process.
 
     A line that cannot be written, because the disk is full, does not end the run: it is kept, and written with a later
-    one. That is said once, and again when all is written.
-
-    Args:
-        metrics: file of lines.
-        tensorboard: folder of events.
-        first_step: updates done before.
-        tell: takes a sentence for whoever watches.
-
-    Raises:
-        ConvoyError: the files cannot be opened.
+    one. That is said once, and again when all is written. `check` refuses a line after so many updates where the run
+    directory has gone, which open files do not notice.
     """
 
     def __init__(
-        self, metrics: Path, tensorboard: Path, first_step: int = 0, tell: Callable[[str], None] = lambda sentence: None
+        self,
+        metrics: Path,
+        tensorboard: Path,
+        first_step: int = 0,
+        tell: Callable[[str], None] = lambda sentence: None,
+        check: Callable[[int], None] = lambda done: None,
     ) -> None:
         self._lines = AppendedFile(metrics)
         try:
@@ -124,12 +114,13 @@ class MetricsWriter:
         except BaseException:
             self._lines.close()
             raise
-        self._tell = tell
+        self._tell, self._check = tell, check
         self._failed = False
         self._append(self._events, beginning(first_step + 1))
 
     def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
         """Write one line: split, updates done, epochs done, seconds since the start, and the values measured."""
+        self._check(step)
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
         self._append(self._lines, f"{to_json(line)}\n".encode())
         finite = {f"{split}/{k}": float(v) for k, v in values.items() if v is not None and math.isfinite(v)}

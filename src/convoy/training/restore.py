@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from convoy.checkpoint.files import checked_record
+from convoy.checkpoint.files import checked_record, values_explained
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, DataConfig, DataSet, Normalize, evaluation_batches, open_data
@@ -28,6 +28,7 @@ from convoy.data.transforms import Geometry
 from convoy.data.turbo import Turbo, missing
 from convoy.engine.coupling import graph_of
 from convoy.errors import ConvoyError
+from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
 from convoy.training.code import code_of, difference
@@ -167,7 +168,8 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     if steps and which == "last":
         wanted = steps[-1]
     elif steps and which == "best":
-        wanted = checked_record(store.place(steps[-1]))["values"]["loop"]["progress"]["best_step"]
+        with values_explained(f"checkpoint {store.place(steps[-1])}"):
+            wanted = checked_record(store.place(steps[-1]))["values"]["loop"]["progress"]["best_step"]
     for step in steps:
         if str(step) == str(wanted):
             return step
@@ -175,7 +177,9 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     raise ConvoyError(f"{run.path} has no checkpoint {which}: choose best, last, or an update that has one: {there}")
 
 
-def load_run(path: str | os.PathLike[str], checkpoint: str | int | None = None) -> TrainedRun:
+def load_run(
+    path: str | os.PathLike[str], checkpoint: str | int | None = None, *, trust_code: bool = False
+) -> TrainedRun:
     """Load the network that a run has trained, and what it takes to use it. The data need not be there.
 
     >>> run = convoy.load_run("runs/first")
@@ -189,17 +193,20 @@ def load_run(path: str | os.PathLike[str], checkpoint: str | int | None = None) 
         path: the run directory.
         checkpoint: `best`, `last` or an update, instead of the final weights: of any run, also one that was stopped.
             The best one has the highest accuracy of the evaluations on the test split.
+        trust_code: build a network that the run names as `package.module:factory` also where that lies outside of the
+            current folder: whoever wrote the run then has your rights.
 
     Returns:
         The network in evaluation mode on the CPU, with float32 input [samples, channels, image_size, image_size] and
         logits [samples, classes]; the transform that makes such a sample of a picture; the names of the classes.
 
     Raises:
-        ConvoyError: this is no run, it has no weights yet, no such checkpoint, or they do not fit.
+        ConvoyError: this is no run, it has no weights yet, no such checkpoint, they do not fit, or its network is code
+            from elsewhere.
 
     A warning says where the network's code is another than that which trained the weights.
     """
-    found = restored(path, checkpoint)
+    found = restored(path, checkpoint, trust_code)
     if found.changed:
         warnings.warn(other_code(found), stacklevel=2)
     return found
@@ -210,7 +217,7 @@ def other_code(run: TrainedRun) -> str:
     return f"the network's code is another than that which trained {run.path} ({run.changed}): its results are others"
 
 
-def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None) -> TrainedRun:
+def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, trust_code: bool = False) -> TrainedRun:
     """`load_run` without its warning."""
     run = RunDirectory(Path(path))
     run.check_trained(checkpoint)
@@ -218,6 +225,8 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None) 
     if checkpoint is not None:
         source = CheckpointStore(run.checkpoints).place(checkpoint_step(run, checkpoint))
     recipe = settle(load_recipe(str(run.config)), torch.device("cpu")).recipe  # runs keep what was settled
+    if not trust_code:
+        check_own(recipe.model.name, run.config)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
     kept = "input" in run.begun_by()  # not by the first versions
     given = NetworkInput.of_run(run) if kept else NetworkInput.of(open_data(recipe.data))
@@ -243,7 +252,8 @@ def _changed_code(
     store = CheckpointStore(run.checkpoints)
     try:
         step = checkpoint_step(run, "last" if checkpoint is None else checkpoint)
-        was = checked_record(store.place(step))["values"]["loop"].get("code")
+        with values_explained(f"checkpoint {store.place(step)}"):
+            was = checked_record(store.place(step))["values"]["loop"].get("code")
     except ConvoyError:  # final weights need no checkpoint
         return ""
     if was is None:  # by an earlier version

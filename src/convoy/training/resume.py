@@ -6,7 +6,9 @@ schedule is that of the whole, new length: a cosine goes on from where it would 
 
 import hashlib
 import json
+import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
+from convoy.data.dataset import difference, num_changed
 from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.training.build import NetworkInput
@@ -26,10 +29,9 @@ from convoy.training.run_directory import RunDirectory
 
 
 def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that rank 0 finds whole, on every rank. All ranks call it.
+    """The newest checkpoint that rank 0 finds whole, on every rank, and a sentence for each damaged one passed over.
 
-    Returns:
-        The checkpoint, or None where there is none at all, and a sentence for each damaged one passed over.
+    None where there is none at all. All ranks call it.
 
     Raises:
         DamagedCheckpointError: there are checkpoints, but none of them can be used.
@@ -100,6 +102,17 @@ def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
         )
 
 
+def check_ranks(data: DataSet, ranks: Ranks) -> None:
+    """Refuse data that are not the same on all ranks, naming one, its host and what differs. All ranks call it."""
+    (first, expected), *others = ranks.gather((socket.gethostname(), data.fingerprint))
+    for rank, (host, fingerprint) in enumerate(others, 1):
+        if (found := difference(fingerprint, expected)) is not None:
+            what, there, here = found
+            how = f"is {there} for rank {rank} on {host}, and {here} for rank 0 on {first}"
+            how = how if there else f"differ between rank {rank} on {host} and rank 0 on {first}"
+            raise ConvoyError(f"the data are not the same everywhere: {what} {how}: give all hosts the same files")
+
+
 def check_data(data: DataSet, run: RunDirectory) -> None:
     """Refuse data that are not those a run was begun on, as far as it has noted what those were.
 
@@ -111,14 +124,32 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
     now = {**NetworkInput.of(data).as_dict(), "num_train": len(data.train), "num_test": len(data.test)}
     del now["in_memory"]  # how they are kept, not what they are
     names = {"num_train": "the number of training samples", "num_test": "the number of test samples"}
-    for key, value in now.items():
-        if key in known and known[key] != value:
-            was = f"{names.get(key, key)} was {show(known[key])} and is {show(value)}"
-            what = "other classes" if key == "classes" else was
-            raise ConvoyError(
-                f"the data are not those that {run.path} was begun on ({what}): name the same data by --data, or "
-                "begin a new run in another --out"
-            )
+    differ = [
+        "other classes" if key == "classes" else f"{names.get(key, key)} was {show(known[key])} and is {show(value)}"
+        for key, value in now.items()
+        if key in known and known[key] != value
+    ]
+    with suppress(KeyError, TypeError, AttributeError):  # not noted, or by somebody else
+        if (found := difference(data.fingerprint, run.begun_by()["data"], later=True)) is not None:
+            what, is_now, was = found
+            differ.append(f"{what} was {was} and is {is_now}" if was else f"{what} have changed")
+    if differ:
+        raise ConvoyError(
+            f"the data are not those that {run.path} was begun on ({differ[0]}): name the same data by --data, or "
+            "begin a new run in another --out"
+        )
+
+
+def mended_files(data: DataSet, run: RunDirectory) -> str | None:
+    """The sentence where files have other sizes than when the run was begun."""
+    with suppress(KeyError, TypeError, AttributeError):
+        begun, now = (
+            [size for split in ("training", "test") for size in each[split].get("sizes", ())]
+            for each in (run.begun_by()["data"], data.fingerprint)
+        )
+        if changed := num_changed(now, begun):
+            return f"{changed} of {len(now)} files that were looked at have another size than when the run was begun"
+    return None
 
 
 def moved_data(recipe: Recipe, run: RunDirectory) -> str | None:
@@ -228,10 +259,7 @@ def extended(recipe: Recipe) -> RunDirectory:
 
 
 def state_at_end(recipe: Recipe, data: DataSet, ranks: Ranks) -> tuple[Checkpoint, list[str]]:
-    """The state at the end of the run that a recipe extends, the same on all ranks. All of them call it.
-
-    Returns:
-        The state, and sentences on it.
+    """The state at the end of the run that a recipe extends, the same on all ranks, and sentences on it. All call it.
 
     Raises:
         ConvoyError: there is no checkpoint that can be used, or the data are not those of that run.

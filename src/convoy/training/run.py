@@ -33,6 +33,7 @@ from convoy.training.resume import (
     check_run,
     extended,
     load_latest,
+    mended_files,
     moved_data,
     other_machine,
 )
@@ -181,11 +182,13 @@ def train(
         def fail(sentence: str) -> None:
             why = sentence.partition("\n")[0]
             briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
+            briefly(reporter.end)  # a bar hides the cursor
             hang(sentence)
 
         try:
             memory = memory_explained(ranks.rank, ranks.num, has_gone_well)
-            with watchdog.ending_by(fail), disk_explained(run.path), memory:  # as it is printed, so it is kept
+            disk = disk_explained(run.path, lambda: run.check_there(loop.done))
+            with watchdog.ending_by(fail), disk, memory:  # as it is printed, so it is kept
                 signal = loop.run_to_end()
                 if signal is None:
                     _deliver(run, session, loop)
@@ -197,7 +200,7 @@ def train(
             store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
             # There may be no room for a second network beside the first.
             error.__traceback__ = None
-            del session, loop, summary, has_gone_well, memory
+            del session, loop, summary, has_gone_well, memory, disk
             release_freed_memory(device)
 
             def end(sentence: str, before: str = str(error)) -> None:
@@ -266,7 +269,7 @@ def _begin(
         run.sweep()
         given = NetworkInput.of(session.data).as_dict()
         facts = environment.describe(by[0], session.device, session.ranks.num, str(session.plan))
-        own = {"run": str(run.path), "jobs": list(by[1]), "input": given}
+        own = {"run": str(run.path), "jobs": list(by[1]), "input": given, "data": session.data.fingerprint}
         run.create(to_yaml(session.recipe), {**facts, **own})
 
 
@@ -283,15 +286,16 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
     if loop.finished:
         reporter.say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")
         return
-    moved = other = None
+    moved = mended = other = None
     if rank == 0:
         here = environment.machine(session.device)
-        moved, other = moved_data(session.recipe, run), other_machine(session.recipe, run, here)
+        moved, mended = moved_data(session.recipe, run), mended_files(session.data, run)
+        other = other_machine(session.recipe, run, here)
         session.notes[:0] = [note for note in run.summary().get("notes") or () if note not in session.notes]
         facts = environment.restart(loop.done, session.ranks.num, str(session.plan))
         facts |= {"data": session.recipe.data.path} if moved else {}
         run.add_restart(facts | (here if other else {}))
-    for sentence in filter(None, (moved, other)):
+    for sentence in filter(None, (moved, mended, other)):
         session.notes.append(sentence)
         reporter.say(sentence)
     nothing = "" if loop.done else ": no checkpoint was written before"

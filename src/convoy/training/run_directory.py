@@ -3,7 +3,7 @@
 import errno
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @contextmanager
-def disk_explained(folder: Path) -> Iterator[None]:
-    """Say in one sentence what is wrong with the disk that `folder` is on.
-
-    Raises:
-        ConvoyError: a file in it could not be written, or some disk is full.
-    """
+def disk_explained(folder: Path, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Say in one sentence what is wrong with the disk that `folder` is on; `check` says whether that has gone."""
     try:
         yield
     except OSError as error:
+        check()
         name = Path(str(error.filename)) if error.filename is not None else None
         if error.errno not in _FULL and (name is None or not name.is_relative_to(folder)):
             raise
@@ -86,6 +83,7 @@ class RunDirectory:
         self.evaluation = path / "evaluation.json"
         self.summary_file = path / "summary.json"
         self.tensorboard = path / "tensorboard"
+        self._lock: lock.Lock | None = None
 
     def is_run(self) -> bool:
         """Whether a run was begun here."""
@@ -106,22 +104,14 @@ class RunDirectory:
         write_json(self.environment, {**found, "restarts": [*(before if isinstance(before, list) else []), restart]})
 
     def check_run(self) -> None:
-        """Refuse a folder that holds no run.
-
-        Raises:
-            ConvoyError: it holds none.
-        """
+        """Refuse a folder that holds no run."""
         if not self.is_run():
             raise ConvoyError(
                 f"{self.path} is no run directory (it has no config.yaml): give the --out folder of convoy train"
             )
 
     def check_trained(self, checkpoint: object = None) -> None:
-        """Refuse a folder without a trained network, unless a checkpoint is to be used, which has weights of its own.
-
-        Raises:
-            ConvoyError: it is no run, or one without weights yet.
-        """
+        """Refuse a folder without a trained network, unless a checkpoint with weights of its own is to be used."""
         self.check_run()
         path = self.path
         if checkpoint is None and not self.weights.is_file():
@@ -135,9 +125,6 @@ class RunDirectory:
 
         Args:
             mine: this process has the lock, so that nobody else trains there.
-
-        Raises:
-            ConvoyError: the folder holds a run or other files, or the path is a file.
         """
         if self.is_run():
             raise ConvoyError(self._taken(mine))
@@ -163,21 +150,13 @@ class RunDirectory:
         return entry.name == lock.NAME or entry.name.startswith(_HALF_WRITTEN)
 
     def check_writable(self) -> None:
-        """Refuse a place where the run could not be written, before the work for it is done.
-
-        Raises:
-            ConvoyError: it could not.
-        """
+        """Refuse a place where the run could not be written, before the work for it is done."""
         reason = unwritable(self.path)
         if reason is not None:
             raise ConvoyError(f"cannot write to {self.path} ({reason}): choose another --out")
 
     def make(self) -> None:
-        """Make the folder.
-
-        Raises:
-            ConvoyError: that cannot be.
-        """
+        """Make the folder."""
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
 
@@ -188,11 +167,22 @@ class RunDirectory:
         except OSError as error:
             raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
 
-    def lock(
-        self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def lock(self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None) -> Iterator[None]:
         """Keep other processes from training in this folder, while entered; see `convoy.training.lock`."""
-        return lock.locked(self.path, patience_s, tell)
+        with lock.locked(self.path, patience_s, tell) as self._lock:
+            try:
+                yield
+            finally:
+                self._lock = None
+
+    def check_there(self, done: int) -> None:
+        """Refuse to write, after so many updates, where the folder that this process has locked has gone.
+
+        Below an unmounted disk a new one would fill another disk, and nobody takes half of one for a run.
+        """
+        if self._lock is not None:
+            self._lock.check(done)
 
     def sweep(self) -> None:
         """Remove what killed processes left half-written; nobody may be writing."""
@@ -201,11 +191,7 @@ class RunDirectory:
                 unfinished.unlink()
 
     def create(self, config: str, environment: dict[str, Any]) -> None:
-        """Write how the run was begun.
-
-        Raises:
-            ConvoyError: the folder cannot be written to.
-        """
+        """Write how the run was begun."""
         self.make()
         with self._writing():
             write_json(self.environment, environment)

@@ -8,6 +8,7 @@ from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.files import write_json
+from convoy.terminal import losses
 from convoy.training.evaluate import Evaluation
 from convoy.training.records import RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
@@ -60,6 +61,7 @@ def write_summary(
     error: str | None = None,
 ) -> None:
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
+    run.check_there(steps)
     recipe, data, counts = session.recipe, session.data, session.counts
     summary = RunSummary.model_construct(  # nothing in it may end a run
         status=status,
@@ -89,7 +91,7 @@ def write_summary(
         bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
         derived=session.derived,
         stages=session.stages,
-        notes=session.notes,
+        notes=[*session.notes, *losses()],
     )
     write_json(run.summary_file, summary.model_dump())
 
@@ -138,7 +140,7 @@ class Witness:
         A run that was stopped stays so: all that it had done was saved before.
         """
         with contextlib.suppress(OSError, ConvoyError):
-            if self._stamp() != self._before:
+            if self._stamp() not in (None, self._before):  # None: the run directory has gone, and stays so
                 with self._run.lock():
                     if self._run.summary().get("status") != "stopped":
                         note_failure(self._run, sentence)

@@ -6,7 +6,8 @@ the process: the main thread may be in a collective, which nothing interrupts. N
 that moves.
 
 While the run is set up nobody can say how long a rank may take for a step of its own: pictures are counted, plans are
-searched, networks compiled. Then only a rank ends that waits for others, shortly before its collective would.
+searched, networks compiled. Then only a rank ends that waits for others, shortly before its collective would. A single
+rank, for which nobody waits, ends only while it waits for data itself.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ class RankState:
         silent_s: seconds since it wrote.
         groups: what it has given its GPU to exchange, by the names of groups.
         stage: of the network that it runs, from 1; 0 where there are none.
+        late: who has not delivered which samples, while it waits for some.
     """
 
     host: str
@@ -58,6 +60,7 @@ class RankState:
     silent_s: float = 0.0
     groups: dict[str, GroupState] = field(default_factory=dict)
     stage: int = 0
+    late: str = ""
 
     def name(self, rank: int) -> str:
         """The rank, with its stage and host."""
@@ -67,7 +70,8 @@ class RankState:
         """Its position, in words."""
         what = f" ({self.collective})" if self.collective != "wait" else ""
         waits = f", waiting for other ranks{what}" if self.collective else ""
-        return f"{place_in_words(self.update, self.part, self.layer)}{waits}"
+        late = f" ({self.late})" if self.late else ""
+        return f"{place_in_words(self.update, self.part, self.layer)}{late}{waits}"
 
     def works(self, timeout_s: float) -> bool:
         """Whether it moves, and waits for nobody."""
@@ -87,17 +91,16 @@ def explain(
     num_ranks: int,
     option: str = " (--timeout)",
 ) -> str:
-    """The sentence of a rank that has waited for too long, and below it where all are.
+    """The sentence of a rank that has not moved for `timeout_s`, and below it where all are.
 
-    Args:
-        rank: which one.
-        ranks: what is known.
-        timeout_s: that it has waited.
-        silence_s: after which a rank that writes nothing does not run.
-        num_ranks: of all.
-        option: that says how long it may wait.
+    A rank that has written nothing for `silence_s` does not run; `option` says how long one may stand still.
     """
     own = ranks[rank]
+    if num_ranks == 1:
+        return (
+            f"nothing has moved for {in_words(timeout_s)}{option}: {own.place()}; see whether the file system of the "
+            "data answers, then go on with --resume"
+        )
     missing = [other for other in range(num_ranks) if other not in ranks]
     silent = [other for other, seen in ranks.items() if other != rank and seen.silent_s > silence_s]
     late = _late(ranks)
@@ -169,7 +172,7 @@ def _first(seen: RankState) -> str:
 
 def say_and_end(sentence: str) -> None:
     """What to do where nobody has said otherwise."""
-    print(sentence, file=sys.stderr, flush=True)
+    print(f"convoy: {sentence}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -178,7 +181,7 @@ class Watchdog:
 
     Args:
         ranks: all ranks of the run.
-        store: by which they have met; None where there is nobody to wait for.
+        store: by which they have met; None on one device.
         end: is called with the sentence, from a thread; it should end the process.
         timeout_s: seconds without movement.
         position: of this process.
@@ -217,22 +220,16 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self._position.moved = time.monotonic()
-        if self._store is not None:
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="convoy-watchdog")
-            self._thread.start()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="convoy-watchdog")
+        self._thread.start()
         return self
 
     def __exit__(self, *reason: object) -> None:
         self._stop.set()
-        if self._store is not None:
-            self._thread.join(self._interval_s)
+        self._thread.join(self._interval_s)
 
     def begin(self, stage: int = 0) -> None:
-        """The run is set up: from now on the user's time counts.
-
-        Args:
-            stage: of the network that this rank runs, from 1; 0 where there are none.
-        """
+        """The run is set up: from now on the user's time counts. Stages of a network count from 1."""
         self._stage = stage
         self._position.moved = time.monotonic()
         self._patient = False
@@ -247,7 +244,7 @@ class Watchdog:
             self.end = before
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._interval_s):
+        while not self._is_over():
             still_s = time.monotonic() - self._position.moved
             try:
                 self._write()
@@ -260,7 +257,17 @@ class Watchdog:
                 self.end(self._sentence(still_s))
                 return
 
+    def _is_over(self) -> bool:
+        """Wait until it is time to look, or there is nothing to look at any more."""
+        before = time.monotonic()
+        is_over = self._stop.wait(self._interval_s)
+        if time.monotonic() - before > 3 * self._interval_s + 1:  # this process was stopped itself, as by Ctrl-Z
+            self._position.moved = time.monotonic()
+        return is_over
+
     def _is_stuck(self, still_s: float) -> bool:
+        if self._num == 1:
+            return still_s > self.timeout_s and self._position.late is not None and not self._patient
         waits = bool(self._own().collective)
         if self._patient:
             return waits and still_s > _BEFORE * collective_limit_s(self.timeout_s)
@@ -278,18 +285,23 @@ class Watchdog:
             self._groups = self._given.state()
         groups = self._groups
         where = at.update, at.part, at.layer, at.collective
-        seen = RankState(self._host, *where, still_s, self._count, groups=groups, stage=self._stage)
+        late = ""
+        with contextlib.suppress(Exception):  # the batch has just come
+            late = at.late() if at.late is not None and still_s > 2 * self._interval_s else ""
+        seen = RankState(self._host, *where, still_s, self._count, groups=groups, stage=self._stage, late=late)
         # a host that moves is only ahead of its GPU
         waits = not at.collective and still_s > 2 * self._interval_s and _first(seen)
         return replace(seen, collective=f"{_first(seen)} on the GPU") if waits else seen
 
     def _write(self) -> None:
-        assert self._store is not None
+        if self._store is None:
+            return
         self._count += 1
         self._store.set(str(self._rank), json.dumps(asdict(self._own())))
 
     def _read(self) -> None:
-        assert self._store is not None
+        if self._store is None:
+            return
         now = time.monotonic()
         for rank, text in enumerate(self._store.multi_get([str(rank) for rank in range(self._num)])):
             seen = RankState(**json.loads(text))
