@@ -1,9 +1,12 @@
 # Convoy in a container: a plain user, the versions that the tests ran with, nothing else.
 #
-#   docker build -t convoy .                                  with CUDA, as torch comes by default
+#   docker build -t convoy .                                  with CUDA; every package is checked against requirements.lock
 #   docker build -t convoy --build-arg TORCH_INDEX=URL .      with the torch of another index, e.g. PyTorch's for CPUs
 #   docker build -t convoy --build-arg EXTRAS=demo,timm .     with other extras
 #   docker build -t convoy --build-arg PACKAGES=g++ .         with a compiler, for --compile
+#
+# A tag may become another image: give BASE with its digest (python:3.11-slim-bookworm@sha256:...) where that matters.
+# With another index or other extras, versions are those of constraints.txt, and checksums are not compared.
 ARG BASE=python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
@@ -15,8 +18,12 @@ RUN python -m venv /opt/convoy
 ENV PATH=/opt/convoy/bin:${PATH}
 WORKDIR /build
 # torch first, in a layer of its own: it is most of the image, and seldom changes.
-COPY constraints.txt ./
-RUN pip install -c constraints.txt ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch
+COPY constraints.txt requirements.lock ./
+RUN if [ -z "${TORCH_INDEX}" ] && [ "${EXTRAS}" = demo ] && [ "$(uname -m)" = x86_64 ]; then \
+        pip install --require-hashes -r requirements.lock; \
+    else \
+        pip install -c constraints.txt ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} torch; \
+    fi
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN pip install -c constraints.txt ".[${EXTRAS}]"

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all docs lint types check clean
+.PHONY: demo test test-all docs lint types audit check clean
 
 demo: $(VENV)/demo.installed          ## train LeNet on 4,000 real digits, on 2 devices, and write a report
 	$(VENV)/bin/convoy train --recipe lenet-mnist --data mnist-mini --epochs 20 --devices 2
@@ -23,6 +23,9 @@ lint: $(VENV)/dev.installed
 
 types: $(VENV)/dev.installed
 	$(VENV)/bin/mypy
+
+audit: $(VENV)/audit.installed        ## known vulnerabilities of what the container installs, as far as the registry tells
+	$(VENV)/bin/pip-audit --disable-pip --require-hashes -r requirements.lock
 
 check: test-all lint types docs       ## all that CI runs
 

@@ -6,7 +6,7 @@
 
 Each network is searched in a process of its own. The time is that of `convoy.planner.search.search` on one mesh, with
 all sets of sample axes; capture and what imports take come before it. The costs are those of a GPU of 50 TFLOP/s and
-1 TB/s with links of 20 GB/s, a third of that between nodes (`convoy.planner.cost.analytic`). With `--stages` the
+1 TB/s with links of 20 GB/s, a third of that between nodes (`measuring/analytic.py`). With `--stages` the
 search over cuts on as many devices comes on top, at all numbers of stages and passes, with the capture at a second
 size from which the network at the sizes of these passes follows.
 """
@@ -20,11 +20,11 @@ import time
 from functools import cache
 
 import torch
+from measuring.analytic import Analytic
 from torch import Tensor, nn
 
 from convoy.models import create
 from convoy.ops import capture
-from convoy.planner.cost.analytic import Analytic
 from convoy.planner.cost.link import Links, Rate
 from convoy.planner.search import search
 from convoy.planner.search.cuts import InPasses

@@ -42,9 +42,6 @@ def pod_of(documents: dict[str, dict[str, Any]]) -> dict[str, Any]:
         (container,) = pod["containers"]
         own = {key: spec["trainer"][key] for key in ("image", "command", "args", "env")}
         return pod | {"containers": [container | own | {"resources": spec["trainer"]["resourcesPerNode"]}]}
-    if "JobSet" in documents:
-        (job,) = documents["JobSet"]["spec"]["replicatedJobs"]
-        return dict(job["template"]["spec"]["template"]["spec"])
     return dict(documents["Job"]["spec"]["template"]["spec"])
 
 

@@ -18,7 +18,7 @@ from convoy.late import lazily
 from convoy.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from convoy.engine.class_parallel import cross_entropy as cross_entropy
+    from convoy.engine.deferred import deferred as deferred
     from convoy.engine.explain import explain as explain
     from convoy.engine.parallelize import accumulate as accumulate
     from convoy.engine.parallelize import clip_grad_norm_ as clip_grad_norm_
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from convoy.engine.parallelize import gradients as gradients
     from convoy.engine.parallelize import local_samples as local_samples
     from convoy.engine.parallelize import parallelize as parallelize
-    from convoy.graph.deferred import deferred as deferred
-    from convoy.graph.deferred import materialize as materialize
     from convoy.planner.interface import plan as plan
     from convoy.planner.machines import plan_on as plan_on
     from convoy.plans import Mesh as Mesh
@@ -49,10 +47,9 @@ if TYPE_CHECKING:
     from convoy.training.restore import load_run as load_run
 
 _NAMES = {
-    "engine.class_parallel": "cross_entropy",
+    "engine.deferred": "deferred",
     "engine.explain": "explain",
     "engine.parallelize": "accumulate clip_grad_norm_ forward_backward gradients local_samples parallelize",
-    "graph.deferred": "deferred materialize",
     "planner.machines": "plan_on",
     "planner.interface": "plan",
     "plans": "Mesh Plan",

@@ -143,6 +143,25 @@ def listen(address: str, port: int) -> socket.socket:
         raise OSError(error.errno, f"cannot listen on {address}:{port} ({reason})") from error
 
 
+def give_up_after(seconds: float, port: int) -> None:
+    """Have this process's connections to a port break where the other host has not answered for so long.
+
+    torch's store waits without end for a host whose network is cut: also after its own limit, when it takes the request
+    back. Only the kernel ends that, and only of a connection on which it is to look whether anybody is there.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # not Linux
+        return
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError, IndexError):  # it was closed meanwhile, or has no port
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                if connection.getpeername()[1] == port:
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
 def is_own(host: str) -> bool:
     """Whether a name or an address is this host's."""
     return bool(_own_addresses(host))

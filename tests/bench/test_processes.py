@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from convoy.bench.processes import RankFailed, RankSlot, Say, run_ranks
-from convoy.data import DataConfig, Order, open_data, training_batches
 from convoy.comm.joining import join
+from convoy.data import DataConfig, Order, open_data, training_batches
 from convoy.errors import ConvoyError
 from processes import alive
 from started import wait_for

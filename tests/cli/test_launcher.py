@@ -74,6 +74,10 @@ def test_nobody_finds_a_store_and_without_its_folder_the_launcher_still_tells_it
         )
         assert answering([*(port for _, port in found), mine]) == [mine]
         del kept
+    scores = [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in (run.process.pid, *run.ranks().values())]
+    assert all(
+        int(score) > int(scores[0]) for score in scores[1:]
+    )  # where memory lacks, the launcher is left to say so
     folder = Path(variable(run.ranks()[0], "CONVOY_LAUNCH") or "")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     shutil.rmtree(folder)

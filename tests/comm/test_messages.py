@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from convoy.comm.groups import everyone
 from convoy.comm.joining import num_ranks
-from convoy.comm.ranks import Ranks, broadcast_object, broadcast_tensors, gather_objects
+from convoy.comm.ranks import Ranks, broadcast_object, broadcast_tensors, gather_objects, received
 from convoy.errors import ConvoyError
-from convoy.graph.deferred import evaluate
 from convoy.plans.mesh import Mesh
 from convoy.training.environment import join_ranks
 from ranks import RankFailed, run_ranks
@@ -30,7 +29,7 @@ def told() -> tuple[list[Any], dict[str, torch.Tensor], list[Any]]:
     group, rank = everyone(), dist.get_rank()
     objects = [broadcast_object(thing if rank == 0 else "nothing", group) for thing in THINGS]
     tensors = broadcast_tensors(TENSORS if rank == 0 else None, group)
-    tensors = {name: evaluate(tensor) for name, tensor in tensors.items()}
+    tensors = {name: received(tensor) for name, tensor in tensors.items()}
     return objects, tensors, gather_objects({"rank": rank, "words": "a" * 1000 * rank}, group)
 
 

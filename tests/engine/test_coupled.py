@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy
-from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
+from convoy.engine.uncaptured import Uncaptured
 from ranks import RankFailed, run_ranks
 
 COUPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -90,7 +90,7 @@ def changed(output: Any) -> Any:
 
 
 def errors(table: str, kind: str, plan: str, gives: str, drop: float) -> tuple[float, bool]:
-    """The worst error, relative to the largest gradient, and whether the network ran layer by layer."""
+    """The worst error, relative to the largest gradient, and whether the network could not be captured."""
     torch.manual_seed(0)
     serial = Coupled(globals()[table][kind], gives).double()
     serial.drop.p = drop
@@ -109,14 +109,14 @@ def errors(table: str, kind: str, plan: str, gives: str, drop: float) -> tuple[f
     found = max(((got[name] - want[name]).abs().max() / largest).item() for name in want)
     for name, buffer in serial.named_buffers():
         found = max(found, (convoy.state_dict(net)[name] - buffer).abs().max().item())
-    return found, isinstance(network_of(net), Layerwise)
+    return found, isinstance(network_of(net), Uncaptured)
 
 
 @pytest.mark.parametrize("kind", COUPLINGS)
 def test_a_captured_coupling_is_over_the_global_batch(kind: str) -> None:
-    for found, layerwise in run_ranks(errors, 2, "COUPLINGS", kind, "sample=2", "", 0.0):
+    for found, uncaptured in run_ranks(errors, 2, "COUPLINGS", kind, "sample=2", "", 0.0):
         assert found < 1e-12
-        assert not layerwise
+        assert not uncaptured
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_a_captured_coupling_is_over_the_global_batch(kind: str) -> None:
 @pytest.mark.parametrize("kind", UNSEEN)
 def test_a_coupling_that_nobody_sees_is_over_the_global_batch(kind: str, plan: str) -> None:
     world = 4 if "," in plan else 2
-    for found, layerwise in run_ranks(errors, world, "UNSEEN", kind, plan, "", 0.0):
+    for found, uncaptured in run_ranks(errors, world, "UNSEEN", kind, plan, "", 0.0):
         assert found < 1e-12
-        assert layerwise
+        assert uncaptured
 
 
 @pytest.mark.parametrize("gives", ["scalar", "vector"])
@@ -155,7 +155,7 @@ def dropped(plan: str) -> Tensor:
     return convoy.gradients(net)["fc.weight"]
 
 
-def test_dropout_layer_by_layer_is_that_of_one_device() -> None:
+def test_dropout_is_that_of_one_device() -> None:
     (want,) = run_ranks(dropped, 1, "serial")
     for plan in ("sample=2", "filter=2"):
         for got in run_ranks(dropped, 2, plan):

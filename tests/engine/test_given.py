@@ -37,7 +37,7 @@ class ByHand(nn.Module):
 
 
 class Asking(nn.Module):
-    """Asks for a number, so that it runs layer by layer."""
+    """Asks for a number, so that it cannot be captured."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from small_nets import SMALL_NETS
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return (Coupled(UNSEEN["choice"]) if name == "layer by layer" else SMALL_NETS[name]()).double()
+    return (Coupled(UNSEEN["choice"]) if name == "uncaptured" else SMALL_NETS[name]()).double()
 
 
 def errors(name: str, plan: str, parallelize_inside: bool) -> list[float]:
@@ -52,7 +52,7 @@ def errors(name: str, plan: str, parallelize_inside: bool) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "height=2"])
-@pytest.mark.parametrize("name", ["dense", "shuffle", "permuted", "layer by layer"])
+@pytest.mark.parametrize("name", ["dense", "shuffle", "permuted", "uncaptured"])
 def test_inference_mode_and_training_take_turns(name: str, plan: str) -> None:
     for found in run_ranks(errors, 2, name, plan, plan == "filter=2"):
         assert max(found) < 1e-11

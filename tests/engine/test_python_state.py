@@ -364,7 +364,7 @@ def test_a_layer_that_draws_in_evaluation(plan):
 
 
 @pytest.mark.parametrize(
-    ("what", "layerwise"),
+    ("what", "uncaptured"),
     [
         ("counter", True),
         ("tensor that counts", True),
@@ -375,10 +375,10 @@ def test_a_layer_that_draws_in_evaluation(plan):
         ("forward of its own", False),
     ],
 )
-def test_what_forward_does_by_itself_is_done(what, layerwise):
+def test_what_forward_does_by_itself_is_done(what, uncaptured):
     for off, captured, calls in run_ranks(_changing, 2, "sample=2", what):
         assert off < 1e-12
-        assert captured.startswith("layer by layer, as ") == layerwise
+        assert captured.startswith("whole on every rank, as ") == uncaptured
         assert calls == {"counter": 3, "first pass": 1}.get(what, 0)
 
 

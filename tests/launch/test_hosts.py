@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.launch.hosts import Host, HostGroup
 from emulated_hosts import emulated_hosts, listening
+from started import wait_for
 from tiny import write_mnist
 
 ENVIRONMENT = os.environ | {
@@ -90,6 +92,29 @@ def test_two_hosts_give_the_weights_of_one_device(
 
 
 @pytest.mark.matrix
+def test_a_host_that_is_cut_off_ends_like_the_others(folder: Path) -> None:
+    group = HostGroup(Host.parse("node0:1,node1:1"), "cut", secret={"CONVOY_SECRET": "of both"})
+    train = [*TRAIN.replace("24ba", "9000ba").split(), "--out", "cut", "--timeout", "6s", "--set", "log_every=1ba"]
+    metrics = folder / "cut/metrics.jsonl"
+    with emulated_hosts(2, "1gbit") as hosts, ExitStack() as stack:
+        logs = [stack.enter_context((folder / f"cut-{host.name}.log").open("w+")) for host in hosts]
+        commands = [
+            str(one).replace("--rdzv-id", "--rdzv-conf read_timeout=10 --rdzv-id") for one in group.commands(train)
+        ]
+        started = [
+            host.start(["sh", "-c", command], cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log)
+            for host, command, log in zip(hosts, commands, logs, strict=True)
+        ]
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 9, 120)
+        switch = hosts[1].namespace.replace("host1", "switch")
+        subprocess.run(("ip", "-n", switch, "link", "set", "port1", "down"), check=True, timeout=20)
+        assert [process.wait(60) for process in started] == [1, 1]
+        said = [Path(log.name).read_text() for log in logs]
+    assert "rank 0 on host node0 has not moved for" in said[0]
+    assert said[1].endswith("start torchrun again on all hosts, and the run goes on\n")
+
+
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_a_host_that_vanishes_is_gone_on_without(folder: Path) -> None:
     """Bit for bit; torch takes half a minute to see that it does not come back."""
@@ -124,17 +149,32 @@ def test_the_commands_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:
     records = json.loads(capsys.readouterr().out)
     assert [(record["host"], record["devices"]) for record in records] == [("a", 2), ("b", 3), ("fe80::1", 2)]
     for record in records:
-        variables, words = shlex.split(record["command"])[:2], shlex.split(record["command"])[2:]
-        assert variables == ["GLOO_SOCKET_IFNAME=eth1", "NCCL_SOCKET_IFNAME=eth1"]
+        variables, words = shlex.split(record["command"])[:3], shlex.split(record["command"])[3:]
+        secret = record["environment"]["CONVOY_SECRET"]
+        assert variables == ["GLOO_SOCKET_IFNAME=eth1", "NCCL_SOCKET_IFNAME=eth1", f"CONVOY_SECRET={secret}"]
         assert words == record["arguments"]
         assert words[:4] == ["torchrun", "--nnodes=1:3", f"--nproc-per-node={record['devices']}", "--max-restarts=9"]
         assert words[4:6] == ["--rdzv-backend=convoy", "--rdzv-endpoint=a:29400"]
         assert words[7:] == ["-m", "convoy", "train", "lenet", "--data", "a 'b'; $c"]
     assert len({record["arguments"][6] for record in records}) == 1  # one run, one name
+    assert len({record["environment"]["CONVOY_SECRET"] for record in records}) == 1
     static = HostGroup(Host.parse("a:1,b:4"), "x", 29_500, "static").commands(["lenet"])[1]
     assert str(static) == (
         "torchrun --nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=a --master-port=29500 -m convoy train lenet"
     )
+
+
+def test_the_secret_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a secret"
+    line = ["launch", "hosts", "--secret", str(file), "a:1,b:1", "--", "lenet", "--data", "d"]
+    for _ in "ab":  # the second time it is there
+        assert main(line) == 0
+        said = capsys.readouterr().out
+        assert said.count(f"CONVOY_SECRET_FILE='{file}' torchrun") == 2 and file.read_text().strip() not in said
+    assert file.stat().st_mode & 0o777 == 0o600 and len(file.read_text()) == 33
+    file.chmod(0o644)
+    assert main(line) == 2
+    assert "is open to other users: chmod 600" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -156,6 +196,7 @@ def test_the_commands_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:
         ("--port 0 a:1 -- lenet", "--port 0"),
         ("--max-restarts -1 a:1 -- lenet", "--max-restarts -1"),
         ("--interface a/b a:1 -- lenet", "--interface 'a/b'"),
+        ("--secret /no/such a:1 -- lenet", "--secret /no/such cannot be written"),
     ],
 )
 def test_a_mistake_is_said_in_a_sentence(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,3 +85,26 @@ def test_a_mistake_in_the_command_line_is_said_once(tmp_path: Path) -> None:
     script = "import sys\nfrom convoy.cli import main\nsys.exit(main(['train', 'lenet', '--nonsense']))\n"
     status, said = torchrun(tmp_path, script)
     assert (status, said.count("convoy: "), said.count("\n")) == (1, 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts a process of another user")
+@pytest.mark.parametrize(("backend", "times"), [("c10d", 1), ("convoy", 0)])
+def test_where_others_are_their_way_in_is_said_once(tmp_path: Path, backend: str, times: int) -> None:
+    with subprocess.Popen(["sleep", "100"], user=4242) as other:
+        try:
+            place = tmp_path / "script.py"
+            place.write_text(NETWORK)
+            line = ["--rdzv-backend", backend, "--rdzv-endpoint", "localhost:0", "--nproc-per-node=2", str(place)]
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", *line],
+                cwd=tmp_path,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=True,
+            )
+        finally:
+            other.kill()
+    assert done.stderr.count("other user has processes: --rdzv-backend=convoy has no such port") == times

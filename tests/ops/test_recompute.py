@@ -5,6 +5,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 import torch
+from benchmarks.measuring.analytic import Analytic
 from torch import nn
 
 from convoy.errors import ConvoyError
@@ -15,7 +16,6 @@ from convoy.ops import recompute as recomputation
 from convoy.ops.kept import KeptTensors
 from convoy.ops.memory import predict_memory
 from convoy.ops.recompute import as_recompute, check_recompute, recomputing, stretches, with_recomputed
-from convoy.planner.cost.analytic import Analytic
 from convoy.planner.search.memory import nothing_fits
 from convoy.plans.place import Batch, Placement
 from convoy.plans.plan import Plan

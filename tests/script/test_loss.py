@@ -73,7 +73,7 @@ class Contrasting(nn.Module):
 
 
 class Unforeseen(TwoHeads):
-    """Asks for the numbers, so that it runs layer by layer."""
+    """Asks for the numbers, so that it cannot be captured."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(x if x.sum() > -1e9 else -x)

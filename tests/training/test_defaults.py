@@ -18,11 +18,10 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.coupling import CPU_SHARE, CUDA_SHARE, Probe
 from convoy.errors import ConvoyError
 from convoy.models import create
-from convoy.planner.cost.store import ProfileStore
 from convoy.progress import Reporter
 from convoy.training import Recipe, defaults, load_recipe, train
 from convoy.training.build import merged, probed
-from convoy.training.defaults import Settled, Tried, as_begun, has_bf16, settle, try_passes
+from convoy.training.defaults import Settled, as_begun, has_bf16, settle
 from convoy.training.environment import join_ranks
 from convoy.training.finite import FiniteGuard
 from convoy.training.parallel import TrainedNetwork
@@ -30,7 +29,7 @@ from convoy.training.precision import Scaler, set_numerics
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from ranks import run_ranks
-from tiny import TinyNet, write_mnist
+from tiny import write_mnist
 
 CPU = torch.device("cpu")
 SHAPE = (1, 28, 28)
@@ -127,43 +126,13 @@ def test_what_was_said_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked(*settings).recipe == recipe
 
 
-@pytest.mark.parametrize(
-    ("bf16_s", "precision", "sentence"),
-    [
-        (0.06, "bf16", "a pass of 64 images takes 60 ms, 0.60 of its time in fp32 (--precision fp32 turns it off)"),
-        (0.099, "fp32", "in bf16 a pass of 64 images takes 99 ms, 0.99 of its time in fp32"),
-    ],
-)
-def test_on_a_cpu_the_faster_one_is_taken(
-    monkeypatch: pytest.MonkeyPatch, bf16_s: float, precision: str, sentence: str
-) -> None:
-    monkeypatch.setattr(defaults, "has_bf16", lambda device: True)
-    asked = settled_on(monkeypatch, NEW, NEW, trial=lambda recipe: Tried(64, 0.1, bf16_s))
-    found = asked("precision=auto")
-    assert chosen(found.recipe) == (precision, False, None)
-    assert found.notes == [f"precision {precision}: {sentence}"]
-    assert [(row.name, row.value, row.formula) for row in found.derived] == [("precision", precision, sentence)]
-
-
-def test_passes_are_tried_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, store, model = (
-        recipe_of("precision=fp32", "channels_last=false", "batch=16"),
-        ProfileStore(tmp_path),
-        TinyNet(),
-    )
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    def tried(devices: int = 1) -> Tried:
-        return try_passes(recipe, model, SHAPE, devices, CPU, Ranks(), store, "the model")
-
-    first = tried()
-    assert first.samples == 16 and first.fp32_s > 0 and first.bf16_s > 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    monkeypatch.setattr(defaults, "_times", lambda *of: pytest.fail("tried again"))
-    assert tried() == first
-    monkeypatch.setattr(defaults, "_times", lambda *of: [2.0, 1.0])
-    model.extra = torch.nn.Linear(2, 2)  # another network
-    assert tried() == Tried(16, 2.0, 1.0)
+def test_on_a_cpu_auto_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooses = {device: settled_on(monkeypatch, device, device)("precision=auto") for device in (NEW, OLD)}
+    assert {device[2]: chosen(settled.recipe) for device, settled in chooses.items()} == {
+        True: ("bf16", False, None),
+        False: ("fp32", False, None),
+    }
+    assert all(settled.notes[0].startswith("precision ") for settled in chooses.values())
 
 
 def test_reproducible_runs_ask_no_device() -> None:
@@ -323,20 +292,12 @@ def _settled_here() -> tuple[object, ...]:
     ranks, device = join_ranks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(defaults, "_ability", lambda device: defaults._Ability(*(H100, V100)[ranks.rank]))
-        return (*chosen(settle(recipe_of(), device, ranks).recipe), try_here(ranks))
-
-
-def try_here(ranks: Ranks) -> Tried:
-    """Ranks of unequal speed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(defaults, "_times", lambda *of: [1.0 + ranks.rank, 4.0 - ranks.rank])
-        recipe = recipe_of("precision=fp32", "channels_last=false", "batch=64")
-        return try_passes(recipe, TinyNet(), SHAPE, 2, CPU, ranks, None, "the model")
+        return chosen(settle(recipe_of(), device, ranks).recipe)
 
 
 def test_unlike_ranks_agree() -> None:
     first, second = run_ranks(_settled_here, 2)
-    assert first == second == ("fp32", False, None, Tried(32, 2.0, 4.0))
+    assert first == second == ("fp32", False, None)
 
 
 # What a device keeps, and what is read of it

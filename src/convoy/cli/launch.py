@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from convoy import interfaces
 from convoy.cli import options
 from convoy.cli.options import LazyGroup, written
 from convoy.cli.requests import TrainRequest
@@ -71,19 +72,43 @@ Examples:
     show_default=True,
     help="convoy is torch's c10d, listening on one address only.",
 )
+@click.option(
+    "--secret",
+    type=options.OutputPath(dir_okay=False),
+    help="File with what hosts know each other by, which all see; made if missing. [default: in the commands]",
+)
 @options.as_json
 @options.verbose
-def on_hosts(hosts: str, arguments: tuple[str, ...], devices_per_host: int | None, as_json: bool, **values: Any) -> int:
+def on_hosts(
+    hosts: str,
+    arguments: tuple[str, ...],
+    devices_per_host: int | None,
+    secret: Path | None,
+    as_json: bool,
+    **values: Any,
+) -> int:
     """Print the command that each of HOSTS is to start to train together.
 
     HOSTS are names or addresses, as in node1:4,node2:4. The first one is where they meet. What comes after -- is what
     convoy train would be given.
     """
     values["least"] = values.pop("min_hosts")
-    group = HostGroup(Host.parse(hosts, devices_per_host), f"convoy-{token_hex(4)}", **values)
+    variables = (
+        {interfaces.SECRET: token_hex(16)} if secret is None else {interfaces.SECRET_FILE: str(secret.absolute())}
+    )
+    group = HostGroup(Host.parse(hosts, devices_per_host), f"convoy-{token_hex(4)}", **values, secret=variables)
     devices = sum(host.devices for host in group.hosts)
     training_arguments(arguments, devices, elastic=group.least not in (None, len(group.hosts)))
     commands = group.commands(arguments)
+    if secret is not None and not secret.exists():
+        try:
+            secret.touch(0o600)
+            secret.write_text(f"{token_hex(16)}\n")
+        except OSError as error:
+            raise ConvoyError(
+                f"--secret {secret} cannot be written ({error.strerror}): choose another place"
+            ) from error
+    interfaces.secret(variables)  # a file of before may be open to others
     if as_json:
         records = [
             {

@@ -156,7 +156,7 @@ batch_norm = click.option(
 precision = click.option(
     "--precision",
     metavar="TYPE",
-    help="fp32, bf16, fp16, or auto: on a CPU the faster one. [default: bf16 on GPUs that have it, else fp32]",
+    help="fp32, bf16, fp16, or auto: bf16 where the device has it. [default: the same on GPUs, else fp32]",
 )
 channels_last = click.option(
     "--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network."

@@ -33,11 +33,11 @@ from convoy.report.plan_page import plan_page
 from convoy.terminal import Console
 from convoy.training import choose_device
 from convoy.training.build import divisible_sizes
-from convoy.training.defaults import Tried, settle, try_passes
+from convoy.training.defaults import settle
 from convoy.training.division import divide
 from convoy.training.precision import check_precision, set_numerics
 from convoy.training.recipe import Recipe
-from convoy.training.workloads import CHANGE, workload_of_recipe
+from convoy.training.workloads import workload_of_recipe
 
 ASSUMED_SIZE = 224
 """Pixels of an image's sides where neither the request nor the network says."""
@@ -145,11 +145,7 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
     model, shape, notes_on_size = _network(request, recipe, device)
     notes = list(notes_on_size)
     store = None if request.no_store else ProfileStore()
-
-    def trial(one: Recipe) -> Tried:
-        return try_passes(one, model, shape, devices, device, ranks, store, CHANGE)
-
-    settled = settle(recipe, device, ranks, trial)
+    settled = settle(recipe, device, ranks)
     recipe = settled.recipe
     check_precision(recipe.precision, device)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format

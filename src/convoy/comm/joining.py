@@ -7,6 +7,7 @@ ranks uses keys of its own (`generation_store`).
 """
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -44,6 +45,7 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
         MeetingError: rank 0 cannot listen there.
         RuntimeError: the store is not to be reached.
     """
+    meeting: Store
     if (file := _file()) is not None:
         if not file.parent.is_dir():
             raise MeetingError(f"{file.parent}, where the ranks of this host meet, is gone: start them again")
@@ -52,7 +54,9 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
         return meeting
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank > 0 or _agent_keeps():
-        return TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
+        meeting = TCPStore(host, port, num_ranks, is_master=False, timeout=timeout)
+        interfaces.give_up_after(timeout.total_seconds(), port)
+        return meeting
     address = interfaces.meeting_address(host, alone=num_ranks <= num_local(num_ranks))
     try:
         listening = interfaces.listen(address, port)
@@ -90,12 +94,16 @@ class Files:
         return [(self._folder / key).read_bytes() for key in keys]
 
 
-def board(store: Store, name: str, timeout: timedelta) -> Files | Store:
-    """A part of the store by which the ranks have met for what is written again and again, from any thread."""
+def board(store: Store, name: str, timeout: timedelta, patience_s: float) -> Files | Store:
+    """A part of the store by which the ranks have met for what is written again and again, from any thread.
+
+    An answer may take `timeout`; where a network is away for `patience_s`, it is lost for good.
+    """
     if (file := _file()) is not None:
         return Files(file.with_name(name))
     apart = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
     apart.set_timeout(timeout)
+    interfaces.give_up_after(patience_s, int(os.environ.get("MASTER_PORT", 0)))
     return apart
 
 
@@ -203,6 +211,14 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             limit = timedelta(seconds=timeout)
             global _store, _has_joined
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
+            if rank == 0 and _agent_keeps() and interfaces.STORE not in os.environ and (others := _num_others()):
+                print(
+                    "convoy: the ports of torchrun take anybody's word, and with its c10d rendezvous anybody's code; here "
+                    f"{others} other user{'s have' if others > 1 else ' has'} processes: "
+                    "--rdzv-backend=convoy has no such port (docs/safety.md)",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if rank == 0:
                 _store.set("key", uuid.uuid4().hex)
             backend.know(interfaces.secret() + _store.get("key"))
@@ -272,6 +288,16 @@ atexit.register(_let_threads_end)
 def num_ranks() -> int:
     """How many ranks have joined; without a process group this one alone."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _num_others() -> int:
+    """How many other people have processes on this host, as far as it shows them. Accounts of people begin at 1,000;
+    in between are those that systemd makes up for services, and nobody's."""
+    users = {os.getuid()}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            users.add(process.stat().st_uid)
+    return len([user for user in users - {os.getuid()} if user >= 1000 and not 61_184 <= user < 65_536])
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:

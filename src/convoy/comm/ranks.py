@@ -21,7 +21,6 @@ from convoy.comm.joining import num_local
 from convoy.comm.objects import from_json, to_json
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
-from convoy.graph.deferred import lazy
 from convoy.plans.mesh import Axes, Mesh
 
 T = TypeVar("T")
@@ -43,8 +42,8 @@ def broadcast_object(value: T, group: Group) -> T:
 def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
     """The named tensors of rank 0, on the CPU; others give None.
 
-    With several ranks they are deferred: each is sent when it is evaluated (`convoy.graph.deferred`), so that no rank
-    has to have more than one of them. All ranks evaluate the same ones in the same order.
+    With several ranks they have shapes alone, and each is sent when it is asked for (`received`), so that no rank has
+    more than one of them at a time. All ranks ask for the same ones in the same order.
     """
     if group is None:
         assert tensors is not None
@@ -52,14 +51,22 @@ def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[s
     shapes = {name: (t.shape, t.dtype) for name, t in tensors.items()} if tensors is not None else None
 
     def sent(name: str, like: Tensor) -> Tensor:
-        here = torch.empty_like(like, device="cpu")
-        return broadcast(here if tensors is None else here.copy_(tensors[name]), group)
+        whole = torch.empty_like(like, device="cpu")
+        return broadcast(whole if tensors is None else whole.copy_(tensors[name]), group)
 
-    found: dict[str, Tensor] = {}
+    remote: dict[str, Tensor] = {}
     for name, (shape, dtype) in (broadcast_object(shapes, group) or {}).items():
-        like = torch.empty(shape, dtype=dtype, device="meta")
-        found[name] = lazy(partial(sent, name, like), like)
-    return found
+        remote[name] = torch.empty(shape, dtype=dtype, device="meta")
+        vars(remote[name])[_SENDING] = partial(sent, name, remote[name])
+    return remote
+
+
+_SENDING = "_convoy_sending"
+
+
+def received(value: T) -> T:
+    """The numbers of a tensor of `broadcast_tensors`, in memory of its own; all else is given back as it is."""
+    return cast(T, vars(value)[_SENDING]()) if isinstance(value, Tensor) and _SENDING in vars(value) else value
 
 
 def gather_objects(value: T, group: Group) -> list[T]:

@@ -1,6 +1,5 @@
 """Runs a network so that its numbers depend on the recipe alone: microbatches, random numbers, batch norm."""
 
-from convoy.engine.class_parallel import cross_entropy
 from convoy.engine.coupling import Probe, microbatch_sizes, passes, probe
 from convoy.engine.explain import explain
 from convoy.engine.gradients.tree import GradientTree
@@ -21,7 +20,6 @@ __all__ = [
     "StepContext",
     "accumulate",
     "clip_grad_norm_",
-    "cross_entropy",
     "explain",
     "local_samples",
     "microbatch_sizes",

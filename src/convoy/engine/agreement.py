@@ -111,7 +111,6 @@ class Signature:
         samples: of every sample rank.
         inputs: the inputs' sizes but for the samples, and their types.
         form: the other arguments; None where there are none but positional tensors.
-        as_given: whether the outputs stay as the last layers give them.
         exceptions: modules in the other mode, by their positions in `modules()`: frozen batch norm, for example.
         state: how what `forward` reads of Python's objects differs from what it was at first, in words.
     """
@@ -120,7 +119,6 @@ class Signature:
     samples: tuple[int, ...]
     inputs: tuple[Kind, ...]
     form: Form | None = None
-    as_given: bool = False
     exceptions: tuple[int, ...] = ()
     state: tuple[str, ...] = ()
 

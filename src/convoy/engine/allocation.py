@@ -77,5 +77,6 @@ def page_faults() -> int:
 
 
 def get_ahead(pages: int) -> None:
-    """Get so many pages from the kernel now, at most 512 MiB, so that what grows next finds them."""
-    torch.empty(min(pages * PAGE, 2**29), dtype=torch.uint8)[::PAGE] = 0
+    """Get so many pages from the kernel now, at most 128 MiB, as ranks that profile together do so all at once, so that
+    what grows next finds them."""
+    torch.empty(min(pages * PAGE, 2**27), dtype=torch.uint8)[::PAGE] = 0

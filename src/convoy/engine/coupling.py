@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.engine.layers import BATCH_NORM_LAYERS, DROPOUT_LAYERS, MicrobatchNorm, SampleDropout, prepare
-from convoy.engine.layerwise import Layerwise, random_state
 from convoy.engine.network import network_of
+from convoy.engine.uncaptured import Uncaptured, random_state
 from convoy.graph.given import copied
 from convoy.graph.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
@@ -119,7 +119,7 @@ def coupled_in_training(net: nn.Module) -> str | None:
         None where there is nothing of the kind, or where evaluation has it too, of which a trial shows more.
     """
     network = network_of(net)
-    if isinstance(network, Layerwise) or coupling(network.example_placement(False).graph) is not None:
+    if isinstance(network, Uncaptured) or coupling(network.example_placement(False).graph) is not None:
         return None
     call = coupling(network.example_placement(True).graph)
     return _name(call) if call is not None else None
@@ -136,7 +136,7 @@ def coupled(net: nn.Module) -> str | None:
         None where that is the work of batch norm alone, called as a function.
     """
     network = network_of(net)
-    if isinstance(network, Layerwise):
+    if isinstance(network, Uncaptured):
         return "the network"
     graph = network.example_placement(True).graph
     call = coupling(graph)

@@ -1,16 +1,15 @@
 """What a plan does with a parallelized network, as text for people."""
 
-import math
 from collections.abc import Sequence
 
 from torch import nn
 
-from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
+from convoy.engine.uncaptured import Uncaptured
 from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
 from convoy.plans.explain import explain as text_of_placement
-from convoy.plans.explain import explanation, listed, setting_text, text_of, together
+from convoy.plans.explain import setting_text
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import bubble
 from convoy.units import plural, rough_percent
@@ -42,8 +41,10 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     """
     network = network_of(net)
     plan = network.plan if isinstance(network.plan, Plan) else None
-    if isinstance(network, Layerwise):
-        return _layer_by_layer(network, plan, net.training, samples)
+    if isinstance(network, Uncaptured):
+        shares = network.example_samples(samples)
+        setting = setting_text(net.training, shares, network.plan.mesh.num_devices, network.captured)
+        return f"plan {network.plan}\n{setting}\n\nevery rank runs all layers on the whole batch"
     placement = network.example_placement(net.training, samples)
     staged = network.staged(placement)
     memory = predict_memory(placement) if staged is None else memory_in_stages(placement, staged)
@@ -57,22 +58,3 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
             f"of equal work wait {share} of the time"
         )
     return text_of_placement(placement, memory, plan, network.captured, staged, notes)
-
-
-def _layer_by_layer(network: Layerwise, plan: Plan | None, training: bool, samples: Sequence[int] | None) -> str:
-    parts = network.parts
-    inside = {f"{name}.{key}" for name, part in parts.items() for key in part.shapes}
-    outside = [name for name, _ in network.model.named_parameters() if name not in inside]
-    rest = sum(math.prod(shape) * dtype.itemsize for shape, dtype in map(network.shapes.__getitem__, outside))
-    placements = {name: part.example_placement(training, samples) for name, part in parts.items()}
-    found = together(
-        [(name, explanation(placement, predict_memory(placement), plan)) for name, placement in placements.items()],
-        rest,
-    )
-    notes = ["between these layers every rank computes the whole batch: what is gathered for that is not counted"]
-    for reason in dict.fromkeys(network.alone.values()):
-        layers = [name for name, why in network.alone.items() if why == reason]
-        notes.append(f"whole on every rank, as {reason}: {listed(layers)}")
-    shares = network.example_samples(samples)
-    setting = setting_text(training, shares, network.plan.mesh.num_devices, network.captured)
-    return text_of(found, setting, f"plan {network.plan}", notes)

@@ -4,6 +4,8 @@ Dropout and batch norm follow the step context: by sample and by microbatch, als
 1 × 1 convolutions use the kernels that they use on several devices.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -125,29 +127,33 @@ def _is_pointwise(layer: nn.Module) -> bool:
 
 
 def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepContext:
-    """Replace dropout, for statistics by microbatch batch norm, and 1 × 1 convolutions; parameters, buffers and
-    their names stay.
+    """Let a network follow a context of its own (`follow`), which must be told of every step before its forward pass.
 
     Args:
         model: any network; changed in place.
         seed: the run's seed, for the random keys of samples.
         batch_norm: `microbatch` (statistics over each microbatch), `sync` (over the global batch) or `local` (over the
             samples of this device). On one device the last two are the plain layer over the whole batch.
-
-    Returns:
-        The context that must be told of every step before its forward pass.
     """
     context = StepContext(seed, batch_norm=batch_norm)
+    follow(model, context)
+    return context
+
+
+def follow(model: nn.Module, context: StepContext, all_but: Collection[str] = ()) -> None:
+    """Replace dropout, for statistics by microbatch batch norm, and 1 × 1 convolutions, but for some; parameters,
+    buffers and their names stay."""
     for name, module in list(model.named_modules()):
+        if name in all_but:
+            continue
         if type(module) in DROPOUT_LAYERS:
             assert isinstance(module, nn.modules.dropout._DropoutNd)
             _become(module, SampleDropout(name, module.p, type(module) is not nn.Dropout, context))
-        elif type(module) in BATCH_NORM_LAYERS and batch_norm == "microbatch":
+        elif type(module) in BATCH_NORM_LAYERS and context.batch_norm == "microbatch":
             assert isinstance(module, _BatchNorm)
             _become(module, MicrobatchNorm(module, context))
         elif _is_pointwise(module):
             module.__class__ = PointwiseConv2d
-    return context
 
 
 def _become(layer: nn.Module, other: nn.Module) -> None:

@@ -83,9 +83,7 @@ class Network:
 
     Attributes:
         model: with this rank's shards for parameters and buffers.
-        whole_batch: its inputs and outputs are whole on every rank: it is part of what all ranks compute alike.
         loss: of a rank: the mean over its own samples, or its part of the global batch's loss.
-        prefix: put before the names of the model's layers and parameters in the plan and in what is said of them.
         shapes: serial shape and dtype of every parameter and buffer, by serial name.
         layouts: how each of them lies over the mesh; a parameter's gradient is added over the axes in `copied`.
         sample_axes: axes along which ranks are given different samples.
@@ -115,8 +113,6 @@ class Network:
     groups: Groups
     context: StepContext
     loss: Loss = "mean"
-    prefix: str = ""
-    whole_batch: bool = False
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     sample_axes: tuple[int, ...] = ()
@@ -279,30 +275,12 @@ class Network:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
-        found, placement = self._pass(inputs, None if form.is_plain else form)
-        samples = tuple(map(len, placement.batch.parts))
-        return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(found[ref.name], samples)))
-
-    def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
-        """The outputs as the last layers give them, by name, and how they are laid out."""
-        return self._pass(inputs, as_given=True)
-
-    def _pass(
-        self, inputs: Sequence[Tensor], form: Form | None = None, as_given: bool = False
-    ) -> tuple[dict[str, Tensor], Placement]:
         inputs, samples = self.open_pass(inputs)
-        placement, program = self._program(self._signature(samples, inputs, form, as_given))
+        placement, program = self._program(self._signature(samples, inputs, None if form.is_plain else form))
         self.begin_pass(samples, inputs[0].device)
-        found = self._run(placement, program, inputs)
+        outputs = self._run(placement, program, inputs)
         self.end_pass()
-        return found, placement
-
-    def inner_forward(self, *inputs: Tensor) -> Any:
-        """The same as part of a larger network: the caller begins the pass and weighs the gradient."""
-        samples = tuple(map(len, balanced(len(inputs[0]), self.num_sample_ranks)))
-        placement, program = self._program(self._signature(samples, inputs))
-        found = self._run(placement, program, inputs)
-        return replace(placement.graph.output, Ref, lambda ref: writable(found[ref.name]))
+        return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(outputs[ref.name], samples)))
 
     def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """See that a pass can run. All ranks call it.
@@ -474,11 +452,9 @@ class Network:
         watch = self.watch(placement) if self.watch is not None else None
         return dict(zip(program.outputs, program(tensors, watch), strict=True))
 
-    def _signature(
-        self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None, as_given: bool = False
-    ) -> Signature:
+    def _signature(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None) -> Signature:
         """Of a pass in the modes that the modules are in."""
-        return Signature(self.model.training, samples, kinds(inputs), form, as_given, *self.python_state())
+        return Signature(self.model.training, samples, kinds(inputs), form, *self.python_state())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
         found = self._programs.get(signature)
@@ -499,8 +475,7 @@ class Network:
         return Program(placement, self.groups, self.context, self.channels_last, compile)
 
     def _placement(self, signature: Signature) -> Placement:
-        parts = consecutive(signature.samples)
-        return self._place(self.capture_again(signature), parts, signature.as_given)
+        return self._place(self.capture_again(signature), consecutive(signature.samples))
 
     def capture_again(self, signature: Signature) -> Graph:
         """The network in a pass of another kind than that of the example.
@@ -537,12 +512,12 @@ class Network:
             reads = self._unchanged.reads
             graph = capture(self.model, inputs, training, shapes=self.shapes, forward=forward, reads=reads)
         self._unchanged.noted()
-        return recomputing(graph.prefixed(self.prefix) if self.prefix else graph, self.recompute)
+        return recomputing(graph, self.recompute)
 
-    def _place(self, graph: Graph, parts: tuple[range, ...], as_given: bool = False) -> Placement:
+    def _place(self, graph: Graph, parts: tuple[range, ...]) -> Placement:
         batch = Batch(self.plan.mesh, self.sample_axes, parts)
         outputs = [ref.name for ref in leaves(graph.output, Ref)]
-        return place(graph, self.plan, batch, outputs, self._kept, as_given, self.whole_batch)
+        return place(graph, self.plan, batch, outputs, self._kept)
 
     def _kept(self, name: str) -> Layout | None:
         """How a parameter or buffer lies among the ranks that compute with it; None where that is still open."""

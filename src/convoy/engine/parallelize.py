@@ -7,30 +7,30 @@ been loaded in silence.
 """
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from convoy.comm.collectives import broadcast, gather_ints
 from convoy.comm.groups import Groups
 from convoy.comm.joining import join, num_ranks
 from convoy.engine.agreement import Form, agree, arguments
-from convoy.engine.allocation import keep_freed_memory, without_holes
+from convoy.engine.allocation import keep_freed_memory
+from convoy.engine.deferred import make_room
 from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.norms import clip_grad_norm
 from convoy.engine.guard import Guard
-from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.engine.output import differentiable_loss
 from convoy.engine.shards import part_name, same_part
 from convoy.engine.stages import StagedNetwork
+from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError
-from convoy.graph.deferred import Deferred, evaluate, fill, fingerprint, materialize
 from convoy.graph.given import prepare_given
 from convoy.graph.graph import CaptureError, ChangedError, KeptError
 from convoy.ops.context import StepContext
@@ -141,9 +141,8 @@ def parallelize(
     >>> optimizer.step()
 
     Args:
-        model: any network whose inputs are tensors with the samples along dim 0. The weights of rank 0 count. Of one
-            that was built within `convoy.deferred` no rank makes more than its own part, and one whole tensor at a
-            time.
+        model: any network whose inputs are tensors with the samples along dim 0. The weights of rank 0 count; other
+            ranks may have shapes alone (`convoy.deferred`). Each rank's parts are moved to the device of the example.
         plan: text such as `sample=2,filter=2`, a YAML file, a mapping or a `Plan` (docs/plans.md).
         example: one rank's batch, [samples, channels, height, width], as the network is called with it: a tensor, a
             tuple of arguments, or a dict of keyword arguments; only the tensors' shapes and types matter.
@@ -201,7 +200,7 @@ def take_part(
 ) -> Network:
     """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it."""
     join()  # first, so that mistakes are said once for all ranks
-    prepare_given(model)
+    prepare_given(model, needs_numbers=num_ranks() == 1 or dist.get_rank() == 0)
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
     _check_option("batch_norm", batch_norm, get_args(BatchNorm))
@@ -220,11 +219,11 @@ def take_part(
     groups = Groups(parsed.mesh)
     context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):
-        materialize(model, all_but=named_tensors(model).values())
+        make_room(model, groups.of(tuple(parsed.mesh.axes)))
         network = _network(model, parsed, groups, context, examples, form, loss, microbatches, recompute)
         network.check_hooks()
         network.compile = compile
-        _take_shards(network)
+        _take_shards(network, examples[0].device)
         parameters = dict(model.named_parameters())
         network.reducer = GradientReducer(
             [(parameters[n], tuple(sorted(network.layouts[n].copied))) for n in parameters if network.owns(n)], groups
@@ -385,7 +384,7 @@ def _network(
     microbatches: int | None,
     recompute: Recompute,
 ) -> Network:
-    """The network with its parameters placed: as one program where it can be captured, else layer by layer."""
+    """The network with its parameters placed: as one program where it can be captured, else whole on every rank."""
     channels_last = _is_channels_last(model, examples, groups)
     staged = plan.mesh.stage_axis is not None and plan.mesh.sizes[plan.mesh.stage_axis] > 1
     try:
@@ -419,15 +418,14 @@ def _network(
                 f"recompute needs the network as one graph, but {error}: leave recompute away, or let the network "
                 "itself recompute by torch.utils.checkpoint"
             ) from error
-        materialize(model)  # its own code is to run
-        network = Layerwise(
+        network = Uncaptured(
             model,
             plan,
             groups,
             context,
             loss=loss,
             channels_last=channels_last,
-            captured=f"layer by layer, as {error}",
+            captured=f"whole on every rank, as {error}",
         )
         network.counts_passes = isinstance(error, ChangedError)
         network.look(examples, model.training, form)
@@ -454,33 +452,10 @@ def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], groups: Gr
     return gather_ints([int(lies_so)], world)[0][0] == 1
 
 
-def _take_shards(network: Network) -> None:
-    """Cut this rank's parts of rank 0's tensors.
-
-    Of deferred ones each rank makes its own, one tensor at a time and those alone of which it has a part, where all
-    would make the same; else rank 0 makes them and sends them.
-    """
+def _take_shards(network: Network, device: torch.device) -> None:
+    """Cut this rank's parts of rank 0's tensors, one tensor after the other, and keep them on a device."""
     world = network.groups.of(tuple(network.groups.mesh.axes))
-    tensors = named_tensors(network.model)
-    deferred = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Deferred)}
-    alike = len({tuple(row) for row in gather_ints(_digest(deferred), world)}) == 1
-    with torch.no_grad(), without_holes(network.device) if deferred else contextlib.nullcontext():
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Deferred):
-                first = broadcast(tensor.data.contiguous(), world)
-                tensor.data = network.part(name, tensor.data.copy_(first))
-            elif alike:
-                fill(tensor, evaluate(network.part(name, tensor)))
-            else:
-                whole = evaluate(tensor) if network.groups.rank == 0 else _blank(tensor)
-                fill(tensor, network.part(name, whole.copy_(broadcast(whole.contiguous(), world))))
-
-
-def _blank(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _digest(deferred: dict[str, Deferred]) -> list[int]:
-    """Which tensors have no numbers, and which they will get."""
-    digest = fingerprint(deferred.values())
-    return [zlib.crc32(repr(list(deferred)).encode()), *(int.from_bytes(digest[i : i + 4]) for i in range(0, 16, 4))]
+    with torch.no_grad():
+        for name, tensor in named_tensors(network.model).items():
+            whole = tensor.data.to(device)
+            tensor.data = network.part(name, whole.copy_(broadcast(whole.contiguous(), world)))

@@ -26,7 +26,6 @@ from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
-from convoy.plans.place import Placement
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule
 from convoy.plans.stages import why_not_sent
 
@@ -58,10 +57,6 @@ class StagedNetwork(Stage):
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         values, output, samples = self._whole_pass(inputs, None if form.is_plain else form)
         return replace_leaves(output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
-
-    def undivided_forward(self, *inputs: Tensor) -> tuple[dict[str, Tensor], Placement]:
-        values, _, samples = self._whole_pass(inputs)
-        return values, self._program(self._signature(samples, inputs))[0]
 
     def _whole_pass(
         self, inputs: Sequence[Tensor], form: Form | None = None

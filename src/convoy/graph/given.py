@@ -9,7 +9,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from convoy.errors import ConvoyError
-from convoy.graph.deferred import Deferred
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -27,13 +26,13 @@ def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in held if not tensor.is_leaf})
 
 
-def prepare_given(model: nn.Module) -> None:
+def prepare_given(model: nn.Module, needs_numbers: bool = True) -> None:
     """Let parts that are compiled, or run by DataParallel, run as they are; both compute the same.
 
     Raises:
         ConvoyError: this is no network that can be divided; says what to give in its place.
     """
-    check_given(model, needs_numbers=True)
+    check_given(model, needs_numbers)
     for module in model.modules():
         if isinstance(module, DataParallel):
             module.device_ids = []  # it then calls its network
@@ -60,7 +59,7 @@ def check_given(model: nn.Module, needs_numbers: bool = False) -> None:
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and is_lazy(tensor):
                 why = "has no shape before a first pass: call the network once, net(example), then convoy.parallelize"
-            elif needs_numbers and tensor is not None and tensor.is_meta and not isinstance(tensor, Deferred):
+            elif needs_numbers and tensor is not None and tensor.is_meta:
                 why = "is on the meta device and has no numbers: build the network within convoy.deferred() instead"
             if why:
                 raise ConvoyError(f"{key} of {layer} {why}")

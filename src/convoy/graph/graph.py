@@ -196,14 +196,6 @@ class Graph:
             return None
         return replace(self, calls=calls, values=values, output=output)
 
-    def prefixed(self, prefix: str) -> "Graph":
-        """The same graph as that of a part of a larger network, whose layers' names begin with `prefix`."""
-        calls = (
-            replace(call, name=f"{prefix}#{number}" if number else prefix, layer=_join(prefix, call.layer))
-            for number, call in enumerate(self.calls)
-        )
-        return replace(self, calls=tuple(calls))
-
 
 class UnlikeError(Exception):
     """Two graphs differ in more than their numbers of samples."""

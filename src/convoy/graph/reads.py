@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.graph.deferred import Deferred
-
 MISSING = "-"
 """In place of an attribute that an instance does not have."""
 LOOKED_AFTER = {"training", "_parameters", "_buffers", "_modules", "_convoy"}
@@ -131,9 +129,8 @@ class Texts:
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    if not isinstance(value, Deferred):  # which could not be made then
-        with suppress(TypeError):
-            return weakref.ref(value)
+    with suppress(TypeError):
+        return weakref.ref(value)
     return lambda: value  # kept, so that no other gets its id
 
 

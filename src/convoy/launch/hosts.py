@@ -2,8 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from convoy import interfaces
@@ -84,6 +84,7 @@ class HostGroup:
         least: so many hosts are enough to begin, and to go on; None for all.
         max_restarts: how often the ranks are started again when one has failed.
         interface: of every host, through which the ranks talk; None for the one on the way to the first host.
+        secret: variables with what the hosts know each other by, or with the file that has it.
     """
 
     hosts: Sequence[Host]
@@ -93,6 +94,7 @@ class HostGroup:
     least: int | None = None
     max_restarts: int = 0
     interface: str | None = None
+    secret: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         count = len(self.hosts)
@@ -114,6 +116,7 @@ class HostGroup:
             arguments: of `convoy train`.
         """
         environment = dict.fromkeys(interfaces.VARIABLES, self.interface) if self.interface is not None else {}
+        environment |= self.secret if len(self.hosts) > 1 else {}
         return [
             Command(host, (*self._torchrun(number), "-m", "convoy", "train", *arguments), environment)
             for number, host in enumerate(self.hosts)

@@ -22,6 +22,8 @@ GRACE_S = 2.0
 """Seconds after a rank's failure in which the others may find that out by themselves."""
 _POLL_S = 0.25
 _PR_SET_PDEATHSIG = 1
+_ENDED_FIRST = "100"
+"""As if a process had a tenth of the memory more than it has."""
 _TERMINATED = 128 + signal.SIGTERM
 """The status of a rank that SIGTERM ended, as a shell has it."""
 
@@ -153,6 +155,8 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Call
             show(lost)
 
     folder.mkdir(exist_ok=True)
+    with contextlib.suppress(OSError):  # where memory lacks a rank is to be ended, and not who can say so
+        Path("/proc/self/oom_score_adj").write_text(_ENDED_FIRST)
     follow(int(os.environ[PARENT]), folder, place.rank, stop)
     sys.unraisablehook = unraisable
     for number in HANDED_ON:

@@ -136,6 +136,10 @@ class StrangerError(MachineError, RendezvousStateError):
     """Somebody else takes part in the rendezvous."""
 
 
+class CutOffError(MachineError, RendezvousConnectionError):
+    """The host where all meet does not answer any more."""
+
+
 class Sealed(C10dRendezvousBackend):
     """torch's backend. torch unpickles the state that it gives: so none is given that is not sealed by who knows the
     run's secret or, also where there is no secret, that names more than a state does: a function to be called."""
@@ -153,6 +157,15 @@ class Sealed(C10dRendezvousBackend):
         """See base class."""
         found = super().set_state(self._seal(state) + state, token)
         return found and (self._opened(found[0]), *found[1:])
+
+    def _call_store(self, *call: Any, **named: Any) -> Any:
+        try:
+            return super()._call_store(*call, **named)
+        except RendezvousConnectionError as error:
+            raise CutOffError(
+                "the host of --rdzv-endpoint does not answer any more: when it and the network are there again, start "
+                "torchrun again on all hosts, and the run goes on"
+            ) from error
 
     def _opened(self, sealed: bytes) -> bytes:
         seal, state = sealed[:_SEAL], sealed[_SEAL:]
@@ -188,7 +201,9 @@ def _open(host: str, port: int, wait: timedelta) -> TCPStore:
         with contextlib.suppress(OSError):  # another process of this host serves it
             return _serve(address, port, wait)
     try:
-        return TCPStore(host, port, is_master=False, timeout=wait)
+        store = TCPStore(host, port, is_master=False, timeout=wait)
+        interfaces.give_up_after(wait.total_seconds(), port)
+        return store
     except (ValueError, RuntimeError) as error:
         raise RendezvousConnectionError(f"the rendezvous at {host}:{port} is not to be reached: {error}") from error
 

@@ -53,6 +53,8 @@ _SCRIPT = """\
 # One task for each device; Convoy finds its place by Slurm's variables. Slurm sends USR2 before the time is over: the
 # run is saved and the job queued again, and goes on where it was, like after the loss of a node.
 
+# The tasks know each other by it; srun hands it on with the environment.
+export CONVOY_SECRET="${{CONVOY_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}"
 out={out}
 stopping=
 step=

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from convoy.failure import AGENTS, Failure, end_of, text_of, word_in
+from convoy.errors import ConvoyError
+from convoy.failure import AGENTS, TRACEBACK, Failure, end_of, text_of, word_in
 
 BACKEND = "convoy"
 _PAGES = {
@@ -55,6 +56,8 @@ def say_failures() -> None:
         if kind.__name__ == "ChildFailedError":
             with contextlib.suppress(Exception):  # another torch than is known here: its own pages are better than none
                 text = _text(error)
+        elif isinstance(error, ConvoyError) and not os.environ.get(TRACEBACK):
+            text = f"convoy: {error}"
         if text is None:
             before(kind, error, trace)
         else:

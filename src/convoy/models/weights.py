@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
 from convoy.files import expanded
-from convoy.graph.deferred import deferred_tensors, held
 from convoy.models.heads import auxiliary_names, classifier_names
 
 # Put before every name by DistributedDataParallel, torch.compile, and trainers that hold the network in `model`.
@@ -67,9 +66,8 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
     wrong = [key for key in own.keys() & found.keys() if key not in fresh and not _fits(found[key], own[key])]
     _refuse(path, model, own, found, missing, unexpected, wrong)
 
-    if deferred_tensors(model):
-        found = {key: held(tensor) for key, tensor in found.items()}
-    model.load_state_dict({key: found[key] for key in own if key in found and key not in fresh}, strict=False)
+    loaded = {key: found[key] for key in own if key in found and key not in fresh and not own[key].is_meta}
+    model.load_state_dict(loaded, strict=False)  # what is on the meta device another rank has
     if path.stem == "googlenet-1378be20" and getattr(model, "transform_input", True) is False:
         notes.append(
             f"{path.name} was published for images in the range -1..1: set the model's option transform_input=true"

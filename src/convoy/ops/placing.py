@@ -6,7 +6,7 @@ from math import prod
 
 from convoy.graph.capture import capture as capture_by
 from convoy.graph.graph import Call, Graph
-from convoy.ops.layouts import axes_along, without_partial
+from convoy.ops.layouts import axes_along
 from convoy.ops.registry import OPERATIONS, recognize
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Axes
@@ -23,8 +23,6 @@ def place(
     batch: Batch,
     outputs: Iterable[str],
     kept: Callable[[str], Layout | None] = lambda name: None,
-    as_given: bool = False,
-    whole_batch: bool = False,
 ) -> Placement:
     """Put a network on the mesh as a plan says: the layout of every tensor, and what is sent between calls.
 
@@ -34,8 +32,6 @@ def place(
         batch: how the samples are divided.
         outputs: names of the values that the network returns.
         kept: where a parameter or buffer is kept already; None puts it where its first call wants it.
-        as_given: leave the outputs where the last calls give them, rather than with the ranks' own samples.
-        whole_batch: every rank gives, and gets, all samples, as where the calls are part of what all ranks do alike.
 
     Raises:
         ConvoyError: a layer cannot be divided as the plan says.
@@ -46,7 +42,7 @@ def place(
     layouts: dict[str, Layout] = {}
     for name in graph.inputs:
         shape = graph.shape(name)
-        layouts[name] = of_batch if shape and shape[0] == batch.num_samples and not whole_batch else WHOLE
+        layouts[name] = of_batch if shape and shape[0] == batch.num_samples else WHOLE
     calls = []
     for call in graph.calls:
         strategy = plan.strategy(call.layer, call.op)
@@ -64,10 +60,7 @@ def place(
     names = list(outputs)
     for name in names:
         layouts.setdefault(name, kept(name) or WHOLE)
-    if as_given:
-        targets = {name: without_partial(layouts[name]) for name in names}
-    else:
-        targets = {name: WHOLE if whole_batch else own_samples(graph.shape(name), batch) for name in names}
+    targets = {name: own_samples(graph.shape(name), batch) for name in names}
     last = {name: transfer(layouts[name], target, mesh, graph.shape(name)) for name, target in targets.items()}
     return Placement(graph, mesh, batch, tuple(calls), layouts, last, targets)
 

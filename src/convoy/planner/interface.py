@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
+from convoy.engine.deferred import lacks_numbers
 from convoy.errors import ConvoyError
-from convoy.graph.deferred import deferred_tensors
 from convoy.graph.given import check_given
 from convoy.ops.recompute import as_recompute
 from convoy.planner.cost.link import Links
@@ -175,7 +175,7 @@ def plan(
             memory_limit=memory_limit,
             plans=[Plan.parse(one, num_devices=devices) for one in given],
             progress=reporter.prepare,
-            race=None if given or deferred_tensors(model) else partial(race, model, again),
+            race=None if given or ranks.any(lacks_numbers(model)) else partial(race, model, again),
         )
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, best.stages, planned)

@@ -168,9 +168,9 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
     return replace(found, host=host, host_per_tensor=host_per_tensor)
 
 
-_ROOM = 0.5
+_ROOM = 0.4
 """The part of a rank's memory that the tensors of a pass may take: what kernels hold, and holes between blocks, have
-been up to four fifths of that."""
+been up to 1.2 times that."""
 _PACE = 1.25
 """Kept times that are so many times those of now, or the other way round, are of a machine in another state."""
 _MATRIX, _REACHED = 512, 0.5

@@ -48,7 +48,7 @@ _MEASURING = 0.6
 """The part of that after which nothing more is profiled."""
 _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
 """About: seconds for links, optimizer and engine; passes of a profiling; updates of a racer."""
-_RACE_ROOM = 0.75
+_RACE_ROOM = 0.6
 """The part of a rank's memory that the tensors of a racer may take: kernels, and the network that is copied, come on
 top."""
 _RACERS = 2
@@ -231,6 +231,8 @@ def make_plan(
         found_notes.append(
             f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
         )
+    measured.give_back_memory()  # of the search, and of the largest messages
+    measured.room = min(room, *ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
     needed = len(jobs) if plans else 2  # one device, and the first strategy that can be: `sample`
     measured.profile(jobs[:needed], afresh=not plans and devices > 1)
     alone = measured.costs(alone=True)

@@ -14,7 +14,6 @@ from torch.optim import SGD, Optimizer
 from convoy.engine.coupling import coupling
 from convoy.engine.gradients.sharded import ELEMENTWISE
 from convoy.errors import ConvoyError
-from convoy.graph.deferred import Deferred
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import capture, place
@@ -304,6 +303,4 @@ def _contents(model: nn.Module, examples: Mapping[str, Tensor]) -> dict[str, Ten
     """What is at hand: nothing of what has only a shape, and no images that are all of one color."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found |= {name: x for name, x in examples.items() if not x.is_meta and bool((x != x.flatten()[:1]).any())}
-    return {
-        name: tensor.detach() for name, tensor in found.items() if not (tensor.is_meta or isinstance(tensor, Deferred))
-    }
+    return {name: tensor.detach() for name, tensor in found.items() if not tensor.is_meta}

@@ -168,34 +168,6 @@ def _peer(rank: int, stage: int, mesh: Mesh) -> int:
     return mesh.rank([stage if axis == mesh.stage_axis else at for axis, at in enumerate(mesh.coordinates(rank))])
 
 
-def together(parts: Sequence[tuple[str, Explanation]], rest: int) -> Explanation:
-    """The explanation of a network whose layers are placed one by one.
-
-    Args:
-        parts: each layer's name and explanation.
-        rest: bytes of the parameters that are in none of them; every rank has them whole.
-    """
-    rows = []
-    for layer, part in parts:
-        rows += [*part.rows, *([replace(part.output, layer=layer)] if part.output else [])]
-    if rest:
-        rows.append(Row("", "parameters", (), "", (), Traffic(), 0, rest, ""))
-    found = [part for _, part in parts]
-    memory = [part.memory for part in found]
-    parameters, gradients = rest + sum(m.parameters for m in memory), rest + sum(m.gradients for m in memory)
-    held = Memory(parameters, gradients, sum(m.buffers for m in memory), sum(m.activations for m in memory))
-    return Explanation(
-        tuple(rows),
-        sum(part.others for part in found),
-        None,
-        sum((part.traffic for part in found), Traffic()),
-        sum(part.gradients for part in found),
-        held,
-        sum(part.whole for part in found) + rest,
-        tuple(layer for part in found for layer in part.unmatched),
-    )
-
-
 def _unmatched(placement: Placement, plan: Plan | None) -> tuple[str, ...]:
     if plan is None or all(plan.mesh.sizes[axis] == 1 for axis in plan.mesh.axes if axis != plan.mesh.stage_axis):
         return ()

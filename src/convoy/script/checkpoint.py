@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 
 from convoy.checkpoint.files import RECORD, STATE, Checkpoint, values_explained
 from convoy.checkpoint.store import Draft, read_checkpoint, snapshot, stamp
-from convoy.comm.ranks import broadcast_object, broadcast_tensors, gather_objects
+from convoy.comm.ranks import broadcast_object, broadcast_tensors, gather_objects, received
 from convoy.engine.agreement import agree
 from convoy.engine.allocation import without_holes
 from convoy.engine.gradients.sharded import ShardedOptimizer
 from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
-from convoy.graph.deferred import evaluate
 from convoy.graph.tree import replace
 from convoy.script.ranks import alike, together
 from convoy.script.state import Entries, NamedOptimizer, Parts
@@ -115,7 +114,7 @@ def load(
         about: dict[str, Any] = values["about"]
         saved: dict[str, Any] = unpacked(values["state"], tensors)
         things = _things(net, optimizer, scheduler, anything)
-        saved |= {name: replace(saved[name], Tensor, evaluate) for name in saved if not _is_cut(things.get(name))}
+        saved |= {name: replace(saved[name], Tensor, received) for name in saved if not _is_cut(things.get(name))}
         for name, each in things.items():
             if name not in saved:
                 raise ConvoyError(f"{path} holds {', '.join(saved)} and no {name}: leave {name} away")

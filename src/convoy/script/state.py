@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from convoy.comm.ranks import received
 from convoy.engine.agreement import agree
 from convoy.engine.gradients.sharded import ELEMENTWISE, ShardedOptimizer
 from convoy.engine.network import Network, network_of
 from convoy.engine.optimizers import PART
 from convoy.errors import ConvoyError
-from convoy.graph.deferred import evaluate
 from convoy.script.ranks import alike, together
 from convoy.script.values import Whole
 
@@ -192,7 +192,7 @@ class Parts:
         """Take this rank's parts of whole tensors that fit."""
         own = self.tensors()
         for name, tensor in state.items():
-            own[name].copy_(self.part(name, evaluate(tensor)))
+            own[name].copy_(self.part(name, received(tensor)))
 
     def _of(self, name: str) -> tuple[Network | None, str]:
         prefixes = [prefix for prefix in self.networks if not prefix or name.startswith(f"{prefix}.")]
@@ -316,7 +316,7 @@ class NamedOptimizer:
 
     def _part(self, name: str, value: Any) -> Any:
         """This rank's part of what is like a parameter, with its memory format; other things as they are."""
-        parameter, value = self.parameters[name], evaluate(value)
+        parameter, value = self.parameters[name], received(value)
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != self._parts.shape(name, parameter):
             return _copied(value)
         return torch.empty_like(parameter, dtype=value.dtype).copy_(self._parts.part(name, value))
@@ -353,7 +353,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    return evaluate(value).detach().clone() if isinstance(value, Tensor) else value
+    return received(value).detach().clone() if isinstance(value, Tensor) else value
 
 
 def _sections(state: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Entries]:

@@ -15,10 +15,10 @@ from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.engine import Probe, probe
 from convoy.engine.coupling import coupled, coupled_in_training, coupling, microbatch_sizes, probe_of_graph
+from convoy.engine.deferred import deferred
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.graph import tree
-from convoy.graph.deferred import Deferred, deferred, deferred_tensors
 from convoy.graph.given import prepare_given
 from convoy.graph.graph import CaptureError, Ref
 from convoy.launch.memory import host_memory
@@ -104,11 +104,9 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     torch.manual_seed(recipe.seed)
     model = models.create(section.name, num_classes=len(given.classes), in_channels=given.channels, **options)
     if any(map(is_lazy, model.parameters())):  # a pass makes them
-        if isinstance(torch.empty(1), Deferred):
-            raise ConvoyError("it has layers without shapes before a first pass")
         with evaluating(model), torch.no_grad():
             model(torch.zeros(1, given.channels, given.image_size, given.image_size))
-    prepare_given(model)
+    prepare_given(model, needs_numbers=not torch.empty(0).is_meta)  # of other ranks than the first
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
         notes += models.load_weights(model, section.weights)
     return model, notes
@@ -121,9 +119,10 @@ LARGE = 2**30
 def build_for(
     recipe: Recipe, given: DataSet | NetworkInput, plan: Plan | None, ranks: Ranks
 ) -> tuple[nn.Module, list[str]]:
-    """The network as ranks need it that are to have parts of it: deferred, where it is large or stages divide it.
+    """The network as ranks need it that are to have parts of it: without numbers on all but the first, where it is
+    large or stages divide it.
 
-    The weights are the same in either case. A network that cannot be deferred, or does not show its calls without
+    The weights are the same in either case. A network that cannot be built so, or does not show its calls without
     numbers, is built whole on every rank, with a note. All ranks call it.
     """
     in_stages = plan is not None and "stage" in plan.mesh.names
@@ -197,6 +196,7 @@ def probed(
     device: torch.device,
     change: str,
     num_classes: int | None = None,
+    as_graph: bool = False,
 ) -> Probe:
     """Run a copy of the network on two microbatches of random images, in training and in evaluation.
 
@@ -206,6 +206,7 @@ def probed(
         sizes: samples of every microbatch.
         change: what a user could change, where it cannot be.
         num_classes: logits that there must be; None for as many as there are.
+        as_graph: read it off the network's calls, as some rank has no numbers to run it with.
 
     Raises:
         ConvoyError: it cannot train on such images, or gives other logits.
@@ -213,13 +214,13 @@ def probed(
     samples = min(2, *sizes)
     try:
         if num_classes is not None:
-            logits = _logits(plain, torch.empty(1, *shape, device=device))
+            logits = _logits(plain, torch.empty(1, *shape, device=device), as_graph)
             if logits.shape != (1, num_classes):
                 raise ConvoyError(
                     f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
                     "classes: build the network for as many classes, or choose another model"
                 )
-        if deferred_tensors(plain):
+        if as_graph:
             return probe_of_graph(plain, shape, device, samples, lowered(recipe))
         return probe(plain, shape, device, samples, lowered(recipe), recipe.batch_norm)
     except (ConvoyError, torch.OutOfMemoryError):
@@ -233,9 +234,9 @@ def probed(
         ) from error
 
 
-def _logits(model: nn.Module, image: torch.Tensor) -> torch.Tensor:
-    """Of the main head; without numbers where the network has none."""
-    if deferred_tensors(model):
+def _logits(model: nn.Module, image: torch.Tensor, as_graph: bool) -> torch.Tensor:
+    """Of the main head; as a graph, without numbers."""
+    if as_graph:
         graph = capture(model, [torch.empty(image.shape, device="meta")], training=False)
         return heads(tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta")))[0]
     with evaluating(model), torch.no_grad():

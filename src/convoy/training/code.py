@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.graph.deferred import evaluate
 from convoy.graph.graph import Call, Graph, Ref
 
 Code = list[list[str]]
@@ -73,7 +72,7 @@ def _taken(call: Call, graph: Graph) -> str:
 
 def _numbers(constant: Tensor) -> str:
     """Their last digits may be others on another processor."""
-    x = evaluate(constant).detach().cpu().flatten()
+    x = constant.detach().cpu().flatten()
     x = (torch.view_as_real(x).flatten() if x.is_complex() else x).double()
     size, places = float(x.abs().sum()), torch.arange(1, len(x) + 1, dtype=torch.float64)
     return f"{size:.4g} {float(x @ places) / (size * len(x) or 1):.3f}"

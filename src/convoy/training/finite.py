@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
-from convoy.engine.layerwise import Layerwise
 from convoy.engine.network import Network
+from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
 from convoy.training.parallel import ParallelNetwork, TrainedNetwork
@@ -170,7 +170,7 @@ class FiniteGuard:
         """Where it began; `again` does the passes of this update again, on all ranks, and leaves nothing behind."""
         origin, network = Origin(), self._network
         engine = network.engine if isinstance(network, ParallelNetwork) else None
-        with origin.watching(network.model, None if isinstance(engine, Layerwise) else engine):
+        with origin.watching(network.model, None if isinstance(engine, Uncaptured) else engine):
             again()
         own = sum(float(loss) for loss in losses)
         said = self._ranks.gather((origin.found, own, socket.gethostname()))

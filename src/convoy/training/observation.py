@@ -15,8 +15,8 @@ from statistics import median, median_low
 from typing import Any
 
 from convoy.engine.clock import DeviceClock
-from convoy.engine.layerwise import Layerwise
 from convoy.engine.stages import StagedNetwork
+from convoy.engine.uncaptured import Uncaptured
 from convoy.engine.watched import WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.launch.host import HostWatch, beside_others
@@ -215,7 +215,7 @@ def _why_unseen(session: Session) -> str | None:
     network = session.network
     if not isinstance(network, ParallelNetwork):
         return "layers are not watched on one device, which runs the plain network"
-    if isinstance(network.engine, Layerwise):
+    if isinstance(network.engine, Uncaptured):
         return "layers are not watched in a network that is not seen as one graph"
     if session.recipe.compile:
         return "layers are not watched in a compiled network"

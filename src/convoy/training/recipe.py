@@ -108,8 +108,8 @@ class Recipe(Section):
     )
     precision: Literal["fp32", "bf16", "fp16", "auto"] | None = Field(
         None,
-        description="of the layers; weights stay in fp32. null: bf16 on GPUs that have it, else fp32; auto: on a CPU "
-        "with bf16 the faster one, tried before training",
+        description="of the layers; weights stay in fp32. null: bf16 on GPUs that have it, else fp32; auto: on CPUs "
+        "too",
     )
     channels_last: bool | None = Field(None, description="memory format; null: on GPUs in bf16 and fp16")
     compile: bool = Field(False, description="torch.compile")

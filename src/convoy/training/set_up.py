@@ -16,10 +16,10 @@ from convoy.data.loader import bring_to, first_workers
 from convoy.data.sources import Progress
 from convoy.engine import Probe, prepare
 from convoy.engine.coupling import microbatch_sizes
-from convoy.engine.layerwise import Layerwise
+from convoy.engine.deferred import lacks_numbers
 from convoy.engine.recorded import graph_on, leave_default_stream
+from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.graph.deferred import deferred_tensors, materialize
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.memory import most, rank_memory
@@ -32,7 +32,7 @@ from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.training.auto_plan import Choice, Chosen, Shares
 from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.code import code_of
-from convoy.training.defaults import Tried, settle, try_passes
+from convoy.training.defaults import settle
 from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import Division, Pass, divide, text
 from convoy.training.input import InputPipeline
@@ -100,23 +100,22 @@ def set_up(
     change = "data.image_size, data.channels, the microbatch or the model"
     store = ProfileStore() if keep else None
 
-    def trial(one: Recipe) -> Tried:
-        return try_passes(one, model, shape, ranks.num, device, ranks, store, change, progress)
-
-    settled = settle(recipe, device, ranks, None if deferred_tensors(model) else trial)
+    as_graph = ranks.any(lacks_numbers(model))
+    settled = settle(recipe, device, ranks)
     recipe = settled.recipe
     check_precision(recipe.precision, device)
     notes += settled.notes
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes))
+    # parts alone are brought to the device of a network that the first rank has
+    model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
+    found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes), as_graph)
     found = replace(found, on_device=sharing)
     notes += _without_heads(recipe, found, explicit_keys)
     parts, useful = parts_of(recipe, plan, ranks.num)
     sizes, smaller = divisible_sizes(recipe, model, parts, found, useful)
     quantities = replace(quantities, sizes=sizes)
     notes += [smaller] if smaller is not None else []
-    code = code_of(model, found.graph)
+    code = ranks.first(lambda: code_of(model, found.graph))
     ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived, code)
     chosen, shares, staging = None, None, None
     if plan is None:
@@ -228,7 +227,7 @@ def _assemble(
             recompute=recipe.recompute,
         )
     else:
-        context = prepare(materialize(model), recipe.seed, recipe.batch_norm)
+        context = prepare(model, recipe.seed, recipe.batch_norm)
         forward = torch.compile(model) if recipe.compile else model
         network = TrainedNetwork(model, context, device, forward, recipe.reproducible)
     ranks.follow(plan.mesh, network.sample_axes)
@@ -297,8 +296,8 @@ def _within_limit(
         return []
     if not isinstance(network, ParallelNetwork):
         return ["--memory-limit has no effect: one device trains the plain network"]
-    if isinstance(network.engine, Layerwise):
-        return ["--memory-limit has no effect: the memory of a network that runs layer by layer is not predicted"]
+    if isinstance(network.engine, Uncaptured):
+        return ["--memory-limit has no effect: the memory of a network that cannot be captured is not predicted"]
     placement = network.largest(passes, lowered(recipe))
     staging = Staging.of(plan, placement.graph, tuple(placement.outputs), [len(piece.positions) for piece in passes])
     if staging is not None and isinstance(network, StagedTraining):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, in_file
-from convoy.graph.deferred import evaluate
+from convoy.comm.ranks import received
 from convoy.script.state import Entries, NamedOptimizer, Parts
 from convoy.training.parallel import TrainedNetwork
 
@@ -162,7 +162,7 @@ class RunState:
         """
         tensors, values = checkpoint.tensors, checkpoint.values
         if any(name.startswith(_optimizer(1)) for name in tensors):  # of which ranks take different ones
-            tensors = {name: evaluate(x) if name.startswith("optimizer") else x for name, x in tensors.items()}
+            tensors = {name: received(x) if name.startswith("optimizer") else x for name, x in tensors.items()}
         parts = Parts(self.model)
         weights = self._fitting("model.", parts.tensors(), checkpoint)
         averages = None if self.averaged is None else self._fitting("ema.", self.averaged.averages, checkpoint)
@@ -177,7 +177,7 @@ class RunState:
         named.load(entries, values["optimizer"]["groups"])
         parts.load(weights)
         if self.averaged is not None and averages is not None:
-            own = {name: parts.part(name, evaluate(average)) for name, average in averages.items()}
+            own = {name: parts.part(name, received(average)) for name, average in averages.items()}
             self.averaged.load(own, values["ema"])
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])

@@ -214,7 +214,7 @@ class Watchdog:
         if store is None or ranks.num == 1:
             return
         prefix = ranks.broadcast(uuid.uuid4().hex)
-        self._store = board(store, prefix, timedelta(seconds=max(1.0, 2 * self._interval_s)))
+        self._store = board(store, prefix, timedelta(seconds=max(1.0, 2 * self._interval_s)), timeout_s)
         self._write()
         ranks.barrier()
 

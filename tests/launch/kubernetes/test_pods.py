@@ -76,27 +76,23 @@ class TestEveryKind:
         assert len(f"{name}-node-0-1") == 63
 
 
-@pytest.mark.parametrize("kind", ["jobset", "job"])
 class TestRestarts:
-    def job(self, kind: str, **changes: int) -> dict:
-        documents = manifests.read(manifests.training(**changes), kind)
-        if kind == "job":
-            return documents["Job"]["spec"]
-        return documents["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    def job(self, **changes: int) -> dict:
+        return manifests.read(manifests.training(**changes), "job")["Job"]["spec"]
 
-    def test_a_failed_pod_is_made_anew_by_the_job(self, kind: str) -> None:
-        job = self.job(kind, max_restarts=5)
+    def test_a_failed_pod_is_made_anew_by_the_job(self) -> None:
+        job = self.job(max_restarts=5)
         assert job["template"]["spec"]["restartPolicy"] == "Never"
         assert job["backoffLimit"] == 10
         assert job["podReplacementPolicy"] == "Failed"
         assert "--max-restarts=5" in job["template"]["spec"]["containers"][0]["command"]
 
-    def test_a_pod_that_the_cluster_took_away_is_no_failure(self, kind: str) -> None:
-        (rule,) = self.job(kind)["podFailurePolicy"]["rules"]
+    def test_a_pod_that_the_cluster_took_away_is_no_failure(self) -> None:
+        (rule,) = self.job()["podFailurePolicy"]["rules"]
         assert rule == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
-    def test_one_pod_a_node(self, kind: str) -> None:
-        job = self.job(kind)
+    def test_one_pod_a_node(self) -> None:
+        job = self.job()
         assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 2, 2)
 
 
@@ -107,9 +103,6 @@ def test_the_first_pods_host_name_is_what_the_service_gives_it() -> None:
     assert documents["Service"]["spec"]["clusterIP"] == "None"
     variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
     assert variables["PET_MASTER_ADDR"] == "resnet50-0.resnet50"
-    jobset = manifests.pod_of(manifests.read(manifests.training(), "jobset"))
-    variables = {one["name"]: one.get("value") for one in jobset["containers"][0]["env"]}
-    assert variables["PET_MASTER_ADDR"] == "resnet50-node-0-0.resnet50"
 
 
 def test_a_train_job_leaves_kubeflows_variables_to_kubeflow() -> None:

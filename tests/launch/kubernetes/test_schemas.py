@@ -11,7 +11,6 @@ from convoy.launch.kubernetes import KINDS, SecretVariable, Training
 
 MODELS: dict[str, Any] = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
-    "JobSet": models.JobsetV1alpha2JobSet,
     "Job": models.IoK8sApiBatchV1Job,
     "Service": models.IoK8sApiCoreV1Service,
 }
@@ -65,7 +64,6 @@ def test_every_field_is_known_to_kubeflows_models(asked: Training, kind: str) ->
     [
         ("trainjob", ("TrainJob", "spec", "trainer")),
         ("trainjob", ("TrainJob", "spec", "runtimePatches", 0)),
-        ("jobset", ("JobSet", "spec", "replicatedJobs", 0, "template", "spec")),
         ("job", ("Job", "spec", "template", "spec", "containers", 0, "securityContext")),
         ("job", ("Service", "spec", "ports", 0)),
     ],

@@ -4,10 +4,11 @@ import itertools
 from dataclasses import dataclass
 from functools import partial
 
+from benchmarks.measuring.analytic import Analytic
+
 from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
 from convoy.ops import place
-from convoy.planner.cost.analytic import Analytic
 from convoy.planner.search.prices import additive_seconds
 from convoy.plans.layout import balanced
 from convoy.plans.place import Batch, sample_axes

@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: a Kubeflow TrainJob, a JobSet, or an indexed Job with a headless Service.
+"""Manifests for Kubernetes: a Kubeflow TrainJob, or an indexed Job with a headless Service.
 
 Each starts torch's elastic launcher in every pod; nothing here talks to a cluster.
 """

@@ -1,4 +1,4 @@
-"""The three kinds of job that start the same pods, TrainJob, JobSet and Job, as YAML that every reader takes alike.
+"""The two kinds of job that start the same pods, TrainJob and Job, as YAML that every reader takes alike.
 
 A pod has one container with the elastic launcher, volumes, limits, and no rights beyond its work: it is "restricted" in
 the sense of Kubernetes' Pod Security Standards.
@@ -163,19 +163,6 @@ def train_job(training: Training) -> list[dict[str, Any]]:
     ]
 
 
-def job_set(training: Training) -> list[dict[str, Any]]:
-    """A JobSet of one replicated job; its controller gives the pods their host names."""
-    master = f"{training.name}-{_REPLICATED}-0-0.{training.name}"
-    spec = {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "replicatedJobs": [{"name": _REPLICATED, "replicas": 1, "template": {"spec": _job_spec(training, master)}}],
-    }
-    return [
-        _network_policy(training, _JOBSET_LABEL),
-        _document("jobset.x-k8s.io/v1alpha2", "JobSet", training, spec),
-    ]
-
-
 def indexed_job(training: Training) -> list[dict[str, Any]]:
     """A Job whose pods have numbers, and the headless Service that gives them host names."""
     service = {
@@ -184,8 +171,20 @@ def indexed_job(training: Training) -> list[dict[str, Any]]:
         "selector": {_JOB_LABEL: training.name},
         "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
     }
-    spec = _job_spec(training, f"{training.name}-0.{training.name}")
-    spec["template"]["spec"]["subdomain"] = training.name
+    started = {**pod(training, f"{training.name}-0.{training.name}"), "subdomain": training.name}
+    # Pods that the cluster took away do not count as failures; none begins before its predecessor has ended, so that
+    # no two write one run.
+    spec = {
+        "completionMode": "Indexed",
+        "completions": training.num_nodes,
+        "parallelism": training.num_nodes,
+        "backoffLimit": training.max_restarts * training.num_nodes,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+        },
+        "template": {"metadata": {"labels": _labels(training)}, "spec": started},
+    }
     return [
         _network_policy(training, _JOB_LABEL),
         _document("v1", "Service", training, service),
@@ -195,26 +194,9 @@ def indexed_job(training: Training) -> list[dict[str, Any]]:
 
 KINDS: dict[str, Callable[[Training], list[dict[str, Any]]]] = {
     "trainjob": train_job,
-    "jobset": job_set,
     "job": indexed_job,
 }
 """Functions that make the documents to apply, in order, by the kind of the job."""
-
-
-def _job_spec(training: Training, master: str) -> dict[str, Any]:
-    """One pod a node. Pods that the cluster took away do not count as failures; none begins before its predecessor
-    has ended, so that no two write one run."""
-    return {
-        "completionMode": "Indexed",
-        "completions": training.num_nodes,
-        "parallelism": training.num_nodes,
-        "backoffLimit": training.max_restarts * training.num_nodes,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-        },
-        "template": {"metadata": {"labels": _labels(training)}, "spec": pod(training, master)},
-    }
 
 
 def _network_policy(training: Training, label: str) -> dict[str, Any]:

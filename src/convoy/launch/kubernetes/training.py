@@ -92,7 +92,7 @@ RUNTIME = "torch-distributed"
 """The runtime for torch that Kubeflow Trainer comes with."""
 DATA_PATH, RUN_PATH = "/data", "/runs"
 """Where the claims are mounted."""
-_RESERVED = ("PET_", "TORCHELASTIC_", "CONVOY_LAUNCH", "KUBERNETES_")
+_RESERVED = ("PET_", "TORCHELASTIC_", "CONVOY_LAUNCH", "CONVOY_STORE", "KUBERNETES_")
 _OWN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "HOME"}
 
 

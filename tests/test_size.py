@@ -1,0 +1,51 @@
+"""How many lines every folder may have: a table that only ever goes down."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CODE = ("**/*.py", "**/*.css", "**/*.js", "**/*.jinja")
+SLACK = 50
+LINES = {
+    "src/convoy": 1431,
+    "src/convoy/bench": 4405,
+    "src/convoy/checkpoint": 554,
+    "src/convoy/cli": 3523,
+    "src/convoy/comm": 2932,
+    "src/convoy/data": 4852,
+    "src/convoy/doctor": 996,
+    "src/convoy/engine": 7405,
+    "src/convoy/graph": 2369,
+    "src/convoy/hardware": 1084,
+    "src/convoy/launch": 2388,
+    "src/convoy/models": 1750,
+    "src/convoy/ops": 6924,
+    "src/convoy/planner": 11424,
+    "src/convoy/plans": 3234,
+    "src/convoy/report": 3491,
+    "src/convoy/script": 1589,
+    "src/convoy/training": 10201,
+    "tests": 49703,
+    "benchmarks": 9541,
+    "docs": 3439,
+}
+"""Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
+
+
+def size(folder: str) -> int:
+    patterns = {"docs": ("*.md",), "src/convoy": ("*.py",)}.get(folder, CODE)
+    files = {path for pattern in patterns for path in (ROOT / folder).glob(pattern)}
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+
+
+@pytest.mark.parametrize("folder", LINES)
+def test_a_folder_has_no_more_lines_than_its_row_and_hardly_fewer(folder: str) -> None:
+    now, row = size(folder), LINES[folder]
+    assert now <= row, f"{folder} has {now - row} lines more than its row: take as many out of it before you add some"
+    assert now >= row - SLACK, f"{folder} has become smaller: set its row in tests/test_size.py to {now}"
+
+
+def test_every_folder_has_a_row() -> None:
+    folders = {f"src/convoy/{path.parent.name}" for path in (ROOT / "src" / "convoy").glob("*/__init__.py")}
+    assert set(LINES) == folders | {"src/convoy", "tests", "benchmarks", "docs"}
