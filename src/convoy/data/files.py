@@ -109,12 +109,8 @@ def split_of(name: str) -> str | None:
 def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
     """The files with this suffix to train on, and those to test on, in the order of their names.
 
-    Those of `val` come before those of `test`, whose labels are often withheld.
-
-    Args:
-        path: one file, or a folder with files in it or below it.
-        suffix: with its dot.
-        config: says which are which by `train` and `test`; else the names of files, and of their folders, do.
+    The config says which are which by `train` and `test`, else the names of files, and of their folders, do. Those of
+    `val` come before those of `test`, whose labels are often withheld.
 
     Raises:
         ConvoyError: there are none, or only some of them name a split, or none is for training.
@@ -159,13 +155,7 @@ _MAX_CLASSES = 1_000_000
 
 
 def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[str]) -> None:
-    """Give freshly opened sources the labels that their classes have in another list.
-
-    Args:
-        sources: labelled by `classes`; one that comes twice is labelled once.
-        classes: names, by the labels that there are.
-        known: names, by the labels to come; it has all of `classes`.
-    """
+    """Give sources, each once, the labels that their classes have among those that are known, which are all of them."""
     table = np.array([known.index(name) for name in classes], np.int64)
     for source in {id(source): source for source in sources}.values():
         source.labels = table[source.labels]

@@ -34,14 +34,7 @@ CLASS_NAMES = "classes.txt"
 
 
 class TarSource(EncodedSource):
-    """Members of tar files.
-
-    Args:
-        files: the tars.
-        names: of the members.
-        places: int64 [n, 3]: the tar's number in `files`, offset and size of the member's content.
-        labels: int64 [n].
-    """
+    """Members of tar files; `places` are int64 [n, 3]: number of the file, offset and size of the member's content."""
 
     def __init__(self, files: list[Path], names: Names, places: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
         self._files = [str(file) for file in files]
