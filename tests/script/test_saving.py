@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import shutil
 import warnings
 from collections import Counter
@@ -17,7 +18,7 @@ from torch.optim import lr_scheduler
 
 import convoy
 from convoy.checkpoint import store
-from convoy.checkpoint.files import DamagedCheckpointError
+from convoy.checkpoint.files import DamagedCheckpointError, write_record
 from convoy.checkpoint.store import Draft
 from convoy.errors import ConvoyError
 from convoy.script import checkpoint
@@ -277,6 +278,23 @@ def test_every_damage_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "y" / "checkpoint.json").write_text("{")
     save(tmp_path / "y", net, epoch=2)  # the next one takes its place
     assert load(tmp_path / "y", net) == {"epoch": 2}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"about": {}, "state": {}},
+        {"about": [], "state": {"net": 1}},
+        {"about": {"net": {}}, "state": {"net": {"$": "tensor", "name": "nobody"}}},
+    ],
+)
+def test_other_values_are_refused_though_the_checksums_fit(values: dict[str, Any], tmp_path: Path) -> None:
+    net = small()
+    save(tmp_path / "x", net, epoch=1)
+    record = json.loads((tmp_path / "x" / "checkpoint.json").read_text())
+    write_record(tmp_path / "x", record["step"], record["identity"], values, record["sha256"])
+    assert re.search("holds other values|no net|damaged", refused(tmp_path / "x", net, way=load))
 
 
 def _seen_by(path: Path, seen: tuple[int, ...]) -> list[str]:
