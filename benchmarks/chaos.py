@@ -33,7 +33,8 @@ from measuring.faults import LINE, Case, Fault, Result, do, prepare
 
 TERM, KILL, HUP = signal.SIGTERM, signal.SIGKILL, signal.SIGHUP
 TWO, AGAIN = "--devices 2", "--devices 2 --max-restarts 1"
-WORKER, HALF, PICTURE = "--set data.workers=1", "train {out} --resume", "predict {shared}/healthy {folder}/picture.png"
+WORKER, MORE = "--set data.workers=1 --epochs 90ba", "--epochs 90ba"
+HALF, PICTURE = "train {out} --resume", "predict {shared}/healthy {folder}/picture.png"
 STOPPED, DIFFERENT, DISK = "stopped and saved after", "data are not the same everywhere", "No space left on device"
 
 MOUNTS = [False]
@@ -59,9 +60,9 @@ FAULTS = (
           resume=TWO),
     Fault("kill, out of memory", "SIGKILL of all, as by a memory limit", "noticed",
           strike=lambda c: [os.kill(pid, KILL) for pid in (c.pids[0], c.rank(0), c.rank(1))], options=TWO, resume=TWO),
-    Fault("kill, again and again", "SIGKILL of a random rank of each set of ranks, 3 times or as --kills says", "fine",
-          "rank . failed", strike=b.kills, at=("forward", 1, 0), options=f"--max-restarts 1000 {TWO} {b.LONG}",
-          after=b.as_left_alone),
+    Fault("kill, again and again", "SIGKILL of a random rank of each set of ranks, 3 times or as --kills says",
+          "identical", "rank . failed", strike=b.kills, at=("forward", 1, 0), alone=b.LONG,
+          options=f"--max-restarts 1000 {TWO} {b.LONG}"),
     # Signals
     Fault("SIGTERM, 1 device", "SIGTERM", "noticed", STOPPED, strike=lambda c: c.send(TERM), resume="", fast=True),
     Fault("SIGTERM, 2 devices", "SIGTERM", "noticed", STOPPED, strike=lambda c: c.send(TERM), options=TWO, resume=TWO),
@@ -94,15 +95,16 @@ FAULTS = (
     Fault("SIGSTOP, launcher", "SIGSTOP of who started the ranks for 3 s", "identical",
           strike=lambda c: b.pause(c, 3, None), options=TWO),
     Fault("worker killed", "SIGKILL of a process that loads pictures", "noticed", "a process that loads pictures died",
-          strike=lambda c: os.kill(c.worker(), KILL), options=WORKER, resume=""),
+          strike=lambda c: os.kill(c.worker(), KILL), at=("forward", 1, 0), options=WORKER, resume="", alone=MORE),
     Fault("worker killed, 2 devices", "the same of rank 1", "identical", "a process that loads pictures died",
-          strike=lambda c: os.kill(c.worker(1), KILL), options=f"{AGAIN} {WORKER}"),
+          strike=lambda c: os.kill(c.worker(1), KILL), at=("forward", 1, 1), options=f"{AGAIN} {WORKER}",
+          alone=MORE),
     Fault("worker stopped", "SIGSTOP of a process that loads pictures, --timeout 5s", "noticed", "which is stopped",
           strike=lambda c: os.kill(c.worker(), signal.SIGSTOP), at=("forward", 1, 0), options=f"{WORKER} --timeout 5s",
-          resume=""),
-    Fault("worker stopped, 2 devices", "the same of rank 1", "noticed", "which is stopped",
+          resume="", alone=MORE),
+    Fault("worker stopped, 2 devices", "the same of rank 1, --timeout 15s", "noticed", "which is stopped", 40,
           strike=lambda c: os.kill(c.worker(1), signal.SIGSTOP), at=("forward", 1, 1),
-          options=f"{TWO} {WORKER} --timeout 5s", resume=""),
+          options=f"{TWO} {WORKER} --timeout 15s", resume="", alone=MORE),
     # Disks and folders
     Fault("disk full", "a disk of 70 kB; then there is room", "noticed", DISK, before=lambda c: b.small_disk(c, "70k"),
           needs="mounts", resume="", after=b.unmounted, prepare_resume=b.room),
@@ -193,10 +195,10 @@ FAULTS = (
           before=lambda c: [b.copy(c), b.half(c), (c.data / "train/a/7.png").rename(c.data / "train/a/00.png")],
           line=HALF + " --data {data}"),
     Fault("picture removed", "a picture is removed while the run trains", "noticed", "a/1.png", before=b.copy,
-          strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0), options="--set data.workers=0"),
+          strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0), options=f"--set data.workers=0 {MORE}"),
     Fault("picture removed, skipped", "the same with data.bad_images=skip", "fine", "left out|skipped|cannot be read",
           before=b.copy, strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0),
-          options="--set data.workers=0 --set data.bad_images=skip"),
+          options=f"--set data.workers=0 --set data.bad_images=skip {MORE}"),
     Fault("not finite", "a picture that gives no finite loss", "noticed", "the loss is nan", before=b.one_color,
           fast=True),
     Fault("not finite, 2 devices", "the same", "noticed", "the loss is nan", before=b.one_color, options=TWO),
@@ -220,7 +222,7 @@ FAULTS = (
         Fault(f"YAML, {name}", how, "refused", "recipe.yaml", line=LINE + " --recipe {folder}/recipe.yaml",
               before=lambda c, text=text: (c.folder / "recipe.yaml").write_text(text), within=5, fast=name == "aliases")
         for name, how, text in (
-            ("aliases", "500 bytes of aliases that stand for 9^10 values", "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['1'])}]" for n in range(11))),
+            ("aliases", "500 bytes of aliases that stand for 9^10 values", b.aliases(11)),
             ("a tag", "a tag that calls os.system", "a: !!python/object/apply:os.system [true]"),
             ("depth", "a list in a list, 5,000 deep", "a: " + "[" * 5000 + "]" * 5000),
         )

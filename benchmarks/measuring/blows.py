@@ -16,13 +16,17 @@ import tarfile
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import yaml
 from PIL import Image
+from torch.distributed import TCPStore
 
 from convoy.checkpoint.files import write_record
-from measuring.faults import Case, Fault, do, same
+from measuring.faults import Case, Fault
+
+_ATTACK_S = 20.0
 
 
 def pause(case: Case, seconds: float, rank: int | None) -> None:
@@ -148,6 +152,11 @@ class Call:
         return os.system, (f"touch {self.mark}",)
 
 
+def aliases(depth: int) -> str:
+    """YAML of lists of nine aliases each of the list before."""
+    return "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9 if n else ['1'])}]" for n in range(depth))
+
+
 def png(path: Path, width: int, height: int, depth: int, rows: int = 0) -> None:
     """A gray picture of nothing but black, in few bytes; only some of its rows are there, if so many are named."""
 
@@ -262,16 +271,23 @@ def attack(case: Case) -> None:
     }
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     ports = [int(line[1].partition(":")[2], 16) for line in lines if line[3] == "0A" and line[9] in inodes]
+    control = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     code = (
         "import datetime, os, sys, torch.distributed as dist\nos.setuid(65534)\n"
-        "for port in sys.argv[1:]:\n"
-        " try: dist.TCPStore('127.0.0.1', int(port), None, False, datetime.timedelta(seconds=1)).set('a', 'b')\n"
-        " except Exception: continue\n"
-        " print(port)"
+        "dist.TCPStore('127.0.0.1', int(sys.argv[1]), None, False, datetime.timedelta(seconds=2)).set('a', 'b')"
     )
-    found = subprocess.run([sys.executable, "-c", code, *map(str, ports)], capture_output=True, text=True, timeout=60)
-    if found.stdout.strip():
-        case.wrong.append(f"another user wrote into the store on port {found.stdout.split()}")
+    tries = {
+        port: subprocess.Popen([sys.executable, "-c", code, str(port)], stderr=subprocess.DEVNULL)
+        for port in (*ports, control.port)
+    }
+    end = time.monotonic() + _ATTACK_S
+    case.wait(lambda: time.monotonic() > end or all(each.poll() is not None for each in tries.values()), "the attack")
+    for each in tries.values():
+        each.kill()
+        each.wait()
+    found = [port for port, each in tries.items() if each.returncode == 0]
+    if found != [control.port]:
+        case.wrong.append(f"another user could write into stores on ports {found}; that of the attack is {control.port}")
 
 
 def second(case: Case, line: str, says: str) -> None:
@@ -285,7 +301,7 @@ def second(case: Case, line: str, says: str) -> None:
     other.end()
 
 
-LONG = "--epochs {updates}ba --set checkpoint.every=20ba --set evaluate_every=200ba"
+LONG = "--epochs {updates}ba --set evaluate_every=200ba"
 """More of a command: as many updates as kills need."""
 
 
@@ -295,18 +311,13 @@ def kills(case: Case) -> None:
     case.done = None
     (case.folder / "go").touch()
     for number in range(1, case.kills + 1):
-        before = {case.rank(0), case.rank(1)}
+        gone = {case.rank(0), case.rank(1), *case.pids}
         time.sleep(random.uniform(0.0, 0.5))
         case.send(signal.SIGKILL, random.randrange(2))
-        gone = before | set(case.pids)
-        case.wait(lambda gone=gone: len({case.rank(0), case.rank(1)} - gone) == 2, "the next ranks")  # type: ignore[misc]
-        going = re.compile("going on after|0 of|updates of")
-        case.wait(lambda number=number: len(going.findall(case.said())) > number, "their next update")  # type: ignore[misc]
+        case.wait(partial(_goes_on, case, gone, number), "an update of the next ranks")
 
 
-def as_left_alone(case: Case) -> None:
-    """Compare the weights with those of the same command on one device, left alone."""
-    other = Case(Fault("alone", "", "fine", options=LONG), case.shared, case.folder / "alone", kills=case.kills)
-    case.wrong += do(other).wrong
-    if not same(other.out, case.out):
-        case.wrong.append("the weights or metrics are others")
+def _goes_on(case: Case, gone: set[int], number: int) -> bool:
+    """Whether two ranks that were not there before have gone on, or begun anew, for that many a time."""
+    begun = len(re.findall("going on after|how these numbers follow", case.said())) > number
+    return begun and len({case.rank(0), case.rank(1)} - gone) == 2

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from PIL import Image
@@ -32,7 +33,7 @@ LINE = (
     "--set data.image_size=28 --set checkpoint.every=3ba --set checkpoint.keep=9 --set log_every=1ba --set threads=1"
 )
 _FOLDER = "CONVOY_CHAOS"
-_LONGEST_S = 150.0
+_LONGEST_S, _ENDING_S = 150.0, 3.0
 Do = Callable[["Case"], object]
 
 
@@ -54,6 +55,7 @@ class Fault:
         options: more of it.
         resume: options with which a run that has ended goes on, to the weights of that left alone; None: it does not.
         prepare_resume: what is mended before.
+        alone: options of the run to compare with, where that is not the usual one.
         ranks: so many hosts with a device each, in folders `host-0`, …
         output: where standard output goes: `file`, `closed`, `pipe`, or a path.
         around: a program that starts the command.
@@ -74,6 +76,7 @@ class Fault:
     options: str = ""
     resume: str | None = None
     prepare_resume: Do | None = None
+    alone: str = ""
     ranks: int = 1
     output: str = "file"
     around: str = ""
@@ -162,6 +165,7 @@ class Case:
             os.chdir(self.folder / f"host-{rank}" if self.fault.ranks > 1 else Path(gate.__file__).parents[1])
             os.environ.update(own)
             tempfile.tempdir = None  # asked for before
+            sys.modules["__main__"] = ModuleType("__main__")  # which new processes would load otherwise
             if self.fault.around and self.num == 1:
                 command = [*shlex.split(self.fault.around), sys.executable, "-m", "convoy", *arguments]
                 os.execvpe(command[0], command, os.environ)
@@ -244,10 +248,12 @@ class Case:
 
     def end(self) -> list[int]:
         """Kill what still runs; the numbers of these processes."""
-        found = []
+        found, until = [], time.monotonic() + _ENDING_S
         for pid in self.others:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        while time.monotonic() < until and self.processes():
+            time.sleep(0.05)
         while running := [*self.processes(), *(pid for pid in self.pids if _state(pid) not in "Z")]:
             for pid in running:
                 with suppress(OSError):
@@ -318,6 +324,7 @@ def do(case: Case) -> Result:
             result.sentence = ""
         _judge(case, status, said, result)
         if fault.resume is not None:
+            case.done = max(case.done, _logged(case)) if case.done is not None else None
             if fault.prepare_resume:
                 fault.prepare_resume(case)
             case.start(f"train {case.out} --resume {fault.resume}")
@@ -326,7 +333,7 @@ def do(case: Case) -> Result:
                 case.wrong.append(f"--resume ended with status {status}: {_sentence(case.said(case.num), '')}")
         if fault.out == "identical" or fault.resume is not None:
             result.lost = _lost(case)
-            result.identical = same(case.shared / "healthy", case.out)
+            result.identical = same(_left_alone(case), case.out)
             case.wrong += [] if result.identical else ["the weights or metrics are others"]
         if fault.after:
             fault.after(case)
@@ -338,6 +345,19 @@ def do(case: Case) -> Result:
         with suppress(OSError):
             os.close(case.reader)
     return result
+
+
+def _left_alone(case: Case) -> Path:
+    """The run to compare with, made when it is asked for first."""
+    if not case.fault.alone:
+        return case.shared / "healthy"
+    name = f"alone-{hashlib.sha256(case.fault.alone.encode()).hexdigest()[:9]}"
+    if not (case.shared / name).exists():
+        fault = Fault(name, "", "fine", options=case.fault.alone)
+        other = Case(fault, case.shared, case.folder / name, kills=case.kills)
+        case.wrong += do(other).wrong
+        other.out.rename(case.shared / name)
+    return case.shared / name
 
 
 def _is_held(case: Case) -> bool:
@@ -373,11 +393,19 @@ def _sentence(said: str, says: str) -> str:
     return (fit or lines or [""])[-1][:400]
 
 
+def _logged(case: Case) -> int:
+    """The last update in the metrics."""
+    steps = re.findall(r'"step": (\d+)', (case.out / "metrics.jsonl").read_text()) if case.out.exists() else []
+    return max(map(int, steps), default=0)
+
+
 def _lost(case: Case) -> int | None:
     """Updates that were done and then done again."""
     numbers = re.findall(r"going on after ([\d,]+) of", case.said())
-    if not numbers or case.done is None:
-        return None if case.done is None else 0
+    if case.done is None or (case.fault.alone and case.fault.resume is None):
+        return None  # it was struck at an update of which it left no word
+    if not numbers:
+        return case.done if case.num > 1 else 0
     return max(0, case.done - int(numbers[-1].replace(",", "")))
 
 
