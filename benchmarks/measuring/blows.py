@@ -287,7 +287,9 @@ def attack(case: Case) -> None:
         each.wait()
     found = [port for port, each in tries.items() if each.returncode == 0]
     if found != [control.port]:
-        case.wrong.append(f"another user could write into stores on ports {found}; that of the attack is {control.port}")
+        case.wrong.append(
+            f"another user could write into stores on ports {found}; that of the attack is {control.port}"
+        )
 
 
 def second(case: Case, line: str, says: str) -> None:
