@@ -213,8 +213,8 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
             if rank == 0 and _agent_keeps() and interfaces.STORE not in os.environ and (others := _num_others()):
                 print(
-                    "convoy: the ports of torchrun take anybody's word, and with its c10d rendezvous anybody's code; here "
-                    f"{others} other user{'s have' if others > 1 else ' has'} processes: "
+                    "convoy: the ports of torchrun take anybody's word, and with its c10d rendezvous anybody's code; "
+                    f"here {others} other user{'s have' if others > 1 else ' has'} processes: "
                     "--rdzv-backend=convoy has no such port (docs/safety.md)",
                     file=sys.stderr,
                     flush=True,
