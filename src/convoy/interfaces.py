@@ -21,6 +21,8 @@ STORE = "CONVOY_STORE"
 """Variable with the file in which the ranks of one host meet; empty where several hosts meet by Convoy's rendezvous."""
 SECRET, SECRET_FILE = "CONVOY_SECRET", "CONVOY_SECRET_FILE"
 """Variables with what the hosts of a run know and nobody else does, or with the name of the file that has it."""
+_MOST_S = 60_000.0
+"""Linux takes no more than 32,767 s until it begins to look whether anybody is there."""
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
@@ -124,6 +126,7 @@ def give_up_after(seconds: float, port: int) -> None:
     """
     if not hasattr(socket, "TCP_USER_TIMEOUT"):  # not Linux
         return
+    seconds = min(seconds, _MOST_S)
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, IndexError):  # it was closed meanwhile, or has no port
             if not str(entry.readlink()).startswith("socket:"):

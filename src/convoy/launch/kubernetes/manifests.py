@@ -196,7 +196,7 @@ KINDS: dict[str, Callable[[Training], list[dict[str, Any]]]] = {
 
 
 def _network_policy(training: Training, label: str) -> dict[str, Any]:
-    """Pods of one job reach each other; nobody else reaches them, since torch's rendezvous asks for no password."""
+    """Pods of one job reach each other; nobody else reaches them, as the ranks' store asks for no password."""
     mine = {"matchLabels": {label: training.name}}
     spec = {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": mine}]}]}
     return _document("networking.k8s.io/v1", "NetworkPolicy", training, spec)
