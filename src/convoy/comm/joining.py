@@ -182,19 +182,8 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             limit = timedelta(seconds=timeout)
             global _store, _has_joined
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
-<<<<<<< HEAD
-            if rank == 0 and _agent_keeps() and interfaces.STORE not in os.environ and (others := _num_others()):
-                print(
-                    "convoy: the ports of torchrun take anybody's word, and with its c10d rendezvous anybody's code; "
-                    f"here {others} other user{'s have' if others > 1 else ' has'} processes: "
-                    "--rdzv-backend=convoy has no such port (docs/safety.md)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-=======
             if rank == 0 and _agent_keeps() and interfaces.STORE not in os.environ:
                 _say_who_else_is_here()
->>>>>>> launch
             if rank == 0:
                 _store.set("key", uuid.uuid4().hex)
             backend.know(interfaces.secret() + _store.get("key"))
