@@ -101,6 +101,7 @@ class Case:
         struck: when, by the monotonic clock.
         done: updates that were done then.
         pids: the processes that were forked: one, or one for each host.
+        megabytes: of memory that the largest process of the command itself has had.
         others: further processes, which end with the case.
         wrong: what did not come out.
     """
@@ -117,6 +118,7 @@ class Case:
     wrong: list[str] = field(default_factory=list)
     num: int = 0
     reader: int = -1
+    megabytes: int = 0
 
     def __post_init__(self) -> None:
         self.folder.mkdir()
@@ -232,8 +234,9 @@ class Case:
             if says and not noticed and re.search(says, self.said(self.num)):
                 noticed.append(time.monotonic())
             for pid in list(left):
-                which, status = os.waitpid(pid, os.WNOHANG)
+                which, status, used = os.wait4(pid, os.WNOHANG)
                 if which:
+                    self.megabytes = max(self.megabytes, used.ru_maxrss // 1024)
                     left.remove(pid)
                     statuses.append(os.waitstatus_to_exitcode(status))
             return not left
