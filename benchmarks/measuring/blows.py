@@ -59,6 +59,12 @@ def expect_summary(case: Case, **values: object) -> None:
     case.wrong += [f"summary: {key} is {found.get(key)!r}" for key, value in values.items() if found.get(key) != value]
 
 
+def expect_named(case: Case, name: str) -> None:
+    """The run's summary says something of a file."""
+    if name not in (case.out / "summary.json").read_text():
+        case.wrong.append(f"summary.json does not name {name}")
+
+
 # What becomes of files of a run that was killed after 10 updates, with checkpoints of 3, 6 and 9.
 
 

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -131,7 +132,7 @@ class Case:
         paths["updates"] = str(100 + 80 * self.kills)  # type: ignore[assignment]
         arguments = [part.format(**paths) for part in shlex.split(line)]
         for rank in range(self.fault.ranks):
-            own = {_FOLDER: str(self.folder), "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"}
+            own = {_FOLDER: str(self.folder), "CONVOY_CACHE": str(self.shared / "cache"), "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"}
             own |= gate.held(self.folder, *held) if held else {}
             if self.fault.ranks > 1:
                 own |= {"RANK": str(rank), "WORLD_SIZE": str(self.fault.ranks), "LOCAL_RANK": "0"}
@@ -340,6 +341,7 @@ def do(case: Case) -> Result:
             case.wrong += [] if result.identical else ["the weights or metrics are others"]
         if fault.after:
             fault.after(case)
+        result.sentence = result.sentence.replace(f"{case.folder}/", "").replace(socket.gethostname(), "HOST")
     except Exception as error:
         case.wrong.append(f"{type(error).__name__}: {error}")
     finally:
