@@ -173,13 +173,10 @@ _MARK = "convoy"
 
 
 def leave_word(failure: Failure, verbose: bool = False) -> bool:
-    """Write the failure where torchrun's agent looks for it, if that started this rank.
+    """Write the failure where torchrun's agent looks for it, if that started this rank and so says it.
 
     The file is what torch's own `record` writes, with Convoy's entry beside: an agent that knows nothing of Convoy
     prints the sentence within its own page.
-
-    Returns:
-        Whether the agent says it; where not, this process has to.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -207,15 +204,8 @@ def word_in(path: str | Path) -> Failure | None:
 
 
 def text_of(words: Iterable[Failure], silent: Iterable[Failure] = ()) -> str | None:
-    """The text that torchrun's agent prints at the end.
-
-    Args:
-        words: of the ranks.
-        silent: the ranks that ended without one.
-
-    Returns:
-        The cause, with its rank where others do not say the same; None where no rank left a word.
-    """
+    """The text that torchrun's agent prints at the end: the cause, with its rank where others do not say the same; None
+    where no rank left a word. Those that are `silent` ended without one."""
     left = {word.rank: word for word in words}.values()
     failure = cause([*left, *silent])
     if not left or failure is None:
@@ -232,13 +222,10 @@ def say_uncaught(first: Callable[[], bool]) -> None:
     """Have what a rank's script does not catch said once, last and shortly, instead of by every rank.
 
     A `ConvoyError` is one sentence, with the line of the script; other exceptions keep the traceback that Python
-    prints. Where torchrun's agent says it (`convoy.launch.torchrun`) this process only leaves word, otherwise the first
-    of the ranks prints it. With CONVOY_TRACEBACK=1 the traceback of a `ConvoyError` is shown too.
+    prints. Where torchrun's agent says it (`convoy.launch.torchrun`) this process only leaves word, otherwise the
+    `first` of the ranks prints it. With CONVOY_TRACEBACK=1 the traceback of a `ConvoyError` is shown too.
 
     Without torchrun's variables, on one device, nothing is changed.
-
-    Args:
-        first: whether no other rank has said it already; called only where there is no agent.
     """
     before = sys.excepthook
     rank = os.environ.get("RANK", "")

@@ -21,25 +21,19 @@ STORE = "CONVOY_STORE"
 """Variable with the file in which the ranks of one host meet; empty where several hosts meet by Convoy's rendezvous."""
 SECRET, SECRET_FILE = "CONVOY_SECRET", "CONVOY_SECRET_FILE"
 """Variables with what the hosts of a run know and nobody else does, or with the name of the file that has it."""
+_MOST_S = 60_000.0
+"""Linux takes no more than 32,767 s until it begins to look whether anybody is there."""
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 def check_name(interface: str) -> None:
-    """Refuse what cannot be the name of an interface, of any host: a list or a pattern, for instance.
-
-    Raises:
-        ConvoyError: it cannot.
-    """
+    """Refuse what cannot be the name of an interface, of any host: a list or a pattern, for instance."""
     if not re.fullmatch(r"[^\s/,^=]{1,15}", interface) or not interface.isprintable():
         raise ConvoyError(f"--interface {interface!r} is no name of an interface, such as eth1")
 
 
 def use(interface: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let the collectives of this process, and of those that it starts, go through an interface.
-
-    Raises:
-        ConvoyError: this host has no such interface, or it has no address.
-    """
+    """Let the collectives of this process, and of those that it starts, go through an interface of this host."""
     address_of(interface)
     environment.update(dict.fromkeys(VARIABLES, interface))
 
@@ -51,11 +45,7 @@ def chosen(environment: MutableMapping[str, str] = os.environ) -> str | None:
 
 
 def secret(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The secret of the run's hosts; empty where they have none.
-
-    Raises:
-        ConvoyError: its file is not to be read, empty, or other users may read it.
-    """
+    """The secret of the run's hosts; empty where they have none. That of a file is refused where others may read it."""
     name = environment.get(SECRET_FILE)
     if environment.get(SECRET) or not name:
         return environment.get(SECRET, "").encode()
@@ -81,11 +71,7 @@ def loopback() -> str | None:
 
 
 def address_of(interface: str) -> str:
-    """An address of an interface of this host, of IPv4 if it has one.
-
-    Raises:
-        ConvoyError: there is no such interface, or it has no address.
-    """
+    """An address of an interface of this host, of IPv4 if it has one."""
     if interface not in names():
         raise ConvoyError(f"this host has no interface {interface!r}: --interface must be one of {', '.join(names())}")
     found = _addresses(interface)
@@ -100,11 +86,8 @@ def interface_with(address: str) -> str | None:
 
 
 def towards(host: str) -> str | None:
-    """This host's address on the way to another, which is one of its own for its own names.
-
-    Returns:
-        The address, or None where the name is unknown or there is no way.
-    """
+    """This host's address on the way to another, which is one of its own for its own names; None where the name is
+    unknown or there is no way."""
     for family, _, _, _, place in _resolve(host, 9):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
             try:
@@ -126,15 +109,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on one address of this host, and on no other.
-
-    Args:
-        address: of IPv4 or IPv6.
-        port: 0 for any that is free.
-
-    Raises:
-        OSError: the port is taken, or the address is not this host's.
-    """
+    """A socket that listens on one address of this host, of IPv4 or IPv6, and no other; port 0 is any that is free."""
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     try:
         return socket.create_server(place, family=family, backlog=1024)
@@ -151,6 +126,7 @@ def give_up_after(seconds: float, port: int) -> None:
     """
     if not hasattr(socket, "TCP_USER_TIMEOUT"):  # not Linux
         return
+    seconds = min(seconds, _MOST_S)
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, IndexError):  # it was closed meanwhile, or has no port
             if not str(entry.readlink()).startswith("socket:"):
@@ -168,15 +144,7 @@ def is_own(host: str) -> bool:
 
 
 def meeting_address(host: str, alone: bool) -> str:
-    """The address of this host at which others look for it.
-
-    Args:
-        host: the name or address that they know it by.
-        alone: there are no other hosts, as where the name itself says so.
-
-    Raises:
-        ConvoyError: others could not reach it there, and no interface was chosen.
-    """
+    """The address of this host at which others look for it by a name; `alone` says that there are no others."""
     own = _own_addresses(host)
     alone = alone or says_local(host)
     interface = chosen()

@@ -68,9 +68,9 @@ def test_refusals(error: ConvoyError, kind: type, fields: dict[str, Any]) -> Non
         "convoy.training.watchdog:Watchdog",
     ],
 )
-@pytest.mark.parametrize("is_called", [True, False])
-def test_what_is_no_data_is_not_made(name: str, is_called: bool, tmp_path: Path) -> None:
-    parts = [name, is_called, [f"touch {tmp_path}/here"], None]
+@pytest.mark.parametrize("args", [[], ["touch"]])
+def test_what_is_no_data_is_not_made(name: str, args: list[str], tmp_path: Path) -> None:
+    parts = [name, [f"{one} {tmp_path}/here" for one in args], None]
     with pytest.raises(TypeError, match="is no class of data"):
         from_json(json.dumps({"object": parts}).encode())
     assert not list(tmp_path.iterdir())

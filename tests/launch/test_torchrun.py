@@ -107,4 +107,4 @@ def test_where_others_are_their_way_in_is_said_once(tmp_path: Path, backend: str
             )
         finally:
             other.kill()
-    assert done.stderr.count("other user has processes: --rdzv-backend=convoy has no such port") == times
+    assert done.stderr.count("convoy: here 1 other user has processes, and the ports of torchrun take") == times

@@ -101,21 +101,13 @@ def run_ranks(
     quiet: bool = False,
     preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
-    """Run `function(*args, say)` on each of the ranks, and give all results.
+    """Run `function(*args, say)`, of a module's top level, on each of the ranks, and give all results.
 
     Args:
-        function: of a module's top level.
-        slots: of all ranks.
-        args: for the function; they and the results are pickled.
         seconds: until all are ended.
         lasting: the seconds begin again with all that rank 0 says, and on Ctrl-C the ranks have time to save.
-        say: is told what rank 0 says.
         quiet: drop all that the ranks print. Otherwise it goes to the standard error.
         preload: modules that the server has imported which forks the processes; the first call decides.
-
-    Raises:
-        ConvoyError: a rank found a mistake of the user.
-        RankFailed: with what the first rank to fail has said.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -259,13 +251,8 @@ class RankSlots:
     locations: Sequence[Location] = ()
 
     def of(self, num: int, round_: int = 1, first: int = 0) -> list[RankSlot]:
-        """The slots of some ranks.
-
-        Args:
-            num: how many ranks.
-            round_: from round to round they move on by one over equal devices.
-            first: the device of rank 0, counted from 0.
-        """
+        """The slots of some ranks, the first one on device `first`; from round to round they move on by one over equal
+        devices."""
         if self.locations:
             return [RankSlot(rank, num, location=self.locations[first + rank]) for rank in range(num)]
         cores, each = own_cores(), self.cores_per_device

@@ -321,14 +321,7 @@ def _secret(text: str) -> SecretVariable:
 def training_arguments(arguments: Sequence[str], devices: int, elastic: bool = False) -> dict[str, Any]:
     """The options of `convoy train`, by name, checked; a run that is gone on with is in `out`, not `model`.
 
-    Args:
-        arguments: what comes after `convoy train`.
-        devices: ranks that will be started.
-        elastic: they may become fewer.
-
-    Raises:
-        click.ClickException: `convoy train` would not take them.
-        ConvoyError: they say something else than the launcher, or no recipe or network that there is.
+    So many ranks will be started, or fewer where that is `elastic`.
     """
     values = parsed(arguments)
     if values["model"] is None and values["recipe"] is None and not values["resume"]:
@@ -344,12 +337,7 @@ def training_arguments(arguments: Sequence[str], devices: int, elastic: bool = F
 def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
     """Read the recipe as `convoy train` will, without the data; not a file `/…` that only the other hosts have.
 
-    Returns:
-        The network's name, and the run that is gone on with, or that is to be: `model` and `out`.
-
-    Raises:
-        click.ClickException: `convoy train` would not take the options.
-        ConvoyError: there is no such recipe, key, network or run.
+    What it gives is the network's name, and the run that is gone on with, or that is to be: `model` and `out`.
     """
     request = TrainRequest.of(arguments, parsed(arguments) | {"extend": None})
     if request.recipe is None or not Path(request.recipe).is_absolute() or Path(request.recipe).exists():
@@ -368,11 +356,7 @@ def without_model(arguments: Sequence[str]) -> list[str]:
 
 
 def parsed(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL.
-
-    Raises:
-        click.ClickException: it would not take them.
-    """
+    """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL."""
     return train.make_context("convoy train", list(arguments)).params
 
 

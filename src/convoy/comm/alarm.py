@@ -88,12 +88,7 @@ class Cause:
         return Cause(_CUT_OFF if cut_off else _BROKEN, f"{type(error).__name__}: {first_line}")
 
     def error(self, rank: int, what: str = "") -> ConvoyError:
-        """For every rank.
-
-        Args:
-            rank: the one that has failed.
-            what: all tried together, if they did, as it follows "while".
-        """
+        """For every rank, of the one that has failed in `what` all tried together, as it follows "while"."""
         tried = f" while {what}" if what else ""
         if self.sort == _MISTAKE:
             return ConvoyError(self.text)

@@ -89,14 +89,7 @@ def own(device: torch.device) -> RankDevice:
 
 
 def agreed(store: Store, rank: int, num_ranks: int, seen: RankDevice) -> Choice:
-    """The choice of rank 0, on all ranks.
-
-    Args:
-        store: of these ranks alone.
-        rank: this one.
-        num_ranks: of all, which call this.
-        seen: what this rank has.
-    """
+    """The choice of rank 0, on all ranks, which call this with what each has `seen`, and a store of theirs alone."""
     store.set(f"device/{rank}", json.dumps(seen))
     if rank == 0:
         told = [RankDevice(*json.loads(store.get(f"device/{other}"))) for other in range(num_ranks)]
@@ -161,11 +154,7 @@ def connect(group: dist.ProcessGroup) -> None:
 
 
 def _prove(group: dist.ProcessGroup) -> None:
-    """Have every two ranks of a group prove themselves to each other: gloo takes whoever comes first for a rank.
-
-    Raises:
-        MeetingError: one of them is none.
-    """
+    """Have every two ranks of a group prove themselves to each other: gloo takes whoever comes first for a rank."""
     own, ranks = group.rank(), range(group.size())
 
     def words(pairs: Iterable[tuple[int, int]]) -> bytes:
@@ -183,16 +172,7 @@ def _prove(group: dist.ProcessGroup) -> None:
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """Connect the GPUs of a group, which NCCL would do at its first message: in the middle of training, and group by
-    group in whatever order the ranks come to them.
-
-    Args:
-        group: whose ranks all call it, for all their groups in the same order.
-        device: of this rank.
-
-    Raises:
-        MeetingError: they cannot be connected.
-        RuntimeError: this one lacks memory for it.
-    """
+    group in whatever order the ranks come to them. All ranks of the group call it."""
     ranks = dist.get_process_group_ranks(group)
     try:
         one = torch.ones(1, device=device)

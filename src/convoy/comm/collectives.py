@@ -348,14 +348,10 @@ def start_receive(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0
 
 
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
-    """Equally many whole numbers from every rank.
+    """Equally many whole numbers from every rank of a group.
 
     They travel between CPUs: a GPU would have to finish all that it was asked before. Where a user has joined all ranks
     by NCCL alone, they go through the group `beside` that one.
-
-    Args:
-        numbers: this rank's.
-        group: of the ranks.
     """
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         group = beside(group)

@@ -45,11 +45,7 @@ class Temporary:
         self._lock = threading.Lock()
 
     def add(self, group: dist.ProcessGroup) -> None:
-        """One more.
-
-        Raises:
-            RuntimeError: they were aborted.
-        """
+        """One more; an error where they were aborted."""
         with self._lock:
             self._groups.append(group)
             if self.failed:

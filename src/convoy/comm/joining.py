@@ -34,16 +34,6 @@ def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
 
     torchrun's agent keeps that one where it says so. Otherwise rank 0 does, and listens on the address of MASTER_ADDR
     alone; torch would listen on all interfaces.
-
-    Args:
-        rank: this one.
-        num_ranks: of all.
-        timeout: to wait for rank 0.
-
-    Raises:
-        ConvoyError: others could not reach rank 0 where they look for it.
-        MeetingError: rank 0 cannot listen there.
-        RuntimeError: the store is not to be reached.
     """
     meeting: Store
     if (file := _file()) is not None:
@@ -141,15 +131,6 @@ def generation_store(store: Store, rank: int, num_ranks: int, timeout: timedelta
 
     Rank 0 names a generation, the others answer with a word of their own, and it confirms the words that it has read:
     so nobody takes a generation for the present one that is past.
-
-    Args:
-        store: that all of them have.
-        rank: this one.
-        num_ranks: that call it.
-        timeout: for all of it.
-
-    Raises:
-        RuntimeError: the others do not come.
     """
     own = uuid.uuid4().hex
     if rank == 0:
@@ -183,20 +164,10 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
     """Join the process group that torchrun's variables describe, unless some group is joined already.
 
     CPU tensors go through gloo. Where every rank has a GPU of its own, CUDA tensors go through NCCL; where ranks share
-    one, or have none, all goes through gloo, and rank 0 says so. The rank's device is made the current one. Without the
-    variables nothing is joined: one device.
+    one, or have none, all goes through gloo, and rank 0 says so. Without the variables nothing is joined: one device.
 
-    Args:
-        timeout: seconds that ranks wait for each other, here and in every collective.
-        device: the one that was asked for, on all ranks; `cpu` leaves GPUs alone.
-
-    Returns:
-        The device for this rank: by `LOCAL_RANK` where there is CUDA, else the CPU.
-
-    Raises:
-        ConvoyError: only some of the variables are set, or they are no numbers.
-        MeetingError: the other ranks are not to be reached.
-        MachineError: memory lacks to connect to them.
+    Ranks wait `timeout` seconds for each other, here and in every collective. The device of this rank, which becomes
+    the current one, is by `LOCAL_RANK` where there is CUDA and `device` does not ask for the CPU.
     """
     devices = 0 if device is not None and device.startswith("cpu") else backend.gpus().number
     own = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
@@ -211,14 +182,8 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             limit = timedelta(seconds=timeout)
             global _store, _has_joined
             _store = generation_store(open_store(rank, world, limit), rank, world, limit)
-            if rank == 0 and _agent_keeps() and interfaces.STORE not in os.environ and (others := _num_others()):
-                print(
-                    "convoy: the ports of torchrun take anybody's word, and with its c10d rendezvous anybody's code; here "
-                    f"{others} other user{'s have' if others > 1 else ' has'} processes: "
-                    "--rdzv-backend=convoy has no such port (docs/safety.md)",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            if rank == 0 and _agent_keeps() and interfaces.STORE not in os.environ:
+                _say_who_else_is_here()
             if rank == 0:
                 _store.set("key", uuid.uuid4().hex)
             backend.know(interfaces.secret() + _store.get("key"))
@@ -290,14 +255,24 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _num_others() -> int:
-    """How many other people have processes on this host, as far as it shows them. Accounts of people begin at 1,000;
-    in between are those that systemd makes up for services, and nobody's."""
-    users = {os.getuid()}
+def _say_who_else_is_here() -> None:
+    """Say what other people who have processes on this host, as far as it shows them, can do to a run of torchrun's.
+
+    Accounts of people begin at 1,000; in between are those that systemd makes up for services, and nobody's.
+    """
+    users = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             users.add(process.stat().st_uid)
-    return len([user for user in users - {os.getuid()} if user >= 1000 and not 61_184 <= user < 65_536])
+    others = len([user for user in users - {os.getuid()} if user >= 1000 and not 61_184 <= user < 65_536])
+    if others:
+        who = f"{others} other user{'s have' if others > 1 else ' has'} processes"
+        print(
+            f"convoy: here {who}, and the ports of torchrun take anybody's word, with its c10d rendezvous anybody's "
+            "code: start it with --rdzv-backend=convoy (docs/safety.md)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:

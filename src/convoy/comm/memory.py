@@ -38,17 +38,8 @@ def lack_of_memory(error: BaseException) -> str | None:
 
 @contextmanager
 def memory_explained(rank: int, num_ranks: int, has_gone_well: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Say in one sentence that the memory of this rank's device does not do, where, and what needs less.
-
-    Args:
-        rank: this one.
-        num_ranks: of all.
-        has_gone_well: whether the same went well before, so that it may do so again.
-
-    Raises:
-        TooLargeError: it does not.
-        MachineError: it did before.
-    """
+    """Say in one sentence that the memory of this rank's device does not do, where, and what needs less: as a mistake,
+    or where the same `has_gone_well` before and may do so again, as the machine's."""
 
     def kind() -> type[MachineError | TooLargeError]:
         return MachineError if has_gone_well() else TooLargeError

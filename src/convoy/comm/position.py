@@ -50,13 +50,7 @@ _WORDS = {
 
 
 def place_in_words(update: int, part: str, layer: str) -> str:
-    """For people: `update 7, forward pass of layer conv1`.
-
-    Args:
-        update: updates done before.
-        part: of the update, or outside of all.
-        layer: empty for none; a number behind `#` tells calls of one layer apart.
-    """
+    """For people: `update 7, forward pass of layer conv1`; a number behind `#` in a layer tells its calls apart."""
     if part in _OUTSIDE:
         return _OUTSIDE[part]
     of_layer = f" of layer {layer.partition('#')[0]}" if layer else ""
@@ -148,14 +142,8 @@ class Ledger:
     _groups: dict[str, _Group] = field(default_factory=dict)
 
     def add(self, group: str, members: Callable[[], Sequence[int]], name: str, done: Callable[[], bool]) -> None:
-        """One more; those before it are forgotten as far as they are done.
-
-        Args:
-            group: its name.
-            members: the ranks of the group, in the numbering of all.
-            name: of the collective.
-            done: as in `Enqueued`.
-        """
+        """One more of a group with these members, in the numbering of all; those before it are forgotten as far as they
+        are done."""
         given = self._groups.get(group)
         if given is None:
             given = self._groups[group] = _Group(list(members()))

@@ -179,12 +179,7 @@ class Ranks:
         return [values[rank] for rank in self._leaders]
 
     def first(self, work: Callable[[], T]) -> T:
-        """What rank 0 finds, on every rank.
-
-        Raises:
-            ConvoyError: it was rank 0's mistake.
-            RankFailedError: rank 0 failed otherwise; there, what it failed with.
-        """
+        """What rank 0 finds, on every rank, and so its mistake; else a `RankFailedError` says what it failed with."""
         if self.num == 1:
             return work()
         found: T | ConvoyError | None = None
@@ -207,14 +202,8 @@ class Ranks:
     def trying(self, what: str, work: Callable[["Ranks"], T]) -> T:
         """What this rank finds in what all try together; where one of them fails, all do. All ranks call it.
 
-        Args:
-            what: is tried, as it follows "while": `measuring the links`.
-            work: is given the ranks to talk to meanwhile. Groups that it makes end with it, so that nobody waits for a
-                rank that has failed.
-
-        Raises:
-            RankFailedError: one of them has failed.
-            ConvoyError: it was a mistake of the user.
+        `what` is tried, as it follows "while": `measuring the links`. `work` is given the ranks to talk to meanwhile.
+        Groups that it makes end with it, so that nobody waits for a rank that has failed.
         """
         found: T | None = None
         failure: Exception | None = None

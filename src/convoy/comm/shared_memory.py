@@ -68,14 +68,8 @@ class Channel:
         return self._view(self.index, (self._posted + 1) % 2, dtype)
 
     def post(self, tag: int) -> None:
-        """Show the message to the others and wait until all have posted theirs.
-
-        Args:
-            tag: a number that must be the same on all ranks: what is done with how many bytes.
-
-        Raises:
-            RuntimeError: a rank has ended, does not answer, or does something else.
-        """
+        """Show the message to the others and wait until all have posted theirs; an error where a rank has ended, does
+        not answer, or does something else: its `tag` says what is done with how many bytes."""
         self._posted += 1
         tags = self._tags[self._posted % 2]
         tags[self.index] = tag

@@ -25,17 +25,8 @@ def own_cores() -> list[int]:
 
 
 def share(cores: Sequence[int], num_ranks: int, place: int, per_device: int | None) -> list[int]:
-    """The cores of one of several ranks on a machine: disjoint runs, or one core in turn where there are too few.
-
-    Args:
-        cores: of all ranks together.
-        num_ranks: that share them.
-        place: the rank's number among them.
-        per_device: cores for each; None divides them evenly.
-
-    Raises:
-        ConvoyError: there are fewer cores than that.
-    """
+    """The cores of one of several ranks on a machine, which share `cores`: disjoint runs, evenly where nothing is said,
+    or one core in turn where there are too few."""
     if per_device is None:
         per_device = len(cores) // num_ranks
         if per_device == 0:
@@ -58,19 +49,8 @@ def in_turns(num_ranks: int, num_cores: int) -> str | None:
 
 
 def take_share(gather: Callable[[Any], list[Any]], rank: int, per_device: int | None) -> list[int]:
-    """Pin this rank to its share of the cores of its machine; ranks that have cores of their own already keep them.
-
-    Args:
-        gather: gives every rank the values of all.
-        rank: this one's number.
-        per_device: cores for each rank; None divides them evenly.
-
-    Returns:
-        The cores.
-
-    Raises:
-        ConvoyError: there are too few.
-    """
+    """Pin this rank to its share of the cores of its machine, evenly where nothing is said; ranks that have cores of
+    their own already keep them. `gather` gives every rank the values of all."""
     own = own_cores()
     said = gather((_machine(), own))
     here = [other for other, (machine, _) in enumerate(said) if machine == said[rank][0]]

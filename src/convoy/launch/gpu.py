@@ -56,22 +56,15 @@ class GpuLoad:
 
 
 class GpuWatch:
-    """Counts what happens to a GPU, from its making or the last reading on, if it is one that `nvidia-smi` knows.
-
-    Args:
-        device: the GPU; anything else is not looked at.
-    """
+    """Counts what happens to a GPU, from its making or the last reading on, if it is one that `nvidia-smi` knows."""
 
     def __init__(self, device: "torch.device | None") -> None:
         self._name = _identifier(device)
         self._begin = _counters(self._name)
 
     def read(self, is_ours: Callable[[int], bool]) -> GpuLoad | None:
-        """What has happened since; None where nobody can say. Nothing of the run computes meanwhile.
-
-        Args:
-            is_ours: whether the process of a number is part of the run.
-        """
+        """What has happened since; None where nobody can say. Nothing of the run computes meanwhile; a function says
+        which processes are part of it."""
         begin, said = self._begin, _counters(self._name)
         if not said:
             return None

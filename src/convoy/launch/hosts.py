@@ -25,15 +25,8 @@ class Host:
 
     @staticmethod
     def parse(text: str, devices: int | None = None) -> "list[Host]":
-        """Hosts in a line: `node1,node2:4,[fe80::1]:2`.
-
-        Args:
-            text: names or addresses; those of IPv6 in brackets.
-            devices: of each host that does not say how many.
-
-        Raises:
-            ConvoyError: it is no such line.
-        """
+        """Hosts in a line, those of IPv6 in brackets: `node1,node2:4,[fe80::1]:2`; `devices` are for those that say no
+        number."""
         found = []
         for part in text.split(","):
             match = re.fullmatch(rf"(?:{_HOST.pattern})(?::(?P<devices>\d+))?", part.strip())
@@ -110,11 +103,7 @@ class HostGroup:
             interfaces.check_name(self.interface)
 
     def commands(self, arguments: Sequence[str]) -> list[Command]:
-        """A command for each host.
-
-        Args:
-            arguments: of `convoy train`.
-        """
+        """A command for each host, with the arguments of `convoy train`."""
         environment = dict.fromkeys(interfaces.VARIABLES, self.interface) if self.interface is not None else {}
         environment |= self.secret if len(self.hosts) > 1 else {}
         return [

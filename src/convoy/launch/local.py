@@ -46,19 +46,10 @@ def start(
     """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR2 are handed on to every rank. When one rank fails all end, and its name and
-    reason are printed; unless it was a mistake of the user, all are started again as often as `max_restarts` says. When
-    this process ends, whatever ends it, so do the ranks.
+    reason are printed, with `advice` where it was killed; unless it was a mistake of the user, all are started again as
+    often as `max_restarts` says. When this process ends, whatever ends it, so do the ranks.
 
-    Args:
-        arguments: of the command line.
-        num_devices: how many ranks.
-        verbose: print the traceback of a mistake too.
-        max_restarts: how often the ranks may be started again.
-        advice: says what to do when a rank was killed.
-        on_failure: called with the failure that is printed, when no rank runs any more.
-
-    Returns:
-        The exit status: that of rank 0, 2 for a mistake of the user, 1 for any other failure.
+    The exit status is that of rank 0, 2 for a mistake of the user, 1 for any other failure.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -53,11 +53,7 @@ class RankPlace:
     max_restarts: int = 0
 
     def check(self, devices: int | None) -> None:
-        """Refuse a number of devices that contradicts the ranks that run.
-
-        Raises:
-            ConvoyError: it does.
-        """
+        """Refuse a number of devices that contradicts the ranks that run."""
         if devices is not None and devices != self.num_ranks:
             raise ConvoyError(
                 f"--devices {devices} contradicts {self.source}, which started {self.num_ranks} "
@@ -66,13 +62,8 @@ class RankPlace:
 
 
 def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace | None:
-    """The place of this process; None where nobody started several.
-
-    Slurm's variables are translated to torchrun's, which are set in the environment.
-
-    Raises:
-        ConvoyError: the variables are incomplete or no numbers.
-    """
+    """The place of this process; None where nobody started several. Slurm's variables are translated to torchrun's,
+    which are set in the environment."""
     source = "torchrun"
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         found = slurm_variables(environment)
@@ -109,9 +100,6 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     """torchrun's variables for a task that Slurm's `srun` started; None where there is no other task.
 
     The first host of the job is the master, and the port follows from the job's number.
-
-    Raises:
-        ConvoyError: the variables are no numbers or incomplete.
     """
     if "SLURM_PROCID" not in environment or "SLURM_NTASKS" not in environment:
         return None

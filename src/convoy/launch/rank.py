@@ -30,14 +30,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 def follow(parent: int, folder: Path, rank: int, stop: Callable[[str], None]) -> None:
     """End with the starting process, however that ended; soon after any rank has failed; and soon after a signal that
-    means so, whose handler must wait while the main thread is in a collective.
-
-    Args:
-        parent: number of the starting process.
-        folder: where the ranks of this attempt leave word.
-        rank: this one.
-        stop: ends this rank where the run as a whole is to stop, by the signal of this name.
-    """
+    means so, whose handler must wait while the main thread is in a collective."""
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
@@ -99,14 +92,8 @@ def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
     """Run as the rank at a place. An exception that leaves this context is reported and ends the process.
 
     A rank that `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; others
-    print it themselves. Warnings of ranks other than 0 bear their number.
-
-    Args:
-        place: of the rank.
-        saves: whether one that is asked to stop may be expected to save something.
-
-    Returns:
-        A function that ends the rank where its main thread cannot.
+    print it themselves. Warnings of ranks other than 0 bear their number. What is yielded ends the rank where its main
+    thread cannot; `saves` says whether one that is asked to stop may be expected to save something.
     """
     if place.num_ranks > 1 and place.rank > 0:
         _prefix_warnings(place.rank)
@@ -169,14 +156,11 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Call
 
 
 def ended(place: RankPlace, status: int) -> int:
-    """Hand the exit status of a run that came to its end in good order to the starting process.
+    """The status of this process, where a run has come to its end in good order; that of the run goes to the starting
+    process.
 
-    Every rank calls it, after rank 0 has written all that is to be written: a launcher ends the other ranks with the
-    first that has a status other than 0.
-
-    Returns:
-        The status of this process: torch's launcher takes everything but 0 as a failure. Each of torchrun's agents
-        judges the ranks of its own host alone, while srun takes the highest status of all.
+    Every rank calls it, after rank 0 has written all that is to be written: torch's launcher takes everything but 0 as
+    a failure. Each of torchrun's agents judges the ranks of its own host alone, while srun takes the highest status.
     """
     if place.folder is None:
         return 0 if place.source == "Slurm" and place.rank > 0 else status

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -40,12 +41,7 @@ PORT = 29_400
 
 
 def make(params: RendezvousParameters) -> RendezvousHandler:
-    """A host's part in a rendezvous.
-
-    Raises:
-        ConvoyError: this host cannot listen where others would reach it, or its secret is none.
-        RendezvousConnectionError: the store is not to be reached.
-    """
+    """A host's part in a rendezvous."""
     if params.max_nodes == 1:
         return OneHost(params)
     host, port = parse_rendezvous_endpoint(params.endpoint, PORT)
@@ -69,14 +65,16 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
     return handler
 
 
-class OneHost(RendezvousHandler):
+class OneHost(StaticTCPRendezvous):
     """One host, with nobody to meet: torch's agent keeps what it has to itself, and the ranks have a file.
 
-    That is `file` of the configuration, in a folder of this user's alone, or one that is gone with this process.
+    That is `file` of the configuration, in a folder of this user's alone, or one that is gone with this process. The
+    port is for scripts that join by themselves, as torch would have them.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
-        self._params, file = params, params.get("file")
+        super().__init__("127.0.0.1", get_free_port(), 0, 1, params.run_id, timeout=0)
+        self._backend_name, file = params.backend, params.get("file")
         if file is None:
             made = ExitStack()
             file = made.enter_context(private_folder()) / "store"
@@ -84,8 +82,8 @@ class OneHost(RendezvousHandler):
         os.environ[interfaces.STORE] = str(file)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See base class. The port is for scripts that join by themselves, as torch would have them."""
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", get_free_port()))
+        """See base class."""
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
 
     @property
     def use_agent_store(self) -> bool:
@@ -94,26 +92,7 @@ class OneHost(RendezvousHandler):
 
     def get_backend(self) -> str:
         """See base class."""
-        return self._params.backend
-
-    def get_run_id(self) -> str:
-        """See base class."""
-        return self._params.run_id
-
-    def num_nodes_waiting(self) -> int:
-        """See base class."""
-        return 0
-
-    def is_closed(self) -> bool:
-        """See base class."""
-        return False
-
-    def set_closed(self) -> None:
-        """See base class."""
-
-    def shutdown(self) -> bool:
-        """See base class."""
-        return True
+        return self._backend_name
 
 
 _STATE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"

@@ -16,14 +16,7 @@ _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,2})(?::(?P<minutes>\d{2}
 
 
 def minutes_of(text: str) -> int:
-    """A time in minutes.
-
-    Args:
-        text: such as `90m`, `8h`, `1d12h`, or as Slurm has it: `8:00:00`, `1-12`; a part of a minute counts as one.
-
-    Raises:
-        ConvoyError: it is no time.
-    """
+    """A time in minutes, from `90m`, `8h`, `1d12h`, or as Slurm has it: `8:00:00`, `1-12`; a part of one counts."""
     said = text.strip().lower()
     parts = re.findall(r"(\d+)([dhm])", said)
     match = _SLURM.fullmatch(said)
@@ -194,14 +187,7 @@ def _word(name: str) -> str:
 
 
 def submit(script: Path) -> str:
-    """Submit a script from the current folder.
-
-    Returns:
-        The number of the job.
-
-    Raises:
-        ConvoyError: there is no Slurm here, or it does not take the job.
-    """
+    """Submit a script from the current folder; the number of the job."""
     if shutil.which("sbatch") is None:
         raise ConvoyError(f"there is no sbatch here: submit {script} on a host of the cluster, by sbatch {script}")
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)

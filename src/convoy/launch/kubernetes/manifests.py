@@ -25,15 +25,11 @@ _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def pod(training: Training, master: str | None = None) -> dict[str, Any]:
-    """The whole specification of a pod.
+    """The whole specification of a pod; without a `master`, the first pod, Kubeflow sets the PET_* variables.
 
     The command is torch's elastic launcher, which PET_* variables tell of the pods, with rendezvous at the first pod:
     `convoy` is torch's c10d, in which launchers wait for one that is started again, on the pod's own address. Requests
     equal the limits: the pod gets what it asks for and is the last to be evicted.
-
-    Args:
-        training: the training.
-        master: host name of the first pod; None where Kubeflow sets the PET_* variables.
     """
     nodes = [] if training.least_nodes is None else [f"--nnodes={training.least_nodes}:{training.num_nodes}"]
     amounts = {"cpu": training.cpu, "memory": training.memory}
@@ -200,7 +196,7 @@ KINDS: dict[str, Callable[[Training], list[dict[str, Any]]]] = {
 
 
 def _network_policy(training: Training, label: str) -> dict[str, Any]:
-    """Pods of one job reach each other; nobody else reaches them, since torch's rendezvous asks for no password."""
+    """Pods of one job reach each other; nobody else reaches them, as the ranks' store asks for no password."""
     mine = {"matchLabels": {label: training.name}}
     spec = {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": mine}]}]}
     return _document("networking.k8s.io/v1", "NetworkPolicy", training, spec)

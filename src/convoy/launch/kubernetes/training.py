@@ -56,11 +56,7 @@ _UNITS = {
 
 
 def check(option: str, text: str, form: str, longest: int = LONGEST_NAME) -> None:
-    """Refuse a name that Kubernetes would not take; a label may be as long as `longest`.
-
-    Raises:
-        ConvoyError: the text has not the form.
-    """
+    """Refuse a name that Kubernetes would not take; a label may be as long as `longest`."""
     pattern, most, problem = _FORMS[form]
     if not pattern.fullmatch(text) or len(text) > most:
         raise ConvoyError(f"{option} {text!r} {problem}")
@@ -69,11 +65,7 @@ def check(option: str, text: str, form: str, longest: int = LONGEST_NAME) -> Non
 
 
 def amount(option: str, text: str) -> Decimal:
-    """The value of an amount of CPUs or bytes: `500m` is a half, `2Gi` is 2 · 1024³.
-
-    Raises:
-        ConvoyError: it is no amount, or zero.
-    """
+    """The value of an amount of CPUs or bytes: `500m` is a half, `2Gi` is 2 · 1024³."""
     match = _AMOUNT.fullmatch(text)
     if match is None or not Decimal(match[1]):
         raise ConvoyError(f"{option} {text!r} is no amount: write CPUs like 8 or 500m, and memory like 32Gi")
@@ -216,11 +208,7 @@ class Training:
 
 
 def _check_text(what: str, text: str) -> None:
-    """Refuse text that YAML or a process cannot hold.
-
-    Raises:
-        ConvoyError: the text is not UTF-8, or has a zero byte.
-    """
+    """Refuse text that YAML or a process cannot hold."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -237,19 +225,10 @@ def complete(
     elastic: bool = False,
     data_claim: bool = True,
 ) -> tuple[str, ...]:
-    """Arguments with `--out /runs/NAME` and `--resume`, where they lack them.
+    """The user's arguments with `--out /runs/NAME` and `--resume`, where they lack them; refused where the run would be
+    written where it is lost, the data are on no volume, or `--devices` is not that of the job.
 
-    Args:
-        arguments: of the user, after `--`.
-        said: the options that it says, by name, as far as they are `out`, `data`, `devices` and `resume`.
-        name: of the job.
-        num_devices: of the whole job, which `--devices` must not contradict.
-        elastic: whether it may run on fewer, so that no number is right.
-        data_claim: whether there is anything at `/data`.
-
-    Raises:
-        ConvoyError: there are none, the run would be written where it is lost, the data are on no volume, or
-            `--devices` says another number.
+    What the arguments say is in `said`, by names of options.
     """
     if not arguments:
         raise ConvoyError("nothing to train: write -- and what convoy train would be given, e.g. -- resnet50")
