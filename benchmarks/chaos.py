@@ -194,12 +194,20 @@ FAULTS = (
     Fault("resumed, a name", "a training picture gets another name before --resume", "refused", "not those",
           before=lambda c: [b.copy(c), b.half(c), (c.data / "train/a/7.png").rename(c.data / "train/a/00.png")],
           line=HALF + " --data {data}"),
+<<<<<<< HEAD
     Fault("picture removed", "a picture is removed while the run trains", "noticed", "a/1.png", before=b.copy,
           strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0),
           options=f"--set data.workers=0 {MORE}"),
     Fault("picture removed, skipped", "the same with data.bad_images=skip", "fine", "left out|skipped|cannot be read",
           before=b.copy, strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0),
           options=f"--set data.workers=0 --set data.bad_images=skip {MORE}"),
+=======
+    Fault("picture removed", "a picture is removed while the run trains", "noticed", "a/1.png", before=b.uneven,
+          strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0), options=MORE),
+    Fault("picture removed, skipped", "the same with data.bad_images=skip", "fine", before=b.uneven,
+          strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0),
+          options=f"{MORE} --set data.bad_images=skip", after=lambda c: b.expect_named(c, "a/1.png")),
+>>>>>>> chaos
     Fault("not finite", "a picture that gives no finite loss", "noticed", "the loss is nan", before=b.one_color,
           fast=True),
     Fault("not finite, 2 devices", "the same", "noticed", "the loss is nan", before=b.one_color, options=TWO),
@@ -228,9 +236,9 @@ FAULTS = (
             ("depth", "a list in a list, 5,000 deep", "a: " + "[" * 5000 + "]" * 5000),
         )
     ),
-    Fault("picture, 16 bit", "PNG of 16 bit with 80 megapixels in some 20 kB, memory limited to 3 GiB", "fine",
+    Fault("picture, 16 bit", "PNG of 16 bit with 80 megapixels in some 160 kB", "fine",
           "picture.png", line=PICTURE, before=lambda c: b.png(c.folder / "picture.png", 8900, 8900, 16),
-          after=lambda c: b.used_less(c, 900)),
+          after=lambda c: b.used_less(c, 1400)),
     Fault("picture, bomb", "PNG that claims 100,000 x 100,000", "refused", "picture.png", line=PICTURE,
           before=lambda c: b.png(c.folder / "picture.png", 100_000, 100_000, 1, rows=9)),
     Fault("picture, pipe", "a FIFO that nobody writes into", "refused", "picture.png", line=PICTURE,

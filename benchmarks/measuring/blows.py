@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import struct
@@ -37,10 +36,9 @@ def pause(case: Case, seconds: float, rank: int | None) -> None:
 
 
 def used_less(case: Case, megabytes: int) -> None:
-    """The largest process that has ended so far may not have had more memory: this one comes first."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
-    if used > megabytes:
-        case.wrong.append(f"a process used {used} MB")
+    """The command may not have had more memory."""
+    if case.megabytes > megabytes:
+        case.wrong.append(f"it used {case.megabytes} MB")
 
 
 def is_as_it_was(path: Path, case: Case) -> None:
@@ -59,6 +57,12 @@ def expect_summary(case: Case, **values: object) -> None:
     """What the run says of itself."""
     found = json.loads((case.out / "summary.json").read_text())
     case.wrong += [f"summary: {key} is {found.get(key)!r}" for key, value in values.items() if found.get(key) != value]
+
+
+def expect_named(case: Case, name: str) -> None:
+    """The run's summary says something of a file."""
+    if name not in (case.out / "summary.json").read_text():
+        case.wrong.append(f"summary.json does not name {name}")
 
 
 # What becomes of files of a run that was killed after 10 updates, with checkpoints of 3, 6 and 9.
@@ -108,6 +112,12 @@ def copy(case: Case) -> None:
     """Data of the case's own."""
     case.data = case.folder / "data"
     shutil.copytree(case.shared / "data", case.data)
+
+
+def uneven(case: Case) -> None:
+    """Data of the case's own, of more than one size, so that they are read from their files again and again."""
+    copy(case)
+    Image.effect_noise((40, 30), 90).convert("RGB").save(case.data / "train/b/0.png")
 
 
 def hosts(case: Case, name: str, change: Callable[[Path], object]) -> None:
@@ -175,10 +185,10 @@ def tar(case: Case) -> None:
     case.data = case.folder / "shards"
     case.data.mkdir()
     with tarfile.open(case.data / "train-000000.tar", "w") as archive:
-        for number, name in enumerate(("../../escaped", str(case.folder / "escaped"), "plain")):
+        for number, name in enumerate(("../../escaped", str(case.folder / "escaped"), *map(str, range(40)))):
             for suffix, source in ((".png", case.shared / "data/train/a/0.png"), (".cls", None)):
                 member = tarfile.TarInfo(f"{name}{number}{suffix}")
-                content = source.read_bytes() if source else b"0"
+                content = source.read_bytes() if source else str(number % 2).encode()
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
         link = tarfile.TarInfo("link.png")

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -101,6 +102,7 @@ class Case:
         struck: when, by the monotonic clock.
         done: updates that were done then.
         pids: the processes that were forked: one, or one for each host.
+        megabytes: of memory that the largest process of the command itself has had.
         others: further processes, which end with the case.
         wrong: what did not come out.
     """
@@ -117,6 +119,7 @@ class Case:
     wrong: list[str] = field(default_factory=list)
     num: int = 0
     reader: int = -1
+    megabytes: int = 0
 
     def __post_init__(self) -> None:
         self.folder.mkdir()
@@ -129,7 +132,12 @@ class Case:
         paths["updates"] = str(100 + 80 * self.kills)  # type: ignore[assignment]
         arguments = [part.format(**paths) for part in shlex.split(line)]
         for rank in range(self.fault.ranks):
-            own = {_FOLDER: str(self.folder), "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"}
+            own = {
+                _FOLDER: str(self.folder),
+                "CONVOY_CACHE": str(self.shared / "cache"),
+                "TMPDIR": str(self.folder),
+                "OMP_NUM_THREADS": "1",
+            }
             own |= gate.held(self.folder, *held) if held else {}
             if self.fault.ranks > 1:
                 own |= {"RANK": str(rank), "WORLD_SIZE": str(self.fault.ranks), "LOCAL_RANK": "0"}
@@ -232,8 +240,9 @@ class Case:
             if says and not noticed and re.search(says, self.said(self.num)):
                 noticed.append(time.monotonic())
             for pid in list(left):
-                which, status = os.waitpid(pid, os.WNOHANG)
+                which, status, used = os.wait4(pid, os.WNOHANG)
                 if which:
+                    self.megabytes = max(self.megabytes, used.ru_maxrss // 1024)
                     left.remove(pid)
                     statuses.append(os.waitstatus_to_exitcode(status))
             return not left
@@ -337,6 +346,7 @@ def do(case: Case) -> Result:
             case.wrong += [] if result.identical else ["the weights or metrics are others"]
         if fault.after:
             fault.after(case)
+        result.sentence = result.sentence.replace(f"{case.folder}/", "").replace(socket.gethostname(), "HOST")
     except Exception as error:
         case.wrong.append(f"{type(error).__name__}: {error}")
     finally:
