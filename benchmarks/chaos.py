@@ -194,20 +194,11 @@ FAULTS = (
     Fault("resumed, a name", "a training picture gets another name before --resume", "refused", "not those",
           before=lambda c: [b.copy(c), b.half(c), (c.data / "train/a/7.png").rename(c.data / "train/a/00.png")],
           line=HALF + " --data {data}"),
-<<<<<<< HEAD
-    Fault("picture removed", "a picture is removed while the run trains", "noticed", "a/1.png", before=b.copy,
-          strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0),
-          options=f"--set data.workers=0 {MORE}"),
-    Fault("picture removed, skipped", "the same with data.bad_images=skip", "fine", "left out|skipped|cannot be read",
-          before=b.copy, strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0),
-          options=f"--set data.workers=0 --set data.bad_images=skip {MORE}"),
-=======
     Fault("picture removed", "a picture is removed while the run trains", "noticed", "a/1.png", before=b.uneven,
           strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0), options=MORE),
     Fault("picture removed, skipped", "the same with data.bad_images=skip", "fine", before=b.uneven,
           strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0),
           options=f"{MORE} --set data.bad_images=skip", after=lambda c: b.expect_named(c, "a/1.png")),
->>>>>>> chaos
     Fault("not finite", "a picture that gives no finite loss", "noticed", "the loss is nan", before=b.one_color,
           fast=True),
     Fault("not finite, 2 devices", "the same", "noticed", "the loss is nan", before=b.one_color, options=TWO),
