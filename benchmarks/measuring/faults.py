@@ -132,7 +132,12 @@ class Case:
         paths["updates"] = str(100 + 80 * self.kills)  # type: ignore[assignment]
         arguments = [part.format(**paths) for part in shlex.split(line)]
         for rank in range(self.fault.ranks):
-            own = {_FOLDER: str(self.folder), "CONVOY_CACHE": str(self.shared / "cache"), "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"}
+            own = {
+                _FOLDER: str(self.folder),
+                "CONVOY_CACHE": str(self.shared / "cache"),
+                "TMPDIR": str(self.folder),
+                "OMP_NUM_THREADS": "1",
+            }
             own |= gate.held(self.folder, *held) if held else {}
             if self.fault.ranks > 1:
                 own |= {"RANK": str(rank), "WORLD_SIZE": str(self.fault.ranks), "LOCAL_RANK": "0"}
