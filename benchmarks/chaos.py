@@ -53,18 +53,18 @@ FAULTS = (
         for at, rank in (("forward", 1), ("backward", 0), ("collective", 1), ("update", 1), ("checkpoint write", 0))
     ),
     Fault("kill, both ranks", "SIGKILL of both ranks", "identical", "rank . failed",
-          strike=lambda c: [os.kill(pid, KILL) for pid in (c.rank(0), c.rank(1))], options=AGAIN),
+          strike=lambda c: b.kill_all(c.rank(0), c.rank(1)), options=AGAIN),
     Fault("kill, no restarts", "SIGKILL of rank 1", "noticed", "rank 1 failed: .*SIGKILL",
           strike=lambda c: c.send(KILL, 1), at=("forward", 8, 1), options=TWO, resume="--devices 1"),
     Fault("kill, launcher", "SIGKILL of who started the ranks", "noticed", strike=lambda c: c.send(KILL), options=TWO,
           resume=TWO),
     Fault("kill, out of memory", "SIGKILL of all, as by a memory limit", "noticed",
-          strike=lambda c: [os.kill(pid, KILL) for pid in (c.pids[0], c.rank(0), c.rank(1))], options=TWO, resume=TWO),
+          strike=lambda c: b.kill_all(c.pids[0], c.rank(0), c.rank(1)), options=TWO, resume=TWO),
     Fault("kill, again and again", "SIGKILL of a random rank of each set of ranks, 3 times or as --kills says",
           "identical", "rank . failed", strike=b.kills, at=("forward", 1, 0), alone=b.LONG,
           options=f"--max-restarts 1000 {TWO} {b.LONG}"),
     # Signals
-    Fault("SIGTERM, 1 device", "SIGTERM", "noticed", STOPPED, strike=lambda c: c.send(TERM), resume="", fast=True),
+    Fault("SIGTERM, 1 device", "SIGTERM", "noticed", STOPPED, strike=lambda c: c.send(TERM), resume=""),
     Fault("SIGTERM, 2 devices", "SIGTERM", "noticed", STOPPED, strike=lambda c: c.send(TERM), options=TWO, resume=TWO),
     Fault("SIGHUP, 1 device", "SIGHUP: the terminal is closed", "noticed", STOPPED, strike=lambda c: c.send(HUP),
           resume="", fast=True),
@@ -82,7 +82,7 @@ FAULTS = (
     Fault("SIGTERM, one rank", "SIGTERM to rank 1 alone", "noticed", "rank 1 failed: .*SIGTERM",
           strike=lambda c: c.send(TERM, 1), at=("forward", 8, 1), options=TWO, resume=""),
     Fault("SIGTERM, folder swept", "SIGTERM, after the launcher's folder was removed", "noticed", STOPPED,
-          strike=lambda c: [b.swept(c), c.send(TERM)], options=TWO, resume=""),
+          strike=b.steps(b.swept, lambda c: c.send(TERM)), options=TWO, resume=""),
     Fault("launcher's folder swept", "its folder in the temporary directory is removed", "identical", strike=b.swept,
           options=TWO),
     Fault("launcher's folder left", "one of a launcher that was killed an hour ago", "identical", before=b.left_folder,
@@ -137,7 +137,7 @@ FAULTS = (
     # Checkpoints and other files of a run
     *(
         Fault(f"checkpoint, {name}", how, "identical", "step-0+9", line=HALF, fast=name == "bit of shard",
-              before=lambda c, file=file, change=change: b.half(c, f"checkpoints/*9/{file}", change=change))
+              before=b.damaged(file, change))
         for name, how, file, change in (
             ("shard cut", "the newest one's shard ends in the middle", "state/*", lambda old: old[: len(old) // 2]),
             ("bit of shard", "a bit of the newest one's shard is another", "state/*", b.flipped),
@@ -147,11 +147,11 @@ FAULTS = (
         )
     ),
     Fault("checkpoint, foreign file", "a file is put into the newest one", "identical", "foreign file", line=HALF,
-          before=lambda c: [b.half(c), (c.out / "checkpoints/step-00000009/state/more").touch()]),
+          before=b.steps(b.half, lambda c: (c.out / "checkpoints/step-00000009/state/more").touch())),
     Fault("checkpoints, all damaged", "all records are empty", "refused", "damaged", line=HALF, fast=True,
           before=lambda c: b.half(c, "checkpoints/*/checkpoint.json")),
     Fault("checkpoints, forged", "other values with checksums that fit", "refused", "other values than Convoy writes",
-          before=b.forged, line=HALF, fast=True),
+          before=b.forged, line=HALF),
     Fault("config empty", "config.yaml is empty", "refused", "config.yaml", line=HALF,
           before=lambda c: b.half(c, "config.yaml")),
     Fault("metrics binary", "metrics.jsonl ends in bytes that are no text", "identical", line=HALF,
@@ -181,7 +181,7 @@ FAULTS = (
     # Data
     *(
         Fault(f"hosts, {name}", f"two hosts, {how}", "refused", DIFFERENT, ranks=2, fast=name == "a name",
-              before=lambda c, file=file, change=change: b.hosts(c, file, change))
+              before=b.hosts(file, change))
         for name, how, file, change in (
             ("a picture", "one with another picture under the same name", "train/a/0.png", b.repaint),
             ("a name", "one with another name", "train/a/7.png", lambda path: path.rename(path.with_name("00.png"))),
@@ -190,17 +190,17 @@ FAULTS = (
         )
     ),
     Fault("resumed, a file fewer", "a training picture is removed before --resume", "refused", "not those",
-          before=lambda c: [b.copy(c), b.half(c), (c.data / "train/a/7.png").unlink()], line=HALF + " --data {data}"),
+          line=HALF + " --data {data}",
+          before=b.steps(b.copy, b.half, lambda c: (c.data / "train/a/7.png").unlink())),
     Fault("resumed, a name", "a training picture gets another name before --resume", "refused", "not those",
-          before=lambda c: [b.copy(c), b.half(c), (c.data / "train/a/7.png").rename(c.data / "train/a/00.png")],
-          line=HALF + " --data {data}"),
+          line=HALF + " --data {data}",
+          before=b.steps(b.copy, b.half, lambda c: (c.data / "train/a/7.png").rename(c.data / "train/a/00.png"))),
     Fault("picture removed", "a picture is removed while the run trains", "noticed", "a/1.png", before=b.uneven,
           strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0), options=MORE),
     Fault("picture removed, skipped", "the same with data.bad_images=skip", "fine", before=b.uneven,
           strike=lambda c: (c.data / "train/a/1.png").unlink(), at=("forward", 1, 0),
           options=f"{MORE} --set data.bad_images=skip", after=lambda c: b.expect_named(c, "a/1.png")),
-    Fault("not finite", "a picture that gives no finite loss", "noticed", "the loss is nan", before=b.one_color,
-          fast=True),
+    Fault("not finite", "a picture that gives no finite loss", "noticed", "the loss is nan", before=b.one_color),
     Fault("not finite, 2 devices", "the same", "noticed", "the loss is nan", before=b.one_color, options=TWO),
     Fault("not finite, skipped", "the same with on_nan=skip", "fine", before=b.one_color, options="--set on_nan=skip",
           after=lambda c: b.expect_summary(c, status="finished")),
@@ -220,7 +220,7 @@ FAULTS = (
     # Files of bad will
     *(
         Fault(f"YAML, {name}", how, "refused", "recipe.yaml", line=LINE + " --recipe {folder}/recipe.yaml",
-              before=lambda c, text=text: (c.folder / "recipe.yaml").write_text(text), within=5, fast=name == "aliases")
+              before=b.recipe(text), within=5)
         for name, how, text in (
             ("aliases", "500 bytes of aliases that stand for 9^10 values", b.aliases(11)),
             ("a tag", "a tag that calls os.system", "a: !!python/object/apply:os.system [true]"),
@@ -238,7 +238,7 @@ FAULTS = (
           before=lambda c: (c.folder / "picture.png").symlink_to("/dev/zero")),
     # What it says
     Fault("output closed", "standard output is closed from the start", "identical", output="closed"),
-    Fault("output full", "standard output is /dev/full", "identical", output="/dev/full", fast=True),
+    Fault("output full", "standard output is /dev/full", "identical", output="/dev/full"),
     Fault("output full, 2 devices", "the same", "identical", output="/dev/full", options=TWO),
     Fault("reader gone", "who reads standard output ends", "identical", output="pipe", fast=True,
           strike=lambda c: c.hang_up()),

@@ -23,9 +23,25 @@ from PIL import Image
 from torch.distributed import TCPStore
 
 from convoy.checkpoint.files import write_record
-from measuring.faults import Case, Fault
+from measuring.faults import Case, Do, Fault
 
 _ATTACK_S = 20.0
+
+
+def steps(*blows: Do) -> Do:
+    """One after the other."""
+    return lambda case: [blow(case) for blow in blows]
+
+
+def recipe(text: str) -> Do:
+    """A recipe of somebody."""
+    return lambda case: (case.folder / "recipe.yaml").write_text(text)
+
+
+def kill_all(*pids: int) -> None:
+    """SIGKILL of several processes."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def pause(case: Case, seconds: float, rank: int | None) -> None:
@@ -77,6 +93,11 @@ def half(case: Case, *files: str, of: str = "half", change: Callable[[bytes], by
             path.write_bytes(change(path.read_bytes()))
 
 
+def damaged(file: str, change: Callable[[bytes], bytes]) -> Do:
+    """A copy of that run, of whose newest checkpoint a file is changed."""
+    return lambda case: half(case, f"checkpoints/*9/{file}", change=change)
+
+
 def flipped(content: bytes) -> bytes:
     """With one bit changed, in the middle."""
     place = len(content) // 2
@@ -120,8 +141,12 @@ def uneven(case: Case) -> None:
     Image.effect_noise((40, 30), 90).convert("RGB").save(case.data / "train/b/0.png")
 
 
-def hosts(case: Case, name: str, change: Callable[[Path], object]) -> None:
+def hosts(name: str, change: Callable[[Path], object]) -> Do:
     """Two hosts with data of the same name, of which the second one's are changed."""
+    return partial(_hosts, name=name, change=change)
+
+
+def _hosts(case: Case, name: str, change: Callable[[Path], object]) -> None:
     for rank in range(2):
         shutil.copytree(case.shared / "data", case.folder / f"host-{rank}" / "data")
     case.data = Path("data")

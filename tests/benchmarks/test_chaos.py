@@ -1,4 +1,4 @@
-"""The benchmark that kills ranks, with two kills, and ended before it has done any."""
+"""The benchmark that breaks trainings: a few of its faults, one that must not pass, and ended before it is done."""
 
 import os
 import signal
@@ -12,24 +12,42 @@ import pytest
 from processes import alive, children, variable
 from started import wait_for
 
+# The last row promises what is not so: another seed gives other weights.
+SOME = """
+import sys, chaos
+from measuring.faults import Fault
+fast = tuple(fault for fault in chaos.FAULTS if fault.fast)
+chaos.FAULTS = (*fast, Fault("another seed", "", "identical", options="--seed 1"))
+sys.argv = ["chaos.py", "--slack", "3"]
+sys.exit(chaos.main())
+"""
+
+
+def test_it_has_what_it_promises() -> None:
+    names = [fault.name for fault in chaos.FAULTS]
+    assert len(names) == len(set(names)) >= 60
+    assert 6 <= sum(fault.fast for fault in chaos.FAULTS) <= len(names) / 6
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_weights_are_those_of_the_run_left_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["chaos.py", "--kills", "2", "--updates", "120", "--every", "10", "--seed", "3"])
-    assert chaos.main() == 0
-    said = capsys.readouterr().out
-    assert "weights          bit-identical" in said
-    assert "metrics          identical" in said
-    assert said.count("updates lost, ") == 2
+def test_faults_come_out_as_promised_and_what_does_not_is_told(tmp_path: Path) -> None:
+    folder = str(Path(chaos.__file__).parent)
+    variables = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([folder, *sys.path])}
+    line = [sys.executable, "-c", SOME]
+    run = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=380, check=False)
+    lines = run.stdout.partition("\n\n")[0].splitlines()
+    assert lines.pop() == "another seed: the weights or metrics are others", run.stdout + run.stderr
+    assert [each for each in lines if not each.endswith(": as promised")] == []
+    assert len(lines) == sum(fault.fast for fault in chaos.FAULTS)
+    assert run.returncode == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_it_ends_what_it_has_started_and_nothing_else(tmp_path: Path) -> None:
-    line = [sys.executable, chaos.__file__, "--updates", "100000"]
+    line = [sys.executable, chaos.__file__, "--only", "again and again", "--kills", "1000"]
     other = subprocess.Popen(["sleep", "300"])
     run = subprocess.Popen(line, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
     try:
