@@ -26,8 +26,8 @@ LINES = {
     "src/convoy/report": 3493,
     "src/convoy/script": 1588,
     "src/convoy/training": 10155,
-    "tests": 50357,
-    "benchmarks": 10550,
+    "tests": 50375,
+    "benchmarks": 10575,
     "docs": 3516,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
