@@ -49,7 +49,8 @@ FAULTS = (
     ),
     *(
         Fault(f"kill, 2 devices, {at}", f"SIGKILL of rank {rank}: {at}", "identical", f"rank {rank} failed",
-              strike=lambda c, rank=rank: c.send(KILL, rank), at=(at, 8, rank), options=AGAIN, fast=at == "collective")
+              strike=lambda c, rank=rank: c.send(KILL, rank),  # type: ignore[misc]
+              at=(at, 8, rank), options=AGAIN, fast=at == "collective")
         for at, rank in (("forward", 1), ("backward", 0), ("collective", 1), ("update", 1), ("checkpoint write", 0))
     ),
     Fault("kill, both ranks", "SIGKILL of both ranks", "identical", "rank . failed",
