@@ -88,6 +88,7 @@ def start(
                     silent.append(Failure(rank, "killed", sentence, "", time.time()))
             except SignalException as error:
                 silent.append(Failure(0, "interrupted", f"{error.sigval.name}: stopped at once", "", time.time()))
+        started.look()
         attempt = folder / f"attempt-{started.attempt}"
         failure = cause([*read_failures(attempt), *silent])
         if failure is not None:
@@ -129,7 +130,7 @@ class _Started:
                 continue
             if time.monotonic() - since.setdefault(self.attempt, time.monotonic()) > SHUTDOWN_S:
                 since[self.attempt] = float("inf")
-                for pid in self.pids.values():
+                for pid in list(self.pids.values()):
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
 
@@ -183,7 +184,7 @@ def _forwarding(started: _Started) -> Iterator[None]:
         told: set[tuple[int, int]] = set()
         while not done.wait(0.02):  # also to those of the next attempt, where one of these has just failed
             started.look()
-            for rank, pid in started.pids.items():
+            for rank, pid in list(started.pids.items()):  # which another thread fills
                 if (started.attempt, rank) not in told:
                     told.add((started.attempt, rank))
                     with contextlib.suppress(OSError):
