@@ -20,7 +20,7 @@ from pathlib import Path
 
 import yaml
 from PIL import Image
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from convoy.checkpoint.files import write_record
 from measuring.faults import Case, Do, Fault

@@ -148,7 +148,9 @@ class Case:
                 os.close(reader)
                 self._become(arguments, own, rank, writer)
             os.close(writer)
-            self.reader = reader if self.fault.output == "pipe" else os.close(reader) or -1
+            self.reader = reader if self.fault.output == "pipe" else -1
+            if self.reader < 0:
+                os.close(reader)
             self.pids.append(pid)
 
     def _become(self, arguments: Sequence[str], own: dict[str, str], rank: int, pipe: int) -> None:
@@ -169,7 +171,7 @@ class Case:
             sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # noqa: SIM115
             if self.fault.output == "closed" and self.num == 1:
                 os.close(1)
-                sys.stdout = None  # type: ignore[assignment]
+                sys.stdout = None
             os.chdir(self.folder / f"host-{rank}" if self.fault.ranks > 1 else Path(gate.__file__).parents[1])
             os.environ.update(own)
             tempfile.tempdir = None  # asked for before
@@ -182,7 +184,7 @@ class Case:
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1
         except BaseException:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
         finally:
             with suppress(Exception):
                 sys.stderr.flush()
@@ -234,7 +236,8 @@ class Case:
 
     def finish(self, says: str = "") -> tuple[int, float]:
         """Wait for the end; the status (negative: the signal), and when `says` was said first, or the end."""
-        left, statuses, noticed = list(self.pids), [0], []
+        noticed: list[float] = []
+        left, statuses = list(self.pids), [0]
 
         def all_ended() -> bool:
             if says and not noticed and re.search(says, self.said(self.num)):

@@ -196,21 +196,6 @@ def test_no_pass_waits_for_the_gpu_or_gives_it_lists(name: str, plan: str) -> No
     assert not _of_lists(seen.uploads), lines(seen.uploads)
 
 
-@pytest.mark.parametrize("plan", ["filter=4", "sample=2,filter=2"])
-def test_the_loss_over_divided_classes_does_not_wait_either(plan: str) -> None:
-    labels = torch.arange(4)
-    with fake_ranks(4), FakeGpu() as gpu:
-        images, labels = gpu.take(torch.rand(4, 3, 8, 8)), gpu.take(labels)
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 16))
-        net = convoy.parallelize(gpu.take(model), plan, example=images, checks=False)
-        for _ in range(2):
-            convoy.cross_entropy(net, images, labels).backward()
-        with gpu.count() as seen:
-            convoy.cross_entropy(net, images, labels).backward()
-    assert not seen.synchronizations, lines(seen.synchronizations)
-    assert not seen.uploads, lines(seen.uploads)
-
-
 def test_lists_that_are_copied_in_every_pass_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def anew(self: Constants, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return torch.as_tensor(self._numbers, dtype=dtype or x.dtype, device=x.device)

@@ -71,7 +71,7 @@ def test_the_schedule_is_the_one_asked_for(capsys: pytest.CaptureFixture[str]) -
         (["--on", "2xt4", "--score", "sample=3"], "--score sample=3 is for 3 devices, but 2xt4 has 2"),
         (["--on", "512xt4"], "too small for 512 devices"),
         (["--between", "10gbit"], "name one with --on"),
-        (["--on", "2xt4", "--catalog", "/nowhere.yaml"], "no devices can be read"),
+        (["--on", "2xt4", "--catalog", "/nowhere.yaml"], "there is no devices file"),
         (["--on", "2xt4", "--shares", "1,2"], "--shares is not for --on"),
         (["--on", "2xt4", "--recompute"], "--recompute is not for --on"),
         (["--on", "2xt4", "--compare", "200xt4"], "too small for the 200 devices of 200xt4"),

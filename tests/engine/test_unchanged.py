@@ -145,32 +145,6 @@ def _clipped(plan):
         torch.testing.assert_close(gradient, serial.get_parameter(name).grad, rtol=1e-8, atol=1e-12, msg=name)
 
 
-def _labels():
-    net = convoy.parallelize(small(), "owt=2", _images(2))
-    with pytest.raises(ConvoyError, match="labels go from -100 to 3, but the classes are 0 to 3"):
-        convoy.cross_entropy(net, _images(2), torch.tensor([3, -100]))
-
-
-class _Asks(nn.Module):
-    """Cannot be captured."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(192, 4), nn.Linear(4, 1)
-
-    def forward(self, x):
-        x = self.first(x.flatten(1))
-        return self.last(x if x.sum().item() > 0 else x + 1)
-
-
-def _refused():
-    net = _Asks().double()
-    with pytest.raises(ConvoyError, match="last"):
-        convoy.parallelize(net, "filter=2", _images(2))
-    assert "forward" not in net.first.__dict__
-    assert net(_images(2)).shape == (2, 1)
-
-
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "height=2"])
 def test_images_of_other_sizes(plan):
     run_ranks(_other_sizes, 2, plan)
@@ -219,14 +193,6 @@ def test_masks_do_not_depend_on_the_seeds_of_ranks():
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "owt=2"])
 def test_gradients_are_clipped_by_the_norm_of_all(plan):
     run_ranks(_clipped, 2, plan)
-
-
-def test_labels_that_are_no_classes():
-    run_ranks(_labels, 2)
-
-
-def test_a_refused_plan_leaves_the_network_as_it_was():
-    run_ranks(_refused, 2)
 
 
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2"])

@@ -130,7 +130,7 @@ def test_a_wrong_recipe_is_one_sentence(name: str, words: str) -> None:
         ("model: {name: lenet}\ndata: mnist-mini", "data.path is missing"),
         ("model: {name: lenet}\ndata: {path: x}\noptimizer: {lr: 1}", "optimizer.name is missing: it is one of sgd"),
         ("model: {name: lenet}\ndata: {path: x}\n1: 2", "1 is unknown"),
-        ("model: {name: lenet}\ndata: {path: x}\nseed: !!binary aGVsbG8=", "seed is"),
+        ("model: {name: lenet}\ndata: {path: x}\nseed: !!binary aGVsbG8=", "write the value itself"),
         ("model: {name: lenet}\nmodel: {name: vgg16}", "line 2: the key model is twice"),
     ],
 )

@@ -97,7 +97,7 @@ def _class(name: str) -> type:
 
 def _object(name: str, args: list[Any], state: Any) -> Any:
     kind = _class(name)
-    made = kind(*args) if args else kind.__new__(kind)
+    made = kind(*args) if args else kind.__new__(kind)  # type: ignore[call-overload]
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)
     else:
