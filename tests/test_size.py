@@ -18,7 +18,7 @@ LINES = {
     "src/convoy/engine": 7231,
     "src/convoy/graph": 1751,
     "src/convoy/hardware": 1081,
-    "src/convoy/launch": 2481,
+    "src/convoy/launch": 2482,
     "src/convoy/models": 1793,
     "src/convoy/ops": 6917,
     "src/convoy/planner": 11317,
