@@ -40,10 +40,10 @@ class Odd(nn.Module):
 BUILD = {"odd": Odd, "asking": lambda: Odd(asks=True), "resnet18": lambda: models.create("resnet18-cifar")}
 
 
-def state_and_gradients(name: str, plan: str, as_deferred: bool) -> tuple[Any, ...]:
+def state_and_gradients(name: str, plan: str, as_deferred: bool, seed: int = 3) -> tuple[Any, ...]:
     """This rank's part at the start, the gradients of a batch, and torch's random state after `parallelize`."""
     rank = int(os.environ["RANK"])
-    torch.manual_seed(3 + rank * as_deferred)  # the seed of rank 0 counts
+    torch.manual_seed(seed + rank * as_deferred)  # the seed of rank 0 counts
     if as_deferred:
         with convoy.deferred():
             model = BUILD[name]()
@@ -64,8 +64,8 @@ def state_and_gradients(name: str, plan: str, as_deferred: bool) -> tuple[Any, .
     return start, convoy.gradients(net), {"": after}
 
 
-def differences(name: str, plan: str) -> list[str]:
-    plain, lean = (state_and_gradients(name, plan, as_deferred) for as_deferred in (False, True))
+def differences(name: str, plan: str, seed: int = 3) -> list[str]:
+    plain, lean = state_and_gradients(name, plan, False), state_and_gradients(name, plan, True, seed)
     return [
         f"{what} {key}"
         for what, one, other in zip(("start", "gradient", "random state"), plain, lean, strict=True)
@@ -80,6 +80,11 @@ CASES = [("odd", "filter=2"), ("asking", "sample=2"), ("resnet18", "stage=2")]
 @pytest.mark.parametrize(("name", "plan"), [*CASES, pytest.param("resnet18", "sample=2", marks=pytest.mark.slow)])
 def test_parts_are_those_of_a_plain_network(name: str, plan: str) -> None:
     assert run_ranks(differences, 2, name, plan) == [[], []]
+
+
+def test_numbers_of_another_rank_would_be_noticed() -> None:
+    for different in run_ranks(differences, 2, "odd", "filter=2", 4):  # the seed that rank 1 had
+        assert {text.partition(" ")[0] for text in different} == {"start", "gradient", "random"}
 
 
 def refused() -> list[str]:
