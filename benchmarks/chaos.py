@@ -137,7 +137,7 @@ FAULTS = (
           needs="root"),
     # Checkpoints and other files of a run
     *(
-        Fault(f"checkpoint, {name}", how, "identical", "step-0+9", line=HALF, fast=name == "bit of shard",
+        Fault(f"checkpoint, {name}", how, "identical", "step-0+[69]", line=HALF, fast=name == "bit of shard",
               before=b.damaged(file, change))
         for name, how, file, change in (
             ("shard cut", "the newest one's shard ends in the middle", "state/*", lambda old: old[: len(old) // 2]),

@@ -14,6 +14,8 @@ from short import measure_shortly
 
 # A shell starts background jobs with SIGINT ignored, and processes pass that on to their children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# nohup does so with SIGHUP, which would then stop no run.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Two tests at a time share the cores: threads that wait leave them to others.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")

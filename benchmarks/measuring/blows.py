@@ -94,8 +94,15 @@ def half(case: Case, *files: str, of: str = "half", change: Callable[[bytes], by
 
 
 def damaged(file: str, change: Callable[[bytes], bytes]) -> Do:
-    """A copy of that run, of whose newest checkpoint a file is changed."""
-    return lambda case: half(case, f"checkpoints/*9/{file}", change=change)
+    """A copy of that run, of whose newest checkpoint a file is changed: the one before where that was being written."""
+
+    def damage(case: Case) -> None:
+        half(case)
+        newest = max((case.out / "checkpoints").glob("step-*/checkpoint.json")).parent
+        for path in newest.glob(file):
+            path.write_bytes(change(path.read_bytes()))
+
+    return damage
 
 
 def flipped(content: bytes) -> bytes:

@@ -158,7 +158,8 @@ class Case:
         status = 70
         try:
             os.setsid()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (signal.SIGTERM, signal.SIGHUP):  # the benchmark may run under nohup
+                signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             kinds = {"file": self.folder / f"out-{self.num}-{rank}", "closed": Path(os.devnull), "pipe": None}
             into = kinds.get(self.fault.output, Path(self.fault.output)) if self.num == 1 else kinds["file"]

@@ -9,12 +9,15 @@ import pytest
 
 RANK = """
 from convoy.comm.groups import Groups, temporary
-from convoy.comm.joining import join
+from convoy.comm import backend
+from convoy.comm.joining import join, leave
 from convoy.plans.mesh import Mesh
 join(timeout=30)
 Groups(Mesh(("sample", "filter"), (1, 2))).of((1,))
 with temporary():
     Groups(Mesh(("sample",), (2,))).of((0,))
+leave()
+assert not backend._key  # whoever meets next may know another one, or none
 print("joined")
 """
 

@@ -10,7 +10,7 @@ import pytest
 
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.joining import join, leave, meeting_store
-from convoy.comm.position import Ledger, Position
+from convoy.comm.position import Ledger, Position, ledger
 from convoy.comm.ranks import Ranks
 from convoy.training import watchdog as module
 from convoy.training.environment import join_ranks
@@ -227,6 +227,7 @@ def test_a_device_that_has_failed_does_not_end_the_watch() -> None:
 @pytest.mark.parametrize("late", [None, lambda: "process 7, which is stopped, has not delivered a/1.png"])
 def test_alone_only_data_are_watched(late: Callable[[], str] | None) -> None:
     """A computation of one device may take as long as it takes: compiling does."""
+    ledger.clear()  # of tests before, in this process
     said: list[str] = []
     with Watchdog(Ranks(), None, said.append, 0.3, Position(update=6, part="data", late=late)):
         time.sleep(1)

@@ -81,8 +81,8 @@ def start(
                 elastic_launch(config, sys.executable)("-m", "convoy", *arguments)
             except ChildFailedError as error:
                 for rank, failed in error.failures.items():
-                    if failed.exitcode > 0 and not folder.exists():  # it has said why, as it could leave no word
-                        status = failed.exitcode
+                    if not folder.exists() and (failed.exitcode > 0 or failed.exitcode == -signal.SIGTERM):
+                        status = max(status, failed.exitcode, 1)  # it has said why, or was ended with one that has
                         continue
                     sentence = "; ".join(filter(None, (f"it {end_of(failed.exitcode)}", advice())))
                     silent.append(Failure(rank, "killed", sentence, "", time.time()))
