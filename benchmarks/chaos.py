@@ -154,7 +154,7 @@ FAULTS = (
     Fault("checkpoints, forged", "other values with checksums that fit", "refused", "other values than Convoy writes",
           before=b.forged, line=HALF),
     Fault("config empty", "config.yaml is empty", "refused", "config.yaml", line=HALF,
-          before=lambda c: b.half(c, "config.yaml")),
+          before=lambda c: b.half(c, "config.yaml"), fast=True),
     Fault("metrics binary", "metrics.jsonl ends in bytes that are no text", "identical", line=HALF,
           before=lambda c: b.half(c, "metrics.jsonl", change=lambda old: old + bytes(range(128, 256)))),
     Fault("records empty", "summary.json and environment.json are empty", "identical", line=HALF,

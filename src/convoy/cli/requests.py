@@ -243,6 +243,7 @@ class TrainRequest:
         recipe, out = self.recipe, self.out
         overrides = [f"model.name={self.model}", *self.overrides] if self.model is not None else self.overrides
         if self.resume and out is not None and RunDirectory(out).is_run() and recipe is None:
+            RunDirectory(out).check_run()
             recipe = str(RunDirectory(out).config)
         elif self.resume and out is not None and self.model is None and recipe is None:
             raise ConvoyError(f"{out} holds no run to go on with: give the folder of a run, or leave --resume away")

@@ -109,6 +109,8 @@ class RunDirectory:
             raise ConvoyError(
                 f"{self.path} is no run directory (it has no config.yaml): give the --out folder of convoy train"
             )
+        if not self.config.stat().st_size:
+            raise ConvoyError(f"{self.config} is empty, so nobody knows what was trained: put the file back")
 
     def check_trained(self, checkpoint: object = None) -> None:
         """Refuse a folder without a trained network, unless a checkpoint with weights of its own is to be used."""
