@@ -39,7 +39,7 @@ from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.build import merged, probed
 from convoy.training.division import Division
-from convoy.training.parallel import Method, ParallelNetwork
+from convoy.training.parallel import Method, TrainedNetwork
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": lambda: models.create("resnet50", num_classes=1000),
@@ -118,7 +118,7 @@ class Passes:
     """The passes of an update as Convoy's trainer makes them on rank 0; `passes(number, images, labels)` gives the loss
     and leaves gradients."""
 
-    network: ParallelNetwork
+    network: TrainedNetwork
     passes: Callable[[int, Tensor, Tensor], Tensor]
 
 
@@ -135,7 +135,7 @@ def convoy_passes(
     """In passes of `merge` microbatches."""
     own = len(images) // microbatch
     plan = Plan.parse("serial" if ranks == 1 else f"sample={ranks}", num_devices=ranks)
-    network = ParallelNetwork(model, plan, images[:microbatch], batch_norm=batch_norm, seed=0, method=Method())
+    network = TrainedNetwork(model, plan, images[:microbatch], batch_norm=batch_norm, seed=0, method=Method())
     division = Division((microbatch,) * (own * ranks), (own,) * ranks)
     pieces = division.passes(merge)
     network.divide(division, len(pieces))

@@ -290,7 +290,6 @@ def merged(
     sizes: tuple[int, ...],
     device: torch.device,
     sharing: int = 1,
-    alone: bool = False,
     passes: int = 1,
 ) -> tuple[int, str]:
     """How many microbatches of each part of the batch run in one pass, and why.
@@ -301,7 +300,6 @@ def merged(
         sizes: samples of every microbatch.
         device: where.
         sharing: devices that work on a part.
-        alone: one device runs the plain network; on several, the engine brings running statistics in order.
         passes: that there are to be, where parts of the batch go through stages.
     """
     num = len(sizes)
@@ -314,8 +312,6 @@ def merged(
         return 1, "one by one: the network draws random numbers in a way of its own"
     if not found.separable:
         return 1, "one by one: the network couples the samples of a batch"
-    if alone and found.normed_again:
-        return 1, "one by one: a batch norm layer runs several times, and notes one microbatch after the other"
     exact = -(-num // passes)  # with a smaller pass at the end, if that makes as many as are asked for
     if passes > 1 and merge > (most := exact if -(-num // exact) == passes else max(1, num // passes)):
         return most, f"so that {-(-num // most)} passes go through the stages one after the other"

@@ -206,7 +206,7 @@ def evaluate(
             batch, logits = passed.popleft()
             tally.add(batch, logits())
 
-    with evaluating(model), torch.no_grad() if exchanges_in_forward else torch.inference_mode():
+    with evaluating(model), torch.no_grad():
         for number, batch in enumerate(batches):
             current.to("evaluation")
             if is_asked_to_stop():

@@ -17,7 +17,7 @@ from convoy.engine.network import Network
 from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
-from convoy.training.parallel import ParallelNetwork, TrainedNetwork
+from convoy.training.parallel import TrainedNetwork
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class FiniteGuard:
     def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> NonFiniteUpdate:
         """Where it began; `again` does the passes of this update again, on all ranks, and leaves nothing behind."""
         origin, network = Origin(), self._network
-        engine = network.engine if isinstance(network, ParallelNetwork) else None
+        engine = network.engine
         with origin.watching(network.model, None if isinstance(engine, Uncaptured) else engine):
             again()
         own = sum(float(loss) for loss in losses)

@@ -34,7 +34,7 @@ from convoy.planner.profiling import mean
 from convoy.planner.remembered import measured_ops, recalled, remember_run
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
-from convoy.training.parallel import ParallelNetwork, StagedTraining
+from convoy.training.parallel import StagedTraining
 from convoy.training.precision import lowered
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
@@ -138,7 +138,7 @@ class Observation:
     @contextmanager
     def _watching(self, step: TrainingStep, update: WatchedUpdate, apart: bool) -> Iterator[None]:
         network = step.network
-        engine = network.engine if isinstance(network, ParallelNetwork) and self._unseen is None else None
+        engine = network.engine if self._unseen is None else None
         parameters = list(network.model.parameters()) if engine is not None else []
         step.mark, step.timed = update.mark, apart and engine is not None
         if engine is not None:
@@ -212,10 +212,7 @@ def middle_update(lengths: Sequence[Sequence[float]]) -> int:
 
 def _why_unseen(session: Session) -> str | None:
     """Why the calls of the network cannot be watched; None where they can."""
-    network = session.network
-    if not isinstance(network, ParallelNetwork):
-        return "layers are not watched on one device, which runs the plain network"
-    if isinstance(network.engine, Uncaptured):
+    if isinstance(session.network.engine, Uncaptured):
         return "layers are not watched in a network that is not seen as one graph"
     if session.recipe.compile:
         return "layers are not watched in a compiled network"

@@ -1,8 +1,8 @@
-"""The network of a run, on one device or on several: the engine, as the trainer asks for it."""
+"""The network of a run: the engine, as the trainer asks for it."""
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.comm.collectives import all_gather
-from convoy.engine import GradientTree, StepContext
 from convoy.engine.gradients import GradientReducer, TreeReducer
 from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
@@ -33,117 +32,6 @@ from convoy.training.division import Division, Pass
 from convoy.training.records import StageRecord
 
 
-class TrainedNetwork:
-    """A network whose updates are those of the global batch, wherever its parts are computed: here on one device.
-
-    Its parameters are `model.parameters()`; where a plan divides them, each rank holds its own part under the serial
-    name. An update is, for every pass, in the order that `order` says: `enter`, `forward`, and `backward`; then
-    `finish_update`. All ranks do the same.
-
-    Attributes:
-        sample_axes: axes of the mesh that divide the samples.
-        exchanges_in_forward: whether passes exchange between sample ranks, so that those without samples must run them
-            too.
-        local_mean: whether the loss is to be the mean over this rank's own samples: approximate methods alone.
-        version: which of the optimizer's states is this rank's, where a method lets them drift apart, else 0.
-        context: of the step, for all layers.
-        divides_gradients: whether ranks hold other gradients than each other, of parts or of their own samples.
-    """
-
-    sample_axes: Axes = ()
-    exchanges_in_forward = False
-    local_mean = False
-    version = 0
-    divides_gradients = False
-
-    def __init__(
-        self, model: nn.Module, context: StepContext, device: torch.device, forward: Callable[..., Any], tree: bool
-    ) -> None:
-        self.model = model
-        self.context, self._device, self._forward = context, device, forward
-        self._own_tree = GradientTree(list(model.parameters())) if tree else None
-
-    def leaves_out(self, update: int, piece: Pass) -> bool:
-        """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
-        return False
-
-    def enter(self, update: int, piece: Pass) -> None:
-        """Announce a training pass, with the samples of all ranks."""
-        self.context.enter(update, piece.parts[0].start, piece.sizes, self._device)
-
-    def enter_evaluation(self, parts: tuple[int, ...]) -> None:
-        """Announce a pass in evaluation mode: how many samples each sample rank has."""
-
-    def forward(self, images: Tensor) -> Any:
-        """The outputs for this rank's samples, perhaps none.
-
-        The loss of the trainer is a part of the global mean already, so gradients are added over the ranks as they
-        are.
-        """
-        return self._forward(images)
-
-    def share(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer with its work divided over ranks that have the same weights, where that is faster."""
-        return optimizer
-
-    def divide(self, division: Division, num_passes: int) -> None:
-        """Divide the updates from the next on so, in so many passes each. All ranks call it."""
-
-    def order(self, passes: Sequence[Pass]) -> list[Action]:
-        """What this rank does of an update's passes, in which order."""
-        return actions("1f1b", len(passes), stage=0, stages=1)
-
-    def backward(self, loss: Tensor | None, last: bool) -> None:
-        """Run the backward pass of the earliest pass that has none yet.
-
-        Args:
-            loss: of the pass; None where the outputs are those of another rank's stage.
-            last: gradients of all passes are to be added over the ranks now.
-        """
-        assert loss is not None
-        loss.backward()
-        if self._own_tree is not None:
-            self._own_tree.add()
-
-    def compute_weight_gradients(self, piece: int, last: bool) -> None:
-        """Compute what backward passes up to that of a pass have left for later; `last` as for `backward`."""
-
-    def finish_update(self) -> None:
-        """After the last pass: `.grad` and buffers become those of the global batch."""
-        if self._own_tree is not None:
-            self._own_tree.finish()
-
-    def abandon(self) -> None:
-        """Forget the passes of an update that broke off before `finish_update`. All ranks call it."""
-        self.context.statistics.abandon()
-
-    def own_gradients(self) -> list[Tensor]:
-        """The gradients that this rank's part of the update will use, after `finish_update`."""
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-
-    def clip(self, max_norm: float) -> None:
-        """Scale the gradient down to a norm, taken over the whole parameters."""
-        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
-    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """While entered, norms that the optimizer takes are those of whole tensors."""
-        return contextlib.nullcontext()
-
-    def updated(self) -> None:
-        """The optimizer has changed the weights."""
-
-    def synchronize(self) -> None:
-        """Before an evaluation or a checkpoint: let all ranks have the same weights, where a method lets them drift."""
-
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of something that lies as the parameter or buffer `name` does. All ranks call it."""
-        return tensor
-
-    def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """The whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
-        return [tensor]
-
-
 @dataclass(frozen=True)
 class Method:
     """How gradients become an update of all ranks.
@@ -159,10 +47,20 @@ class Method:
     local_updates: int | None = None
 
 
-class ParallelNetwork(TrainedNetwork):
-    """A model that runs under a plan."""
+class TrainedNetwork:
+    """A network whose updates are those of the global batch, under a plan for any number of devices.
 
-    exchanges_in_forward = True
+    Its parameters are `model.parameters()`; where the plan divides them, each rank holds its own part under the serial
+    name. An update is, for every pass, in the order that `order` says: `enter`, `forward`, and `backward`; then
+    `finish_update`. All ranks do the same.
+
+    Attributes:
+        engine: what runs the passes.
+        sample_axes: axes of the mesh that divide the samples.
+        local_mean: whether the loss is to be the mean over this rank's own samples: approximate methods alone.
+        version: which of the optimizer's states is this rank's, where a method lets them drift apart, else 0.
+        context: of the step, for all layers.
+    """
 
     def __init__(
         self,
@@ -211,7 +109,6 @@ class ParallelNetwork(TrainedNetwork):
         self.context = self.engine.context
         self.context.statistics.in_order = method.tree
         self.context.in_turns = True
-        self._forward = model
         self.sample_axes = self.engine.sample_axes
         self.local_mean = method.local_updates is not None
         self.version = self.engine.sample_rank if self.local_mean else 0
@@ -229,11 +126,13 @@ class ParallelNetwork(TrainedNetwork):
                 self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, compress=method.compression)
 
     @property
-    def divides_gradients(self) -> bool:  # type: ignore[override]
+    def divides_gradients(self) -> bool:
+        """Whether ranks hold other gradients than each other, of parts or of their own samples."""
         scattered = self.engine.reducer is not None and self.engine.reducer.scatter
         return self.local_mean or scattered or any(axes for _, axes in self._divided())
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
+        """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
         if self._method.tree or not self.engine.silent:
             return False
         self._announce(update, piece)
@@ -242,6 +141,7 @@ class ParallelNetwork(TrainedNetwork):
         return True
 
     def enter(self, update: int, piece: Pass) -> None:
+        """Announce a training pass, with the samples of all ranks."""
         self._update = update
         self.engine.samples = tuple(map(len, piece.parts))
         self._announce(update, piece)
@@ -272,7 +172,12 @@ class ParallelNetwork(TrainedNetwork):
         return ()
 
     def enter_evaluation(self, parts: tuple[int, ...]) -> None:
+        """Announce a pass in evaluation mode: how many samples each sample rank has."""
         self.engine.samples = parts
+
+    def forward(self, images: Tensor) -> Any:
+        """The outputs for this rank's samples, perhaps none; None where they are those of another rank's stage."""
+        return self.model(images)
 
     @property
     def shares_updates(self) -> bool:
@@ -280,9 +185,11 @@ class ParallelNetwork(TrainedNetwork):
         return not (self._method.tree or self._method.compression or self.local_mean)
 
     def share(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer with its work divided over ranks that have the same weights, where that is faster."""
         return divide_update(self.model, optimizer) if self.shares_updates else optimizer
 
     def divide(self, division: Division, num_passes: int) -> None:
+        """Divide the updates from the next on so, in so many passes each. All ranks call it."""
         if self._method.tree and self._tree is None:
             self._tree = TreeReducer(
                 self._reduced(),
@@ -302,7 +209,18 @@ class ParallelNetwork(TrainedNetwork):
                 weight=len(division.positions(self.engine.sample_rank)),
             )
 
+    def order(self, passes: Sequence[Pass]) -> list[Action]:
+        """What this rank does of an update's passes, in which order."""
+        return actions("1f1b", len(passes), stage=0, stages=1)
+
     def backward(self, loss: Tensor | None, last: bool) -> None:
+        """Run the backward pass of the earliest pass that has none yet.
+
+        Args:
+            loss: of the pass, a part of the global mean, so that gradients are added over the ranks as they are; None
+                where the outputs are those of another rank's stage.
+            last: gradients of all passes are to be added over the ranks now.
+        """
         reducer = self.engine.reducer
         last = last and self.engine.context.postponed is None
         with contextlib.nullcontext() if last or reducer is None else reducer.paused():
@@ -313,7 +231,11 @@ class ParallelNetwork(TrainedNetwork):
         assert loss is not None
         loss.backward()
 
+    def compute_weight_gradients(self, piece: int, last: bool) -> None:
+        """Compute what backward passes up to that of a pass have left for later; `last` as for `backward`."""
+
     def finish_update(self) -> None:
+        """After the last pass: `.grad` and buffers become those of the global batch."""
         if self._left_over and self.engine.reducer is not None:
             self.engine.reducer.reduce()
         self._left_over = False
@@ -322,37 +244,45 @@ class ParallelNetwork(TrainedNetwork):
         self.engine.context.statistics.fold(self.engine.groups)
 
     def abandon(self) -> None:
+        """Forget the passes of an update that broke off before `finish_update`. All ranks call it."""
         self._left_over = False
         self.engine.abandon()
         if self._tree is not None:
             self._tree.abandon()
 
     def own_gradients(self) -> list[Tensor]:
+        """The gradients that this rank's part of the update will use, after `finish_update`."""
         own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
         return [own[p][0] if p in own else p.grad for p in self.model.parameters() if p.grad is not None]
 
     def clip(self, max_norm: float) -> None:
+        """Scale the gradient down to a norm, taken over the whole parameters."""
         own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
         clip_grad_norm(self._divided(), self.engine.groups, max_norm, own)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """While entered, norms that the optimizer takes are those of whole tensors."""
         divided = self._divided()
         if type(optimizer).__module__.startswith("torch.") or not any(axes for _, axes in divided):
             return contextlib.nullcontext()
         return WholeNorms(divided, self.engine.groups)
 
     def updated(self) -> None:
+        """The optimizer has changed the weights."""
         if self._local is not None:
             self._local.step(self._update)
 
     def synchronize(self) -> None:
+        """Before an evaluation or a checkpoint: let all ranks have the same weights, where a method lets them drift."""
         if self._local is not None:
             self._local.average()
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of something that lies as the parameter or buffer `name` does. All ranks call it."""
         return self.engine.whole(name, tensor)
 
     def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """The whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
         whole = self.whole(name, tensor)
         axes = self.sample_axes if self.local_mean else ()
         return list(all_gather(whole.contiguous(), self.engine.groups.of(axes)))
@@ -369,7 +299,7 @@ class ParallelNetwork(TrainedNetwork):
         return [(p, tuple(sorted(self._places[id(p)].split_axes))) for p in self.model.parameters()]
 
 
-class StagedTraining(ParallelNetwork):
+class StagedTraining(TrainedNetwork):
     """A model of which this rank runs one stage.
 
     Attributes:

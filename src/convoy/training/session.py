@@ -144,7 +144,7 @@ class Session(Prepared):
                 self.recipe,
                 ranks,
                 announce,
-                self.network.exchanges_in_forward,
+                ranks.num > 1,
                 is_asked_to_stop,
             )
 

@@ -14,7 +14,7 @@ from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, num_workers, open_data
 from convoy.data.loader import bring_to, first_workers
 from convoy.data.sources import Progress
-from convoy.engine import Probe, prepare
+from convoy.engine import Probe
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.deferred import lacks_numbers
 from convoy.engine.recorded import graph_on, leave_default_stream
@@ -37,7 +37,7 @@ from convoy.training.derived import derive, left_out_of_epochs, num_microbatches
 from convoy.training.division import Division, Pass, divide, text
 from convoy.training.input import InputPipeline
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Method, ParallelNetwork, StagedTraining, TrainedNetwork
+from convoy.training.parallel import Method, StagedTraining, TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
 from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
@@ -205,31 +205,21 @@ def _assemble(
     recipe, data, device, ranks, model = ready.recipe, ready.data, ready.device, ready.ranks, ready.model
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
-    network: TrainedNetwork
-    # on one device as on several where the engine does what the plain network does not; on a GPU by its kernels
-    engine = ready.probe.draws or recipe.recompute or (recipe.reproducible and not ready.probe.separable)
-    if plan.mesh.num_devices > 1 or engine or device.type == "cuda":
-        example = torch.empty(sizes[0], *ready.image_shape, device=device)
-        model.train()
-        schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
-        kind: Callable[..., ParallelNetwork] = ParallelNetwork
-        if plan.num_stages > 1:
-            returns_memory = recipe.parallel.memory_limit is not None
-            kind = partial(StagedTraining, schedule=schedule, returns_memory=returns_memory)
-        network = kind(
-            model,
-            plan,
-            example,
-            batch_norm=recipe.batch_norm,
-            seed=recipe.seed,
-            method=method_of(recipe),
-            compile=recipe.compile,
-            recompute=recipe.recompute,
-        )
-    else:
-        context = prepare(model, recipe.seed, recipe.batch_norm)
-        forward = torch.compile(model) if recipe.compile else model
-        network = TrainedNetwork(model, context, device, forward, recipe.reproducible)
+    schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
+    kind: Callable[..., TrainedNetwork] = TrainedNetwork
+    if plan.num_stages > 1:
+        returns_memory = recipe.parallel.memory_limit is not None
+        kind = partial(StagedTraining, schedule=schedule, returns_memory=returns_memory)
+    network = kind(
+        model.train(),
+        plan,
+        torch.empty(sizes[0], *ready.image_shape, device=device),
+        batch_norm=recipe.batch_norm,
+        seed=recipe.seed,
+        method=method_of(recipe),
+        compile=recipe.compile,
+        recompute=recipe.recompute,
+    )
     ranks.follow(plan.mesh, network.sample_axes)
     sharing = ranks.num // ranks.num_sample_ranks
     passes = 1
@@ -237,7 +227,7 @@ def _assemble(
         of_each = len(staging.samples) if staging is not None else PARTS_PER_STAGE * plan.num_stages
         passes = of_each * ranks.num_sample_ranks
     merge, reason = ranks.broadcast(
-        merged(recipe, ready.probe, sizes, device, sharing, alone=ranks.num == 1, passes=passes)
+        merged(recipe, ready.probe, sizes, device, sharing, passes=passes)
     )
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
@@ -252,9 +242,8 @@ def _assemble(
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    if isinstance(network, ParallelNetwork):
-        said = network.what_is_recomputed(pieces, lowered(recipe))
-        notes += [said] if said is not None else []
+    said = network.what_is_recomputed(pieces, lowered(recipe))
+    notes += [said] if said is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers, why = num_workers(data, recipe.data)
     if first_workers(recipe.data, workers) < workers:
@@ -294,8 +283,6 @@ def _within_limit(
     limit = recipe.parallel.memory_bytes
     if limit is None:
         return []
-    if not isinstance(network, ParallelNetwork):
-        return ["--memory-limit has no effect: one device trains the plain network"]
     if isinstance(network.engine, Uncaptured):
         return ["--memory-limit has no effect: the memory of a network that cannot be captured is not predicted"]
     placement = network.largest(passes, lowered(recipe))

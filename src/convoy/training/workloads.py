@@ -50,7 +50,7 @@ def workload_of_recipe(
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
     found = probed(model, recipe, image_shape, sizes, device, CHANGE)
     sizes, _ = divisible_sizes(recipe, model, devices, found)
-    merge, _ = merged(recipe, found, sizes, device, alone=devices == 1)
+    merge, _ = merged(recipe, found, sizes, device)
     counts = counts_of_passes(recipe, model, sizes, merge, devices, found)
     recorded = is_recorded(recipe, device, why_not_recorded(recipe, found, devices, device, group))
     return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device, counts, recorded)
