@@ -168,7 +168,7 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
     return replace(found, host=host, host_per_tensor=host_per_tensor)
 
 
-_ROOM = 0.4
+_ROOM = 0.65
 """The part of a rank's memory that the tensors of a pass may take: what kernels hold, and holes between blocks, have
 been up to 1.2 times that."""
 _PACE = 1.25

@@ -48,9 +48,8 @@ _MEASURING = 0.6
 """The part of that after which nothing more is profiled."""
 _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
 """About: seconds for links, optimizer and engine; passes of a profiling; updates of a racer."""
-_RACE_ROOM = 0.6
-"""The part of a rank's memory that the tensors of a racer may take: kernels, and the network that is copied, come on
-top."""
+_RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
+"""The part of a rank's memory that the tensors of a racer may take: the network that is copied comes on top."""
 _RACERS = 2
 """Of the plans that are predicted to be fastest, beside plain `sample`."""
 _SETTLED = 0.02
@@ -356,7 +355,7 @@ def _raced(
     failure: ConvoyError | None = None
     longest_s, device = 0.0, planned.workload.device
     gpus = [device] if device.type == "cuda" else []
-    fitting = [one for one in planned.candidates if one.memory.total <= _RACE_ROOM * measured.room]
+    fitting = [one for one in planned.candidates if one.memory.total <= _RACE_ROOM[device.type] * measured.room]
     first = [one for place, one in enumerate(planned.candidates) if place < _RACERS or one.plan in (plain, *rivals)]
     for one in first:
         if one not in fitting:
