@@ -1,10 +1,10 @@
 """How a global batch is cut into microbatches, and how many of them may run as one pass.
 
 One pass over several microbatches uses the device better, and is exact where the network treats every microbatch as it
-would by itself. Layers that couple samples (batch norm) or draw random numbers (dropout) are replaced by versions that
-do. Whether anything else does is read off the captured graph (`coupling`): no numbers in low precision decide it, which
-hang on the size of the batch on a GPU. Where a call has no rule, or where there is no graph, the network is run both
-ways in float64. A branch whose first weights are zero or next to it, as the last of a residual block often are, shows
+would by itself. Batch norm, which couples samples, and dropout, which draws random numbers, run so that they do.
+Whether anything else does is read off the captured graph (`coupling`): no numbers in low precision decide it, which hang
+on the size of the batch on a GPU. Where a call has no rule, or where there is no graph, the network is run both ways in
+float64. A branch whose first weights are zero or next to it, as the last of a residual block often are, shows
 nothing: where there are such weights, it is run both ways with others in their place too.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.engine.layers import BATCH_NORM_LAYERS, DROPOUT_LAYERS, MicrobatchNorm, SampleDropout, prepare
+from convoy.engine.layers import DROPOUT_LAYERS, SampleDropout, prepare
 from convoy.engine.network import network_of
 from convoy.engine.uncaptured import Uncaptured, random_state
 from convoy.graph.given import copied
@@ -165,7 +165,7 @@ ASLEEP = 0.2
 
 @dataclass(frozen=True)
 class Probe:
-    """What two microbatches of two samples showed.
+    """What two microbatches of two samples show.
 
     Attributes:
         separable: microbatches that run in one pass give what they give one after the other; where the network draws
@@ -173,8 +173,6 @@ class Probe:
         draws: the network draws random numbers that no layer here controls, or one dropout layer runs several times.
         owned: the engine draws all of them itself, each as a function of (seed, step, layer, sample).
         bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
-        normed_again: a batch norm layer runs several times. In one pass of the plain network its running statistics
-            would take all microbatches of one call before those of the next.
         outputs: tensors that it gives in training: with auxiliary heads more than one.
         graph: of the plain network with two microbatches in training; None where a graph cannot say what it does.
         on_device: ranks that share the memory of a GPU, or of a host's CPUs.
@@ -183,7 +181,6 @@ class Probe:
     separable: bool
     draws: bool
     bytes_per_sample: int
-    normed_again: bool
     outputs: int = 1
     owned: bool = False
     graph: Graph | None = field(default=None, repr=False)
@@ -215,19 +212,60 @@ def probe(
     precision: torch.dtype | None = None,
     batch_norm: BatchNormMode = "microbatch",
 ) -> Probe:
-    """Run a copy of the network in training mode on random images, and look at its calls.
-
-    Torch's random state is left as it was. What is kept for the backward pass is counted under autocast, where that is
-    on.
+    """What a network does with two microbatches: read off its calls, or tried, where a graph does not say all of it.
 
     Args:
-        plain: the network.
+        plain: the network, which may be deferred if a graph says all of it.
         image_shape: (channels, height, width).
-        device: where the network lives.
+        device: where the network is to run.
         samples: size of each of two microbatches.
-        precision: in which autocast has layers compute; None where it is off.
+        precision: in which autocast computes; what is kept for the backward pass is counted so. None where it is off.
         batch_norm: over which samples statistics are taken.
     """
+    graph = graph_of(plain, image_shape, samples, training=True)
+    shown = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph
+    if graph is None or shown is None or any(call.op == "opaque" for call in (*graph.calls, *shown.calls)):
+        return _tried(plain, image_shape, device, samples, precision, batch_norm, graph)
+    counted = under_autocast(graph, precision, device.type)
+    batch = Batch(_ALONE.mesh, (), (range(2 * samples),))
+    outputs = leaves(graph.output, Ref)
+    kept = predict_memory(place(counted, _ALONE, batch, [ref.name for ref in outputs]))[0].activations
+    layers = dict(plain.named_modules())
+    drawn = Counter(call.layer for call in graph.calls if OPERATIONS[call.op].is_random)
+    draws = any(number > 1 or type(layers.get(layer)) not in DROPOUT_LAYERS for layer, number in drawn.items())
+    together = coupling(graph)
+    return Probe(
+        separable=(coupling(shown) if draws else together) is None,
+        draws=draws,
+        bytes_per_sample=kept // (2 * samples),
+        outputs=len(outputs),
+        owned=draws and together is None,
+        graph=graph,
+    )
+
+
+def _draws(graph: Graph) -> bool:
+    return any(OPERATIONS[call.op].is_random for call in graph.calls)
+
+
+def graph_of(plain: nn.Module, image_shape: tuple[int, ...], samples: int, training: bool) -> Graph | None:
+    """The network with two microbatches; None where it does something that a graph cannot say."""
+    try:
+        return capture(plain, [torch.empty(2 * samples, *image_shape, device="meta")], training=training)
+    except CaptureError:
+        return None
+
+
+def _tried(
+    plain: nn.Module,
+    image_shape: tuple[int, ...],
+    device: torch.device,
+    samples: int,
+    precision: torch.dtype | None,
+    batch_norm: BatchNormMode,
+    graph: Graph | None,
+) -> Probe:
+    """The same by a pass in training mode on random images; torch's random state is left as it was."""
     sizes = (samples, samples)
     images = torch.rand(sum(sizes), *image_shape, generator=torch.Generator().manual_seed(0)).to(device)
     model = copied(plain).train()
@@ -246,45 +284,19 @@ def probe(
         autocast = torch.autocast(device.type, precision, enabled=precision is not None)
         with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as ran:
             outputs = len(leaves(model(images), Tensor))
-        again = [layer for layer, number in ran.items() if number > 1]
-        draws = not torch.equal(before, random_state(device)) or any(isinstance(one, SampleDropout) for one in again)
-        graph = graph_of(plain, image_shape, samples, training=True)
-        shown = graph if not draws else graph_of(plain, image_shape, samples, training=False)
-        separable = _separates(shown, plain, batch_norm) if shown is not None else None
-        if separable is None:
-            separable = _tried(plain, image_shape, samples, device, training=not draws, batch_norm=batch_norm)
+        draws = not torch.equal(before, random_state(device)) or any(number > 1 for number in ran.values())
+        separable = _separates(plain, image_shape, samples, device, training=not draws, batch_norm=batch_norm)
     weights = {p.data_ptr() for p in model.parameters()}
     return Probe(
         separable=separable,
         draws=draws,
         bytes_per_sample=sum(size for pointer, size in kept.items() if pointer not in weights) // sum(sizes),
-        normed_again=any(isinstance(one, MicrobatchNorm) for one in again),
         outputs=outputs,
-        # of numbers that belong to no sample, or are drawn in a way of the network's own, there is no graph
-        owned=draws and batch_norm == "microbatch" and graph is not None and coupling(graph) is None,
         graph=graph,
     )
 
 
-def graph_of(plain: nn.Module, image_shape: tuple[int, ...], samples: int, training: bool) -> Graph | None:
-    """The network with two microbatches; None where it does something that a graph cannot say."""
-    try:
-        return capture(plain, [torch.empty(2 * samples, *image_shape, device="meta")], training=training)
-    except CaptureError:
-        return None
-
-
-def _separates(graph: Graph, plain: nn.Module, batch_norm: BatchNormMode) -> bool | None:
-    """Whether microbatches in one pass give what they give one after the other; None where a call has no rule."""
-    call = coupling(graph)
-    if call is not None:
-        return None if call.op == "opaque" else False
-    replaced = {name for name, layer in plain.named_modules() if type(layer) in BATCH_NORM_LAYERS}
-    by_hand = (call for call in graph.calls if call.op == "batch_norm" and call.layer not in replaced)
-    return batch_norm != "microbatch" or not any(call.attributes["training"] for call in by_hand)
-
-
-def _tried(
+def _separates(
     plain: nn.Module,
     image_shape: tuple[int, ...],
     samples: int,
@@ -293,7 +305,8 @@ def _tried(
     training: bool,
     batch_norm: BatchNormMode,
 ) -> bool:
-    """The same by numbers: in float64 on the CPU, so that it is the same on all devices."""
+    """Whether microbatches in one pass give what they give one after the other: in float64 on the CPU, so that it is
+    the same on all devices."""
 
     def on(device: torch.device, dtype: torch.dtype) -> bool:
         model = copied(plain).to(device, dtype).train(training)
@@ -307,44 +320,6 @@ def _tried(
     except (RuntimeError, NotImplementedError, TypeError):  # it computes in a type, or on a device, of its own
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             return on(device, next((p.dtype for p in plain.parameters()), torch.float32))
-
-
-def probe_of_graph(
-    model: nn.Module,
-    image_shape: tuple[int, ...],
-    device: torch.device,
-    samples: int = PROBE_SAMPLES,
-    precision: torch.dtype | None = None,
-) -> Probe:
-    """What `probe` shows, read off the network's calls, for one that is nowhere as a whole.
-
-    Args:
-        model: the plain network, which may be deferred.
-        image_shape, device, samples, precision: as for `probe`.
-
-    Raises:
-        CaptureError: the network does something that a graph cannot say.
-    """
-    inputs = [torch.empty(2 * samples, *image_shape, device="meta")]
-    plain = capture(model, inputs, training=True)
-    graph = under_autocast(plain, precision, device.type)
-    batch = Batch(_ALONE.mesh, (), (range(2 * samples),))
-    kept = predict_memory(place(graph, _ALONE, batch, [ref.name for ref in leaves(graph.output, Ref)]))[0].activations
-    layers = dict(model.named_modules())
-    drawn = Counter(call.layer for call in graph.calls if OPERATIONS[call.op].is_random)
-    normed = Counter(call.layer for call in graph.calls if call.op == "batch_norm")
-    draws = any(number > 1 or type(layers.get(layer)) not in DROPOUT_LAYERS for layer, number in drawn.items())
-    together = coupling(graph)
-    alone = coupling(capture(model, inputs, training=False)) if draws else together
-    return Probe(
-        separable=alone is None,
-        draws=draws,
-        bytes_per_sample=kept // (2 * samples),
-        normed_again=any(number > 1 for layer, number in normed.items() if isinstance(layers.get(layer), _BatchNorm)),
-        outputs=len(leaves(graph.output, Ref)),
-        owned=draws and together is None,
-        graph=plain,
-    )
 
 
 def _is_of_weight(x: Tensor) -> bool:
@@ -416,11 +391,9 @@ def _awake(weights: list[tuple[Tensor, float]]) -> Iterator[None]:
 
 @contextmanager
 def _calls(model: nn.Module) -> Iterator[Counter[nn.Module]]:
-    """How often each dropout and batch norm layer runs: the second mask of a dropout layer is another one, which it
-    cannot know by itself."""
+    """How often each dropout layer runs: its second mask is another one, which it cannot know by itself."""
     ran: Counter[nn.Module] = Counter()
-    drops = [layer for layer in model.modules() if isinstance(layer, SampleDropout) and layer.p > 0]
-    layers = [*drops, *(layer for layer in model.modules() if isinstance(layer, MicrobatchNorm))]
+    layers = [layer for layer in model.modules() if isinstance(layer, SampleDropout) and layer.p > 0]
     handles = [layer.register_forward_hook(lambda layer, *_: ran.update([layer])) for layer in layers]
     try:
         yield ran

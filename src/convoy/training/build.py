@@ -14,7 +14,7 @@ from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.engine import Probe, probe
-from convoy.engine.coupling import coupled, coupled_in_training, coupling, microbatch_sizes, probe_of_graph
+from convoy.engine.coupling import coupled, coupled_in_training, coupling, microbatch_sizes
 from convoy.engine.deferred import deferred
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
@@ -220,8 +220,6 @@ def probed(
                     f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
                     "classes: build the network for as many classes, or choose another model"
                 )
-        if as_graph:
-            return probe_of_graph(plain, shape, device, samples, lowered(recipe))
         return probe(plain, shape, device, samples, lowered(recipe), recipe.batch_norm)
     except (ConvoyError, torch.OutOfMemoryError):
         raise

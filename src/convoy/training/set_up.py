@@ -226,9 +226,7 @@ def _assemble(
     if plan.num_stages > 1:
         of_each = len(staging.samples) if staging is not None else PARTS_PER_STAGE * plan.num_stages
         passes = of_each * ranks.num_sample_ranks
-    merge, reason = ranks.broadcast(
-        merged(recipe, ready.probe, sizes, device, sharing, passes=passes)
-    )
+    merge, reason = ranks.broadcast(merged(recipe, ready.probe, sizes, device, sharing, passes=passes))
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
     pieces = division.passes(merge, late=not recipe.reproducible)
