@@ -2,8 +2,8 @@
 
 One pass over several microbatches uses the device better, and is exact where the network treats every microbatch as it
 would by itself. Batch norm, which couples samples, and dropout, which draws random numbers, run so that they do.
-Whether anything else does is read off the captured graph (`coupling`): no numbers in low precision decide it, which hang
-on the size of the batch on a GPU. Where a call has no rule, or where there is no graph, the network is run both ways in
+Whether anything else does is read off the captured graph (`coupling`): no numbers in low precision decide it, which
+hang on the size of the batch on a GPU. Where a call has no rule, or there is no graph, the network is run both ways in
 float64. A branch whose first weights are zero or next to it, as the last of a residual block often are, shows
 nothing: where there are such weights, it is run both ways with others in their place too.
 """
