@@ -4,9 +4,11 @@ What is to be given to `convoy train` there is read as that will read it, so tha
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -102,8 +104,9 @@ def on_hosts(
     commands = group.commands(arguments)
     if secret is not None and not secret.exists():
         try:
-            secret.touch(0o600)
-            secret.write_text(f"{token_hex(16)}\n")
+            # a new file and no link, where others may write into the folder: they would read what it is to keep from them
+            with open(secret, "x", opener=partial(os.open, mode=0o600)) as file:  # noqa: PTH123
+                file.write(f"{token_hex(16)}\n")
         except OSError as error:
             raise ConvoyError(
                 f"--secret {secret} cannot be written ({error.strerror}): choose another place"
