@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.compiler import compiled
+from convoy.compiler import compile_function
 from convoy.errors import ConvoyError
 
 
@@ -17,12 +17,12 @@ def test_nobody_elses_folder_is_compiled_into(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = Path(default_cache_dir())
     assert folder.parent == tmp_path
-    compiled(torch.neg)
+    compile_function(torch.neg)
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    compiled(torch.neg)
+    compile_function(torch.neg)
     assert folder.stat().st_mode & 0o777 == 0o755
     folder.rename(tmp_path / "of somebody else")
     folder.symlink_to(tmp_path / "of somebody else")
     with pytest.raises(ConvoyError, match="from which torch's compiler takes code, was made by somebody else"):
-        compiled(torch.neg)
+        compile_function(torch.neg)

@@ -10,7 +10,7 @@ from typing import Any
 from convoy.errors import ConvoyError
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Any:
+def compile_function(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """What `torch.compile` makes of a function.
 
     Raises:
@@ -31,4 +31,5 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
             "a folder of your own"
         )
     folder.chmod(found.st_mode & 0o755)
-    return torch.compile(function, **options)
+    program: Callable[..., Any] = torch.compile(function, **options)
+    return program

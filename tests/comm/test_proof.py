@@ -79,4 +79,4 @@ def test_what_a_rank_has_once_said_proves_nothing(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", ANEW, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE)
         for rank in range(2)
     ]
-    assert [rank.communicate(timeout=60)[0].split(b"\n")[:-1] for rank in ranks] == [[b"a rank", b"nobody"], [b"a rank"]]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == [b"a rank\nnobody\n", b"a rank\n"]

@@ -104,8 +104,8 @@ def on_hosts(
     commands = group.commands(arguments)
     if secret is not None and not secret.exists():
         try:
-            # a new file and no link, where others may write into the folder: they would read what it is to keep from them
-            with open(secret, "x", opener=partial(os.open, mode=0o600)) as file:  # noqa: PTH123
+            # a new file, through no link: others who may write into the folder would read there what is kept from them
+            with open(secret, "x", opener=partial(os.open, mode=0o600)) as file:
                 file.write(f"{token_hex(16)}\n")
         except OSError as error:
             raise ConvoyError(
