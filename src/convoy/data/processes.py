@@ -2,9 +2,10 @@
 
 import multiprocessing
 import os
+import tempfile
 import threading
 from contextlib import suppress
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.context import ForkServerContext
 
 from convoy.launch.rank import end_with_parent
@@ -18,6 +19,14 @@ def forkserver(module: str) -> ForkServerContext:
     Args:
         module: what the server imports, so that workers begin at once and share its memory.
     """
+    # The path of a socket has 107 characters at most, and that of the server's 32 after the temporary directory, which
+    # Python asks for once. The folder that it makes there is this user's alone, wherever it is.
+    if len(os.fsencode(directory := tempfile.gettempdir())) > 107 - 32:
+        tempfile.tempdir = "/tmp"
+        try:
+            util.get_temp_dir()
+        finally:
+            tempfile.tempdir = directory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["convoy.data.worker_server", module])
     _start_tracker()
