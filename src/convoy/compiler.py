@@ -11,11 +11,7 @@ from convoy.errors import ConvoyError
 
 
 def compile_function(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """What `torch.compile` makes of a function.
-
-    Raises:
-        ConvoyError: the folder that torch's compiler takes code from is another user's.
-    """
+    """What `torch.compile` makes of a function; a ConvoyError where somebody else has made the folder of its code."""
     import torch
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -31,5 +27,4 @@ def compile_function(function: Callable[..., Any], **options: Any) -> Callable[.
             "a folder of your own"
         )
     folder.chmod(found.st_mode & 0o755)
-    program: Callable[..., Any] = torch.compile(function, **options)
-    return program
+    return torch.compile(function, **options)  # type: ignore[no-any-return]

@@ -25,10 +25,7 @@ from convoy.errors import MeetingError
 
 GLOO = "gloo"
 NCCL = "cpu:gloo,cuda:nccl"
-
-
 _RECORDED = "2000"
-_QUESTION = 32
 
 
 class Here(NamedTuple):
@@ -60,10 +57,8 @@ def gpus() -> Here:
     first = why.removeprefix("CUDA initialization: ").partition(". ")[0].partition("\n")[0].rstrip(".")
     too_old = "driver" in first and "too old" in first
     if too_old:
-        first += (
-            f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a torch "
-        )
-        first += "that is built for an older CUDA (https://pytorch.org/get-started)"
+        first += f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a "
+        first += "torch that is built for an older CUDA (https://pytorch.org/get-started)"
     return Here(0, first, too_old)
 
 
@@ -170,7 +165,7 @@ def _prove(group: dist.ProcessGroup) -> None:
 
     # Each asks each by a new random number. Whoever writes into the store can have the ranks take an old key again, and
     # words of another run, group or pair, or one's own sent back, must not fit even then.
-    questions = [secrets.token_bytes(_QUESTION) for _ in ranks]
+    questions = [secrets.token_bytes(32) for _ in ranks]
     answers = [word(own, other, question) for other, question in enumerate(exchanged(questions))]
     expected = [word(other, own, question) for other, question in enumerate(questions)]
     if not hmac.compare_digest(b"".join(exchanged(answers)), b"".join(expected)):
