@@ -24,5 +24,5 @@ def test_nobody_elses_folder_is_compiled_into(tmp_path: Path, monkeypatch: pytes
     assert folder.stat().st_mode & 0o777 == 0o755
     folder.rename(tmp_path / "of somebody else")
     folder.symlink_to(tmp_path / "of somebody else")
-    with pytest.raises(ConvoyError, match="from which torch's compiler takes code, was made by somebody else"):
+    with pytest.raises(ConvoyError, match="with code for torch's compiler, is somebody else's: set TMPDIR"):
         compile_function(torch.neg)

@@ -23,8 +23,7 @@ def compile_function(function: Callable[..., Any], **options: Any) -> Callable[.
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConvoyError(
-            f"{folder}, from which torch's compiler takes code, was made by somebody else: remove it, or set TMPDIR to "
-            "a folder of your own"
+            f"{folder}, with code for torch's compiler, is somebody else's: set TMPDIR to a folder of yours"
         )
     folder.chmod(found.st_mode & 0o755)
-    return torch.compile(function, **options)  # type: ignore[no-any-return]
+    return torch.compile(function, **options)

@@ -108,9 +108,7 @@ def on_hosts(
             with open(secret, "x", opener=partial(os.open, mode=0o600)) as file:
                 file.write(f"{token_hex(16)}\n")
         except OSError as error:
-            raise ConvoyError(
-                f"--secret {secret} cannot be written ({error.strerror}): choose another place"
-            ) from error
+            raise ConvoyError(f"--secret {secret} cannot be written ({error.strerror}): choose another place") from None
     interfaces.secret(variables)  # a file of before may be open to others
     if as_json:
         records = [

@@ -169,10 +169,8 @@ def _prove(group: dist.ProcessGroup) -> None:
     answers = [word(own, other, question) for other, question in enumerate(exchanged(questions))]
     expected = [word(other, own, question) for other, question in enumerate(questions)]
     if not hmac.compare_digest(b"".join(exchanged(answers)), b"".join(expected)):
-        raise MeetingError(
-            "somebody has connected to a port of this run in the place of a rank, who is none or was given another "
-            "CONVOY_SECRET: see who else reaches these hosts"
-        )
+        who = "somebody has connected to a port of this run in the place of a rank, who is none or was given another "
+        raise MeetingError(who + "CONVOY_SECRET: see who else reaches these hosts")
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -19,14 +19,12 @@ def forkserver(module: str) -> ForkServerContext:
     Args:
         module: what the server imports, so that workers begin at once and share its memory.
     """
-    # The path of a socket has 107 characters at most, and that of the server's 32 after the temporary directory, which
-    # Python asks for once. The folder that it makes there is this user's alone, wherever it is.
+    # A socket's path has 107 characters at most, its 32 below the temporary directory. Python asks for that once, and
+    # makes a folder there for this user alone.
     if len(os.fsencode(directory := tempfile.gettempdir())) > 107 - 32:
         tempfile.tempdir = "/tmp"
-        try:
-            util.get_temp_dir()
-        finally:
-            tempfile.tempdir = directory
+        util.get_temp_dir()
+        tempfile.tempdir = directory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["convoy.data.worker_server", module])
     _start_tracker()
