@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from convoy.comm import collectives as waits
 
 GATE = "CONVOY_GATE"
-PLACES = ("forward", "backward", "collective", "update", "checkpoint write", "weights write", "pack write")
 _FILES = {"weights.safetensors": "weights write", "index.safetensors": "pack write"}
 _WAIT_S = 120.0
 _kept = contextlib.ExitStack()
@@ -29,7 +28,7 @@ _kept = contextlib.ExitStack()
 
 def held(folder: Path, place: str, updates: int, rank: int) -> dict[str, str]:
     """Variables for a run whose rank is held, once, at a place after so many updates; it then notes so in the folder,
-    and goes on when there is a file `go`."""
+    and goes on when there is a file `go`, from then on with a clock that is off by the seconds in `clock`."""
     return {GATE: json.dumps([str(folder), place, updates, rank])}
 
 

@@ -22,8 +22,6 @@ def compile_function(function: Callable[..., Any], **options: Any) -> Callable[.
         folder.mkdir(0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConvoyError(
-            f"{folder}, with code for torch's compiler, is somebody else's: set TMPDIR to a folder of yours"
-        )
+        raise ConvoyError(f"{folder}, with code for torch's compiler, is somebody else's: set TMPDIR to one of yours")
     folder.chmod(found.st_mode & 0o755)
     return torch.compile(function, **options)
