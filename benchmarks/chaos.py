@@ -31,7 +31,7 @@ TWO, AGAIN, MORE = "--devices 2", "--devices 2 --max-restarts 1", "--epochs 90ba
 WORKER, RESUME_TWO = f"--set data.workers=1 {MORE}", RESUME + TWO
 STOPPED, DISK, OTHER_DATA = "stopped and saved after", "No space left on device", "data are not the same everywhere"
 DEAD, FILES_64, ROOM = "a process that loads pictures died", "prlimit --nofile=64", "mount -o remount,size=20m disk"
-HALF, DATA = "cp -r $shared/half run", "cp -r $shared/data ."
+HALF, DATA = 'cp -r "$shared/half" run', 'cp -r "$shared/data" .'
 DAMAGED, HOSTS = f"{HALF}; cd run/checkpoints/$newest", f"mkdir host-0; cd host-0; {DATA}; cd ..; cp -r host-0 host-1"
 BY_LINK = "mkdir victim dest; echo 'all my work' > victim/precious.npz; ln -s ../victim dest/"
 PREDICT = "predict $shared/healthy $folder/picture.png"

@@ -33,7 +33,7 @@ def test_it_has_what_it_promises() -> None:
 @pytest.mark.timeout(400)
 def test_faults_come_out_as_promised_and_what_does_not_is_told(tmp_path: Path) -> None:
     folder = str(Path(chaos.__file__).parent)
-    deep = tmp_path / "a temporary directory whose path is longer than that of a socket may be"
+    deep = tmp_path / "a-temporary-directory-whose-path-is-longer-than-that-of-a-socket-may-be"
     deep.mkdir()
     variables = os.environ | {"TMPDIR": str(deep), "PYTHONPATH": os.pathsep.join([folder, *sys.path])}
     line = [sys.executable, "-c", SOME]
