@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy import models
 from convoy.comm.backend import own
 from convoy.comm.ranks import Ranks
+from convoy.compiler import compile_function
 from convoy.data import DataSet, num_workers, open_data
 from convoy.data.loader import bring_to, first_workers
 from convoy.data.sources import Progress
@@ -228,7 +229,7 @@ def _assemble(
         )
     else:
         context = prepare(model, recipe.seed, recipe.batch_norm)
-        forward = torch.compile(model) if recipe.compile else model
+        forward = compile_function(model) if recipe.compile else model
         network = TrainedNetwork(model, context, device, forward, recipe.reproducible)
     ranks.follow(plan.mesh, network.sample_axes)
     sharing = ranks.num // ranks.num_sample_ranks
