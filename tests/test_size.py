@@ -8,14 +8,14 @@ ROOT = Path(__file__).parents[1]
 CODE = ("**/*.py", "**/*.css", "**/*.js", "**/*.jinja")
 SLACK = 50
 LINES = {
-    "src/convoy": 1475,
+    "src/convoy": 1502,
     "src/convoy/bench": 4394,
     "src/convoy/checkpoint": 542,
-    "src/convoy/cli": 3513,
-    "src/convoy/comm": 3068,
-    "src/convoy/data": 5054,
+    "src/convoy/cli": 3514,
+    "src/convoy/comm": 3071,
+    "src/convoy/data": 5061,
     "src/convoy/doctor": 996,
-    "src/convoy/engine": 7231,
+    "src/convoy/engine": 7232,
     "src/convoy/graph": 1751,
     "src/convoy/hardware": 1081,
     "src/convoy/launch": 2482,
@@ -25,10 +25,10 @@ LINES = {
     "src/convoy/plans": 3206,
     "src/convoy/report": 3493,
     "src/convoy/script": 1588,
-    "src/convoy/training": 10157,
-    "tests": 50386,
-    "benchmarks": 10587,
-    "docs": 3516,
+    "src/convoy/training": 10158,
+    "tests": 50459,
+    "benchmarks": 10451,
+    "docs": 3518,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
 

@@ -291,19 +291,12 @@ def several_devices(
         (row, one) for row, one in zip(rows, singles, strict=True) if row.count > 1 and row.speedup and not row.refused
     ]
     copies = Counter(_copy(row) for row, _ in used)
-    names = ["beside", "sync", "norms", "network", "adding", "to host", "to gpu", "replicated", "servers", "keras"]
-    names += [
-        "again",
-        "uneven",
-        "slower",
-        "slower halves",
-        "hosts",
-        "host memory",
-        "feed by cpu",
-        "feed by gpu",
-        "tree",
-    ]
-    names += sorted({f"link {site.link}" for site in (*(row.site for row, _ in used), *(c.site for c in collectives))})
+    names = ["beside", "message", "sync", "norms", "network", "adding", "to host", "to gpu", "replicated", "servers"]
+    names += ["keras", "again", "uneven", "slower", "slower halves", "hosts", "host memory", "tree"]
+    names += ["feed by cpu", "feed by gpu"]
+    through = re.compile("-(host|shared|bridge)$")  # all of these have one factor, how a host passes on what it gets
+    links = {site.link for site in (*(row.site for row, _ in used), *(c.site for c in collectives))}
+    names += sorted({"link host" if through.search(link) else f"link {link}" for link in links})
     names += sorted({f"slower {row.software.framework}" for row, _ in used})
     names += sorted({f"feed {row.software.framework}" for row, _ in used if row.scheme.feed != "synthetic"})
     number = {source: place for place, source in enumerate(sources)}

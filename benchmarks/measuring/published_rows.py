@@ -148,8 +148,12 @@ def read(path: Path) -> Iterator[Row]:
         for row in csv.DictReader(file):
             if row["n_gpus"] == "1" and (images := _number(row["batch_per_gpu"])):
                 batches.setdefault((row["source"], row["model"], row["gpu"]), set()).add(images)
+    cards: dict[tuple[str, str], int] = {}
     for row in rows:
-        yield _row(row, batches)
+        machine = row["source"], row["gpu"]
+        cards[machine] = max(cards.get(machine, 1), int(float(row["n_gpus"])))
+    for row in rows:
+        yield _row(row, batches, cards[row["source"], row["gpu"]])
 
 
 OURS = Path(__file__).with_name("ours.csv")
@@ -162,7 +166,7 @@ Batches = dict[tuple[str, str, str], set[float]]
 
 def _alone(row: dict[str, str], images: float, count: int, batches: Batches) -> float:
     """The images of one device in the row that the speed-up is over: as many, where there is such a row."""
-    if row["source"].startswith("Yadan"):
+    if row["source"].startswith("Yadan") or _TOTAL.search(row["scheme"]):
         return images * count
     if row["source"].startswith("FireCaffe"):
         return 32.0
@@ -181,7 +185,7 @@ def family(source: str) -> str:
     return source
 
 
-def _row(row: dict[str, str], batches: Batches) -> Row:
+def _row(row: dict[str, str], batches: Batches, cards: int) -> Row:
     refused = ""
     device = next((name for words, name in _DEVICES if words in row["gpu"]), None)
     if device is None:
@@ -193,7 +197,7 @@ def _row(row: dict[str, str], batches: Batches) -> Row:
         network, refused = "alexnet", f"not one network: {row['model']}"
     if network == "alexnet" and software.framework in ("mxnet", "theano"):
         network = "alexnet-wide" if software.framework == "mxnet" else "alexnet-2012"
-    site, scheme = _site(row, device_named(device), count), _scheme(row, device_named(device), software)
+    site, scheme = _site(row, device_named(device), count, cards), _scheme(row, software, precision)
     images = _number(row["batch_per_gpu"]) or _usual_batch(row, network, device_named(device), precision)
     return Row(
         key=tuple(row[key] for key in KEYS),
@@ -223,6 +227,8 @@ def _usual_batch(row: dict[str, str], network: str, device: Device, precision: s
     """Where the table does not say: the largest power of two, up to 512, that fits into the memory."""
     if "rossumai" in row["source"] or "tensorpack" in row["source"]:
         return 512.0 if network == "alexnet" else 32.0
+    if (total := _TOTAL.search(row["scheme"])) is not None:
+        return float(total[1]) / int(row["n_gpus"])
     if row["source"].startswith(("Yadan", "FireCaffe")):  # 256 images, 1,024 images of all devices together
         return (256.0 if "Yadan" in row["source"] else 1024.0) / int(row["n_gpus"])
     if "FlexFlow" in row["source"] or "gluon" in row["scheme"]:
@@ -234,6 +240,9 @@ def _usual_batch(row: dict[str, str], network: str, device: Device, precision: s
         images /= 2
     return images
 
+
+_TOTAL = re.compile(r"batch-size (\d+) total in command")
+"""Where one command, with its images of all devices together, was run on any number of devices."""
 
 _FRAMEWORKS = [
     ("lambda-tensorflow", "tensorflow"),
@@ -296,13 +305,11 @@ def _software(row: dict[str, str], device: Device) -> tuple[Software, str]:
     return Software(framework, cudnn, "XLA" in text, last), precision
 
 
-def _site(row: dict[str, str], device: Device, count: int) -> Site:
-    """The host and the network of a row."""
+def _site(row: dict[str, str], device: Device, count: int, cards: int) -> Site:
+    """The host, which has as many cards as its source used at most, and the network of a row."""
     text, gpu = row["interconnect"], row["gpu"]
     per_host, network, sockets = 8, "infiniband-edr", 2
     link = device.host if device.peer else "pcie3-host"
-    if "TF_" in text:
-        per_host = 8
     if "x1 risers" in text or "7gforce" in gpu:
         link, per_host, sockets = "pcie3-x1", 6, 1
     elif "x8-class" in text:
@@ -325,7 +332,10 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
     elif "PCIe" in text and "nv" in device.host:
         link = "pcie3"
     elif text.startswith(("PCIe", "GPU pair")) and not device.peer:
-        link = "pcie4-host" if device.generation in ("ampere", "ada") else "pcie3-host"
+        # eight cards and what else a host has ask for more lanes than its sockets give: pairs share theirs
+        link = "pcie3-shared" if cards > 4 else "pcie3-host"
+    if link == "nvlink1" and "2017" in row["source"]:
+        link = "nvlink1-ring"  # TensorFlow carried NCCL 1 until 2018
     if "K80" in gpu:
         link, network = "pcie3", "10gbit"
         per_host = 16 if "16xlarge" in text else 8
@@ -338,8 +348,11 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
         network = "50gbit"
     if "25GbE" in text:
         network = "25gbit"
-    if "TCP" in row["scheme"] and network == "25gbit":
-        network = "12gbit"  # of which TCP reaches half
+    if "horovod" in row["scheme"].lower():
+        if "TCP" in row["scheme"] or "GbE" in text:
+            network = "12gbit"  # a ring has one stream of TCP between two hosts, and one core copies it
+        elif network == "25gbit":
+            network = "2.8GB/s"  # as much, but the card copies: a message takes less
     if "4 GPUs/node" in text:
         per_host = 4
     if "Cray" in text:
@@ -353,14 +366,19 @@ def _site(row: dict[str, str], device: Device, count: int) -> Site:
     if "Akiba" in row["source"]:
         network = "infiniband-fdr-2"
     memory = next((rate for words, rate in _MEMORY if re.search(words, row["source"])), 140.0)
-    return Site(min(per_host, count), link, network, sockets, memory)
+    cores = next((number for words, number in _CORES if re.search(words, f"{row['source']} {gpu} {text}")), 32)
+    return Site(min(per_host, count), link, network, sockets, memory, cores)
 
 
 _MEMORY = [("3960X|3970X", 102.0), ("Gold_6230|Platinum", 280.0), ("raw log 7[57]", 205.0), ("raw log i7", 45.0)]
 """GB/s of the memory of hosts by their processors, where the source names them: channels of DDR4."""
 
 
-def _scheme(row: dict[str, str], device: Device, software: Software) -> Scheme:
+_CORES = [("E5-1650", 6), ("g2.8xlarge|p2.8xlarge|p3.8xlarge|n1-standard-32|E5-2630v3", 16), ("DGX|NVSwitch", 40)]
+"""Cores of hosts that the tables name, by the vendors' lists; two threads of a cloud are one."""
+
+
+def _scheme(row: dict[str, str], software: Software, precision: str) -> Scheme:
     """How gradients were added, and what else bound the rate."""
     text, source, data = row["scheme"], row["source"], row["dataset"]
     framework = software.framework
@@ -412,6 +430,10 @@ def _scheme(row: dict[str, str], device: Device, software: Software) -> Scheme:
         overlap = False
     if "Aug-2017" in source or "distributed tensorflow ps" in low:
         fused = False
+    if framework == "tensorflow" and kind in ("ring", "replicated", "host", "server-gpu") and "horovod" not in low:
+        fused = False  # tf_cnn_benchmarks packs gradients only where it is told to, and sends them as they are computed
+        itemsize = 2 if precision == "fp16" else 4
     stages = re.search(r"PP n=(\d+) partitions, m=(\d+)", text)
     parts = int(stages[2]) if stages else 32 if kind == "pipeline" else 1
-    return Scheme(kind, overlap, fused, itemsize, feed, parts, relative=stages is not None)
+    cycle = 5e-3 if "horovod" in low else 0.0  # its default until 2020, HOROVOD_CYCLE_TIME
+    return Scheme(kind, overlap, fused, itemsize, cycle, feed, parts, relative=stages is not None)

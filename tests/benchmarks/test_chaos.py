@@ -33,7 +33,9 @@ def test_it_has_what_it_promises() -> None:
 @pytest.mark.timeout(400)
 def test_faults_come_out_as_promised_and_what_does_not_is_told(tmp_path: Path) -> None:
     folder = str(Path(chaos.__file__).parent)
-    variables = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([folder, *sys.path])}
+    deep = tmp_path / "a-temporary-directory-whose-path-is-longer-than-that-of-a-socket-may-be"
+    deep.mkdir()
+    variables = os.environ | {"TMPDIR": str(deep), "PYTHONPATH": os.pathsep.join([folder, *sys.path])}
     line = [sys.executable, "-c", SOME]
     run = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=380, check=False)
     lines = run.stdout.partition("\n\n")[0].splitlines()
@@ -41,7 +43,7 @@ def test_faults_come_out_as_promised_and_what_does_not_is_told(tmp_path: Path) -
     assert [each for each in lines if not each.endswith(": as promised")] == []
     assert len(lines) == sum(fault.fast for fault in chaos.FAULTS)
     assert run.returncode == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(deep.iterdir()) == []
 
 
 @pytest.mark.slow

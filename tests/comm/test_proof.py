@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,41 @@ def test_who_does_not_know_the_secret_is_no_rank(secrets: tuple[str, str], is_al
     ended = [rank.communicate(timeout=60) for rank in ranks]
     assert [said for said, _ in ended] == ["joined\n" if is_alike else ""] * 2, ended
     assert any("in the place of a rank" in errors for _, errors in ended) != is_alike
+
+
+ANEW = """
+import os, sys
+import torch, torch.distributed as dist
+from convoy.comm import backend
+from convoy.errors import MeetingError
+rank, file = int(sys.argv[1]), sys.argv[2]
+send, words = dist.all_to_all_single, []
+
+def recorded(received, sent, group):
+    words.append(sent.clone())
+    send(received, sent, group=group)
+
+for turn in "ab":
+    dist.init_process_group("gloo", init_method=f"file://{file}-{turn}", rank=rank, world_size=2)
+    backend.know(b"a key that somebody has written into the store again")
+    if rank == 0 or turn == "a":
+        dist.all_to_all_single = recorded
+        try:
+            backend.connect(dist.group.WORLD)
+            print("a rank")
+        except MeetingError:
+            print("nobody")
+    else:
+        for sent in words:
+            send(torch.empty_like(sent), sent)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_what_a_rank_has_once_said_proves_nothing(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", ANEW, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == [b"a rank\nnobody\n", b"a rank\n"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.hardware.catalog import device_named
-from convoy.hardware.exchange import Scheme, Site, ring, step
+from convoy.hardware.catalog import device_named, machine
+from convoy.hardware.exchange import Scheme, Site, inside_link, ring, site_of, step
 from convoy.hardware.speed import Software, arithmetic, times
 from convoy.hardware.work import KINDS, Work, work_of
 
@@ -75,6 +75,26 @@ def test_overlap_hides_and_a_slow_input_shows(work: Work) -> None:
     large = work_of(nn.Conv2d(3, 8, 3), (3, 224, 224))
     fed = [step(large, 512, V100, "fp32", OURS, 8, SITE, Scheme(feed=feed)) for feed in ("synthetic", "real")]
     assert fed[1].seconds > 2 * fed[0].seconds and fed[1].holds_back == "input"
+
+
+def test_what_passes_through_the_memory_of_the_host_is_slow_and_shared_by_pairs() -> None:
+    def rate(link: str, local: int) -> float:
+        return inside_link(Site(8, link, memory=1000), local, lambda name: 1.0).rate
+
+    assert rate("pcie4-host", 2) == 6e9 < rate("pcie4", 2) and rate("pcie4-shared", 8) == 3e9
+    assert rate("pcie3-bridge", 2) > rate("pcie3", 2) and rate("pcie3-bridge", 4) == rate("pcie3-host", 4)
+    found = [site_of(machine(text)).link for text in ("4xrtx-3090", "8xrtx-3090", "8xa100-pcie")]
+    assert found == ["pcie4-host", "pcie4-shared", "pcie4"]
+
+
+def test_single_tensors_cost_more_than_one_message_and_more_cores_feed_more(work: Work) -> None:
+    def seconds(site: Site, scheme: Scheme) -> float:
+        return step(work, 4096, P100, "fp32", OURS, 16, site, scheme).seconds
+
+    assert seconds(SITE, Scheme()) < seconds(SITE, Scheme(fused=False))
+    assert seconds(SITE, Scheme()) + 4e-3 < seconds(SITE, Scheme(cycle=5e-3))
+    few, many = (seconds(Site(8, "pcie3", "10gbit", cores=cores), Scheme(feed="real")) for cores in (4, 64))
+    assert few > 2 * many
 
 
 def test_a_pipeline_has_the_bubble_of_gpipe(work: Work) -> None:

@@ -175,6 +175,10 @@ def test_the_secret_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.chmod(0o644)
     assert main(line) == 2
     assert "is open to other users: chmod 600" in capsys.readouterr().err
+    file.unlink()
+    file.symlink_to(tmp_path / "of somebody else")  # who could read there what is written
+    assert main(line) == 2
+    assert "cannot be written (File exists)" in capsys.readouterr().err and not (tmp_path / "of somebody else").exists()
 
 
 @pytest.mark.parametrize(

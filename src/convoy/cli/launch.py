@@ -4,9 +4,11 @@ What is to be given to `convoy train` there is read as that will read it, so tha
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -102,12 +104,11 @@ def on_hosts(
     commands = group.commands(arguments)
     if secret is not None and not secret.exists():
         try:
-            secret.touch(0o600)
-            secret.write_text(f"{token_hex(16)}\n")
+            # a new file, through no link: others who may write into the folder would read there what is kept from them
+            with open(secret, "x", opener=partial(os.open, mode=0o600)) as file:
+                file.write(f"{token_hex(16)}\n")
         except OSError as error:
-            raise ConvoyError(
-                f"--secret {secret} cannot be written ({error.strerror}): choose another place"
-            ) from error
+            raise ConvoyError(f"--secret {secret} cannot be written ({error.strerror}): choose another place") from None
     interfaces.secret(variables)  # a file of before may be open to others
     if as_json:
         records = [

@@ -9,10 +9,11 @@ import functools
 import hmac
 import json
 import os
+import secrets
 import socket
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,6 @@ from convoy.errors import MeetingError
 
 GLOO = "gloo"
 NCCL = "cpu:gloo,cuda:nccl"
-
-
 _RECORDED = "2000"
 
 
@@ -58,10 +57,8 @@ def gpus() -> Here:
     first = why.removeprefix("CUDA initialization: ").partition(". ")[0].partition("\n")[0].rstrip(".")
     too_old = "driver" in first and "too old" in first
     if too_old:
-        first += (
-            f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a torch "
-        )
-        first += "that is built for an older CUDA (https://pytorch.org/get-started)"
+        first += f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a "
+        first += "torch that is built for an older CUDA (https://pytorch.org/get-started)"
     return Here(0, first, too_old)
 
 
@@ -157,17 +154,23 @@ def _prove(group: dist.ProcessGroup) -> None:
     """Have every two ranks of a group prove themselves to each other: gloo takes whoever comes first for a rank."""
     own, ranks = group.rank(), range(group.size())
 
-    def words(pairs: Iterable[tuple[int, int]]) -> bytes:
-        return b"".join(hmac.digest(_key, f"{group.group_name} {a} {b}".encode(), "sha256") for a, b in pairs)
+    def exchanged(words: list[bytes]) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(b"".join(words)), dtype=torch.uint8)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return [part.numpy().tobytes() for part in received.chunk(len(ranks))]
 
-    sent = torch.frombuffer(bytearray(words((own, other) for other in ranks)), dtype=torch.uint8)
-    heard = torch.empty_like(sent)
-    dist.all_to_all_single(heard, sent, group=group)
-    if heard.numpy().tobytes() != words((other, own) for other in ranks):
-        raise MeetingError(
-            "somebody has connected to a port of this run in the place of a rank, who is none or was given another "
-            "CONVOY_SECRET: see who else reaches these hosts"
-        )
+    def word(sender: int, receiver: int, question: bytes) -> bytes:
+        return hmac.digest(_key, f"{group.group_name} {sender} {receiver} ".encode() + question, "sha256")
+
+    # Each asks each by a new random number. Whoever writes into the store can have the ranks take an old key again, and
+    # words of another run, group or pair, or one's own sent back, must not fit even then.
+    questions = [secrets.token_bytes(32) for _ in ranks]
+    answers = [word(own, other, question) for other, question in enumerate(exchanged(questions))]
+    expected = [word(other, own, question) for other, question in enumerate(questions)]
+    if not hmac.compare_digest(b"".join(exchanged(answers)), b"".join(expected)):
+        who = "somebody has connected to a port of this run in the place of a rank, who is none or was given another "
+        raise MeetingError(who + "CONVOY_SECRET: see who else reaches these hosts")
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -2,9 +2,10 @@
 
 import multiprocessing
 import os
+import tempfile
 import threading
 from contextlib import suppress
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.context import ForkServerContext
 
 from convoy.launch.rank import end_with_parent
@@ -18,6 +19,12 @@ def forkserver(module: str) -> ForkServerContext:
     Args:
         module: what the server imports, so that workers begin at once and share its memory.
     """
+    # A socket's path has 107 characters at most, its 32 below the temporary directory. Python asks for that once, and
+    # makes a folder there for this user alone.
+    if len(os.fsencode(directory := tempfile.gettempdir())) > 107 - 32:
+        tempfile.tempdir = "/tmp"
+        util.get_temp_dir()
+        tempfile.tempdir = directory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["convoy.data.worker_server", module])
     _start_tracker()

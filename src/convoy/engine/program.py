@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.comm.redistribution import redistribute
+from convoy.compiler import compile_function
 from convoy.engine.shards import cut
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
@@ -311,7 +312,7 @@ def _compile(stretch: Sequence[Instruction], inputs: Sequence[int], outputs: Seq
     # torch.compile keeps what it has made by code object, and only so much for each: every stretch needs its own
     code = run.__code__.replace(co_name="stretch")
     own = types.FunctionType(code, run.__globals__, "stretch", None, run.__closure__)
-    return torch.compile(own, dynamic=False)
+    return compile_function(own, dynamic=False)
 
 
 LOW_PRECISION = {"conv", "linear"}

@@ -23,10 +23,12 @@ class Site:
 
     Attributes:
         per_host: devices of a host.
-        link: name of the link between them; with `-host` at the end, all passes through the host's memory.
+        link: name of the link between them; with `-host` at the end, all passes through the host's memory, with
+            `-shared` two devices share the way to it, with `-bridge` pairs have a link of their own beside it.
         network: name of the link between hosts, `-N` at the end for N cards in each.
         sockets: processors of a host, over which its devices are spread.
         memory: GB/s of the host's memory, which all share that copy through it.
+        cores: of a host, which decode its pictures.
     """
 
     per_host: int
@@ -34,6 +36,7 @@ class Site:
     network: str = ""
     sockets: int = 2
     memory: float = 140.0
+    cores: int = 32
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Scheme:
         fused: whether small gradients share a message; of servers, whether a host's devices share one copy of what
             they get and give.
         itemsize: bytes of a number in a message.
+        cycle: seconds after which the library looks again for gradients that all devices have.
         feed: `synthetic` where data comes from nowhere, `fake` from the host's memory, `real` is decoded by the host,
             `gpu` by the devices.
         parts: microbatches of a pipeline.
@@ -59,6 +63,7 @@ class Scheme:
     overlap: bool = True
     fused: bool = True
     itemsize: int = 4
+    cycle: float = 0.0
     feed: str = "synthetic"
     parts: int = 1
     relative: bool = False
@@ -155,17 +160,17 @@ def several(
     local = min(count, site.per_host)
     seconds = alone
     inside = between = exposed = 0.0
+    messages = max(1.0, work.parameters * scheme.itemsize / 32e6) if scheme.fused else float(work.tensors)
     if count > 1 and scheme.kind != "none":
-        inside, between = _exchange(work, images, precision, count, local, hosts, site, scheme, software, factor)
-        total = inside + between
-        if scheme.kind == "keras":
-            exposed = total
-        elif scheme.overlap and not (scheme.kind == "replicated" and software.compiled):
+        inside, between = _exchange(work, images, count, local, hosts, site, scheme, software, messages, factor)
+        exposed = total = inside + between
+        if scheme.overlap and not (scheme.kind == "replicated" and software.compiled):
             power = 1.0 + factor("beside")
             busy = backward * (1 - 0.2)
             exposed = (busy**power + total**power) ** (1 / power) - busy + 0.05 * total
-        else:
-            exposed = total
+            if scheme.kind in ("ring", "replicated"):
+                # a message is a kernel on all devices that waits for the last of them, and holds up what they compute
+                exposed += scheme.cycle + 5e-5 * factor("message") * messages
         seconds += exposed
     slower = 0.0
     if count > 1:
@@ -181,9 +186,9 @@ def several(
         seconds += slower
     feed = 0.0
     if scheme.feed != "synthetic":
-        rate = (
-            (8000.0 if scheme.feed == "fake" else 4000.0) * factor("feed by cpu") * factor(f"feed {software.framework}")
-        )
+        # a core decodes, crops and resizes some 200 photographs of ImageNet a second; fake ones are only copied
+        rate = 8000.0 if scheme.feed == "fake" else 200.0 * site.cores
+        rate *= factor("feed by cpu") * factor(f"feed {software.framework}")
         if scheme.feed == "gpu":  # devices decode for themselves (DALI)
             rate = 250.0 * local * device.fp32**0.5 * factor("feed by gpu") * factor(f"feed {software.framework}")
         feed = local * images / rate * work.image / 150528
@@ -204,21 +209,24 @@ def _is_slow_at_norms(precision: str, software: Software, device: Device) -> boo
 def _exchange(
     work: Work,
     images: float,
-    precision: str,
     count: int,
     local: int,
     hosts: int,
     site: Site,
     scheme: Scheme,
     software: Software,
+    messages: float,
     factor: Factor,
 ) -> tuple[float, float]:
     """Seconds of adding gradients, on the links of a host and between hosts, if there were nothing else."""
     size = work.parameters * scheme.itemsize
-    messages = max(1.0, size / 32e6) if scheme.fused else float(work.tensors)
     rate = inside_link(site, local, factor).rate
     inside, between = ring(size, count, site, factor, messages)
     network = network_link(site, factor) if hosts > 1 else Hop(0.0, math.inf)
+    if hosts > 1 and not scheme.fused:
+        # each tensor goes around the whole ring by itself, and a step takes what its slowest hop does (NCCL 2.0 on 16
+        # and 32 GPUs over InfiniBand: 15 and 12 us, Baidu DeepBench); later libraries send many together, by trees
+        between += 2 * (count - hosts) * network.latency * messages
     match scheme.kind:
         case "one-weird-trick" | "hybrid" | "model":
             return _divided(work, images, local, scheme, rate), 0.0
@@ -237,7 +245,8 @@ def _exchange(
             inside = ring(size, local, site, factor, messages, 1 / factor("replicated"))[0]
         case "servers" | "servers-gpu":
             # every host gets the weights and gives gradients, and serves its part of both to all others
-            between *= 2 * factor("servers") * (1 if scheme.fused else local)
+            sent = 4 * (hosts - 1) / hosts * size * (1 if scheme.fused else local)
+            between = sent / network.rate * factor("servers")
     return inside, between
 
 
@@ -263,16 +272,21 @@ def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> 
         site: the host.
         local: devices that send.
         factor: fitted factors.
-        faster: how many times as fast as NCCL's ring something else uses the links; the host's memory limits it too.
+        faster: how many times as fast as NCCL's ring something else uses links between peers.
     """
-    link = link_named(re.sub("-(host|shared|bridge)$", "", site.link))
-    rate = link.rate * factor(f"link {site.link}") * faster
-    if not site.link.endswith("-x1") and site.link.endswith(("-host", "-shared")):  # every byte is written and read
-        rate = min(rate, 0.5e9 * site.memory * factor("host memory") / (2 * local))
-    if site.link.endswith("-shared"):  # two devices share the way to the host
+    name = re.sub("-(host|shared|bridge)$", "", site.link)
+    link, way = link_named(name), site.link[len(name) :]
+    if way == "-bridge" and local == 2:
+        return Hop(link.latency, 4e10)
+    if not way:
+        return Hop(link.latency, link.rate * factor(f"link {name}") * faster)
+    # without peer-to-peer NCCL passes all through the host's memory (its NCCL_SHM_DISABLE): a chunk is copied in, then
+    # out, which leaves half of what PCIe 3.0 carries; cards of PCIe 4.0 were no faster. Every byte is written and read
+    # there, by all devices at the same time
+    rate = min(link.rate, 6e9) * factor("link host")
+    rate = min(rate, 0.5e9 * site.memory * factor("host memory") / (2 * local))
+    if way == "-shared":
         rate /= max(1.0, min(local, 4) / 2)
-    if site.link.endswith("-bridge"):  # pairs have a link of their own
-        rate = max(rate, 4e10) if local == 2 else rate / max(1.0, local / 5)
     return Hop(link.latency, rate)
 
 
@@ -294,7 +308,8 @@ def is_through_host(machine: Machine) -> bool:
 
 def site_of(machine: Machine) -> Site:
     """Where the devices of a machine stand."""
-    return Site(machine.per_host, machine.link + ("-host" if is_through_host(machine) else ""), machine.between)
+    through = ("-shared" if machine.per_host > 4 else "-host") if is_through_host(machine) else ""
+    return Site(machine.per_host, machine.link + through, machine.between)
 
 
 def _divided(work: Work, images: float, count: int, scheme: Scheme, rate: float) -> float:
