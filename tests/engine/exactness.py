@@ -1,7 +1,6 @@
 """Trains a network under a plan and serially, in float64 on real processes, and tells how far apart they are."""
 
-import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +123,7 @@ def distance(
     """
     model, shape = build(name, size)
     model.to(device).train()
-    alone = _alone(model)
+    alone = _alone(lambda: build(name, size)[0].to(device).train())
     model.train(not turns)
     example = torch.zeros(2, *shape, dtype=torch.float64, device=device)
     mode = "sync" if microbatches == 1 else "microbatch"
@@ -209,13 +208,13 @@ class _Alone:
             self.loss, start = self.loss + loss.detach(), end
 
 
-def _alone(model: nn.Module) -> dict[str, _Alone]:
+def _alone(build: Callable[[], nn.Module]) -> dict[str, _Alone]:
     """The serial run on the first rank, and that from perturbed weights on the last one."""
     found = {}
     if dist.get_rank() == 0:
-        found["serial"] = _Alone(copy.deepcopy(model))
+        found["serial"] = _Alone(build())
     if dist.get_rank() == dist.get_world_size() - 1:
-        perturbed = copy.deepcopy(model)
+        perturbed = build()
         with torch.no_grad():
             for p in perturbed.parameters():
                 signs = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(5)).sign()

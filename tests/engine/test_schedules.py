@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -12,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from exactness import relative, worst_gradient
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy
 from convoy.comm.collectives import Pending
 from convoy.comm.stage_links import Sent
-from convoy.engine import guard
 from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
 from convoy.ops import onednn
@@ -146,17 +143,27 @@ def differences(plan: Any, schedule: str, microbatches: int, sabotage: str) -> l
     return found
 
 
-@pytest.mark.parametrize("schedule", ["loop", "gpipe", "1f1b", "zero-bubble"])
-def test_schedules_give_what_a_loop_over_the_parts_does(schedule: str) -> None:
-    for found in run_ranks(scheduled, 2, "stage=2", schedule, 4):
+AT_NAMES = {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}
+"""With a skip connection over two cuts."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "schedule"),
+    [
+        *(("stage=2", schedule) for schedule in ("loop", "gpipe", "1f1b", "zero-bubble")),
+        ("stage=3", "1f1b"),
+        (AT_NAMES, "zero-bubble"),
+    ],
+)
+def test_schedules_give_what_a_loop_over_the_parts_does(plan: Any, schedule: str) -> None:
+    for found in run_ranks(scheduled, 2 if plan == "stage=2" else 3, plan, schedule, 4):
         assert max(found) < 1e-12, found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-@pytest.mark.parametrize("plan", ["stage=3", {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}])
-def test_skip_connections_pass_over_stages(plan: Any, schedule: str) -> None:
-    for found in run_ranks(scheduled, 3, plan, schedule, 4):
-        assert max(found) < 1e-12, found
+@pytest.mark.parametrize(("schedule", "sabotage"), [("1f1b", "parts"), ("zero-bubble", "weights")])
+def test_wrong_parts_are_noticed(schedule: str, sabotage: str) -> None:
+    for found in run_ranks(scheduled, 2, "stage=2", schedule, 4, sabotage):
+        assert max(found) > 1e-3, found
 
 
 def wide_layers() -> float:
@@ -172,17 +179,6 @@ def wide_layers() -> float:
         F.cross_entropy(plain(x), y).backward()
         worst = max(worst, worst_gradient(net, plain))
     return worst
-
-
-def test_zero_bubble_adds_large_gradients_over_samples() -> None:
-    for found in run_ranks(wide_layers, 4):
-        assert found < 1e-12
-
-
-@pytest.mark.parametrize(("schedule", "sabotage"), [("1f1b", "parts"), ("zero-bubble", "weights")])
-def test_wrong_parts_are_noticed(schedule: str, sabotage: str) -> None:
-    for found in run_ranks(scheduled, 2, "stage=2", schedule, 4, sabotage):
-        assert max(found) > 1e-3, found
 
 
 class FineTuned(nn.Module):
@@ -213,12 +209,6 @@ def fine_tuned(accumulates: bool) -> float:
     return worst_gradient(net, plain)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_gradients_are_added_over_ranks_where_only_layers_that_are_not_have_postponed_theirs(accumulates: bool) -> None:
-    for found in run_ranks(fine_tuned, 4, accumulates):
-        assert found < 1e-12, found
-
-
 def beside_a_plain_pass() -> float:
     layers = (layer for _ in range(4) for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()))
     plain = nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 6)).double()
@@ -231,8 +221,13 @@ def beside_a_plain_pass() -> float:
     return worst_gradient(net, plain)
 
 
-def test_a_pass_that_is_computed_again_computes_what_it_did() -> None:
-    for found in run_ranks(beside_a_plain_pass, 2):
+@pytest.mark.parametrize(
+    ("body", "world", "args"),
+    [(wide_layers, 4, ()), (fine_tuned, 4, (False,)), (fine_tuned, 4, (True,)), (beside_a_plain_pass, 2, ())],
+)
+def test_postponed_gradients_are_those_of_one_device(body: Any, world: int, args: tuple[bool, ...]) -> None:
+    """Large ones, those of ranks where only layers that are not divided postpone theirs, and of passes run again."""
+    for found in run_ranks(body, world, *args):
         assert found < 1e-12, found
 
 
@@ -311,9 +306,7 @@ def passes_of_many_kinds(plan: str, parts: int, returns_memory: bool = False) ->
     return worst, [len(waiting) for waiting in network._expected.values() if any(waiting[0])]
 
 
-@pytest.mark.parametrize(
-    ("plan", "parts"), [("stage=2", 2), ("stage=2", 4), ("stage=3", 2), ("stage=3", 4), ("stage=2,sample=2", 2)]
-)
+@pytest.mark.parametrize(("plan", "parts"), [("stage=2", 4), ("stage=3", 2), ("stage=2,sample=2", 2)])
 def test_what_a_stage_waits_for_may_come_later(plan: str, parts: int) -> None:
     ranks = 4 if "sample" in plan else int(plan[-1])
     for waits, returns_memory in ((True, False), (False, True)):
@@ -376,18 +369,11 @@ def parts_on_their_way(plan: str, schedule: str, release: bool) -> int:
     return most
 
 
-@pytest.mark.parametrize(
-    ("plan", "schedule", "most"),
-    [
-        ("stage=2", "1f1b", [2, 2]),  # as many as the first stage runs ahead, values there and gradients in the second
-        ("stage=2", "zero-bubble", [6, 6]),  # there it runs all of them ahead
-        ("stage=3", "1f1b", [3, 3, 3]),
-    ],
-)
-def test_what_others_have_received_is_let_go(plan: str, schedule: str, most: list[int]) -> None:
-    control = run_ranks(parts_on_their_way, len(most), plan, schedule, False)
-    assert control == [6] * len(most), "the control holds what it sends to the end"
-    assert run_ranks(parts_on_their_way, len(most), plan, schedule, True) == most
+def test_what_others_have_received_is_let_go() -> None:
+    """As many parts are held as the first stage runs ahead, which for zero-bubble is all of them."""
+    assert run_ranks(parts_on_their_way, 2, "stage=2", "1f1b", False) == [6, 6], "the control holds all to the end"
+    for plan, schedule, most in (("stage=2", "1f1b", [2, 2]), ("stage=3", "1f1b", [3, 3, 3])):
+        assert run_ranks(parts_on_their_way, len(most), plan, schedule, True) == most
 
 
 def kept_by_evaluation(release: bool) -> int:
@@ -406,39 +392,3 @@ def kept_by_evaluation(release: bool) -> int:
 def test_evaluation_keeps_nothing_for_others() -> None:
     assert max(run_ranks(kept_by_evaluation, 3, False)) > 9, "the control keeps what it sends"
     assert run_ranks(kept_by_evaluation, 3, True) == [0, 0, 0]
-
-
-@dataclass
-class Backward(TorchDispatchMode):
-    """Counts weight gradients that are computed before the one before them has been added to `.grad`."""
-
-    waits: bool = False
-    count: int = 0
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.convolution_backward.default:
-            self.count += self.waits
-            self.waits = True
-        elif function is torch.ops.aten.add_.Tensor:
-            self.waits = False
-        return function(*args, **(kwargs or {}))
-
-
-def waiting_gradients(at_once: bool) -> int:
-    model = nn.Sequential(*(nn.Conv2d(4, 4, 1, bias=False) for _ in range(6)))
-    x, y = torch.randn(6, 4, 5, 5), torch.zeros(6, 5, 5, dtype=torch.int64)
-    net = convoy.parallelize(model, "stage=2", x[:2], microbatches=6)
-    with Backward() as backward, patch.object(guard, "_AT_ONCE", guard._AT_ONCE if at_once else 0):
-        convoy.forward_backward(net, x, y, F.cross_entropy)
-    return backward.count
-
-
-def test_a_weights_gradient_is_added_at_once_while_uses_of_weights_are_followed() -> None:
-    """The first part's become `.grad` as they are. The second part went forward before the first came back, so that
-    its uses are followed too: the control keeps all of its gradients until its backward pass ends."""
-    first, _ = run_ranks(waiting_gradients, 2, True)
-    control, _ = run_ranks(waiting_gradients, 2, False)
-    assert control == first + 2
