@@ -207,7 +207,7 @@ def test_without_variables_there_is_one_device_and_a_mesh_of_another_size_is_ref
     groups = Groups(Mesh(("sample",), (1,)))
     assert groups.of((0,)) is None and groups.coordinates == (0,)
     assert Groups(MESH, rank=3).coordinates == (1, 0, 1)
-    with pytest.raises(ConvoyError, match=r"mesh sample=4 is for 4 devices, but 1 rank"):
+    with pytest.raises(ConvoyError, match=r"mesh sample=4 is for 4 devices, but 1 ranks run"):
         Groups(Mesh(("sample",), (4,)))
 
 

@@ -216,7 +216,7 @@ MISTAKES: dict[str, tuple[str, Script, str]] = {
     ),
     "checkpointing around": (
         "filter=2",
-        lambda plan: checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False),
+        lambda plan: checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False).sum().backward(),
         "activation checkpointing around a parallelized network",
     ),
     "numbers drawn unseen": ("sample=2", made(noisy, EXAMPLE.float()), "network draws random numbers that belong to no"),
