@@ -128,6 +128,7 @@ def test_of_the_first_all_know_whose_memory_lacks() -> None:
 
 
 TWO = Mesh(("gpu",), (2,))
+LACKS = f"rank 1 ran out of memory while adding; {NEEDS_LESS}"
 
 
 def waiting(error: Exception, shared: str, talking: bool) -> tuple[str, bool, float]:
@@ -153,8 +154,8 @@ def waiting(error: Exception, shared: str, talking: bool) -> tuple[str, bool, fl
 @pytest.mark.parametrize(
     ("error", "words", "out_of_memory", "shared", "talking"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), f"rank 1 ran out of memory while adding; {NEEDS_LESS}", True, "1", True),
-        (RuntimeError("can't allocate memory: you tried"), f"rank 1 ran out of memory while adding; {NEEDS_LESS}", True, "0", False),
+        (torch.OutOfMemoryError("CUDA out of memory"), LACKS, True, "1", True),
+        (RuntimeError("can't allocate memory: you tried"), LACKS, True, "0", False),
         (ValueError("odd\nmore"), "rank 1 failed while adding (ValueError: odd): -v shows where", False, "1", False),
         (ConvoyError("change the plan"), "change the plan", False, "0", False),
     ],

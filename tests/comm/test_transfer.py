@@ -82,11 +82,6 @@ def _cases(world):
     return found if world < 4 else random.Random(0).sample(found, 200)
 
 
-def _equal(words, found, wanted):
-    assert found.shape == wanted.shape, f"{words}: {tuple(found.shape)} is not {tuple(wanted.shape)}"
-    assert torch.allclose(found, wanted, rtol=0, atol=1e-12), f"{words}: other values"
-
-
 class _NoGroups:
     def of(self, axes):
         return None
@@ -131,28 +126,6 @@ def test_little_more_is_sent_than_is_missing(mesh, limit):
             assert sent <= limit * sum(_missing(source, target, mesh, place) for place in places), words
 
 
-def _values(channels_last):
-    mesh = MESHES[dist.get_world_size()]
-    groups = Groups(mesh)
-    whole = torch.randn(SHAPE, dtype=torch.float64)
-    for words, source, target in _cases(dist.get_world_size()):
-        before, after = addends(whole, source, target, mesh, groups.coordinates)
-        steps = transfer(source, target, mesh, SHAPE)
-        move = redistribute(steps, mesh, groups.coordinates, groups, SHAPE, channels_last)
-        x = cut(before, source, mesh, groups.coordinates)
-        if channels_last:
-            x = x.to(memory_format=torch.channels_last)
-        found = move(x)
-        _equal(words, found, cut(after, target, mesh, groups.coordinates))
-        if channels_last and steps:
-            assert found.is_contiguous(memory_format=torch.channels_last), words
-
-
-@pytest.mark.parametrize(("world", "channels_last"), [(2, False), (3, True), (4, False), (4, True)])
-def test_values_are_those_of_the_target(world, channels_last):
-    run_ranks(_values, world, channels_last)
-
-
 def _alike(found: Layout, mesh):
     """Axes on which values are identical, and axes on which gradients are."""
     plain = set(mesh.axes) - found.split_axes - found.partial - found.copied
@@ -175,14 +148,8 @@ def _gradient(words, found: Layout, mesh, place):
     return torch.randn(found.local_shape(SHAPE, mesh, place), generator=generator, dtype=torch.float64)
 
 
-def _check_alike(words, gradient, found: Layout, mesh, groups):
-    group = groups.of(tuple(_alike(found, mesh)[1]))
-    if group is not None and gradient.numel():
-        everyones = collectives.all_gather(gradient, group)
-        assert all(torch.equal(other, everyones[0]) for other in everyones), f"{words}: unequal gradients"
-
-
-def _adjoint(channels_last):
+def _each_pair(channels_last):
+    """Values are those of the target's layout, and backward passes the adjoints."""
     mesh = MESHES[dist.get_world_size()]
     groups = Groups(mesh)
     for axes in itertools.chain.from_iterable(itertools.combinations(mesh.axes, n) for n in (1, 2)):
@@ -191,30 +158,32 @@ def _adjoint(channels_last):
     whole = torch.randn(SHAPE, dtype=torch.float64)
     names, products = [], []
     for words, source, target in _cases(dist.get_world_size()):
-        before, _ = addends(whole, source, target, mesh, place)
-        x = cut(before, source, mesh, place).requires_grad_()
-        move = redistribute(transfer(source, target, mesh, SHAPE), mesh, place, groups, SHAPE, channels_last)
-        y = move(x)
+        before, after = addends(whole, source, target, mesh, place)
+        steps = transfer(source, target, mesh, SHAPE)
+        x = cut(before, source, mesh, place)
+        x = (x.to(memory_format=torch.channels_last) if channels_last else x).requires_grad_()
+        y = redistribute(steps, mesh, place, groups, SHAPE, channels_last)(x)
+        wanted = cut(after, target, mesh, place)
+        assert y.shape == wanted.shape, f"{words}: {tuple(y.shape)} is not {tuple(wanted.shape)}"
+        assert torch.allclose(y, wanted, rtol=0, atol=1e-12), f"{words}: other values"
+        assert not (channels_last and steps) or y.is_contiguous(memory_format=torch.channels_last), words
         gradient = _gradient(words, target, mesh, place)
         (back,) = torch.autograd.grad(y, x, gradient)
-        _check_alike(words, back, source, mesh, groups)
+        group = groups.of(tuple(_alike(source, mesh)[1]))
+        if group is not None and back.numel():
+            everyones = collectives.all_gather(back, group)
+            assert all(torch.equal(other, everyones[0]) for other in everyones), f"{words}: unequal gradients"
         names.append(words)
-        products.append(
-            torch.stack(
-                [
-                    _product(gradient, y.detach(), target, mesh, place),
-                    _product(back, x.detach(), source, mesh, place),
-                ]
-            )
-        )
+        ours = _product(gradient, y.detach(), target, mesh, place)
+        products.append(torch.stack([ours, _product(back, x.detach(), source, mesh, place)]))
     forward, backward = collectives.all_reduce(torch.stack(products), dist.group.WORLD).unbind(1)
     wrong = (forward - backward).abs() > 1e-10 * forward.abs().clamp(min=1)
     assert not wrong.any(), [name for name, bad in zip(names, wrong.tolist(), strict=True) if bad]
 
 
-@pytest.mark.parametrize(("world", "channels_last"), [(2, True), (3, False), (4, False)])
-def test_backward_is_the_adjoint(world, channels_last):
-    run_ranks(_adjoint, world, channels_last)
+@pytest.mark.parametrize(("world", "channels_last"), [(2, True), (3, False), (4, False), (4, True)])
+def test_values_are_those_of_the_target_and_backward_is_the_adjoint(world, channels_last):
+    run_ranks(_each_pair, world, channels_last)
 
 
 # One redistribution of each kind on one axis, the last step of which is of that kind.
@@ -365,33 +334,3 @@ def _no_samples():
 
 def test_ranks_without_samples():
     assert run_ranks(_no_samples, 3) == [1, 0, 0]
-
-
-def _compiled(backend):
-    groups = Groups(MESHES[dist.get_world_size()])
-    words = ("partial", "lists", "halo", "dim0", "whole", "dim1", "copied", "whole", "copied")
-    path = [layout((word,), groups.mesh, SHAPE) for word in words]
-    steps = [step for here, there in itertools.pairwise(path) for step in transfer(here, there, groups.mesh, SHAPE)]
-    assert {step.kind for step in steps} == {"reduce_scatter", "move", "gather", "slice", "copy", "keep"}
-    moves = [Transfer(step, groups.mesh, groups.coordinates, groups, SHAPE, channels_last=True) for step in steps]
-    generator = torch.Generator().manual_seed(groups.rank)
-    start = torch.randn(SHAPE, dtype=torch.float64, generator=generator)
-
-    def run(x):
-        for move in moves:
-            x = torch.sin(move(x))
-        return x
-
-    found = []
-    for function in (run, torch.compile(run, fullgraph=True, backend=backend)):
-        x = start.clone().requires_grad_()
-        y = function(x)
-        (y * torch.arange(y.numel()).view_as(y)).sum().backward()
-        found.append((y.detach(), x.grad))
-    for eager, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.slow
-def test_compiled_as_eager():
-    run_ranks(_compiled, 2, "aot_eager", timeout=120)

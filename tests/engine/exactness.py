@@ -107,6 +107,7 @@ def distance(
     device: str = "cpu",
     microbatches: int = 1,
     turns: bool = False,
+    schedule: Any = None,
 ) -> Distance:
     """Run on every rank: each compares its own part and all that is whole with the serial run of the first one.
 
@@ -120,6 +121,7 @@ def distance(
         device: where all of it runs.
         microbatches: over how many parts of the batch batch norm takes its statistics one by one.
         turns: made parallel in evaluation and in inference mode, and evaluated so before every update.
+        schedule: of `microbatches` parts of the batch through stages; "loop" leaves them to a pass of the network.
     """
     model, shape = build(name, size)
     model.to(device).train()
@@ -129,7 +131,8 @@ def distance(
     mode = "sync" if microbatches == 1 else "microbatch"
     checks = sabotage is None  # which would notice some of them first
     with torch.inference_mode(turns):
-        net = convoy.parallelize(model, plan, example=example, batch_norm=mode, seed=SEED, checks=checks)
+        options: dict[str, Any] = {"microbatches": microbatches} if schedule else {}
+        net = convoy.parallelize(model, plan, example, batch_norm=mode, seed=SEED, checks=checks, **options)
     if sabotage is not None:
         import sabotages
 
@@ -143,17 +146,21 @@ def distance(
         x = torch.randn(batch, *shape, dtype=torch.float64, generator=generator).to(device)
         y = torch.randint(0, 10, (batch,), generator=generator).to(device)
         sizes = microbatch_sizes(batch, microbatches)
-        mine = convoy.local_samples(net, batch) if microbatches == 1 else _announce(net, step, sizes, x.device)
+        alike = microbatches == 1 or schedule
+        mine = convoy.local_samples(net, batch) if alike else _announce(net, step, sizes, x.device)
         if turns:
             _evaluate(found, net, alone.get("serial"), x)
         for one in alone.values():
             one.backward(step, x, y, sizes)
         optimizer.zero_grad()
         own = x[mine].clone().requires_grad_()
-        images = own * 1  # a network may change its input, and keeps what it is given unless its code says so
-        loss = _loss(net.train()(images), y[mine])
-        assert torch.equal(images, own), "the images are overwritten"
-        loss.backward()
+        images = own if schedule else own * 1  # a network may change its input, and keeps it unless its code says so
+        if schedule in (None, "loop"):
+            loss = _loss(net.train()(images), y[mine])
+            assert torch.equal(images, own), "the images are overwritten"
+            loss.backward()
+        else:
+            loss = convoy.forward_backward(net.train(), images, y[mine], _loss, schedule=schedule)
         network_of(net).context.statistics.fold(network_of(net).groups)
         if step < len(batches):
             _compare(found, net, loss.detach().nan_to_num() * len(y[mine]) / batch, own, mine, alone)

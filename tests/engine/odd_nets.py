@@ -234,6 +234,47 @@ GIVEN: dict[str, Callable[[], nn.Module]] = {
 STAGED = ("no running statistics", "by hand", "momentum none", "instance norm that tracks", "weight", "own forward")
 """Those of GIVEN that can be cut into stages."""
 
+class Branches(nn.Module):
+    """A skip connection over two cuts, two outputs, one of which an early stage gives, batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 6, 3, padding=1), nn.Linear(6, 10)
+        self.down = nn.Sequential(nn.Conv2d(6, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.deep = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU(inplace=True), nn.Dropout(0.3))
+        self.up, self.last = nn.ConvTranspose2d(8, 6, 2, 2), nn.Conv2d(12, 10, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        early = self.head(x.mean((2, 3)))
+        y = self.up(self.deep(self.down(x)))
+        return self.last(torch.cat((y + x, x), 1)).mean((2, 3)), early
+
+
+class FineTuned(nn.Module):
+    """Convolutions whose weights are frozen, between norms that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)
+        self.deep, self.last = nn.Conv2d(4, 4, 3).requires_grad_(False), nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.deep(self.norm(self.stem(x)).relu()).mean((2, 3)))
+        return y
+
+
+def wide() -> nn.Sequential:
+    """Weights large enough for messages of their own."""
+    layers = [nn.Linear(192, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10)]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def chain() -> nn.Sequential:
+    layers = (nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(4))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 10))
+
+
 ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"coupled by {kind}": coupled(couple) for kind, couple in COUPLINGS.items()},
     **{f"unseen {kind}": coupled(couple) for kind, couple in UNSEEN.items()},
@@ -243,6 +284,10 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"calls {kind}": between(kind) for kind in (*CALLS, *BIASED)},
     **{kind: (lambda work=work: Layers(work)) for kind, (work, _) in OVERWRITING.items()},  # type: ignore[misc]
     **GIVEN,
+    "branches": Branches,
+    "fine tuned": FineTuned,
+    "wide": wide,
+    "chain": chain,
     "two heads": lambda: Layers(_between_heads),
     "training heads": lambda: Layers(_training_heads),
     "complex": calling("fft2"),
