@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from odd_nets import ODD_NETS
 from torch import Tensor, nn
 
 import convoy
@@ -15,7 +16,6 @@ from convoy.engine import prepare
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import network_of
 from convoy.training.division import divide
-from odd_nets import ODD_NETS
 from small_nets import SMALL_NETS
 
 STEPS = 5

@@ -147,8 +147,8 @@ def calling(function: str, *args: Any) -> Callable[[], nn.Module]:
     """A call whose result stages cannot send, and one that makes it sendable again."""
 
     def work(net: Layers, x: Tensor) -> Tensor:
-        strange = net.strange(net.conv(x))  # type: ignore[operator]
-        return net.last(net.plain(strange).reshape(-1, 4, 6, 6)).mean((2, 3))  # type: ignore[operator]
+        strange = net.strange(net.conv(x))
+        return net.last(net.plain(strange).reshape(-1, 4, 6, 6)).mean((2, 3))
 
     def build() -> nn.Module:
         net = Layers(work)
@@ -202,7 +202,7 @@ class Asking(nn.Module):
 
 def weighed(*norms: Callable[..., nn.Module]) -> nn.Module:
     net = base()
-    for layer, norm in zip((net[0][0], net[1]), norms, strict=False):  # type: ignore[index]
+    for layer, norm in zip((net[0][0], net[1]), norms, strict=False):
         norm(layer)
     return net
 
@@ -213,7 +213,7 @@ def _doubled(self: nn.Sequential, x: Tensor) -> Tensor:
 
 def _with_forward() -> nn.Module:
     net = base()
-    net.forward = MethodType(_doubled, net)  # type: ignore[method-assign]
+    net.forward = MethodType(_doubled, net)
     return net
 
 
@@ -233,6 +233,7 @@ GIVEN: dict[str, Callable[[], nn.Module]] = {
 }
 STAGED = ("no running statistics", "by hand", "momentum none", "instance norm that tracks", "weight", "own forward")
 """Those of GIVEN that can be cut into stages."""
+
 
 class Branches(nn.Module):
     """A skip connection over two cuts, two outputs, one of which an early stage gives, batch norm and dropout."""
@@ -282,7 +283,7 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"unseen, gives {gives}": coupled(UNSEEN["choice"], gives) for gives in ("scalar", "vector")},
     "gives weight": coupled(lambda x: x, "weight"),
     **{f"calls {kind}": between(kind) for kind in (*CALLS, *BIASED)},
-    **{kind: (lambda work=work: Layers(work)) for kind, (work, _) in OVERWRITING.items()},  # type: ignore[misc]
+    **{kind: (lambda work=work: Layers(work)) for kind, (work, _) in OVERWRITING.items()},
     **GIVEN,
     "branches": Branches,
     "fine tuned": FineTuned,

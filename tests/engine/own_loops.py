@@ -27,7 +27,7 @@ def small() -> nn.Sequential:
 
 
 def ranks_net(plan: str, **options: Any) -> tuple[nn.Sequential, slice]:
-    net: nn.Sequential = convoy.parallelize(small(), plan, IMAGES[:4], **options)  # type: ignore[assignment]
+    net: nn.Sequential = convoy.parallelize(small(), plan, IMAGES[:4], **options)
     return net, convoy.local_samples(net, len(IMAGES))
 
 

@@ -6,11 +6,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from exactness import Distance, distance, rounding_of
+from exactness import Distance, build, distance, rounding_of
 from odd_nets import BIASED, CALLS, COUPLINGS, GIVEN, OVERWRITING, STAGED, UNSEEN
 
 from convoy.engine.program import overwriting
 from convoy.ops.memory import Readers
+from convoy.planner import workload_of
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import transfer_traffic
 from ranks import RankFailed, replace_processes, run_ranks
@@ -233,9 +234,6 @@ def test_zero_but_for_rounding_is_told_from_small_and_right() -> None:
 
 
 def placement_of(net: str, plan: str) -> Any:
-    from exactness import build
-    from convoy.planner import workload_of
-
     model, shape = build(net)
     return workload_of(model, torch.zeros(4, *shape, dtype=torch.float64), 4).place(Plan.parse(plan))
 

@@ -72,7 +72,7 @@ def cast(plan: str) -> tuple[float, float]:
     for each in (net, serial):
         each.zero_grad()
         with torch.no_grad():
-            each[1].running_mean.zero_(), each[1].running_var.fill_(1)  # type: ignore[index]
+            each[1].running_mean.zero_(), each[1].running_var.fill_(1)
     net.double(), serial.double()
     train(net, mine, None), train(serial, slice(None), None), train(uncast, slice(None), None)
     got = convoy.state_dict(net)
@@ -83,7 +83,7 @@ def frozen_norm(plan: str) -> tuple[float, float]:
     """How far a network is from the plain one with its norm in evaluation, and from the plain one in training."""
     serial, (net, mine) = small(), ranks_net(plan)
     for each in (serial, net):
-        each[1].running_mean.add_(0.5)  # type: ignore[operator, union-attr]
+        each[1].running_mean.add_(0.5)
         each[1].eval()
     loss_of(serial, slice(None)).backward()
     loss_of(net, mine).backward()
@@ -130,7 +130,7 @@ def running(plan: str, mode: str) -> tuple[float, float]:
             each(images)
     got = convoy.state_dict(net)
     assert got["1.num_batches_tracked"] == 2
-    mean = sum(each[1].running_var for each in halves) / 2  # type: ignore[misc, union-attr]
+    mean = sum(each[1].running_var for each in halves) / 2
     first, second = ((got["1.running_var"] - want).abs().max().item() for want in (whole[1].running_var, mean))
     return first, second
 
@@ -294,7 +294,7 @@ def test_masks_do_not_depend_on_the_seeds_of_ranks() -> None:
 def looked_into() -> None:
     net, mine = ranks_net("filter=2")
     loss_of(net, mine).backward()
-    gradient = net[0].weight.grad  # type: ignore[union-attr]
+    gradient = net[0].weight.grad
     whole = convoy.gradients(net)["0.weight"]
     for function in (lambda g: g.sum(0), lambda g: g.flatten(), lambda g: g.numpy(), lambda g: g.std()):
         with pytest.raises(ConvoyError, match=r"convoy\.gradients"):
@@ -316,7 +316,7 @@ def broken_off() -> None:
     def fail(gradients: tuple[Tensor, ...]) -> None:
         raise ZeroDivisionError
 
-    accumulator, _ = net[0].weight.view_as(net[0].weight).grad_fn.next_functions[0]  # type: ignore[union-attr, operator]
+    accumulator, _ = net[0].weight.view_as(net[0].weight).grad_fn.next_functions[0]
     handle = accumulator.register_prehook(fail)
     with pytest.raises(ZeroDivisionError):
         loss_of(net, mine).backward()
@@ -324,7 +324,7 @@ def broken_off() -> None:
     for _ in range(4):
         optimizer.zero_grad()
         loss_of(net, mine).backward()
-        assert isinstance(net[0].weight.grad, DividedGradient)  # type: ignore[union-attr]
+        assert isinstance(net[0].weight.grad, DividedGradient)
         optimizer.step()
 
 
@@ -336,7 +336,7 @@ def test_gradients_of_parts_answer_for_the_whole_or_refuse(body: Callable[[], No
 @pytest.mark.filterwarnings("ignore")
 def test_layers_that_are_compiled_inside_are_seen_through() -> None:
     net, plain_net = base(lambda: nn.BatchNorm2d(6)), base(lambda: nn.BatchNorm2d(6))
-    net[0] = torch.compile(net[0])  # type: ignore[assignment]
+    net[0] = torch.compile(net[0])
     net[1].compile()
     net[4].forward = torch.compile(net[4].forward)
     made = convoy.parallelize(net.double(), "serial", IMAGES[:4])

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,7 +119,7 @@ def results(model: nn.Module, context: StepContext, merge: int, by_pass: bool = 
     for group in passes(SIZES, merge):
         end = start + sum(group)
         if announce is not None:
-            announce.samples = (end - start,)  # type: ignore[attr-defined]
+            announce.samples = (end - start,)
         context.enter(1, 0 if by_pass else start, group, CPU)
         loss = F.cross_entropy(model(IMAGES[start:end]), LABELS[start:end])
         (loss * ((end - start) / 12)).backward()
@@ -225,7 +224,7 @@ def test_a_pass_keeps_a_part_of_the_memory() -> None:
 
 
 def dropped(kind: type[nn.Module], shape: tuple[int, ...], p: float = 0.4) -> Tensor:
-    model = nn.Sequential(kind(p))  # type: ignore[call-arg]
+    model = nn.Sequential(kind(p))
     context = prepare(model, seed=5, batch_norm="microbatch")
     context.enter(3, 0, (shape[0],), CPU)
     x = torch.ones(shape, requires_grad=True)

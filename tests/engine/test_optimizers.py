@@ -35,7 +35,7 @@ class Lion(torch.optim.Optimizer):
 class Centered(Lion):
     """Takes a little of a tensor's mean gradient from every number."""
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad -= 0.02 * p.grad.mean()

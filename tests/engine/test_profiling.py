@@ -151,7 +151,7 @@ def test_a_profiling_on_a_cpu_knows_no_host() -> None:
 def workload(name: str, **options: object) -> Workload:
     torch.manual_seed(0)
     images = torch.zeros(8, 3, 32, 32) if name == "root-mean-square" else IMAGES  # it normalizes whole pictures
-    return workload_of(SMALL_NETS[name](), images, 8, **options)  # type: ignore[arg-type]
+    return workload_of(SMALL_NETS[name](), images, 8, **options)
 
 
 @pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "height=2", "sample=2,filter=2"])
@@ -169,7 +169,7 @@ def test_batch_norm_is_rehearsed_in_every_mode() -> None:
     for batch_norm in ("sync", "microbatch", "local"):
         found = workload("shuffle", batch_norm=batch_norm, microbatch=2)
         options = {"channels_last": True, "batch_norm": batch_norm, "microbatches": found.sizes}
-        profiler = Profiler(found.place(Plan.parse("sample=2")), 1, CPU, **options)  # type: ignore[arg-type]
+        profiler = Profiler(found.place(Plan.parse("sample=2")), 1, CPU, **options)
         first, second = (profiler.run(enough=1).calls for _ in range(2))
         assert set(first) == set(second)
 
@@ -229,7 +229,7 @@ def test_measuring_ends_when_all_agree_and_early_where_it_takes_long() -> None:
     assert len(steady(lambda: 1.0, lambda value: value, lambda done: next(answers), enough=1)) == 3
     said: list[bool] = []
     placement = workload("depthwise").place(Plan.parse("serial"))
-    Profiler(placement, 0, CPU).run(lambda done: said.append(done) or len(said) == 5, enough=1)  # type: ignore[func-returns-value]
+    Profiler(placement, 0, CPU).run(lambda done: said.append(done) or len(said) == 5, enough=1)
     assert len(said) == 5 and said[0]
     for patience_s, settled, best in [
         (0.0, lambda: True, [4.0]),  # two are enough
@@ -237,7 +237,7 @@ def test_measuring_ends_when_all_agree_and_early_where_it_takes_long() -> None:
         (0.0, iter((False, True)).__next__, [2.0]),  # but not while memory grows
     ]:
         values = iter((8.0, 4.0, 2.0, 1.0))
-        times = steady(lambda: next(values), lambda value: value, patience_s=patience_s, most=4, settled=settled)
+        times = steady(values.__next__, lambda value: value, patience_s=patience_s, most=4, settled=settled)
         assert times == best
     assert middle_half([3.0, 1.0, 2.0], float) == [1.0, 2.0, 3.0]  # of three nothing is left out
     assert middle_half([9.0, 1.0, 3.0, 2.0], float) == [2.0, 3.0]

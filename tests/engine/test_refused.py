@@ -33,7 +33,7 @@ def penalized(penalty: str) -> Script:
         if penalty == "weights":
             loss = loss + 1e-4 * sum((p**2).sum() for p in net.parameters())
         elif penalty == "one":
-            loss = loss + 1e-6 * net[5].bias.abs().sum()  # type: ignore[operator, union-attr]
+            loss = loss + 1e-6 * net[5].bias.abs().sum()
         loss.backward()
 
     return script
@@ -50,14 +50,14 @@ def drifting(how: str) -> Script:
             optimizer.zero_grad()
             F.cross_entropy(net(images[mine]), LABELS[mine]).backward()
             if how == "gradient" and rank() == 1:
-                net[5].bias.grad.mul_(1.01)  # type: ignore[union-attr]
+                net[5].bias.grad.mul_(1.01)
             if not (how == "left out" and rank() == 1 and update == 2):
                 optimizer.step()
             if how == "buffer" and rank() == 1:
-                net[1].running_mean.add_(0.1)  # type: ignore[union-attr]
+                net[1].running_mean.add_(0.1)
             if how == "rounding" and rank() == 1:
                 with torch.no_grad():
-                    net[5].bias.mul_(1 + 1e-15)  # type: ignore[union-attr]
+                    net[5].bias.mul_(1 + 1e-15)
 
     return script
 
@@ -99,7 +99,7 @@ def changed(change: Callable[[Any], object]) -> Script:
 
 
 def made(net: Callable[[], nn.Module], example: Any = EXAMPLE, **options: Any) -> Script:
-    return lambda plan: convoy.parallelize(net(), plan, example, **options)  # type: ignore[return-value]
+    return lambda plan: convoy.parallelize(net(), plan, example, **options)
 
 
 def unfrozen(plan: str) -> None:
@@ -138,7 +138,7 @@ def copied(plan: str) -> None:
     twin = copy.deepcopy(net)
     net.eval(), twin.eval()
     with torch.no_grad():
-        net[5].bias.add_(1)  # type: ignore[union-attr, operator]
+        net[5].bias.add_(1)
         torch.testing.assert_close(twin(IMAGES[mine]) + 1, net(IMAGES[mine]))  # copies are for evaluation
     twin.train()(IMAGES[mine])
 
@@ -161,7 +161,11 @@ MISTAKES: dict[str, tuple[str, Script, str]] = {
     "penalty before the pass": ("stage=2", penalized("before the pass"), "outside of the network.*convoy.penalty"),
     "a gradient changed": ("sample=2", drifting("gradient"), "weight 5.bias should be the same on ranks 0 and 1, and"),
     "a step left out": ("filter=2", drifting("left out"), "rank 0 has made 3 updates since .*, and rank 1 2"),
-    "a step left out by samples": ("sample=2", drifting("left out"), r"let all ranks call optimizer.step\(\) after the"),
+    "a step left out by samples": (
+        "sample=2",
+        drifting("left out"),
+        r"let all ranks call optimizer.step\(\) after the",
+    ),
     "a buffer changed": ("sample=2", drifting("buffer"), "the buffer 1.running_mean should be the same"),
     "another rate": ("sample=2", drifting("rate"), r"different options \(learning rate 0.01 and 0.02\)"),
     "other samples": ("filter=2", drifting("samples"), "work on the same samples under this plan, and were given diff"),
@@ -216,16 +220,26 @@ MISTAKES: dict[str, tuple[str, Script, str]] = {
     ),
     "checkpointing around": (
         "filter=2",
-        lambda plan: checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False).sum().backward(),
+        lambda plan: (
+            checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False).sum().backward()
+        ),
         "activation checkpointing around a parallelized network",
     ),
-    "numbers drawn unseen": ("sample=2", made(noisy, EXAMPLE.float()), "network draws random numbers that belong to no"),
+    "numbers drawn unseen": (
+        "sample=2",
+        made(noisy, EXAMPLE.float()),
+        "network draws random numbers that belong to no",
+    ),
     "dropout of a table": (
         "sample=2",
         made(table, EXAMPLE.float()),
         "layer drop draws random numbers that belong to no sample",
     ),
-    "other numbers of parts": ("sample=2", explained, "samples names 3 parts of the batch, but the plan divides it into 2"),
+    "other numbers of parts": (
+        "sample=2",
+        explained,
+        "samples names 3 parts of the batch, but the plan divides it into 2",
+    ),
     "a hook on gradients": (
         "sample=2",
         changed(lambda net: net[0].weight.register_hook(lambda gradient: gradient)),
@@ -275,7 +289,7 @@ def undisturbed(plan: str) -> None:
         drifting(how)(plan)
     net, mine = ranks_net(plan)
     net.load_state_dict(net.state_dict())
-    net[0].weight.data = net[0].weight.data.clone()  # type: ignore[operator, union-attr]
+    net[0].weight.data = net[0].weight.data.clone()
     net[1].running_mean = torch.ones(6, dtype=torch.float64) if plan == "sample=2" else net[1].running_mean
     loss_of(net, mine).backward()
 

@@ -86,8 +86,10 @@ def test_schedules_give_what_a_loop_over_the_parts_does() -> None:
             assert found.ok, (net, plan, schedule, found)
 
 
-def without_those_of_the_last_part(self: PostponedGradients, last: int, compute: Any = PostponedGradients.compute) -> Any:
-    return compute(self, min(last, PARTS["microbatches"] - 2))  # type: ignore[operator]
+def without_those_of_the_last_part(
+    self: PostponedGradients, last: int, compute: Any = PostponedGradients.compute
+) -> Any:
+    return compute(self, min(last, PARTS["microbatches"] - 2))
 
 
 def the_second_part_twice(self: StagedNetwork, *args: Any, before: Any = StagedNetwork._announced) -> Iterator[Any]:
@@ -138,7 +140,7 @@ def passes_of_many_kinds(plan: str, parts: int, returns_memory: bool = False) ->
         for optimizer in optimizers:
             optimizer.zero_grad()
         if schedule:
-            convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule=schedule)  # type: ignore[arg-type]
+            convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule=schedule)
         else:
             F.cross_entropy(net(x[mine]), y[mine]).backward()
         F.cross_entropy(plain(x[:size]), y[:size]).backward()
@@ -155,7 +157,9 @@ def test_what_a_stage_waits_for_may_come_later() -> None:
     assert max(run_ranks(beside_a_plain_pass, 4)) < 1e-12
     for plan, parts in (("stage=2", 4), ("stage=3", 2), ("stage=2,sample=2", 2)):
         for waits, returns_memory in ((True, False), (False, True)):
-            found = run_ranks(passes_of_many_kinds, 3 if plan == "stage=3" else world_of(plan), plan, parts, returns_memory)
+            found = run_ranks(
+                passes_of_many_kinds, 3 if plan == "stage=3" else world_of(plan), plan, parts, returns_memory
+            )
             assert max(worst for worst, _ in found) < 1e-12, found
             assert bool(found[-1][1]) is waits, "the last stage waits for no update: this test shows nothing"
             assert max(found[-1][1], default=0) == waits * min(parts, 3)
@@ -168,8 +172,8 @@ def two_networks_in_turns(apart: bool) -> float:
     nets = [convoy.parallelize(copy.deepcopy(each), "stage=2", x[:4], microbatches=2, checks=False) for each in plain]
     if not apart:  # as if each began to count
         for net in nets:
-            tags = network_of(net).links._tags  # type: ignore[attr-defined]
-            network_of(net).links._tag = lambda key, tags=tags: tags.setdefault(key, 1 + len(tags))  # type: ignore[attr-defined]
+            tags = network_of(net).links._tags
+            network_of(net).links._tag = lambda key, tags=tags: tags.setdefault(key, 1 + len(tags))
     for _ in range(3):
         for net, each in zip(nets, plain, strict=True):
             for _ in range(2):
@@ -237,10 +241,10 @@ def parts_on_their_way(plan: str, schedule: str, release: bool) -> int:
         send(*args, **options)
         most = max(most, len({sent.part for sent in links._sending}))
 
-    links.send = counting  # type: ignore[method-assign]
+    links.send = counting
     if not release:  # but at the end, when everything is
-        links.release = lambda is_received: let_go(is_received) if is_received(END) else None  # type: ignore[method-assign]
-    convoy.forward_backward(net, x, y, _loss, schedule=schedule)  # type: ignore[arg-type]
+        links.release = lambda is_received: let_go(is_received) if is_received(END) else None
+    convoy.forward_backward(net, x, y, _loss, schedule=schedule)
     return most
 
 
@@ -248,7 +252,7 @@ def kept_by_evaluation(release: bool) -> int:
     """How many values a rank still holds for others after five batches of which nothing comes back."""
     x = torch.ones(4, 3, 8, 8, dtype=torch.float64)
     net = convoy.parallelize(build("branches")[0].eval(), "stage=3", x[:2], microbatches=2)
-    links = network_of(net).links  # type: ignore[attr-defined]
+    links = network_of(net).links
     if not release:
         links.release = lambda _: None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Loops over a network in stages: what may change from pass to pass, and what is refused. `test_exact.py` has the rest."""
+"""Loops over a network in stages: what may change from pass to pass, and what is refused; more in `test_exact.py`."""
 
 import copy
 import re
@@ -45,7 +45,12 @@ def both(first: str, args: tuple[Any, ...] = (IMAGES[:4],), **options: Any) -> t
 
 def gradients_come_and_go() -> list[float]:
     nets, worst = both("stem"), []
-    for layer, frozen, of_input in [("", False, False), ("", False, True), ("stem", True, False), ("stem", False, True)]:
+    for layer, frozen, of_input in [
+        ("", False, False),
+        ("", False, True),
+        ("stem", True, False),
+        ("stem", False, True),
+    ]:
         inputs = [IMAGES.clone().requires_grad_(of_input) for _ in nets]
         for net, own in zip(nets, inputs, strict=True):
             net.zero_grad()
@@ -167,13 +172,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a loss of other outputs": (changes_its_mind, "a value of the network itself for one part .* same outputs"),
     "a complex value": (
         lambda: staged(calling("fft2")().double(), "plain"),
-        "layer strange gives a tensor that is complex128, which stage 1 cannot send to stage 2: begin a stage elsewhere",
+        "layer strange gives a tensor that is complex128, which stage 1 cannot send to stage 2: begin a stage els",
     ),
     "nine dimensions": (
         lambda: staged(calling("reshape", (-1, 1, 1, 1, 1, 1, 4, 6, 6))().double(), "plain"),
         "layer strange gives a tensor that is of 9 dimensions, which stage 1 cannot send to stage 2",
     ),
-    "a complex output": (complex_outputs, "returns a tensor that is complex.*, which the last stage cannot send to the ot"),
+    "a complex output": (
+        complex_outputs,
+        "returns a tensor that is complex.*, which the last stage cannot send to the ot",
+    ),
     "samples of another shape": (
         lambda: convoy.parallelize(
             nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 2)), "stage=2", torch.zeros(4, 3, 4)
@@ -185,19 +193,28 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: staged(coupled(lambda x: x, "weight")().double(), "fc", microbatches=2, batch_norm="microbatch"),
         "returns a tensor in which there are no samples, so a pass cannot be cut into 2 parts",
     ),
-    "compiled": (lambda: both("last", compile=True), "in stages is not compiled, .*: leave compile away, or choose a plan"),
+    "compiled": (
+        lambda: both("last", compile=True),
+        "in stages is not compiled, .*: leave compile away, or choose a plan",
+    ),
     "no_grad": (without_gradients, r"call it outside of torch\.no_grad"),
     "targets of others": (
         lambda: convoy.forward_backward(both("last")[0], IMAGES[:4], LABELS, first_head),
         r"given 4 samples, and a target of shape \[8\]: pass the targets of this rank's",
     ),
     "no loss": (of_loss(lambda y, x: None), RETURNED + "None: let it return a scalar"),
-    "losses": (of_loss(lambda y, x: F.cross_entropy(y[0], x, reduction="none")), RETURNED + r"a tensor of shape \[\d\]"),
+    "losses": (
+        of_loss(lambda y, x: F.cross_entropy(y[0], x, reduction="none")),
+        RETURNED + r"a tensor of shape \[\d\]",
+    ),
     "a detached loss": (
         of_loss(lambda y, x: F.cross_entropy(y[0].detach(), x)),
         RETURNED + "float64 without a gradient: let it return a real number",
     ),
-    "hits": (of_loss(lambda y, x: (y[0].argmax(1) == x).sum()), RETURNED + "int64 without a gradient: let it return a re"),
+    "hits": (
+        of_loss(lambda y, x: (y[0].argmax(1) == x).sum()),
+        RETURNED + "int64 without a gradient: let it return a re",
+    ),
     "schedules": (unlike("1f1b", "gpipe"), UNLIKE),
     "later schedules": (unlike("1f1b", "gpipe", True), UNLIKE),
     "a pass of the network": (

@@ -31,12 +31,12 @@ def from_rank_0(value: Any) -> Any:
 
 def states(plan: str) -> None:
     net = ranks_net(plan)[0]
-    assert net.state_dict()["0.weight"].data_ptr() == net[0].weight.data_ptr()  # type: ignore[operator, union-attr]
+    assert net.state_dict()["0.weight"].data_ptr() == net[0].weight.data_ptr()
     other = convoy.parallelize(small(), plan, IMAGES[:4])
     with torch.no_grad():
-        net[0].weight.add_(1)  # type: ignore[operator, union-attr]
+        net[0].weight.add_(1)
     other.load_state_dict(copy.deepcopy(net.state_dict()))  # the same parts
-    assert torch.equal(other[0].weight, net[0].weight)  # type: ignore[arg-type, union-attr]
+    assert torch.equal(other[0].weight, net[0].weight)
     whole = {name: tensor * 2 for name, tensor in small().state_dict().items()}
     other.load_state_dict(whole)  # cut
     assert all(torch.equal(tensor, whole[name]) for name, tensor in convoy.state_dict(other).items())
@@ -206,7 +206,7 @@ def test_what_no_graph_can_say_runs_beside_kernels_too(monkeypatch: pytest.Monke
 
 def test_statistics_of_announced_microbatches_are_left_to_the_engine() -> None:
     net = convoy.parallelize(build("shuffle"), "serial", example=PICTURES, batch_norm="microbatch")
-    network, mean = network_of(net), net.stem[1].running_mean  # type: ignore[index, union-attr]
+    network, mean = network_of(net), net.stem[1].running_mean
     before = mean.clone()
     network.context.enter(0, 0, (len(PICTURES),), PICTURES.device)
     network.samples = (len(PICTURES),)

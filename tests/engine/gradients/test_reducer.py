@@ -71,7 +71,7 @@ def difference(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> floa
 def reducer_of(net: nn.Module, world: int, **options: object) -> GradientReducer:
     groups = Groups(Mesh(("sample",), (world,)))
     options.setdefault("sizes", SMALL)
-    return GradientReducer([(p, (0,)) for p in net.parameters()], groups, **options)  # type: ignore[arg-type]
+    return GradientReducer([(p, (0,)) for p in net.parameters()], groups, **options)
 
 
 Scenario = Callable[[Net, Tensor, Tensor, GradientReducer | None], None]

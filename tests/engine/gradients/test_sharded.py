@@ -9,8 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from convoy.comm.groups import Groups
-from convoy.engine.gradients import GradientReducer, ShardedOptimizer, Sizes, WholeNorms, clip_grad_norm
-from convoy.engine.gradients import global_norm, shard_norms, sharding_pays
+from convoy.engine.gradients import (
+    GradientReducer,
+    ShardedOptimizer,
+    Sizes,
+    WholeNorms,
+    clip_grad_norm,
+    global_norm,
+    shard_norms,
+    sharding_pays,
+)
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
 from convoy.training.optimizers import LambConfig, LarsConfig, create_optimizer
@@ -44,7 +52,7 @@ def make(name: str, sharded: bool, dtype: torch.dtype = torch.float64) -> tuple[
 
 def backward(net: nn.Sequential, step: int, own: slice) -> None:
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(12, 3, 4, 4, generator=generator).to(net[0].weight.dtype)  # type: ignore[arg-type, union-attr]
+    x = torch.randn(12, 3, 4, 4, generator=generator).to(net[0].weight.dtype)
     y = torch.randint(0, 5, (12,), generator=generator)
     nn.functional.cross_entropy(net[:6](x[own]), y[own], reduction="sum").div(12).backward()
 

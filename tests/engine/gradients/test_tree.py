@@ -147,10 +147,7 @@ def summed_by_the_backend(shares: Sequence[int]) -> str:
 
 
 def test_another_order_shows_in_the_bits() -> None:
-    assert (
-        run_ranks(summed_by_the_backend, 3, (3, 3, 2))[0]
-        != run_ranks(serial, 1, 8, False)[0][0]
-    )
+    assert run_ranks(summed_by_the_backend, 3, (3, 3, 2))[0] != run_ranks(serial, 1, 8, False)[0][0]
 
 
 def negative_zero(shares: Sequence[int]) -> Tensor:
