@@ -99,10 +99,8 @@ def between(kind: str) -> Callable[[], nn.Module]:
 
     def work(net: Layers, x: Tensor) -> Tensor:
         x = net.conv(x)
-        if kind in CALLS:
-            x = CALLS[kind](x)
-        else:
-            x = F.scaled_dot_product_attention(x, x * 2, x + 1, attn_mask=net.bias * 2)
+        biased = kind in BIASED
+        x = F.scaled_dot_product_attention(x, x * 2, x + 1, attn_mask=net.bias * 2) if biased else CALLS[kind](x)
         return net.last(F.pad(x, (0, 0, 0, 3))).mean((2, 3))
 
     return lambda: Layers(work, BIASED.get(kind, (1,)))

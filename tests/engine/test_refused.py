@@ -361,6 +361,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"example": torch.zeros(0, 3, 8, 8)}, "example must be a tensor"),
     ({"recompute": "0"}, "recompute='0' is unknown: it must be True, False, or a list"),
     ({"recompute": ["9.*"]}, r"the pattern 9\.\* matches no layer"),
+    (
+        {"plan": {"mesh": {"gpu": 1}, "layers": {"o": {"gpu": "filter"}}}},
+        r"pattern o matches no layer .*did you mean 0",
+    ),
 ]
 
 
@@ -372,6 +376,12 @@ def test_what_is_no_network_or_option_is_refused_before_anything_runs() -> None:
     for options, words in OPTIONS:
         with pytest.raises(ConvoyError, match=words):
             convoy.parallelize(base(), **{"plan": "serial", "example": EXAMPLE.float()} | options)
+    by_function = Layers(lambda net, x: F.conv2d(x, net.conv.weight))
+    plan = {"mesh": {"gpu": 1}, "layers": {"conv": {"gpu": "filter"}, "*": {"gpu": "sample"}}}
+    with pytest.raises(
+        ConvoyError, match=r"pattern conv matches no layer .*by the network itself, which only \* match"
+    ):
+        convoy.parallelize(by_function, plan, EXAMPLE.float())
     with pytest.raises(ConvoyError, match="has no shape before a first pass"):
         convoy.plan(base(nn.LazyBatchNorm2d), example=EXAMPLE.float(), devices=2)
     net = base()
