@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import convoy
 from convoy.comm.collectives import close
-from convoy.engine import agreement
+from convoy.engine import agreement, guard
 from convoy.errors import ConvoyError
 from convoy.graph.given import unwrapped
 from ranks import run_ranks
@@ -321,6 +321,16 @@ def later(accumulated: int) -> int:
 def test_a_penalty_that_comes_later_is_noticed() -> None:
     assert max(run_ranks(later, 2, 1)) < 60
     assert max(run_ranks(later, 2, 4)) < 60
+
+
+def test_checksums_are_those_of_all_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(7, 9)
+    whole = guard._checksum(x)
+    assert whole == x.view(torch.int32).sum(dtype=torch.int64)
+    monkeypatch.setattr(guard, "_PIECE", 10)
+    assert guard._checksum(x) == whole
+    x.view(torch.int32)[6, 8] ^= 1
+    assert guard._checksum(x) != whole
 
 
 def all_given_the_same() -> int:

@@ -175,6 +175,8 @@ def test_on_one_device_everything_may_change_and_what_is_drawn_follows_the_sampl
     first, second = dropping(True), dropping(False).train()
     assert not network_of(first).undivided and not network_of(second).undivided
     assert torch.equal(first(PICTURES), second(PICTURES))
+    with torch.inference_mode():  # may be the first call of all
+        convoy.parallelize(build("shuffle"), "serial", PICTURES).train()(PICTURES)
     spectral = nn.Sequential(nn.Flatten(), nn.utils.spectral_norm(nn.Linear(768, 4)))
     assert copy.deepcopy(convoy.parallelize(spectral, "serial", PICTURES))(PICTURES).shape == (4, 4)
 
