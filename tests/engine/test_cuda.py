@@ -74,24 +74,24 @@ pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu" and not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
     pytest.mark.timeout(300),
 ]
-CASES: list[tuple[str, str, dict[str, Any]]] = [
-    *((net, "sample=2", {}) for net in ("lenet", "dropping", "resnet18")),
-    *((net, "filter=2", {}) for net in ("dense", "depthwise", "shuffle", "permuted", "alexnet")),
-    *((net, "channel=2", {}) for net in ("squeeze-excite", "root-mean-square")),
-    *((net, "height=2", {}) for net in ("dense", "dropping", "squeezenet1_1")),
-    ("resnet18", "height=2", {"size": 64}),
-    ("resnet18", "width=2", {"size": 64}),
-    ("lenet", "owt=2", {}),
-    ("dense", "sample=2,filter=2", {}),
-    ("dense", "sample=2,height=2", {}),
-    ("dense", "stage=2", {}),
-]
+CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "sample=2": [(net, {}) for net in ("lenet", "dropping", "resnet18")],
+    "filter=2": [(net, {}) for net in ("dense", "depthwise", "shuffle", "permuted", "alexnet")],
+    "channel=2": [(net, {}) for net in ("squeeze-excite", "root-mean-square")],
+    "height=2": [*((net, {}) for net in ("dense", "dropping", "squeezenet1_1")), ("resnet18", {"size": 64})],
+    "width=2": [("resnet18", {"size": 64})],
+    "owt=2": [("lenet", {})],
+    "sample=2,filter=2": [("dense", {})],
+    "sample=2,height=2": [("dense", {})],
+    "stage=2": [("dense", {})],
+}
 
 
-@pytest.mark.parametrize(("net", "plan", "options"), CASES)
-def test_training_is_that_of_one_device(net: str, plan: str, options: dict[str, Any]) -> None:
-    for found in run_ranks(exact, world_of(plan), net, plan, options, timeout=200):
-        assert found.ok, found
+@pytest.mark.parametrize("plan", CASES)
+def test_training_is_that_of_one_device(plan: str) -> None:
+    for net, options in CASES[plan]:
+        for found in run_ranks(exact, world_of(plan), net, plan, options, timeout=200):
+            assert found.ok, (net, found)
 
 
 def test_a_broken_engine_is_noticed_on_the_gpu() -> None:

@@ -208,20 +208,16 @@ def test_a_stand_in_resembles_what_comes_in() -> None:
     assert tiled(x[:0], (2, 3)).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "counting", "used"),
-    [
+def test_enough_measurements_near_the_fastest_count_from_the_first_of_these_on() -> None:
+    for seconds, counting, used in [
         ((5.0, 1.0, 1.01, 1.02, 9.0), [1.0, 1.01, 1.02], 4),  # the first found cold memory
         ((5.0, 2.0, 1.0, 1.5, 1.02, 1.01, 9.0), [1.0, 1.5, 1.02, 1.01], 6),  # three near 2 would not have been enough
         ((1.0, 1.0, 1.0, 9.0), [1.0, 1.0, 1.0], 3),
         ((8.0, 4.0, 2.0, 1.0), [1.0], 4),  # never steady: what was best
-    ],
-)
-def test_what_counts(seconds: tuple[float, ...], counting: list[float], used: int) -> None:
-    values = iter(seconds)
-    found = steady(lambda: next(values), lambda value: value, most=min(10, used))
-    assert found == counting
-    assert len(seconds) - len(list(values)) == used
+    ]:
+        values = iter(seconds)
+        assert steady(values.__next__, lambda value: value, most=min(10, used)) == counting
+        assert len(seconds) - len(list(values)) == used
 
 
 def test_measuring_ends_when_all_agree_and_early_where_it_takes_long() -> None:
