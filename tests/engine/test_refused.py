@@ -374,7 +374,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"recompute": ["9.*"]}, r"the pattern 9\.\* matches no layer"),
     (
         {"plan": {"mesh": {"gpu": 1}, "layers": {"o": {"gpu": "filter"}}}},
-        r"pattern o matches no layer .*did you mean 0",
+        r"pattern o matches no layer .*its layers are 0",
     ),
 ]
 
