@@ -79,8 +79,12 @@ def addends(whole: torch.Tensor, source: Layout, target: Layout, mesh: Mesh, pla
 
 
 def _cases(world):
-    found = list(pairs(MESHES[world], SHAPE))
-    return found if world < 4 else random.Random(0).sample(found, 200)
+    """All pairs for one axis, and one of each kind of step, also of those that only follow on others."""
+    mesh = MESHES[world]
+    if world == 4:
+        return random.Random(0).sample(list(pairs(mesh, SHAPE)), 200)
+    of_kinds = [((kind, kind), *(layout((word,), mesh) for word in words)) for kind, words in KINDS.items()]
+    return [*pairs(mesh, SHAPE), *of_kinds]
 
 
 class _NoGroups:
