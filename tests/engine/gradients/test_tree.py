@@ -101,13 +101,16 @@ def parallel(shares: Sequence[int], skip_last: bool) -> list[str]:
     net = make()
     groups = Groups(Mesh(("sample",), (len(shares),)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    reducer = TreeReducer([(p, (0,)) for p in net.parameters()], groups, sample_axes=(0,), shares=shares, sizes=SMALL)
     rank, number = groups.rank, sum(shares)
+    passes = max(shares) if skip_last else shares[rank]  # those beyond a rank's share do not count
+    reducer = TreeReducer(
+        [(p, (0,)) for p in net.parameters()], groups, sample_axes=(0,), shares=shares, passes=passes, sizes=SMALL
+    )
     first = sum(shares[:rank])
     digests = []
     for step in range(2):
         optimizer.zero_grad()
-        for i in range(first, first + shares[rank]):
+        for i in range(first, first + passes):
             backward(net, step * number + i, number, skip_last)
         reducer.finish()
         digests.append(digest(net))
