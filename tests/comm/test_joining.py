@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
