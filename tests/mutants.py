@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ALSO = {"comm": ["tests/engine"], "plans": ["tests/engine", "tests/ops"], "ops": ["tests/engine"]}
+ALSO = {"comm": ["tests/engine"], "plans": ["tests/engine", "tests/ops", "tests/comm"], "ops": ["tests/engine"]}
 """Tests beside those of the mutant's own folder, where what the folder does is seen."""
 
 

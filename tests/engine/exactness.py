@@ -1,13 +1,13 @@
 """Trains a network under a plan and serially, in float64 on real processes, and tells how far apart they are."""
 
-import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from odd_nets import ODD_NETS
 from torch import Tensor, nn
 
 import convoy
@@ -39,6 +39,7 @@ class Distance:
     buffer: float = 0.0
     state: float = 0.0
     control: float = 0.0
+    captured: str = ""
     where: dict[str, str] = field(default_factory=dict)
 
     def note(self, kind: str, name: str, error: float) -> None:
@@ -53,8 +54,10 @@ class Distance:
 
 
 def build(name: str, size: int | None = None) -> tuple[nn.Module, tuple[int, int, int]]:
-    """A network of Convoy's or of `small_nets`, for 10 classes, and the shape of its images."""
+    """A network of Convoy's, of `small_nets` or of `odd_nets`, for 10 classes, and the shape of its images."""
     torch.manual_seed(0)
+    if name in ODD_NETS:
+        return ODD_NETS[name]().double(), (3, 8, 8)
     channels, default = IMAGE.get(name, (3, 32))
     size = size or default
     if name in SMALL_NETS:
@@ -103,6 +106,8 @@ def distance(
     eval_size: int | None = None,
     device: str = "cpu",
     microbatches: int = 1,
+    turns: bool = False,
+    schedule: Any = None,
 ) -> Distance:
     """Run on every rank: each compares its own part and all that is whole with the serial run of the first one.
 
@@ -115,14 +120,19 @@ def distance(
             second argument.
         device: where all of it runs.
         microbatches: over how many parts of the batch batch norm takes its statistics one by one.
+        turns: made parallel in evaluation and in inference mode, and evaluated so before every update.
+        schedule: of `microbatches` parts of the batch through stages; "loop" leaves them to a pass of the network.
     """
     model, shape = build(name, size)
     model.to(device).train()
-    alone = _alone(model)
+    alone = _alone(lambda: build(name, size)[0].to(device).train())
+    model.train(not turns)
     example = torch.zeros(2, *shape, dtype=torch.float64, device=device)
     mode = "sync" if microbatches == 1 else "microbatch"
     checks = sabotage is None  # which would notice some of them first
-    net = convoy.parallelize(model, plan, example=example, batch_norm=mode, seed=SEED, checks=checks)
+    with torch.inference_mode(turns):
+        options: dict[str, Any] = {"microbatches": microbatches} if schedule else {}
+        net = convoy.parallelize(model, plan, example, batch_norm=mode, seed=SEED, checks=checks, **options)
     if sabotage is not None:
         import sabotages
 
@@ -136,13 +146,21 @@ def distance(
         x = torch.randn(batch, *shape, dtype=torch.float64, generator=generator).to(device)
         y = torch.randint(0, 10, (batch,), generator=generator).to(device)
         sizes = microbatch_sizes(batch, microbatches)
-        mine = convoy.local_samples(net, batch) if microbatches == 1 else _announce(net, step, sizes, x.device)
+        alike = microbatches == 1 or schedule
+        mine = convoy.local_samples(net, batch) if alike else _announce(net, step, sizes, x.device)
+        if turns:
+            _evaluate(found, net, alone.get("serial"), x)
         for one in alone.values():
             one.backward(step, x, y, sizes)
         optimizer.zero_grad()
         own = x[mine].clone().requires_grad_()
-        loss = _loss(net(own), y[mine])
-        loss.backward()
+        images = own if schedule else own * 1  # a network may change its input, and keeps it unless its code says so
+        if schedule in (None, "loop"):
+            loss = _loss(net.train()(images), y[mine])
+            assert torch.equal(images, own), "the images are overwritten"
+            loss.backward()
+        else:
+            loss = convoy.forward_backward(net.train(), images, y[mine], _loss, schedule=schedule)
         network_of(net).context.statistics.fold(network_of(net).groups)
         if step < len(batches):
             _compare(found, net, loss.detach().nan_to_num() * len(y[mine]) / batch, own, mine, alone)
@@ -164,14 +182,10 @@ def distance(
         5, *shape[:1], eval_size or shape[1], eval_size or shape[2], dtype=torch.float64, generator=generator
     )
     network_of(net).samples = None
-    mine = convoy.local_samples(net, 5)
     convoy.load_state_dict(net, final)  # outputs of other weights, however near, say nothing about evaluation
-    with torch.no_grad():
-        outputs = _first(net.eval()(x[mine].to(device)))
-        whole = {"outputs": _first(serial.net.eval()(x.to(device)))} if serial is not None else None
-    for _, value in _sent(whole, ["outputs"], device):
-        if outputs.numel():
-            found.note("loss", "evaluation", relative(outputs, value[mine], 1.0))
+    _evaluate(found, net, serial, x.to(device))
+    found.captured = network_of(net).captured
+    assert len(network_of(net)._programs) <= 4, "programs of modes and sizes that are gone are kept"
     return found
 
 
@@ -197,18 +211,18 @@ class _Alone:
         for size in sizes:
             end = start + size
             self.context.enter(step, start, (size,), images.device)
-            loss = _loss(self.net(self.images[start:end]), labels[start:end]) * (size / len(images))
+            loss = _loss(self.net.train()(self.images[start:end] * 1), labels[start:end]) * (size / len(images))
             loss.backward()
             self.loss, start = self.loss + loss.detach(), end
 
 
-def _alone(model: nn.Module) -> dict[str, _Alone]:
+def _alone(build: Callable[[], nn.Module]) -> dict[str, _Alone]:
     """The serial run on the first rank, and that from perturbed weights on the last one."""
     found = {}
     if dist.get_rank() == 0:
-        found["serial"] = _Alone(copy.deepcopy(model))
+        found["serial"] = _Alone(build())
     if dist.get_rank() == dist.get_world_size() - 1:
-        perturbed = copy.deepcopy(model)
+        perturbed = build()
         with torch.no_grad():
             for p in perturbed.parameters():
                 signs = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(5)).sign()
@@ -286,16 +300,33 @@ def _compare(
             found.note("input_gradient", name, relative(images.grad, value[mine], 1.0))
 
 
+def _evaluate(found: Distance, net: nn.Module, serial: _Alone | None, x: Tensor) -> None:
+    """Outputs in evaluation and inference mode, against the serial run's."""
+    mine = convoy.local_samples(net, len(x))
+    with torch.inference_mode():
+        outputs = _heads(net.eval()(x[mine]))[0]
+        whole = {"outputs": _heads(serial.net.eval()(x))[0]} if serial is not None else None
+    for _, value in _sent(whole, ["outputs"], x.device):
+        if outputs.numel():
+            found.note("loss", "evaluation", relative(outputs, value[mine], 1.0))
+
+
 def _loss(outputs: Any, labels: Tensor) -> Tensor:
+    """Of all outputs, which users may change in place; those without a class for each sample count by their squares."""
+    total = torch.zeros((), dtype=torch.float64, device=labels.device)
+    for weight, head in zip((1.0, 0.3, 0.3), _heads(outputs), strict=False):
+        if head.is_floating_point():
+            head = head.mul_(0.5) if isinstance(outputs, dict) else head
+            is_classes = head.dim() == 2 and len(head) == len(labels)
+            total = total + weight * (F.cross_entropy(head, labels) if is_classes else head.square().mean())
+    return total
+
+
+def _heads(outputs: Any) -> list[Tensor]:
     if isinstance(outputs, Tensor):
-        return F.cross_entropy(outputs, labels)
-    heads = [head for head in (vars(outputs).values() if hasattr(outputs, "__dict__") else outputs) if head is not None]
-    weights = (1.0, 0.3, 0.3)
-    return sum(w * F.cross_entropy(head, labels) for w, head in zip(weights, heads, strict=False))  # type: ignore[return-value]
-
-
-def _first(outputs: Any) -> Tensor:
-    return outputs if isinstance(outputs, Tensor) else next(iter(outputs))
+        return [outputs]
+    fields = vars(outputs) if hasattr(outputs, "__dict__") else outputs
+    return [head for head in (fields.values() if isinstance(fields, dict) else fields) if head is not None]
 
 
 def worst_gradient(net: nn.Module, plain: nn.Module) -> float:

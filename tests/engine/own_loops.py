@@ -14,7 +14,7 @@ LABELS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
 PLANS = ["sample=2", "filter=2", "owt=2", "height=2"]
 
 
-def small() -> nn.Module:
+def small() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1),
@@ -26,13 +26,17 @@ def small() -> nn.Module:
     ).double()
 
 
-def ranks_net(plan: str, **options: Any) -> tuple[nn.Module, slice]:
-    net = convoy.parallelize(small(), plan, IMAGES[:4], **options)
+def ranks_net(plan: str, **options: Any) -> tuple[nn.Sequential, slice]:
+    net: nn.Sequential = convoy.parallelize(small(), plan, IMAGES[:4], **options)
     return net, convoy.local_samples(net, len(IMAGES))
 
 
 def rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def world_of(plan: str) -> int:
+    return 1 if plan == "serial" else 4 if "," in plan else 2
 
 
 def loss_of(net: nn.Module, mine: slice) -> Tensor:
@@ -42,6 +46,14 @@ def loss_of(net: nn.Module, mine: slice) -> Tensor:
 
 def far(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return max(((got[name] - want[name]).abs().max() / want[name].abs().max()).item() for name in want)
+
+
+def far_gradients(net: nn.Module, plain: nn.Module) -> float:
+    """The largest difference of gradients, relative to the largest gradient: some are nothing but rounding."""
+    got, want = convoy.gradients(net), {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    largest = max(gradient.abs().max() for gradient in want.values())
+    assert got.keys() == want.keys()
+    return max(((got[name] - want[name]).abs().max() / largest).item() for name in want)
 
 
 def train(net: nn.Module, mine: slice, clip: Callable[..., Any] | None, updates: int = 3) -> list[float]:

@@ -51,10 +51,10 @@ def missing_backward_reduction(net: nn.Module, which: str) -> None:
             program.redistribute = build
         if net.training and found:  # else the program is an old one
             broken = found[int(which)]
-            broken.backward = _alone(broken.backward)  # type: ignore[method-assign]
+            broken.backward = _alone(broken.backward)
         return result
 
-    network._program = sabotaged  # type: ignore[method-assign]
+    network._program = sabotaged
 
 
 def _alone(backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -1,24 +1,26 @@
-"""Under autocast a plan is as precise as one device, whether or not the network first runs in its context."""
+"""Under autocast a plan is as precise as one device, also where ranks have no samples."""
 
 import pytest
 import torch
 from low_precision import closeness
+from own_loops import world_of
 
 from ranks import run_ranks
 
 
-def check(net: str, plan: str, world: int, samples: int = 8) -> None:
+@pytest.mark.parametrize(
+    ("net", "plan", "samples"),
+    [
+        ("squeeze-excite", "filter=2", 8),
+        ("squeeze-excite", "height=2", 8),
+        ("permuted", "sample=2", 8),
+        ("permuted", "channel=2", 8),
+        ("squeeze-excite", "sample=3", 2),
+        ("shuffle", "sample=3", 2),
+    ],
+)
+def test_low_precision_under_a_plan(net: str, plan: str, samples: int) -> None:
+    world = 3 if plan == "sample=3" else world_of(plan)
     for found in run_ranks(closeness, world, net, plan, torch.bfloat16, 16, "cpu", samples):
         assert found.dtype == torch.bfloat16
         assert found.ok, found
-
-
-@pytest.mark.parametrize("plan", ["sample=2", "filter=2", "channel=2", "height=2"])
-@pytest.mark.parametrize("net", ["squeeze-excite", "permuted"])
-def test_low_precision_under_a_plan(net: str, plan: str) -> None:
-    check(net, plan, 2)
-
-
-@pytest.mark.parametrize("net", ["squeeze-excite", "shuffle"])
-def test_ranks_without_samples_send_the_same_type(net: str) -> None:
-    check(net, "sample=3", 3, samples=2)

@@ -5,51 +5,93 @@
 `CONVOY_TEST_DEVICE=cpu` runs all of it on the CPU, to try the suite itself.
 """
 
-import hashlib
+import contextlib
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from cuda_ranks import DEVICE, bits, dropped, exact, low_precision
+import torch.nn.functional as F
+from exactness import SEED, Distance, build, distance
+from low_precision import Closeness, closeness
+from own_loops import world_of
+from torch import Tensor
 
-from convoy.plans.plan import Plan
-from ranks import RankFailed, run_ranks
-from small_nets import SMALL_NETS
+import convoy
+from convoy.ops.random_bits import layer_key, random_bits, sample_keys
+from ranks import run_ranks
+from started import ENVIRONMENT, command, digest, finish
+from tiny import write_mnist
+
+DEVICE = os.environ.get("CONVOY_TEST_DEVICE", "cuda:0")
+"""`cpu` runs the suite where there is no GPU, to try the suite itself."""
+
+
+@contextlib.contextmanager
+def steady() -> Iterator[None]:
+    """Kernels that give the same bits every time, and float32 that is float32."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    if DEVICE != "cpu":
+        torch.cuda.empty_cache()  # the ranks' processes live on, and share the memory
+
+
+def exact(net: str, plan: Any, options: dict[str, Any]) -> Distance:
+    """How far training under the plan is from training on one device, on the same GPU."""
+    with steady():
+        return distance(net, plan, device=DEVICE, **options)
+
+
+def dropped(plan: str, device: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of this rank's part and whole gradients of a network with dropout, in float64, on the CPU."""
+    with steady():
+        model = build("dropping")[0].to(device)
+        images = torch.randn(6, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
+        net = convoy.parallelize(model, plan, example=images, seed=SEED)
+        mine = convoy.local_samples(net, len(images))
+        loss = F.cross_entropy(net(images[mine]), torch.arange(6, device=device)[mine])
+        loss.backward()
+        return loss.detach().cpu(), {name: gradient.cpu() for name, gradient in convoy.gradients(net).items()}
+
+
+def bits(device: str) -> Tensor:
+    """Random numbers of some samples, on the CPU."""
+    return random_bits(sample_keys(5, 3, range(2, 40)).to(device), layer_key("features.1"), 5000).cpu()
+
+
+def low_precision(net: str, plan: str, dtype: torch.dtype, size: int) -> Closeness:
+    """`low_precision.closeness` on the GPU."""
+    with steady():
+        return closeness(net, plan, dtype, size, DEVICE)
+
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "cpu" and not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
     pytest.mark.timeout(300),
 ]
-
-PLANS = ["sample=2", "filter=2", "channel=2", "height=2", "width=2", "sample=2,filter=2", "owt=2"]
-NETS = ["lenet", *SMALL_NETS, "squeezenet1_1", "resnet18", "alexnet"]
-LARGE = {("resnet18", "height=2"): 64, ("resnet18", "width=2"): 64}
-
-
-def check(net: str, plan: str, **options) -> None:
-    world = Plan.parse(plan).mesh.num_devices
-    for found in run_ranks(exact, world, net, plan, options, timeout=200):
-        assert found.ok, found
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("net", NETS)
-def test_training_is_that_of_one_device(net: str, plan: str) -> None:
-    if (net, plan) == ("lenet", "channel=2"):
-        with pytest.raises(RankFailed, match="has only 1 input channel"):
-            check(net, plan)
-        return
-    check(net, plan, size=LARGE.get((net, plan)))
+CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "sample=2": [(net, {}) for net in ("lenet", "dropping", "resnet18")],
+    "filter=2": [(net, {}) for net in ("dense", "depthwise", "shuffle", "permuted", "alexnet")],
+    "channel=2": [(net, {}) for net in ("squeeze-excite", "root-mean-square")],
+    "height=2": [*((net, {}) for net in ("dense", "dropping", "squeezenet1_1")), ("resnet18", {"size": 64})],
+    "width=2": [("resnet18", {"size": 64})],
+    "owt=2": [("lenet", {})],
+    "sample=2,filter=2": [("dense", {})],
+    "sample=2,height=2": [("dense", {})],
+    "stage=2": [("dense", {})],
+}
 
 
-@pytest.mark.parametrize("plan", ["sample=3", "filter=3", "height=3", "sample=2,height=2", "sample=4"])
-def test_more_ranks_on_the_gpu(plan: str) -> None:
-    check("dense", plan)
+@pytest.mark.parametrize("plan", CASES)
+def test_training_is_that_of_one_device(plan: str) -> None:
+    for net, options in CASES[plan]:
+        for found in run_ranks(exact, world_of(plan), net, plan, options, timeout=200):
+            assert found.ok, (net, found)
 
 
 def test_a_broken_engine_is_noticed_on_the_gpu() -> None:
@@ -81,42 +123,13 @@ def test_autocast_is_as_precise_as_on_one_device(plan: str, dtype: torch.dtype) 
         assert found.ok, found
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random pictures of 28 by 28 pixels, as files of MNIST's kind."""
-    folder = tmp_path_factory.mktemp("cuda") / "data"
-    folder.mkdir()
-    random = np.random.default_rng(0)
-    for split, number in (("train", 96), ("t10k", 20)):
-        pixels = random.integers(256, size=(number, 28, 28), dtype=np.uint8)
-        header = b"".join(size.to_bytes(4, "big") for size in (0x803, number, 28, 28))
-        (folder / f"{split}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
-        labels = np.arange(number, dtype=np.uint8) % 10
-        header = b"".join(size.to_bytes(4, "big") for size in (0x801, number))
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
-    return folder
-
-
-def trained(data: Path, out: Path, model: str, devices: int) -> str:
-    """Digest of the weights of a run."""
-    kind = DEVICE.partition(":")[0]
-    command = [sys.executable, "-m", "convoy", "train", model, "--data", str(data), "--out", str(out)]
-    command += ["--device", kind, "--devices", str(devices), "--reproducible", "--batch", "24", "--epochs", "6ba"]
-    command += ["--lr", "0.05", "--workers", "0", "--set", "microbatch=3", "--set", "data.channels=3"]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "CUDA_VISIBLE_DEVICES": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert kind in json.loads((out / "environment.json").read_text())["device"]
-    return hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()
-
-
 @pytest.mark.parametrize("model", ["tiny:TinyNet", "resnet18"])
-def test_reproducible_runs_have_the_same_weights(pictures: Path, tmp_path: Path, model: str) -> None:
-    if model == "tiny:TinyNet":
-        pytest.importorskip("tiny")
-    digests = {devices: trained(pictures, tmp_path / f"on-{devices}", model, devices) for devices in (1, 2, 4)}
-    assert len(set(digests.values())) == 1, digests
+def test_reproducible_runs_have_the_same_weights(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "0")
+    data, kind, digests = write_mnist(tmp_path / "data"), DEVICE.partition(":")[0], set()
+    for devices in ("1", "2", "4"):
+        out, on = tmp_path / devices, ["--device", kind, "--devices", devices, "--set", "data.channels=3"]
+        finish(command(data, out, *on, model=model, epochs="6ba"))
+        assert kind in json.loads((out / "environment.json").read_text())["device"]
+        digests.add(digest(out))
+    assert len(digests) == 1

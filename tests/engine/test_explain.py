@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_coupled import UNSEEN, Coupled
+from odd_nets import UNSEEN, coupled
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,130 +28,102 @@ class Own(nn.Conv2d):
         return super().forward(x if x.isfinite().all() else x * 0)
 
 
+class Checkpointed(nn.Conv2d):
+    """Asks autograd to compute it again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return made
+
+
+def between(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), layer, nn.Conv2d(8, 8, 3))
+
+
+PICTURES = torch.zeros(2, 3, 8, 8)
+NETS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "alexnet": (
+        lambda: models.create("alexnet"),
+        "owt=2",
+        (
+            "plan owt=2\ntraining, 32 samples (16 + 16), 2 ranks, captured as one program\n\nlayer ",
+            "classifier.1  linear  filter    features over owt  move over owt        590 kB    590 kB",
+            "a rank sends 1.15 MB in the forward pass, 1.15 MB in the backward pass, 9.88 MB for gradients",
+        ),
+    ),
+    "fallback": (
+        lambda: between(Strange()),
+        "filter=2",
+        ("no rule for linalg_svdvals: runs whole on every rank: 1\n",),
+    ),
+    "own layer": (
+        lambda: between(Own(8, 8, 3)),
+        "filter=2",
+        ("captured whole on every rank, as layer 1: it asks for the numbers in a tensor",),
+    ),
+    "uncaptured": (
+        coupled(UNSEEN["choice"]),
+        {"mesh": {"gpu": 2}, "layers": {"conv": {"gpu": "filter"}}},
+        (
+            "captured whole on every rank, as it asks for the numbers in a tensor",
+            "every rank runs all layers on the whole batch",
+        ),
+    ),
+    "checkpointed": (
+        lambda: between(Checkpointed(8, 8, 3)),
+        "filter=2",
+        ("the backward pass computes no layer again: that would free nothing",),
+    ),
+    "stages": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)),
+        {"mesh": {"stage": 2}, "stages": ["3"]},
+        (
+            "plan stage=2; stages begin at 3\n",
+            "2      3          1      2                     2.3 kB    2.3 kB     11.6 kB       2.3 kB",
+            "go through the stages in 2 parts, schedule gpipe: stages of equal work wait 33 % of the time",
+            "a rank of stage 2 holds most in all: 11.6 kB of 12.5 kB of parameters, 11.6 kB of gradients, 2.3 kB",
+        ),
+    ),
+}
+
+
 def explained(kind: str) -> tuple[str, str]:
     """In training and in evaluation mode."""
-    example = torch.zeros(2, 3, 8, 8)
-    plan: Any = "filter=2"
-    net: nn.Module
-    if kind == "alexnet":
-        net, plan, example = models.create("alexnet"), "owt=2", torch.zeros(16, 3, 224, 224)
-    elif kind == "fallback":
-        net = nn.Sequential(nn.Conv2d(3, 8, 3), Strange(), nn.Conv2d(8, 8, 3))
-    elif kind == "stages":
-        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
-        plan = {"mesh": {"stage": 2}, "stages": ["3"]}
-    elif kind == "own layer":
-        net = nn.Sequential(nn.Conv2d(3, 8, 3), Own(8, 8, 3), nn.Conv2d(8, 8, 3))
-    else:
-        net, plan = Coupled(UNSEEN["choice"]), {"mesh": {"gpu": 2}, "layers": {"conv": {"gpu": "filter"}}}
-    net = convoy.parallelize(net, plan, example)
+    make, plan, _ = NETS[kind]
+    example = torch.zeros(16, 3, 224, 224) if kind == "alexnet" else PICTURES
+    net = convoy.parallelize(make(), plan, example)
     training, evaluation = convoy.explain(net), convoy.explain(net.eval())
     if kind == "stages":
         convoy.forward_backward(net.train(), example, example, lambda y, x: y.mean(), schedule="zero-bubble")
-        said = convoy.explain(net)
-        assert "2 parts, schedule zero-bubble: stages of equal work wait 14 % of the time" in said, said
+        text = convoy.explain(net)
+        assert "2 parts, schedule zero-bubble: stages of equal work wait 14 % of the time" in text, text
         net.eval()(example)
-        assert convoy.explain(net.train()) == said
+        assert convoy.explain(net.train()) == text
         net(example)
         assert convoy.explain(net) == training
     return training, evaluation
 
 
-def test_alexnet_is_explained_as_in_the_handbook() -> None:
-    training, evaluation = run_ranks(explained, 2, "alexnet")[1]
-    assert training.startswith("plan owt=2\ntraining, 32 samples (16 + 16), 2 ranks, captured as one program\n\nlayer ")
-    assert "classifier.1  linear  filter    features over owt  move over owt        590 kB    590 kB" in training
-    assert "a rank sends 1.15 MB in the forward pass, 1.15 MB in the backward pass, 9.88 MB for gradients" in training
-    assert evaluation.startswith("plan owt=2\nevaluation, 32 samples")
-
-
-def test_layers_that_fall_back_are_named_with_the_reason() -> None:
-    training, _ = run_ranks(explained, 2, "fallback")[0]
-    assert "no rule for linalg_svdvals: runs whole on every rank: 1\n" in training
-    training, _ = run_ranks(explained, 2, "own layer")[0]
-    assert "captured whole on every rank, as layer 1: it asks for the numbers in a tensor" in training
-
-
-STAGES = """\
-plan stage=2; stages begin at 3
-training, 2 samples, 2 ranks, captured as one program
-
-stage  layer  work    strategy  gives  sent for its input  forward  backward  gradients  parameters
-1      0      conv    -         whole  -                         -         -          -       896 B
-2      3      linear  -         whole  -                         -         -          -     11.6 kB
-
-stage  begins at  ranks  takes the output of  forward  backward  parameters  activations
-1      0          0      -                          -         -       896 B      3.84 kB
-2      3          1      2                     2.3 kB    2.3 kB     11.6 kB       2.3 kB
-
-2 other calls follow the layout given, without sending anything
-activations are GPipe's, of all parts of a pass; 1F1B keeps at most those of 2 parts in stage 1, down to 1 in stage 2
-a rank's samples go through the stages in 2 parts, schedule gpipe: stages of equal work wait 33 % of the time
-a rank sends 2.3 kB in the forward pass, 2.3 kB in the backward pass
-a rank of stage 2 holds most in all: 11.6 kB of 12.5 kB of parameters, \
-11.6 kB of gradients, 2.3 kB of activations kept for the backward pass
-"""
-
-
-def test_stages() -> None:
-    first, second = run_ranks(explained, 2, "stages")
-    assert first == second
-    assert first[0] == STAGES
-    assert "in the backward pass" not in first[1]
-
-
-def test_a_network_that_cannot_be_captured() -> None:
-    (training, evaluation), second = run_ranks(explained, 2, "uncaptured")
+@pytest.mark.parametrize("kind", NETS)
+def test_a_network_is_explained_alike_on_every_rank(kind: str) -> None:
+    (training, evaluation), second = run_ranks(explained, 2, kind)
     assert (training, evaluation) == second
-    assert "captured whole on every rank, as it asks for the numbers in a tensor" in training
-    assert training.endswith("every rank runs all layers on the whole batch")
+    assert all(words in training for words in NETS[kind][2]), training
+    assert "in the backward pass" not in evaluation
 
 
-def test_one_device_and_a_plain_network() -> None:
-    net = models.create("lenet")
-    with pytest.raises(ConvoyError, match="not parallelized"):
-        convoy.explain(net)
-    text = convoy.explain(convoy.parallelize(net, "serial", torch.zeros(2, 1, 28, 28)))
-    assert "a rank sends nothing" in text
-
-
-class Checkpointed(nn.Module):
-    """Asks autograd to compute its layers again."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3)
-        self.block = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
-        return made
-
-
-def _checkpointed(plan: str, reentrant: bool) -> str:
-    net = nn.Sequential(nn.Conv2d(3, 3, 3), Checkpointed(reentrant))
-    return convoy.explain(convoy.parallelize(net, plan, torch.zeros(2, 3, 8, 8)))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_is_named(reentrant: bool) -> None:
-    for text in run_ranks(_checkpointed, 2, "filter=2", reentrant):
-        assert "the backward pass computes no layer again: that would free nothing" in text
-    assert "computes" not in run_ranks(_checkpointed, 1, "serial", reentrant)[0]
-
-
-def _uneven(kind: str) -> tuple[str, str]:
-    net: nn.Module = Coupled(UNSEEN["choice"]) if kind == "uncaptured" else nn.Sequential(nn.Conv2d(3, 8, 3))
-    net = convoy.parallelize(net, "sample=3", torch.zeros(2, 3, 8, 8))
-    with pytest.raises(ConvoyError, match="samples names 2 parts of the batch, but the plan divides it into 3: give 3"):
-        convoy.explain(net, samples=(3, 3))
+def uneven(kind: str) -> tuple[str, str]:
+    net = convoy.parallelize(
+        coupled(UNSEEN["choice"])() if kind == "uncaptured" else nn.Conv2d(3, 8, 3), "sample=3", PICTURES
+    )
     return convoy.explain(net), convoy.explain(net, samples=(6, 6, 4))
 
 
-@pytest.mark.parametrize("kind", ["uncaptured", "one program"])
-def test_uneven_shares(kind: str) -> None:
-    for even, uneven in run_ranks(_uneven, 3, kind):
-        assert "6 samples (2 + 2 + 2), 3 ranks" in even
-        assert "16 samples (6 + 6 + 4), 3 ranks" in uneven
-        assert kind == "uncaptured" or even.splitlines()[-1] != uneven.splitlines()[-1]
+def test_uneven_shares_and_one_device() -> None:
+    for kind in ("uncaptured", "captured"):
+        for even, other in run_ranks(uneven, 3, kind):
+            assert "6 samples (2 + 2 + 2), 3 ranks" in even and "16 samples (6 + 6 + 4), 3 ranks" in other
+    net = models.create("lenet")
+    with pytest.raises(ConvoyError, match="not parallelized"):
+        convoy.explain(net)
+    assert "a rank sends nothing" in convoy.explain(convoy.parallelize(net, "serial", torch.zeros(2, 1, 28, 28)))

@@ -1,70 +1,288 @@
-"""Microbatch sizes, passes, and the tree that adds gradients."""
+"""Several microbatches in one pass: equal to one after the other, and seen where it would not be; dropout by sample."""
 
-import pytest
+import copy
+from collections.abc import Callable
+
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from convoy.engine import GradientTree, microbatch_sizes, passes
+from convoy.engine import SampleDropout, StepContext, passes, prepare
+from convoy.engine.coupling import CPU_BUDGET, Probe, probe
+from convoy.engine.parallelize import take_part
 
-
-@pytest.mark.parametrize(
-    ("batch", "number", "sizes"), [(8, 2, (4, 4)), (7, 3, (3, 2, 2)), (5, 5, (1,) * 5), (64, 1, (64,))]
-)
-def test_sizes(batch: int, number: int, sizes: tuple[int, ...]) -> None:
-    assert microbatch_sizes(batch, number) == sizes
-
-
-@pytest.mark.parametrize("merge", range(1, 9))
-def test_passes_keep_every_microbatch_in_order(merge: int) -> None:
-    sizes = (5, 5, 5, 4, 4, 4, 4)
-    groups = passes(sizes, merge)
-    assert sum(groups, ()) == sizes
-    assert max(map(len, groups)) <= merge
-    assert len(groups) == -(-len(sizes) // merge)
+CPU = torch.device("cpu")
+SIZES = (5, 4, 3)
+IMAGES = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+LABELS = torch.arange(12) % 4
 
 
-def tree_sum(leaves: list[torch.Tensor]) -> torch.Tensor:
-    parameter = nn.Parameter(torch.zeros_like(leaves[0]))
-    tree = GradientTree([parameter])
-    for leaf in leaves:
-        parameter.grad = leaf.clone()
-        tree.add()
-    tree.finish()
-    assert parameter.grad is not None
-    return parameter.grad
+class Net(nn.Module):
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.between = between or nn.Identity()
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(6 * 8 * 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.between(F.relu(self.norm(self.conv(x)))).flatten(1)))
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 13])
-def test_tree_adds_neighbours_first(number: int) -> None:
-    generator = torch.Generator().manual_seed(number)
-    leaves = [torch.randn(1000, generator=generator) for _ in range(number)]
-
-    def add(first: int, last: int) -> torch.Tensor:
-        if last - first == 1:
-            return leaves[first]
-        half = 1 << (last - first - 1).bit_length() - 1
-        return add(first, first + half) + add(first + half, last)
-
-    assert torch.equal(tree_sum(leaves), add(0, number))
+class FunctionalDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1, self.training)
 
 
-def test_the_order_of_addition_shows_in_the_bits() -> None:
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1000, generator=generator) for _ in range(8)]
-    one_after_the_other = torch.zeros(1000)
-    for leaf in leaves:
-        one_after_the_other += leaf
-    assert not torch.equal(tree_sum(leaves), one_after_the_other)
-    assert torch.allclose(tree_sum(leaves), one_after_the_other, atol=1e-5)
+class CenterOverBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
 
 
-def test_parameters_without_gradient_stay_without() -> None:
-    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    tree = GradientTree([used, unused])
-    for _ in range(3):
-        (used * 2).sum().backward()
-        tree.add()
-    tree.finish()
-    assert used.grad is not None
-    assert torch.equal(used.grad, torch.full((2,), 6.0))
-    assert unused.grad is None
+class Scaled(nn.Module):
+    """A branch that counts for little at first."""
+
+    def __init__(self, scale: float, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6, 1, 1), scale))
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * (x - x.mean(self.dims, keepdim=True))
+
+
+class Zero(nn.Module):
+    """The same by a layer of which all weights are zero, beside one of which all are small."""
+
+    def __init__(self, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+        nn.init.zeros_(self.last.weight)
+        nn.init.normal_(self.first.weight, std=0.01)
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.first(x)
+        return x + self.last(branch - branch.mean(self.dims, keepdim=True))
+
+
+def survivors(x: Tensor, p: float) -> Tensor:
+    """Stochastic depth as torchvision and timm draw it: one number for each sample."""
+    return torch.empty(len(x), 1, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(p).div_(p)
+
+
+class InvertedResidual(nn.Module):
+    """A block of EfficientNet (Tan and Le, 2019): depthwise, squeeze and excitation, stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(6, 12, 1, bias=False),
+            nn.BatchNorm2d(12),
+            nn.SiLU(inplace=True),
+            nn.Conv2d(12, 12, 3, padding=1, groups=12, bias=False),
+            nn.BatchNorm2d(12),
+            nn.SiLU(inplace=True),
+        )
+        self.squeeze, self.excite = nn.Conv2d(12, 3, 1), nn.Conv2d(3, 12, 1)
+        self.project = nn.Sequential(nn.Conv2d(12, 6, 1, bias=False), nn.BatchNorm2d(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        y = y * self.excite(F.silu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))).sigmoid()
+        y = self.project(y)
+        return x + (y * survivors(y, 0.6) if self.training else y)
+
+
+class OneNumberForAll(nn.Module):
+    """Stochastic depth of whole microbatches: the numbers belong to no sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.empty(1, 1, 1, 1).bernoulli_(0.5) if self.training else x
+
+
+class Noise(nn.Module):
+    """Draws in a way that the engine has no rule for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
+class OwnBatchNorm(nn.BatchNorm2d):
+    pass
+
+
+def results(model: nn.Module, context: StepContext, merge: int, by_pass: bool = False, announce: object = None) -> dict:
+    """Gradients and buffers; `by_pass`: samples are numbered wrongly, in their pass and not in the batch."""
+    start = 0
+    for group in passes(SIZES, merge):
+        end = start + sum(group)
+        if announce is not None:
+            announce.samples = (end - start,)
+        context.enter(1, 0 if by_pass else start, group, CPU)
+        loss = F.cross_entropy(model(IMAGES[start:end]), LABELS[start:end])
+        (loss * ((end - start) / 12)).backward()
+        start = end
+    context.statistics.fold()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {**gradients, **dict(model.named_buffers())}
+
+
+def difference(have: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    assert want.keys() == have.keys()
+    return max(((want[n] - have[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)).item() for n in want)
+
+
+def prepared(change: Callable[[Net], object], merge: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Net().double()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    context = prepare(model, 3, "microbatch")
+    assert list(before) == list(model.state_dict()), "layers that are replaced keep names and values"
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    change(model)
+    return results(model, context, merge)
+
+
+def plain(model: Net) -> None:
+    norm = nn.BatchNorm2d(6).double()
+    norm.load_state_dict(model.norm.state_dict())
+    model.norm = norm
+
+
+def test_one_pass_equals_microbatches_one_by_one() -> None:
+    want = prepared(lambda model: None, 1)
+    assert difference(prepared(lambda model: None, 3), want) < 1e-10
+    assert difference(prepared(plain, 3), want) > 1e-3, "plain batch norm over the merged batch would not"
+    assert difference(prepared(lambda model: setattr(model.drop, "key", 1), 3), want) > 1e-3, "nor another key"
+
+
+def by_engine(between: nn.Module, merge: int, by_pass: bool = False) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Net(between).double()
+    network = take_part(model, "serial", IMAGES[:5], batch_norm="microbatch", loss="part", seed=3)
+    return results(model, network.context, merge, by_pass, network)
+
+
+def test_one_pass_with_stochastic_depth_equals_microbatches_one_by_one() -> None:
+    between = InvertedResidual()
+    have = by_engine(copy.deepcopy(between), 3)
+    assert difference(have, by_engine(copy.deepcopy(between), 1)) < 1e-10
+    assert difference(have, by_engine(copy.deepcopy(between), 1, by_pass=True)) > 1e-3
+
+
+PROBES = [
+    # what is between, whether it draws, whether samples stay apart, whether the engine owns what is drawn
+    (nn.Identity(), False, True, True),
+    (FunctionalDropout(), True, True, True),
+    (nn.Sequential(FunctionalDropout(), CenterOverBatch()), True, False, False),
+    (CenterOverBatch(), False, False, None),
+    (OwnBatchNorm(6), False, False, None),
+    (Scaled(0.0, (0,)), False, False, None),
+    (Scaled(1e-6, (0,)), False, False, None),
+    (Scaled(1e-6, (2, 3)), False, True, None),
+    (Zero((0,)), False, False, None),
+    (Zero((2, 3)), False, True, None),
+    (nn.Sequential(FunctionalDropout(), Scaled(0.0, (0,))), True, False, False),
+    (nn.Sequential(FunctionalDropout(), Scaled(1e-6, (2, 3))), True, True, True),
+    (InvertedResidual(), True, True, True),
+    (OneNumberForAll(), True, None, False),
+    (Noise(), True, None, False),
+]
+
+
+def test_a_probe_sees_what_a_merged_pass_would_change_and_changes_nothing() -> None:
+    for between, draws, separable, owned in PROBES:
+        torch.manual_seed(0)
+        model = Net(copy.deepcopy(between)).eval()
+        before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
+        found = probe(model, (3, 8, 8), CPU)
+        assert found.draws == draws, between
+        assert separable is None or found.separable == separable, between
+        assert owned is None or not draws or found.owned == owned, between
+        assert (found.merge((32,) * 4, CPU, 2.0**40) == 4) == (found.separable and (not draws or found.owned)), between
+        assert not model.training and torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_probe_sees_layers_that_run_twice() -> None:
+    drop, norm = nn.Dropout(0.1), nn.BatchNorm2d(6)
+    for layer, twin, field in ((drop, nn.Dropout(0.1), "draws"), (norm, nn.BatchNorm2d(6), "normed_again")):
+        assert getattr(probe(Net(nn.Sequential(layer, nn.ReLU(), layer)), (3, 8, 8), CPU), field)
+        assert not getattr(probe(Net(nn.Sequential(layer, nn.ReLU(), twin)), (3, 8, 8), CPU), field)
+
+
+def test_a_pass_keeps_a_part_of_the_memory() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Sigmoid(), nn.Flatten(), nn.Linear(1024, 2))
+    kept = (3 * 64 + 16 * 64) * 4  # the convolution's input; the sigmoid's output, which is the linear layer's input
+    assert probe(model, (3, 8, 8), CPU).bytes_per_sample == kept
+    found, sizes = Probe(separable=True, draws=False, bytes_per_sample=2**20, normed_again=False), (8,) * 100
+    assert [found.merge(sizes, CPU, memory) * 2**23 for memory in (2.0**31, 2.0**40)] == [2**28, CPU_BUDGET]
+    assert found.merge(sizes, CPU, 2.0**28, sharing=2) * 2**23 == 2**26
+    assert found.merge(sizes, CPU, 2.0**20) == 1
+
+
+def dropped(kind: type[nn.Module], shape: tuple[int, ...], p: float = 0.4) -> Tensor:
+    model = nn.Sequential(kind(p))
+    context = prepare(model, seed=5, batch_norm="microbatch")
+    context.enter(3, 0, (shape[0],), CPU)
+    x = torch.ones(shape, requires_grad=True)
+    y: Tensor = model(x)
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(y, x.grad)
+    assert torch.equal(model.eval()(x), x)
+    return y.detach()
+
+
+def test_dropout_drops_its_share_and_scales_the_rest() -> None:
+    for p in (0.1, 0.5, 0.9):
+        y = dropped(nn.Dropout, (64, 2000), p)
+        assert abs((y == 0).double().mean().item() - p) < 0.005
+        assert torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
+    y = dropped(nn.Dropout2d, (32, 40, 5, 5))
+    assert torch.equal(y.amin((2, 3)), y.amax((2, 3)))  # whole channels
+    assert 0.3 < (y == 0).double().mean() < 0.5
+    assert torch.equal(dropped(nn.Dropout, (4, 10), 0.0), torch.ones(4, 10))
+    assert torch.equal(dropped(nn.Dropout, (4, 10), 1.0), torch.zeros(4, 10))
+
+
+def test_halves_of_a_batch_get_the_masks_of_the_whole() -> None:
+    model = nn.Sequential(nn.Dropout())
+    context, x = prepare(model, seed=1, batch_norm="sync"), torch.ones(6, 100)
+    assert isinstance(model[0], SampleDropout)
+    context.enter(9, 0, (6,), CPU)
+    whole = model(x)
+    context.enter(9, 4, (2,), CPU)
+    assert torch.equal(whole[4:], model(x[4:]))
+    context.enter(9, 0, (2,), CPU)
+    assert not torch.equal(whole[4:], model(x[4:]))  # the control: other samples, other masks
+
+
+def test_layers_of_a_run_on_one_device_are_still_those_that_code_looks_for() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.drop, self.seen = nn.BatchNorm2d(3), nn.Dropout(0.5), list[float]()
+            self.frozen = [self.bn]
+            self.drop.register_forward_hook(lambda layer, inputs, output: self.seen.append(layer.p))
+
+        def train(self, mode: bool = True) -> "Frozen":
+            super().train(mode)
+            for layer in self.frozen:
+                layer.eval()
+            for each in self.modules():
+                if isinstance(each, nn.Dropout):
+                    each.p = 0.0
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(self.bn(x))
+
+    net = Frozen()
+    context = prepare(net, seed=0, batch_norm="microbatch")
+    net.train()
+    context.enter(0, 0, (2, 2), CPU)
+    images = torch.ones(4, 3, 2, 2)
+    torch.testing.assert_close(net(images), images / (1 + 1e-5) ** 0.5)
+    assert net.seen == [0.0] and isinstance(net.bn, nn.BatchNorm2d)

@@ -1,15 +1,18 @@
-"""Optimizers over divided parameters: as on one device, or refused before their first step."""
+"""Optimizers and clipping over divided parameters: as on one device, or refused before the first step."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from own_loops import IMAGES, far, loss_of, ranks_net, small
-from torch import nn
+import torch.nn.functional as F
+from own_loops import IMAGES, LABELS, PLANS, far, loss_of, rank, ranks_net, small, train
+from torch import Tensor, nn
 
 import convoy
 from convoy.engine.optimizers import _looks_at_whole_tensors
+from convoy.engine.parallelize import take_part
 from convoy.errors import ConvoyError
 from ranks import run_ranks
 
@@ -29,6 +32,16 @@ class Lion(torch.optim.Optimizer):
                 mean.lerp_(p.grad, 0.01)
 
 
+class Centered(Lion):
+    """Takes a little of a tensor's mean gradient from every number."""
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad -= 0.02 * p.grad.mean()
+        super().step()
+
+
 def make(name: str, net: nn.Module) -> torch.optim.Optimizer:
     parameters = list(net.parameters())
     if name == "Lion":
@@ -39,7 +52,8 @@ def make(name: str, net: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Muon([p for p in parameters if p.dim() == 2])
     import pytorch_optimizer
 
-    return getattr(pytorch_optimizer, name)(parameters, lr=0.01)
+    optimizer: torch.optim.Optimizer = getattr(pytorch_optimizer, name)(parameters, lr=0.01)
+    return optimizer
 
 
 def optimized(name: str, plan: str) -> str | float:
@@ -59,36 +73,8 @@ def optimized(name: str, plan: str) -> str | float:
     return far(convoy.state_dict(net), serial.state_dict())
 
 
-@pytest.mark.parametrize("name", ["Lamb", "LARS", "Adafactor", "Muon", "SOAP"])
-def test_optimizers_that_look_at_whole_tensors_are_refused_on_parts(name: str) -> None:
-    for said in run_ranks(optimized, 2, name, "filter=2"):
-        assert isinstance(said, str) and said.startswith(f"{name} ") and "divided over ranks: take an optimizer" in said
-
-
-@pytest.mark.parametrize(("name", "plan"), [("Lion", "filter=2"), ("AdaBelief", "filter=2"), ("Lamb", "sample=2")])
-def test_other_optimizers_are_as_on_one_device(name: str, plan: str) -> None:
-    for error in run_ranks(optimized, 2, name, plan):
-        assert isinstance(error, float) and error < 1e-9
-
-
-class Centered(Lion):
-    """Takes a little of a tensor's mean gradient from every number."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad -= 0.02 * p.grad.mean()
-        super().step()
-
-
-@pytest.mark.parametrize(("kind", "whole"), [(Lion, None), (Centered, "looks at whole tensors")])
-def test_low_precision_hides_nothing(kind: type[Lion], whole: str | None) -> None:
-    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
-    optimizer = kind([weight], 0.01)
-    assert _looks_at_whole_tensors(optimizer, optimizer.param_groups[0], {2: weight}) == whole
-
-
 def grouped() -> None:
+    """A group of parameters that comes after the first step."""
     net, mine = ranks_net("filter=2")
     optimizer = make("Lamb", nn.Linear(2, 2).double())
     loss_of(net, mine).backward()
@@ -99,5 +85,92 @@ def grouped() -> None:
         optimizer.step()
 
 
-def test_groups_that_come_later_are_looked_at() -> None:
+def test_optimizers_that_look_at_whole_tensors_are_refused_on_parts_alone() -> None:
+    for name in ("Lamb", "LARS", "Adafactor", "Muon", "SOAP"):
+        for text in run_ranks(optimized, 2, name, "filter=2"):
+            assert isinstance(text, str) and text.startswith(f"{name} "), name
+            assert "divided over ranks: take an optimizer" in text
+    for name, plan in [("Lion", "filter=2"), ("AdaBelief", "filter=2"), ("Lamb", "sample=2")]:
+        for error in run_ranks(optimized, 2, name, plan):
+            assert isinstance(error, float) and error < 1e-9, name
     run_ranks(grouped, 2)
+    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))  # whose precision hides nothing
+    for kind, whole in ((Lion, None), (Centered, "looks at whole tensors")):
+        optimizer = kind([weight], 0.01)
+        assert _looks_at_whole_tensors(optimizer, optimizer.param_groups[0], {2: weight}) == whole
+
+
+def clip_by_hand(parameters: list[nn.Parameter]) -> Tensor:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = sum((g.detach() ** 2).sum() for g in gradients) ** 0.5
+    also = sum(g.norm(2).item() ** 2 for g in gradients) ** 0.5
+    assert abs(float(total) - also) < 1e-12
+    for gradient in gradients:
+        gradient.mul_(min(1.0, 0.1 / also))
+    assert all(bool(g.isfinite().all()) for g in gradients)
+    return torch.tensor(float(max(g.abs().max() for g in gradients)) + also + float(sum(g.mean() for g in gradients)))
+
+
+def clip_value(parameters: list[nn.Parameter]) -> Tensor:
+    nn.utils.clip_grad_value_(parameters, 0.01)
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+CLIPS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1),
+    "largest": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=float("inf")),
+    "third": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1, norm_type=3, foreach=False),
+    "value": clip_value,
+    "by hand": clip_by_hand,
+}
+
+
+def clipped(plan: str) -> dict[str, tuple[float, float]]:
+    """How far norms and weights are from one device's, by torch's clipping and by Convoy's."""
+    found = {}
+    for name, clip in CLIPS.items():
+        net, mine = ranks_net(plan, checks=name != "value")  # gradients answer without the comparisons too
+        serial = small()
+        norms, want = train(net, mine, clip), train(serial, slice(None), clip)
+        differences = [abs(a - b) for a, b in zip(norms, want, strict=True)]
+        found[name] = max(differences), far(convoy.state_dict(net), serial.state_dict())
+    net, mine = ranks_net(plan)
+    serial = small()
+    norms = train(net, mine, lambda _: convoy.clip_grad_norm_(net, 0.1))
+    want = train(serial, slice(None), CLIPS["norm"])
+    found["convoy"] = max(map(abs, map(float.__sub__, norms, want))), far(convoy.state_dict(net), serial.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_clipping_is_that_of_one_device(plan: str) -> None:
+    for found in run_ranks(clipped, 2, plan):
+        assert all(norms < 1e-12 and weights < 1e-9 for norms, weights in found.values()), found
+
+
+def clipped_alone() -> float:
+    net = small()
+    take_part(net, "filter=2", IMAGES[:4])  # as it was before gradients answered for their whole tensors
+    norms = train(net, convoy.local_samples(net, len(IMAGES)), CLIPS["norm"])
+    return max(abs(a - b) for a, b in zip(norms, train(small(), slice(None), CLIPS["norm"]), strict=True))
+
+
+def scaled() -> tuple[float, float]:
+    """A loss scale that is too large on the rank with the largest gradient alone: all leave the update out."""
+    net = convoy.parallelize(small().float(), "filter=2", IMAGES[:4].float())
+    mine = convoy.local_samples(net, len(IMAGES))
+    before = convoy.state_dict(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(F.cross_entropy(net(IMAGES[mine].float()), LABELS[mine])).backward()
+    if rank() == 1:
+        with torch._C.DisableTorchFunctionSubclass():
+            net[0].weight.grad[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    return far(convoy.state_dict(net), {"0.weight": before["0.weight"]}), scaler.get_scale()
+
+
+def test_a_part_has_another_norm_and_what_one_rank_cannot_update_none_does() -> None:
+    assert max(run_ranks(clipped_alone, 2)) > 1e-3
+    assert run_ranks(scaled, 2) == [(0.0, 512.0)] * 2

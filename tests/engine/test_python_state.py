@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
-from own_loops import rank
 from torch import nn
 
 import convoy
-from convoy.engine import prepare
 from convoy.errors import ConvoyError
 from ranks import run_ranks
 
@@ -128,14 +126,6 @@ def _distances(plan, changes):
     return found
 
 
-def _changed_on_one(plan):
-    net = convoy.parallelize(Net(), plan, IMAGES[0, :2])
-    net(IMAGES[0, :2])
-    net.temperature = 1.0 + rank()
-    with pytest.raises(ConvoyError, match="with the same attributes and hooks"):
-        net(IMAGES[0, :2])
-
-
 def _copied():
     twin = copy.deepcopy(convoy.parallelize(Net(), "filter=2", IMAGES[0])).eval()
     plain = Net().eval()
@@ -145,10 +135,6 @@ def _copied():
         torch.testing.assert_close(twin(IMAGES[0]), plain(IMAGES[0]), rtol=0, atol=1e-12)
 
 
-def test_a_copy_takes_another_forward_too():
-    run_ranks(_copied, 2)
-
-
 def _with_another_branch():
     net = convoy.parallelize(Net(), "stage=2", IMAGES[0])
     net.branch = True
@@ -156,13 +142,10 @@ def _with_another_branch():
         net(IMAGES[0])
 
 
-def _dropout_of_one_device():
-    """Weights after updates on one device where dropout begins later, and what was captured."""
-    net = convoy.parallelize(Net(dropout=True), "serial", IMAGES[0], seed=3)
-    return _with_dropout(net)
-
-
-def _with_dropout(net):
+def _with_dropout(plan):
+    """Weights after updates where dropout begins later."""
+    samples = SAMPLES // 2 if plan == "sample=2" else SAMPLES
+    net = convoy.parallelize(Net(dropout=True), plan, IMAGES[0, :samples], seed=3)
     mine = convoy.local_samples(net, SAMPLES)
     for number, (images, labels) in enumerate(zip(IMAGES, LABELS, strict=True)):
         net.drop.p = 0.1 * number
@@ -183,10 +166,6 @@ def _drawn_in_evaluation(plan):
     net.drop.p = 0.5
     mine = convoy.local_samples(net, SAMPLES)
     return mine, [net(images[mine]).detach() for images in (IMAGES[0], IMAGES[0])]
-
-
-def _dropout_of_two(plan):
-    return _with_dropout(convoy.parallelize(Net(dropout=True), plan, IMAGES[0, : SAMPLES // 2], seed=3))
 
 
 class Changing(nn.Module):
@@ -260,25 +239,6 @@ def _refused(what, words):
     assert net.kept is None
 
 
-def _refused_later():
-    net = convoy.parallelize(Changing("nothing"), "sample=2", IMAGES[0, :3])
-    net(IMAGES[0, :3])
-    handle = net.a.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(ConvoyError, match=r"\(a\._backward_hooks.*it has a backward hook"):
-        net(IMAGES[0, :3])
-    handle.remove()
-    net(IMAGES[0, :3]).sum().backward()
-    handle = net.a.weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(ConvoyError, match=r"a\.weight has a gradient hook"):
-        net(IMAGES[0, :3])
-    handle.remove()
-    handle = net.a.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(ConvoyError, match=r"a\.weight has a gradient hook"):
-        net(IMAGES[0, :3])
-    handle.remove()
-    net(IMAGES[0, :3]).sum().backward()
-
-
 def _kept_on_one_device():
     net, seen = Changing("keeps"), []
     net.a.register_forward_hook(lambda layer, inputs, output: seen.append(output))
@@ -339,66 +299,45 @@ def test_changes_after_parallelize_are_seen(plan):
         assert max(found.values()) < 1e-12, {name: off for name, off in found.items() if off > 1e-12}
 
 
-def test_changes_of_a_branch_that_no_stage_has():
+def test_another_branch_and_forward_of_a_copy() -> None:
     run_ranks(_with_another_branch, 2)
-
-
-@pytest.mark.parametrize("plan", ["sample=2", "filter=2"])
-def test_changes_on_one_rank_alone(plan):
-    run_ranks(_changed_on_one, 2, plan)
+    run_ranks(_copied, 2)
 
 
 def test_dropout_that_begins_later_is_that_of_one_device():
-    (want,) = run_ranks(_dropout_of_one_device, 1)
-    for got in run_ranks(_dropout_of_two, 2, "sample=2"):
+    (want,) = run_ranks(_with_dropout, 1, "serial")
+    for got in run_ranks(_with_dropout, 2, "sample=2"):
         assert max((got[name] - x).abs().max().item() for name, x in want.items()) < 1e-12
 
 
-@pytest.mark.parametrize("plan", ["sample=2", "filter=2", "stage=2"])
-def test_a_layer_that_draws_in_evaluation(plan):
+def test_a_layer_that_draws_in_evaluation():
     ((_, (first, second)),) = run_ranks(_drawn_in_evaluation, 1, "serial")
     assert (first - second).abs().max() > 1e-3
-    for mine, got in run_ranks(_drawn_in_evaluation, 2, plan):
-        for x, want in zip(got, (first, second), strict=True):
-            assert (x - want[mine]).abs().max() < 1e-12
+    for plan in ("sample=2", "filter=2", "stage=2"):
+        for mine, got in run_ranks(_drawn_in_evaluation, 2, plan):
+            for x, want in zip(got, (first, second), strict=True):
+                assert (x - want[mine]).abs().max() < 1e-12, plan
 
 
-@pytest.mark.parametrize(
-    ("what", "uncaptured"),
-    [
-        ("counter", True),
-        ("tensor that counts", True),
-        ("first pass", True),
-        ("backward hook", True),
-        ("hook on outputs", True),
-        ("values", False),
-        ("forward of its own", False),
-    ],
-)
-def test_what_forward_does_by_itself_is_done(what, uncaptured):
+CAPTURED = ("values", "forward of its own")
+UNCAPTURED = ("counter", "tensor that counts", "first pass", "backward hook", "hook on outputs")
+
+
+@pytest.mark.parametrize("what", [*CAPTURED, *UNCAPTURED])
+def test_what_forward_does_by_itself_is_done(what):
     for off, captured, calls in run_ranks(_changing, 2, "sample=2", what):
         assert off < 1e-12
-        assert captured.startswith("whole on every rank, as ") == uncaptured
+        assert captured.startswith("whole on every rank, as ") == (what in UNCAPTURED)
         assert calls == {"counter": 3, "first pass": 1}.get(what, 0)
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
+def test_what_would_not_be_there_after_a_pass_is_refused_but_on_one_device():
+    for what, words in [
         ("keeps", "it keeps a tensor of its forward pass in kept.*: return it from forward"),
         ("hook", r"a hook or function keeps a tensor of its forward pass \(a\).*: return it from forward"),
         ("gradient hook", r"out\.weight has a gradient hook, which would see this rank's part"),
-    ],
-)
-def test_what_would_not_be_there_after_a_pass_is_refused(what, words):
-    run_ranks(_refused, 2, what, words)
-
-
-def test_hooks_that_cannot_run_are_refused_later():
-    run_ranks(_refused_later, 2)
-
-
-def test_one_device_keeps_what_forward_keeps():
+    ]:
+        run_ranks(_refused, 2, what, words)
     run_ranks(_kept_on_one_device, 1)
 
 
@@ -406,33 +345,3 @@ def test_one_device_keeps_what_forward_keeps():
 def test_modes_are_those_of_the_model(plan):
     for found in run_ranks(_modes, 2, plan):
         assert max(found.values()) < 1e-12, found
-
-
-def test_layers_of_a_run_on_one_device_are_still_those_that_code_looks_for():
-    class Frozen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn, self.drop, self.seen = nn.BatchNorm2d(3), nn.Dropout(0.5), []
-            self.frozen = [self.bn]
-            self.drop.register_forward_hook(lambda layer, inputs, output: self.seen.append(layer.p))
-
-        def train(self, mode=True):
-            super().train(mode)
-            for layer in self.frozen:
-                layer.eval()
-            for layer in self.modules():
-                if isinstance(layer, nn.Dropout):
-                    layer.p = 0.0
-            return self
-
-        def forward(self, x):
-            return self.drop(self.bn(x))
-
-    net = Frozen()
-    context = prepare(net, seed=0, batch_norm="microbatch")
-    net.train()
-    context.enter(0, 0, (2, 2), torch.device("cpu"))
-    images = torch.ones(4, 3, 2, 2)
-    torch.testing.assert_close(net(images), images / (1 + 1e-5) ** 0.5)
-    assert net.seen == [0.0]
-    assert isinstance(net.bn, nn.BatchNorm2d)

@@ -4,22 +4,23 @@ import contextlib
 import copy
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from own_loops import world_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import convoy
 from convoy.engine.network import network_of
 from convoy.engine.program import Stretch
+from convoy.engine.stages import StagedNetwork
 from convoy.ops import batch_norm as batch_norms
 from convoy.ops import context, shared_batch_norm
 from ranks import run_ranks
 from small_nets import SMALL_NETS
-
-SIZES = (6, 7)
 
 
 class Drops(nn.Module):
@@ -46,9 +47,8 @@ NETS = {**SMALL_NETS, "drops": Drops}
 
 def made(name: str, plan: str, recompute: Any, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    net = NETS[name]().double()
     example = torch.zeros(2, 3, 16, 16, dtype=torch.float64)
-    return convoy.parallelize(net, plan, example, seed=5, recompute=recompute, **options)
+    return convoy.parallelize(NETS[name]().double(), plan, example, seed=5, recompute=recompute, **options)
 
 
 def num_stretches(net: nn.Module) -> int:
@@ -57,27 +57,33 @@ def num_stretches(net: nn.Module) -> int:
     return sum(isinstance(one.run, Stretch) for _, program in programs for one in program._program)
 
 
-def train(net: nn.Module, in_flight: int = 1) -> dict[str, Tensor]:
+def train(
+    net: nn.Module, in_flight: int = 1, schedule: str = "loop", sizes: tuple[int, ...] = (6, 7)
+) -> dict[str, Tensor]:
     """All that comes of two updates; of each batch `in_flight` forward passes are run before their backward passes."""
     network, found = network_of(net), {}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
-    for number, size in enumerate(SIZES):
+    for number, size in enumerate(sizes):
         optimizer.zero_grad()
         losses = []
         for piece in range(in_flight):
             x = torch.randn(size, 3, 16, 16, dtype=torch.float64, generator=generator)
             y = torch.randint(0, 10, (size,), generator=generator)
             mine = convoy.local_samples(net, size)
-            if network.context.batch_norm == "microbatch":
+            if network.context.batch_norm == "microbatch" and not isinstance(network, StagedNetwork):
                 halves = (-(-size // 2), size // 2)
                 network.samples = (size,) if network.num_sample_ranks == 1 else halves
                 network.context.enter(number, piece * size, halves, x.device)
             own = x[mine].clone().requires_grad_()
-            losses.append((F.cross_entropy(net(own), y[mine]), own))
+            if schedule == "loop":
+                losses.append((F.cross_entropy(net(own), y[mine]), own))
+            else:
+                losses.append((convoy.forward_backward(net, own, y[mine], F.cross_entropy, schedule=schedule), own))
         for piece, (loss, own) in enumerate(losses):
             with nullcontext() if piece == in_flight - 1 else convoy.accumulate(net):
-                loss.backward()
+                if loss.requires_grad:
+                    loss.backward()
             found |= {f"loss {number} {piece}": loss.detach(), f"input {number} {piece}": own.grad}
         network.context.statistics.fold(network.groups)
         found |= {f"gradient {number} {name}": g for name, g in convoy.gradients(net).items()}
@@ -85,55 +91,71 @@ def train(net: nn.Module, in_flight: int = 1) -> dict[str, Tensor]:
     return found | {f"state {name}": tensor for name, tensor in convoy.state_dict(net).items()}
 
 
-def compare(plan: str, names: tuple[str, ...], batch_norm: str, in_flight: int = 1, sabotage: str = "") -> Any:
+def compare(
+    plan: str,
+    names: tuple[str, ...],
+    batch_norm: str,
+    recompute: Any = True,
+    sabotage: str = "",
+    microbatches: int | None = None,
+    **how: Any,
+) -> Any:
     """What differs, by network, and how many stretches were run."""
     different, count = {}, {}
+    options = {"batch_norm": batch_norm} | ({} if microbatches is None else {"microbatches": microbatches})
     for name in names:
-        want = train(made(name, plan, False, batch_norm=batch_norm), in_flight)
-        net = made(name, plan, True, batch_norm=batch_norm)
+        want = train(made(name, plan, False, **options), **how)
+        net = made(name, plan, recompute, **options)
         with SABOTAGES[sabotage]():
-            got = train(net, in_flight)
+            got = train(net, **how)
         assert got.keys() == want.keys()
         different[name] = [key for key in want if not torch.equal(got[key].nan_to_num(), want[key].nan_to_num())]
         count[name] = num_stretches(net)
     return different, count
 
 
-def agree(plan: str, world: int, names: tuple[str, ...], batch_norm: str, in_flight: int = 1) -> None:
-    for different, count in run_ranks(compare, world, plan, names, batch_norm, in_flight, timeout=120):
-        assert not any(different.values()), different
-        assert all(count.values()), count
+def compared(plan: str, batch_norm: str, options: dict[str, Any]) -> Any:
+    return compare(plan, options.pop("names", ("drops",)), batch_norm, **options)
+
+
+STAGED: list[tuple[str, str, dict[str, Any]]] = [
+    *(("stage=2", "microbatch", {"microbatches": 3, "schedule": one, "sizes": (7, 6, 7)}) for one in ("loop", "1f1b")),
+    (
+        "stage=2",
+        "microbatch",
+        {"microbatches": 3, "schedule": "gpipe", "recompute": ["blocks.0.*", "blocks.2.*"], "sizes": (7, 6, 7)},
+    ),
+    ("stage=2,sample=2", "sync", {"microbatches": 1, "schedule": "1f1b"}),
+]
+MANY = {"names": (*SMALL_NETS, "drops")}
 
 
 @pytest.mark.parametrize(
-    ("plan", "batch_norm"),
-    [("serial", "microbatch"), ("sample=2", "sync"), ("height=2", "sync"), ("filter=2", "local")],
+    ("plan", "batch_norm", "options"),
+    [
+        ("serial", "microbatch", {}),
+        ("sample=2", "sync", {}),
+        ("height=2", "sync", {}),
+        ("filter=2", "local", {}),
+        ("serial", "sync", {"in_flight": 3}),
+        ("sample=2", "microbatch", {"in_flight": 3}),
+        *STAGED,
+        *(
+            pytest.param(plan, batch_norm, MANY, marks=pytest.mark.slow)
+            for plan, batch_norm in (("serial", "sync"), ("sample=2,filter=2", "microbatch"), ("channel=2", "sync"))
+        ),
+    ],
 )
-def test_the_bits_are_the_same(plan: str, batch_norm: str) -> None:
-    agree(plan, 1 if plan == "serial" else 2, ("drops",), batch_norm)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_norm", ["sync", "microbatch", "local"])
-@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2", "channel=2", "height=2", "sample=2,filter=2"])
-def test_the_bits_of_many_networks_are_the_same(plan: str, batch_norm: str) -> None:
-    agree(plan, {"serial": 1, "sample=2,filter=2": 4}.get(plan, 2), (*SMALL_NETS, "drops"), batch_norm)
-
-
-@contextlib.contextmanager
-def patched(target: Any, name: str, new: Any):
-    old = getattr(target, name)
-    setattr(target, name, new)
-    try:
-        yield
-    finally:
-        setattr(target, name, old)
+def test_the_bits_are_the_same(plan: str, batch_norm: str, options: dict[str, Any]) -> None:
+    for different, count in run_ranks(compared, world_of(plan), plan, batch_norm, options, timeout=120):
+        assert not any(different.values()), different
+        assert all(count.values()), count
 
 
 @contextlib.contextmanager
 def _again_as_now(self):
     """Without the context of the pass."""
-    with patched(self.context, "recording", False):
+    with patch.object(self.context, "recording", False):
         yield
 
 
@@ -147,114 +169,45 @@ def _again_recording(self):
 _again = context.Rerun.again
 SABOTAGES = {
     "": nullcontext,
-    "context": lambda: patched(context.Rerun, "again", _again_as_now),
-    "recording": lambda: patched(context.Rerun, "again", _again_recording),
+    "context": lambda: patch.object(context.Rerun, "again", _again_as_now),
+    "recording": lambda: patch.object(context.Rerun, "again", _again_recording),
 }
-
-
-@pytest.mark.parametrize("batch_norm", ["sync", "microbatch"])
-def test_several_passes_in_flight(batch_norm: str) -> None:
-    agree("serial", 1, ("drops",), batch_norm, 3)
-    agree("sample=2", 2, ("drops",), batch_norm, 3)
 
 
 def test_what_is_noticed() -> None:
     """The negative controls: a pass in another's context, and statistics that are noted twice."""
-    different, _ = run_ranks(compare, 1, "serial", ("drops",), "microbatch", 3, "context")[0]
+    context = {"in_flight": 3, "sabotage": "context"}
+    different, _ = run_ranks(compared, 1, "serial", "microbatch", context)[0]
     assert any(key.startswith("gradient") for key in different["drops"])
     assert not any(key.startswith("loss 0") for key in different["drops"])
-    for batch_norm in ("sync", "microbatch"):
-        different, _ = run_ranks(compare, 1, "serial", ("drops",), batch_norm, 1, "recording")[0]
-        assert any("running_mean" in key for key in different["drops"]), different
-        assert any("num_batches_tracked" in key for key in different["drops"]), different
+    staged = {"microbatches": 3, "schedule": "1f1b", "sizes": (6, 6)}
+    (first, _), (last, _) = run_ranks(compared, 2, "stage=2", "microbatch", staged | {"sabotage": "context"})
+    assert any(key.startswith("gradient 0") for key in first["drops"])
+    assert "loss 0 0" not in last["drops"]
+    for plan, batch_norm, options in [
+        ("serial", "sync", {}),
+        ("serial", "microbatch", {}),
+        ("stage=2", "microbatch", staged),
+    ]:
+        for different, _ in run_ranks(compared, world_of(plan), plan, batch_norm, options | {"sabotage": "recording"}):
+            assert any("running_mean" in key for key in different["drops"]), different
+            assert any("num_batches_tracked" in key for key in different["drops"]), different
 
 
 def as_on_a_gpu(plan: str, batch_norm: str) -> Any:
     """`compare` with the batch norms of GPUs, which do the ReLU that follows, by torch's operations on the CPU."""
-    with patched(batch_norms, "at_once", _yes), patched(shared_batch_norm, "at_once", _yes):
+    with patch.object(batch_norms, "at_once", always), patch.object(shared_batch_norm, "at_once", always):
         return compare(plan, ("drops",), batch_norm)
 
 
-def _yes(x: Tensor) -> bool:
+def always(x: Tensor) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("plan", "batch_norm"), [("serial", "microbatch"), ("sample=2", "sync")])
-def test_kernels_of_gpus(plan: str, batch_norm: str) -> None:
-    for different, count in run_ranks(as_on_a_gpu, 1 if plan == "serial" else 2, plan, batch_norm):
-        assert not different["drops"] and count["drops"]
-
-
-def train_in_stages(net: nn.Module, schedule: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-    """All that comes of five updates, each of a batch whose parts go through the stages one after the other."""
-    found = {}
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(1)
-    for number, size in enumerate(sizes):
-        optimizer.zero_grad()
-        x = torch.randn(size, 3, 16, 16, dtype=torch.float64, generator=generator)
-        y = torch.randint(0, 10, (size,), generator=generator)
-        mine = convoy.local_samples(net, size)
-        own = x[mine].clone().requires_grad_()
-        if schedule == "loop":
-            loss = F.cross_entropy(net(own), y[mine])
-            loss.backward()
-        else:
-            loss = convoy.forward_backward(net, own, y[mine], F.cross_entropy, schedule=schedule)
-        found |= {f"loss {number}": loss.detach(), f"input {number}": own.grad}
-        found |= {f"gradient {number} {name}": g for name, g in convoy.gradients(net).items()}
-        optimizer.step()
-    return found | {f"state {name}": tensor for name, tensor in convoy.state_dict(net).items()}
-
-
-def compare_in_stages(
-    plan: str,
-    batch_norm: str,
-    recompute: Any,
-    schedules: tuple[str, ...],
-    sabotage: str = "",
-    sizes: Any = (7, 6, 8, 7, 7),
-) -> Any:
-    """What differs, by schedule, and how many stretches this rank runs again."""
-    different, count = {}, 0
-    for schedule in schedules:
-        parts = 1 if batch_norm == "sync" else 3
-        plain, net = (made("drops", plan, one, batch_norm=batch_norm, microbatches=parts) for one in (False, recompute))
-        want = train_in_stages(plain, schedule, sizes)
-        with SABOTAGES[sabotage]():
-            got = train_in_stages(net, schedule, sizes)
-        assert got.keys() == want.keys()
-        different[schedule] = [key for key in want if not torch.equal(got[key].nan_to_num(), want[key].nan_to_num())]
-        count = num_stretches(net)
-    return different, count
-
-
-@pytest.mark.parametrize(
-    ("plan", "batch_norm", "recompute"),
-    [
-        ("stage=2", "microbatch", True),
-        ("stage=2", "microbatch", ["blocks.0.*", "blocks.2.*"]),
-        pytest.param("stage=2,sample=2", "microbatch", True, marks=pytest.mark.slow),
-        pytest.param("stage=2,sample=2", "sync", True, marks=pytest.mark.slow),
-    ],
-)
-def test_the_bits_are_the_same_in_stages(plan: str, batch_norm: str, recompute: Any) -> None:
-    schedules = ("loop", "gpipe", "1f1b")
-    found = run_ranks(compare_in_stages, 4 if "," in plan else 2, plan, batch_norm, recompute, schedules, timeout=120)
-    for different, count in found:
-        assert not any(different.values()), different
-        assert count, "every stage computes something again"
-
-
-def test_what_is_noticed_in_stages() -> None:
-    """The negative controls: random bits of another part of the batch, and statistics that are noted twice."""
-    case = "stage=2", "microbatch", True, ("1f1b",)
-    (first, _), (last, _) = run_ranks(compare_in_stages, 2, *case, "context", (6, 6))
-    assert any(key.startswith("gradient 0") for key in first["1f1b"])
-    assert "loss 0" not in last["1f1b"]
-    for different, _ in run_ranks(compare_in_stages, 2, *case, "recording"):
-        assert any("running_mean" in key for key in different["1f1b"]), different
-        assert any("num_batches_tracked" in key for key in different["1f1b"]), different
+def test_kernels_of_gpus() -> None:
+    for plan, batch_norm in [("serial", "microbatch"), ("sample=2", "sync")]:
+        for different, count in run_ranks(as_on_a_gpu, world_of(plan), plan, batch_norm):
+            assert not different["drops"] and count["drops"]
 
 
 class Asking(nn.Module):
@@ -285,7 +238,7 @@ def _asking(plan: str) -> None:
             f"drops.blocks.1.{layer}" for layer in range(4)
         }
         assert "the backward pass computes 4 of 14 layers again, in one stretch" in convoy.explain(net)
-    with patched(Asking, "forward", _without):
+    with patch.object(Asking, "forward", _without):
         plain = made("asking", plan, False)
         want = train(plain)
         assert not num_stretches(plain)
@@ -300,10 +253,6 @@ def _without(self: Asking, x: Tensor) -> Tensor:
     return self.drops.head(x.mean((2, 3)))
 
 
-def test_a_network_that_asks_for_it_itself() -> None:
-    run_ranks(_asking, 2, "sample=2")
-
-
 def _changed_meanwhile() -> None:
     net = made("drops", "filter=2", True)
     x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
@@ -313,15 +262,9 @@ def _changed_meanwhile() -> None:
         loss.backward()
 
 
-def test_an_input_that_is_changed_before_the_backward_pass_is_refused_as_without() -> None:
+def test_a_network_may_ask_for_it_itself_and_an_input_that_is_changed_meanwhile_is_refused() -> None:
+    run_ranks(_asking, 2, "sample=2")
     run_ranks(_changed_meanwhile, 2)
-
-
-def test_what_can_not_be() -> None:
-    with pytest.raises(convoy.ConvoyError, match=r"the pattern block.\* matches no layer.*did you mean blocks"):
-        made("drops", "serial", ["block.*"])
-    with pytest.raises(convoy.ConvoyError, match="recompute='blocks' is unknown: it must be True, False, or a list"):
-        made("drops", "serial", "blocks")
 
 
 def test_some_layers_and_evaluation() -> None:
@@ -348,23 +291,18 @@ def test_autocast() -> None:
     assert all(map(torch.equal, *found))
 
 
-def _compiled(batch_norm: str) -> list[float]:
-    found = []
+def _compiled() -> list[float]:
+    found, compile = [], torch.compile
     for recompute in (False, True):
-        net = made("drops", "sample=2", recompute, batch_norm=batch_norm, compile=True)
-        with patched(torch, "compile", _eager(torch.compile)):
+        net = made("drops", "sample=2", recompute, compile=True)
+        with patch.object(torch, "compile", lambda function, **_: compile(function, backend="aot_eager")):
             found.append(train(net))
         assert bool(num_stretches(net)) == recompute
     without, again = found
     return [(without[key] - again[key]).abs().nan_to_num().max().item() for key in without if without[key].numel()]
 
 
-def _eager(compile: Any) -> Any:
-    return lambda function, **options: compile(function, backend="aot_eager", **options)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_norm", ["sync", "microbatch"])
-def test_compiled(batch_norm: str) -> None:
-    for errors in run_ranks(_compiled, 2, batch_norm, timeout=120):
+def test_compiled() -> None:
+    for errors in run_ranks(_compiled, 2, timeout=120):
         assert max(errors) < 1e-12

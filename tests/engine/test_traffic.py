@@ -97,34 +97,14 @@ MIXED = {
 }
 
 
-PLANS = [
-    "sample=2",
-    "sample=3",
-    "filter=2",
-    "filter=3",
-    "channel=2",
-    "height=2",
-    "height=3",
-    "width=2",
-    "owt=2",
-    "owt=3",
-]
-PLANS += ["sample=2,filter=2", "sample=2,height=2", "filter=2,channel=2", "height=2,width=2"]
+PLANS = ["sample=3", "filter=2", "channel=2", "height=3", "width=2", "owt=3", "sample=2,filter=2", "height=2,width=2"]
+STAGED = ["stage=3", "stage=2,sample=2", "stage=2,filter=2"]
 
 
-@pytest.mark.parametrize("plan", [*PLANS, MIXED], ids=[*PLANS, "mixed"])
-def test_bytes(plan):
-    world = math.prod(Plan.parse(plan).mesh.sizes)
-    for (forward, backward), (forward_said, backward_said) in run_ranks(_sent, world, plan):
-        assert forward == forward_said
-        assert backward == pytest.approx(backward_said, abs=64)
-
-
-@pytest.mark.parametrize("plan", ["stage=2", "stage=3", "stage=2,sample=2", "stage=2,filter=2"])
-def test_bytes_of_stages(plan):
+@pytest.mark.parametrize("plan", [*PLANS, *STAGED, MIXED], ids=[*PLANS, *STAGED, "mixed"])
+def test_ranks_send_the_bytes_that_the_plan_says(plan):
     sent = run_ranks(_sent, math.prod(Plan.parse(plan).mesh.sizes), plan)
     for (forward, backward), (forward_said, backward_said) in sent:
-        assert forward == pytest.approx(forward_said, abs=64)
+        assert forward == pytest.approx(forward_said, abs=64 if plan in STAGED else 0)
         assert backward == pytest.approx(backward_said, abs=64)
-    assert sent[0][0][0] > 0
-    assert sent[-1][0][1] > 0
+    assert plan not in STAGED or (sent[0][0][0] > 0 and sent[-1][0][1] > 0)

@@ -1,10 +1,13 @@
 """A watched update: every call has its marks, messages go to the calls that ask for them, and no number changes."""
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+import convoy
+from convoy.comm.collectives import waits, watching
 from convoy.engine.clock import DeviceClock
 from convoy.engine.gradients.divided import plain
 from convoy.engine.network import network_of
@@ -99,3 +102,45 @@ def test_an_optimizer_that_has_stepped_gathers() -> None:
     optimizer.step()
     model(torch.ones(1, 6)).sum().backward()
     assert len(watch.segments()) == before  # nobody looks any more
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.depth = self.entered = 0
+
+    def enter(self) -> None:
+        self.depth += 1
+        self.entered += 1
+
+    def leave(self) -> None:
+        self.depth -= 1
+
+
+def waits_of(plan: str) -> tuple[int, int, int]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+    images = torch.randn(2, 3, 8, 8)
+    net = convoy.parallelize(model, plan, example=images)
+    net(images).sum().backward()
+    with watching(heard := Heard()):
+        output = net(images)
+        forward = heard.entered
+        output.sum().backward()
+    net(images)
+    return forward, heard.entered, heard.depth
+
+
+def test_a_measurement_hears_of_every_wait_for_other_ranks_and_of_nothing_else() -> None:
+    by_samples, by_filters = run_ranks(waits_of, 2, "sample=2"), run_ranks(waits_of, 2, "filter=2")
+    for (forward, both, depth), (more, _, _) in zip(by_samples, by_filters, strict=True):
+        assert both > forward  # gradients
+        assert more > forward  # activations
+        assert depth == 0
+    assert run_ranks(waits_of, 1, "serial") == [(0, 0, 0)]
+
+    @waits
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with watching(heard := Heard()), contextlib.suppress(ZeroDivisionError):
+        fails()
+    assert (heard.entered, heard.depth) == (1, 0), "an error ends the wait"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from convoy.comm.groups import Groups
-from convoy.engine import GradientTree
+from convoy.engine import GradientTree, microbatch_sizes, passes
 from convoy.engine.gradients import GradientReducer, Sizes, TreeReducer
 from convoy.engine.gradients.tree import TreeSum, middle, subtrees
 from convoy.plans.mesh import Mesh
@@ -18,8 +18,17 @@ from ranks import run_ranks
 SMALL = Sizes(alone=400, bucket=200, first=64)
 
 
-@pytest.mark.parametrize("total", range(1, 18))
-def test_parts_of_the_tree(total: int) -> None:
+def test_microbatches_are_cut_evenly_and_stay_in_order() -> None:
+    for batch, number, sizes in [(8, 2, (4, 4)), (7, 3, (3, 2, 2)), (5, 5, (1,) * 5), (64, 1, (64,))]:
+        assert microbatch_sizes(batch, number) == sizes
+    for merge in range(1, 9):
+        groups = passes((5, 5, 5, 4, 4, 4, 4), merge)
+        assert sum(groups, ()) == (5, 5, 5, 4, 4, 4, 4)
+        assert max(map(len, groups)) <= merge and len(groups) == -(-7 // merge)
+
+
+@pytest.mark.parametrize("total", [1, 2, 5, 8, 13])
+def test_any_shares_give_the_parts_of_one_tree(total: int) -> None:
     def add(first: int, last: int) -> str:
         if last - first == 1:
             return str(first)
@@ -92,13 +101,16 @@ def parallel(shares: Sequence[int], skip_last: bool) -> list[str]:
     net = make()
     groups = Groups(Mesh(("sample",), (len(shares),)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    reducer = TreeReducer([(p, (0,)) for p in net.parameters()], groups, sample_axes=(0,), shares=shares, sizes=SMALL)
     rank, number = groups.rank, sum(shares)
+    passes = max(shares) if skip_last else shares[rank]  # those beyond a rank's share do not count
+    reducer = TreeReducer(
+        [(p, (0,)) for p in net.parameters()], groups, sample_axes=(0,), shares=shares, passes=passes, sizes=SMALL
+    )
     first = sum(shares[:rank])
     digests = []
     for step in range(2):
         optimizer.zero_grad()
-        for i in range(first, first + shares[rank]):
+        for i in range(first, first + passes):
             backward(net, step * number + i, number, skip_last)
         reducer.finish()
         digests.append(digest(net))
@@ -106,15 +118,23 @@ def parallel(shares: Sequence[int], skip_last: bool) -> list[str]:
     return digests
 
 
-SHARES = [(8,), (4, 4), (3, 5), (8, 0), (0, 8), (3, 3, 2), (2, 2, 2, 2), (1, 0, 4, 3), (5,), (3, 2), (2, 2, 1)]
-SHARES += [(1, 2, 1, 1), (4, 3), (3, 2, 2), (2, 2, 2, 1), (1, 0), (0, 1, 0)]
+SHARES: list[list[tuple[int, ...]]] = [
+    [(8,), (5,)],
+    [(4, 4), (3, 5), (8, 0), (0, 8), (3, 2), (4, 3), (1, 0)],
+    [(3, 3, 2), (2, 2, 1), (3, 2, 2), (0, 1, 0)],
+    [(2, 2, 2, 2), (1, 0, 4, 3), (1, 2, 1, 1), (2, 2, 2, 1)],
+]
 
 
-@pytest.mark.parametrize("skip_last", [False, True])
+def each(function: str, shares: list[tuple[int, ...]]) -> list[list[str]]:
+    calls = {"serial": lambda share, skip: serial(sum(share), skip), "parallel": parallel}
+    return [calls[function](share, bool(number % 2)) for number, share in enumerate(shares)]
+
+
 @pytest.mark.parametrize("shares", SHARES)
-def test_bits_do_not_depend_on_who_computes_what(shares: tuple[int, ...], skip_last: bool) -> None:
-    (want,) = run_ranks(serial, 1, sum(shares), skip_last, timeout=30)
-    assert run_ranks(parallel, len(shares), shares, skip_last, timeout=30) == [want] * len(shares)
+def test_bits_do_not_depend_on_who_computes_what(shares: list[tuple[int, ...]]) -> None:
+    (want,) = run_ranks(each, 1, "serial", shares)
+    assert run_ranks(each, len(shares[0]), "parallel", shares) == [want] * len(shares[0])
 
 
 def summed_by_the_backend(shares: Sequence[int]) -> str:
@@ -130,10 +150,7 @@ def summed_by_the_backend(shares: Sequence[int]) -> str:
 
 
 def test_another_order_shows_in_the_bits() -> None:
-    assert (
-        run_ranks(summed_by_the_backend, 3, (3, 3, 2), timeout=30)[0]
-        != run_ranks(serial, 1, 8, False, timeout=30)[0][0]
-    )
+    assert run_ranks(summed_by_the_backend, 3, (3, 3, 2))[0] != run_ranks(serial, 1, 8, False)[0][0]
 
 
 def negative_zero(shares: Sequence[int]) -> Tensor:
@@ -152,7 +169,7 @@ def negative_zero(shares: Sequence[int]) -> Tensor:
 
 
 def test_a_missing_gradient_is_neutral_bit_for_bit() -> None:
-    assert all(bits.all() for bits in run_ranks(negative_zero, 3, (2, 1, 0), timeout=30))
+    assert all(bits.all() for bits in run_ranks(negative_zero, 3, (2, 1, 0)))
 
 
 def left_over() -> str:
@@ -168,7 +185,7 @@ def left_over() -> str:
 
 
 def test_gradients_of_the_update_before_are_refused() -> None:
-    assert all("zero_grad()" in text for text in run_ranks(left_over, 2, timeout=30))
+    assert all("zero_grad()" in text for text in run_ranks(left_over, 2))
 
 
 def on_two_axes(sample: int, number: int) -> tuple[str, list[float]]:
@@ -194,7 +211,7 @@ def on_two_axes(sample: int, number: int) -> tuple[str, list[float]]:
 
 
 def test_other_axes_are_added_in_a_fixed_order() -> None:
-    one, two = run_ranks(on_two_axes, 2, 1, 4, timeout=30), run_ranks(on_two_axes, 4, 2, 4, timeout=30)
+    one, two = run_ranks(on_two_axes, 2, 1, 4), run_ranks(on_two_axes, 4, 2, 4)
     assert len({bits for bits, _ in one + two}) == 1
     assert {tuple(values) for _, values in one} == {(12.0,)}
     assert {tuple(values) for _, values in two} == {(6.0,)}

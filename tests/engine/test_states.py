@@ -1,0 +1,222 @@
+"""States of parts are loaded where they fit and cut out of whole ones; on one device the engine is out of the way."""
+
+import copy
+import io
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import convoy
+from convoy.engine.network import Network, network_of
+from convoy.engine.parallelize import own_state
+from convoy.errors import ConvoyError
+from ranks import run_ranks
+from small_nets import SMALL_NETS
+
+
+def from_rank_0(value: Any) -> Any:
+    """What rank 0 would save with `torch.save`, read on every rank."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank() == 0:
+        torch.save(value, file := io.BytesIO())
+        store.set("state", file.getvalue())
+    return torch.load(io.BytesIO(store.get("state")), weights_only=True)
+
+
+def states(plan: str) -> None:
+    net = ranks_net(plan)[0]
+    assert net.state_dict()["0.weight"].data_ptr() == net[0].weight.data_ptr()
+    other = convoy.parallelize(small(), plan, IMAGES[:4])
+    with torch.no_grad():
+        net[0].weight.add_(1)
+    other.load_state_dict(copy.deepcopy(net.state_dict()))  # the same parts
+    assert torch.equal(other[0].weight, net[0].weight)
+    whole = {name: tensor * 2 for name, tensor in small().state_dict().items()}
+    other.load_state_dict(whole)  # cut
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in convoy.state_dict(other).items())
+    saved = from_rank_0(net.state_dict())
+    if rank() == 1:
+        with pytest.raises(ConvoyError, match=r"rank 0 of 2 under plan .* save with convoy\.save"):
+            other.load_state_dict(saved)
+        with pytest.raises(RuntimeError, match="rank 0 of 2 under plan"):
+            small().load_state_dict(saved)
+        unmarked = {name: tensor for name, tensor in saved.items() if name in small().state_dict()}
+        for strict in (True, False):
+            with pytest.raises(ConvoyError, match="does not say of which"):
+                other.load_state_dict(unmarked, strict=strict)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(self.stem(x).mean((2, 3)))))
+
+
+def tied(plan: str) -> None:
+    """Whole tensors and parts are each other's way back, under each name of a tied weight."""
+    torch.manual_seed(0)
+    serial = Tied().double()
+    net = convoy.parallelize(copy.deepcopy(serial), plan, IMAGES[:2])
+    network, state = network_of(net), serial.state_dict()
+    assert network.entry("first.weight") == network.entry("second.weight")
+    for name, own in own_state(net).items():
+        assert torch.equal(network.part(name, state[name]), own)
+        assert torch.equal(network.whole(name, own), state[name])
+    other = {name: tensor + 1 for name, tensor in state.items()}
+    convoy.load_state_dict(net, other)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in convoy.state_dict(net).items())
+
+
+@pytest.mark.parametrize(
+    ("body", "plan"),
+    [*((states, plan) for plan in ("filter=2", "owt=2")), *((tied, plan) for plan in ("sample=2", "channel=2"))],
+)
+def test_a_state_is_loaded_where_it_fits(body: Any, plan: str) -> None:
+    run_ranks(body, 2, plan)
+
+
+def optimizer_states(plan: str, kind: str) -> str | None:
+    net, mine = ranks_net(plan)
+    serial = small()
+    optimizer = torch.optim.Adam((serial if kind == "whole" else net).parameters())
+    (F.cross_entropy(serial(IMAGES), LABELS) if kind == "whole" else loss_of(net, mine)).backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict()) if kind == "own" else from_rank_0(optimizer.state_dict())
+    fresh = torch.optim.Adam(net.parameters())
+    fresh.load_state_dict(saved)
+    net.zero_grad()
+    loss_of(net, mine).backward()
+    try:
+        fresh.step()
+    except ConvoyError as error:
+        return str(error)
+    return None
+
+
+def checkpointed() -> str:
+    net = ranks_net("filter=2")[0]
+    with pytest.raises((AttributeError, ConvoyError, RuntimeError)) as caught:
+        get_state_dict(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+def test_an_optimizers_state_of_other_parts_is_refused_before_it_steps() -> None:
+    first, second = run_ranks(optimizer_states, 2, "filter=2", "first")
+    assert first is None and second is not None and "rank 0 of 2 under plan filter=2" in second
+    for text in run_ranks(optimizer_states, 2, "filter=2", "whole"):
+        assert text is not None and "load it with convoy.load_optimizer_state_dict" in text
+    assert run_ranks(optimizer_states, 2, "filter=2", "own") == [None, None]
+    assert run_ranks(optimizer_states, 2, "sample=2", "first") == [None, None]
+    for text in run_ranks(checkpointed, 2):
+        assert "under plan filter=2" in text and "convoy" in text
+
+
+def test_what_is_no_state_of_the_network_is_refused() -> None:
+    net = convoy.parallelize(small(), "serial", IMAGES[:4])
+    with pytest.raises(ConvoyError, match=r"save it by convoy\.save"):
+        torch.save(net, os.devnull)
+    with pytest.raises(ConvoyError, match="is only in the state"):
+        convoy.load_state_dict(net, {**net.state_dict(), "other": torch.zeros(1)})
+    with pytest.raises(ConvoyError, match=r"is \[2\] in the state, but"):
+        convoy.load_state_dict(net, dict.fromkeys(net.state_dict(), torch.zeros(2)))
+
+
+PICTURES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return SMALL_NETS[name]()
+
+
+def trained(forward: nn.Module, model: nn.Module) -> list[Tensor]:
+    forward(PICTURES).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None] + list(model.buffers())
+
+
+def test_on_one_device_the_bits_are_those_of_the_plain_network() -> None:
+    for name, plan in (("depthwise", "serial"), ("shuffle", "sample=1")):
+        plain = build(name)
+        net = convoy.parallelize(copy.deepcopy(plain), plan, example=PICTURES)
+        assert all(map(torch.equal, trained(plain, plain), trained(net, net)))
+        assert torch.equal(plain.eval()(PICTURES), net.eval()(PICTURES))
+    plain = build("depthwise")
+    net = convoy.parallelize(copy.deepcopy(plain), "serial", example=PICTURES)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)  # is one graph
+    torch.testing.assert_close(trained(compiled, net), trained(plain, plain))
+
+
+def test_on_one_device_everything_may_change_and_what_is_drawn_follows_the_samples() -> None:
+    net = nn.Sequential(*small(), nn.Dropout())
+    net[0].requires_grad_(False)
+    net = convoy.parallelize(net, "serial", IMAGES[:2])
+    net[0].requires_grad_(True)
+    for each in (net, copy.deepcopy(net)):
+        each(IMAGES[:2]).sum().backward()
+        assert each[0].weight.grad is not None
+
+    def dropping(training: bool) -> nn.Module:
+        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5)).train(training)
+        return convoy.parallelize(model, "serial", example=PICTURES, seed=3)
+
+    first, second = dropping(True), dropping(False).train()
+    assert not network_of(first).undivided and not network_of(second).undivided
+    assert torch.equal(first(PICTURES), second(PICTURES))
+    with torch.inference_mode():  # may be the first call of all
+        convoy.parallelize(build("shuffle"), "serial", PICTURES).train()(PICTURES)
+    spectral = nn.Sequential(nn.Flatten(), nn.utils.spectral_norm(nn.Linear(768, 4)))
+    assert copy.deepcopy(convoy.parallelize(spectral, "serial", PICTURES))(PICTURES).shape == (4, 4)
+
+
+class Branches(nn.Module):
+    """Says something that no graph can of more than four samples, and takes a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, scales: list[float] | None = None) -> Tensor:
+        y: Tensor = self.norm(self.conv(x))
+        if len(x) > 4 and float(y.detach().mean()) > -1:
+            y = y * 2
+        return y * (1 if scales is None else scales[0])
+
+
+def test_what_no_graph_can_say_runs_beside_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Network, "_has_kernels", lambda self: self.normalizes)
+    for copies, options in ((2, {}), (1, {"scales": [3.0]})):
+        plain = Branches()
+        net = convoy.parallelize(copy.deepcopy(plain), "serial", example=PICTURES)
+        assert network_of(net).normalizes
+        images = PICTURES.repeat(copies, 1, 1, 1)
+        assert torch.equal(net(images, **options), plain(images, **options))
+        assert all(map(torch.equal, net.buffers(), plain.buffers()))
+
+
+def test_statistics_of_announced_microbatches_are_left_to_the_engine() -> None:
+    net = convoy.parallelize(build("shuffle"), "serial", example=PICTURES, batch_norm="microbatch")
+    network, mean = network_of(net), net.stem[1].running_mean
+    before = mean.clone()
+    network.context.enter(0, 0, (len(PICTURES),), PICTURES.device)
+    network.samples = (len(PICTURES),)
+    net(PICTURES)
+    assert torch.equal(mean, before)
+    network.context.statistics.fold()
+    assert not torch.equal(mean, before)
+    after = mean.clone()
+    network.samples = None  # nobody announces passes: each brings them up to date
+    net(PICTURES)
+    assert not torch.equal(mean, after)
