@@ -2,7 +2,6 @@
 
 from convoy.engine.coupling import Probe, microbatch_sizes, passes, probe
 from convoy.engine.explain import explain
-from convoy.engine.gradients.tree import GradientTree
 from convoy.engine.layers import MicrobatchNorm, SampleDropout, prepare
 from convoy.engine.parallelize import (
     accumulate,
@@ -13,7 +12,6 @@ from convoy.engine.parallelize import (
 from convoy.ops.context import StepContext
 
 __all__ = [
-    "GradientTree",
     "MicrobatchNorm",
     "Probe",
     "SampleDropout",

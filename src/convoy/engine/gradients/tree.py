@@ -2,8 +2,7 @@
 
 Floating-point sums depend on their order. Here the order depends on the number of microbatches alone, so that the
 weights are bit for bit the same on any number of ranks and with any shares. The tree of n leaves has the tree of the
-first 2^m leaves on the left, 2^m being the largest power of two below n, and that of the others on the right; adding
-neighbors as one carries in binary counting gives the same sums on one device (`GradientTree`).
+first 2^m leaves on the left, 2^m being the largest power of two below n, and that of the others on the right.
 
 Over several ranks each adds what it can of its own consecutive microbatches, sends pieces of these sums to the pieces'
 owners, who add them in the order of the tree, and the sums are gathered. Where the shares are parts of the tree, these
@@ -103,34 +102,6 @@ class TreeSum(Generic[T]):
 
 def _sum(left: Gradients, right: Gradients) -> Gradients:
     return [b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)]
-
-
-class GradientTree:
-    """Collects the gradient of one microbatch after the other and leaves their sum in `.grad`.
-
-    At most log2(microbatches) + 1 sets of gradients are kept at a time.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._sums = TreeSum[Gradients](1 << 62, _sum)  # of how many microbatches, nobody has said
-        self._count = 0
-
-    def add(self) -> None:
-        """Take the gradient of the next microbatch out of `.grad`, which is left empty."""
-        self._sums.put((self._count, self._count + 1), [parameter.grad for parameter in self._parameters])
-        self._count += 1
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def finish(self) -> None:
-        """Put the sum over all microbatches into `.grad` and begin anew."""
-        *parts, (_, total) = self._sums.take()
-        for _, part in reversed(parts):
-            total = _sum(part, total)
-        for parameter, gradient in zip(self._parameters, total, strict=True):
-            parameter.grad = gradient
-        self._count = 0
 
 
 class TreeExchange:
