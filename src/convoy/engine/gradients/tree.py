@@ -34,9 +34,6 @@ from convoy.engine.gradients.reducer import MessageQueue, largest
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
 
-Gradients = list[Tensor | None]
-
-
 Span = tuple[int, int]
 T = TypeVar("T")
 
@@ -98,10 +95,6 @@ class TreeSum(Generic[T]):
                 return span == (left[0], right[1])
             span = (span[0], half) if left[1] < half else (half, span[1])
         return False
-
-
-def _sum(left: Gradients, right: Gradients) -> Gradients:
-    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)]
 
 
 class TreeExchange:
