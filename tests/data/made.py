@@ -14,6 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from convoy.data import DataConfig, DataSet, open_data
+from convoy.data.sources import EncodedSource, Source
+
 
 def pixels(num: int, height: int, width: int, channels: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (num, height, width, channels), dtype=np.uint8)
@@ -131,3 +134,27 @@ def tar_members(num: int, num_classes: int = 2, seed: int = 0, **size: int) -> d
         members[f"{seed}-{i:04d}.jpg"] = encoded(picture(seed=seed * 1000 + i, **size), "JPEG")
         members[f"{seed}-{i:04d}.cls"] = str(i % num_classes).encode()
     return members
+
+
+def opened(path: Path | str, **options: Any) -> DataSet:
+    """The data set at a path, by keys of the recipe's section `data`."""
+    return open_data(DataConfig(path=str(path), **options))
+
+
+def names(source: Source) -> list[str]:
+    """Of all samples."""
+    return [source.name(sample) for sample in range(len(source))]
+
+
+class Listed(EncodedSource):
+    """Picture files in a list, each a class of its own."""
+
+    def __init__(self, files: Sequence[bytes]) -> None:
+        self.files = files
+        self.labels = np.arange(len(files))
+
+    def read(self, sample: int) -> bytes:
+        return self.files[sample]
+
+    def name(self, sample: int) -> str:
+        return f"file {sample}"
