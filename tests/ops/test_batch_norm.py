@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy
 import interpreted
@@ -237,33 +235,3 @@ def test_a_relu_in_the_same_operation(triton: bool) -> None:
         interpreted.kernels()
     for behind, inside in run_ranks(_behind, 2, ((False, False), (True, triton))):
         assert all(torch.allclose(got, want, rtol=1e-12, atol=1e-13) for want, got in zip(behind, inside, strict=True))
-
-
-class Dispatched(TorchDispatchMode):
-    """Notes which of Convoy's own operations are dispatched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "convoy":
-            self.operations.append(func._schema.name.removeprefix("convoy::"))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_layer_takes_few_operations_and_copies_nothing_to_the_gpu() -> None:
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    try:
-        holders = Holders(dist.group.WORLD, (32,) * 8)  # type: ignore[arg-type]
-        x, weight, bias = (t.requires_grad_() for t in (torch.randn(2, 6, 4, 4), torch.rand(6), torch.zeros(6)))
-        running = Following(torch.zeros(6), torch.ones(6), 0.1)
-        with as_on_a_gpu():
-            normalize_together(x, weight, bias, running, 1e-5, holders).sum().backward()
-            with Dispatched() as seen:
-                y = normalize_together(x, weight, bias, running, 1e-5, holders, relu=True)
-                y.backward(torch.ones_like(y))
-    finally:
-        dist.destroy_process_group()
-    want = ["channel_moments", "normalize_shared", "shared_gradient_sums", "shared_input_gradient"]
-    assert seen.operations == want

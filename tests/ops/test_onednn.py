@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -222,27 +221,3 @@ def test_in_bfloat16_no_weight_is_laid_out_with_amx(tmp_path: Path, monkeypatch:
         for dtype in (torch.float32, torch.bfloat16):
             ready = layer.prepare(small(64, 5, dtype), filters(96, 64, 3, dtype))
             assert (ready is not None) == (in_bfloat16 or dtype == torch.float32)
-
-
-def test_no_weight_is_laid_out_by_a_torch_that_does_it_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = convolution_of()
-    assert layer.prepare is not None
-    monkeypatch.setattr(onednn, "has_packing", onednn.has_packing.__wrapped__)
-    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
-    for method in ("compute", "input_gradient"):
-        right = getattr(onednn._Packed, method)
-
-        def off(*args: Any, right: Any = right) -> Tensor:
-            found = right(*args)
-            return torch.nextafter(found, found + 1)
-
-        for wrong in (off, _missing):
-            with monkeypatch.context() as patch:
-                patch.setattr(onednn._Packed, method, wrong)
-                assert layer.prepare(small(64, 5), filters(96, 64, 3)) is None
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is None
-
-
-def _missing(*_: object) -> Tensor:
-    raise AttributeError("there is no such operation")

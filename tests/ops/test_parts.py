@@ -19,20 +19,6 @@ from convoy.plans.windows import Need, Window
 from emulated import check
 
 TWO, THREE, GRID = Mesh(("a",), (2,)), Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2))
-POOLS: dict[tuple[str, int], Any] = {
-    ("max_pool", 1): F.max_pool1d,
-    ("max_pool", 2): F.max_pool2d,
-    ("max_pool", 3): F.max_pool3d,
-    ("avg_pool", 1): F.avg_pool1d,
-    ("avg_pool", 2): F.avg_pool2d,
-    ("avg_pool", 3): F.avg_pool3d,
-    ("adaptive_avg_pool", 1): F.adaptive_avg_pool1d,
-    ("adaptive_avg_pool", 2): F.adaptive_avg_pool2d,
-    ("adaptive_avg_pool", 3): F.adaptive_avg_pool3d,
-    ("adaptive_max_pool", 1): F.adaptive_max_pool1d,
-    ("adaptive_max_pool", 2): F.adaptive_max_pool2d,
-    ("adaptive_max_pool", 3): F.adaptive_max_pool3d,
-}
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "amax": torch.amax}
 
 
@@ -60,11 +46,11 @@ def pool(kind: str, x: Tensor, mesh: Mesh, given: Layout, kernel: Any = 2, **opt
     attributes = {name: each(sizes[name]) for name in ("stride", "padding", "dilation")} | {"kernel": each(kernel)}
     attributes |= {name: options.get(name, default) for name, default in kept.items()}
     options = {"kernel_size": kernel, **options}
-    return check(kind, POOLS[kind, num], (x,), (), options, attributes, mesh, {"x": given})
+    return check(kind, getattr(F, f"{kind}{num}d"), (x,), (), options, attributes, mesh, {"x": given})
 
 
 def adaptive(kind: str, x: Tensor, size: tuple[int, ...], mesh: Mesh, given: Layout) -> Placed:
-    return check(kind, POOLS[kind, len(size)], (x,), (size,), {}, {"output_size": size}, mesh, {"x": given})
+    return check(kind, getattr(F, f"{kind}{len(size)}d"), (x,), (size,), {}, {"output_size": size}, mesh, {"x": given})
 
 
 def resize(x: Tensor, mesh: Mesh, given: Layout, mode: str, corners: bool | None = None, **target: Any) -> Placed:

@@ -1,17 +1,11 @@
 """Running statistics: one term after the other in the order of the microbatches, whoever has them."""
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from convoy.comm import collectives
 from convoy.comm.groups import Groups
 from convoy.ops.statistics import Running, RunningStatistics, add_term
 from convoy.plans.mesh import Mesh
@@ -82,52 +76,6 @@ def test_the_terms_of_any_number_of_ranks(sizes: tuple[int, ...], owners: tuple[
                 assert torch.equal(got, want) if in_order else torch.allclose(got, want, rtol=1e-6, atol=1e-7)
     orders = [expected(0.1, order) for order in itertools.islice(itertools.permutations(STARTS), 2)]
     assert not all(torch.equal(one, other) for one, other in zip(*orders, strict=True))  # the control
-
-
-class Counted(TorchDispatchMode):
-    """Counts operations."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += 1
-        return func(*args, **(kwargs or {}))
-
-
-def cost(ranks: int, own: int, in_order: bool) -> tuple[int, int]:
-    """Operations and bytes of a rank of many, of the second update."""
-    sent: list[int] = []
-
-    def count(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def counted(x: Tensor, group: Any) -> Tensor:
-            found = collective(x, group)
-            sent.append(found.nbytes)
-            return found
-
-        return counted
-
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        groups, statistics = Groups(Mesh(("a",), (ranks,))), RunningStatistics(in_order)
-        with pytest.MonkeyPatch.context() as patch, Counted() as seen:
-            for name in ("all_reduce", "all_gather"):
-                patch.setattr(f"convoy.ops.statistics.{name}", count(getattr(collectives, name)))
-            for _ in range(2):
-                seen.number = 0
-                sent.clear()
-                for layer in range(2):
-                    starts, owners = range(ranks * own), [rank for rank in range(ranks) for _ in range(own)]
-                    statistics.record(fresh(layer, 0.1, (0,)), starts, owners, torch.rand(own, 2, CHANNELS[layer]))
-                statistics.fold(groups)
-    finally:
-        dist.destroy_process_group()
-    return seen.number, sum(sent)
-
-
-def test_the_cost_depends_neither_on_the_ranks_nor_on_the_microbatches() -> None:
-    assert cost(8, 1, False) == cost(8, 64, False) == cost(64, 8, False)
-    assert cost(8, 1, False)[1] == 2 * 4 * sum(CHANNELS)
-    assert cost(64, 8, True) > cost(8, 1, True) > cost(8, 1, False)
 
 
 def test_the_sum_is_not_in_low_precision() -> None:
