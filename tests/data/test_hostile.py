@@ -1,6 +1,5 @@
 """Archives and pickles made to do harm: they write nothing, and take no more memory than their data do."""
 
-import gzip
 import io
 import pickle
 import tarfile
@@ -97,13 +96,6 @@ def test_labels_and_pictures_are_read_to_a_limit(tmp_path: Path) -> None:
         file.truncate(2**30 + 1)  # a hole: it takes no space
     with pytest.raises(BadImage, match="has more than 1073741824 bytes"):
         open_folder(tmp_path, DataConfig()).train.read(0)
-
-
-def test_a_compressed_tar_is_not_unpacked(tmp_path: Path) -> None:
-    plain = write(tmp_path / "plain", ("a.png", PNG, {}), ("a.cls", b"0", {}))
-    (tmp_path / "train.tar").write_bytes(gzip.compress(plain.read_bytes()))
-    with pytest.raises(ConvoyError, match="is compressed"):
-        open_tars(tmp_path / "train.tar", DataConfig())
 
 
 def bomb(path: Path, claimed: int, content: int) -> None:
