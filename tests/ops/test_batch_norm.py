@@ -16,7 +16,14 @@ import interpreted
 from batch_norm_cases import CHANNELS, LAYOUTS, by_microbatch, layer, make, samples, serial
 from convoy.engine import MicrobatchNorm, StepContext
 from convoy.ops import batch_norm, shared_batch_norm
-from convoy.ops.shared_batch_norm import Following, Holders, normalize_together
+from convoy.ops.shared_batch_norm import (
+    Following,
+    Holders,
+    all_moments,
+    normalize_by,
+    normalize_together,
+    own_moments,
+)
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive
 from one_call import OneCall, run_call, worst
 from ops.many_calls import as_on_a_gpu, run_calls
@@ -235,3 +242,30 @@ def test_a_relu_in_the_same_operation(triton: bool) -> None:
         interpreted.kernels()
     for behind, inside in run_ranks(_behind, 2, ((False, False), (True, triton))):
         assert all(torch.allclose(got, want, rtol=1e-12, atol=1e-13) for want, got in zip(behind, inside, strict=True))
+
+
+def _compiled_parts() -> list[Tensor]:
+    """This rank's part, by the functions of which a compiled network is made: result, gradients, buffers."""
+    x, gradient = _parts(torch.float64)
+    weight, bias = (torch.rand(6).double().requires_grad_() for _ in range(2))
+    running = [torch.zeros(6).double(), torch.ones(6).double()]
+    x.requires_grad_()
+    moments = all_moments(own_moments(x), Following(*running, 0.5), _holders())
+    y = normalize_by(x, weight, bias, moments, 1e-5)
+    y.backward(gradient)
+    return [y.detach(), x.grad, weight.grad, bias.grad, *running]  # type: ignore[list-item]
+
+
+def test_the_parts_of_a_compiled_layer_are_the_plain_layer_on_unequal_ranks() -> None:
+    ranks = run_ranks(_compiled_parts, 2)
+    torch.manual_seed(0)
+    x, gradient = (torch.randn(5, 6, 4, 4).double() for _ in range(2))
+    weight, bias = (torch.rand(6).double().requires_grad_() for _ in range(2))
+    running = [torch.zeros(6).double(), torch.ones(6).double()]
+    x.requires_grad_()
+    y = F.batch_norm(x, *running, weight, bias, True, 0.5, 1e-5)
+    y.backward(gradient)
+    found = [torch.cat([rank[place] for rank in ranks]) for place in range(2)]
+    found += [ranks[0][place] + ranks[1][place] for place in (2, 3)] + ranks[0][4:]
+    for got, want in zip(found, (y, x.grad, weight.grad, bias.grad, *running), strict=True):
+        assert torch.allclose(got, want, rtol=1e-12, atol=1e-13)  # type: ignore[arg-type]
