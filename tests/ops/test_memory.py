@@ -112,6 +112,7 @@ def test_more_ranks_hold_less() -> None:
     assert of["sample=2"][0] == of["sample=2"][1]
     assert by_samples.parameters == whole.parameters and by_samples.activations * 2 == whole.activations
     assert of["sample=3"][0].activations > of["sample=3"][2].activations
+    assert predict_memory(placed(small_net(), "serial"), in_flight=3)[0].activations == 3 * whole.activations
     assert by_filters.parameters * 2 == whole.parameters and by_filters.gradients == by_filters.parameters
     assert by_filters.parameters < owt.parameters < whole.parameters
     assert owt.activations < by_filters.activations > whole.activations  # for inputs that are gathered

@@ -81,7 +81,7 @@ def _without_neighbours(self: Window, output: range) -> Need:
     return Need(rows, max(0, rows.start - start), max(0, stop - rows.stop))
 
 
-PLANS = [("Pools", "height=2,width=2"), ("Hourglass", "sample=2,height=2")]
+PLANS = [("Pools", "height=2,width=2"), ("Hourglass", "sample=2,height=2"), ("Hourglass", "channel=2,width=2")]
 
 
 def differences() -> list[float]:
