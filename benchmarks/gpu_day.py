@@ -315,7 +315,7 @@ def tests(bench: Bench, say: Say) -> None:
     """The suite of what runs on GPUs alone, or differs there."""
     for paths in (["tests/engine/test_cuda.py"], ["tests/ops", "tests/comm/test_nccl.py"]):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-x" if not bench.on_gpu else "-q"]
-        command += ["-p", "no:cacheprovider", *(paths if bench.on_gpu else ["tests/ops/test_context.py"])]
+        command += ["-p", "no:cacheprovider", *(paths if bench.on_gpu else ["tests/ops/test_recompute.py"])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         lines = done.stdout.strip().splitlines()
         failed = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))][:20]

@@ -84,7 +84,7 @@ def test_ranks_that_are_killed_leave_a_summary_that_says_so(
     assert digest(out) == digest(serial)
 
 
-@pytest.mark.matrix  # tests/data/test_loader.py kills them too
+@pytest.mark.matrix  # tests/data/test_workers.py kills them too
 def test_a_process_that_loads_pictures_is_replaced(
     serial: Path, data: Path, tmp_path: Path, start: Callable[[list[str]], Started]
 ) -> None:

@@ -5,14 +5,19 @@ import io
 import json
 import pickle
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from PIL import Image
+
+from convoy.data import Batch, DataConfig, DataSet, Order, evaluation_batches, open_data, training_batches
+from convoy.data.sources import EncodedSource, Source
 
 
 def pixels(num: int, height: int, width: int, channels: int, seed: int = 0) -> np.ndarray:
@@ -131,3 +136,53 @@ def tar_members(num: int, num_classes: int = 2, seed: int = 0, **size: int) -> d
         members[f"{seed}-{i:04d}.jpg"] = encoded(picture(seed=seed * 1000 + i, **size), "JPEG")
         members[f"{seed}-{i:04d}.cls"] = str(i % num_classes).encode()
     return members
+
+
+def opened(path: Path | str, **options: Any) -> DataSet:
+    """The data set at a path, by keys of the recipe's section `data`."""
+    return open_data(DataConfig(path=str(path), **options))
+
+
+def names(source: Source) -> list[str]:
+    """Of all samples."""
+    return [source.name(sample) for sample in range(len(source))]
+
+
+class Listed(EncodedSource):
+    """Picture files in a list, each a class of its own."""
+
+    def __init__(self, files: Sequence[bytes]) -> None:
+        self.files = files
+        self.labels = np.arange(len(files))
+
+    def read(self, sample: int) -> bytes:
+        return self.files[sample]
+
+    def name(self, sample: int) -> str:
+        return f"file {sample}"
+
+
+def trained(section: DataConfig, first: int = 0, num: int = 12, *, batch: int = 5, **options: Any) -> list[Batch]:
+    """The batches that some updates get."""
+    data = options.pop("data", None) or open_data(section)
+    order = Order(len(data.train), batch, seed=7)
+    made = training_batches(data, section, order, first_update=first, num_updates=num, seed=7, **options)
+    with closing(made):
+        return list(made)
+
+
+def evaluated(section: DataConfig, batch: int = 4, **options: Any) -> list[Batch]:
+    """The batches of an evaluation."""
+    data = options.pop("data", None) or open_data(section)
+    return list(evaluation_batches(data, section, batch=batch, **options))
+
+
+def same(left: Iterable[Batch], right: Iterable[Batch]) -> bool:
+    """Whether batches have the same pictures, labels and samples."""
+    return all(
+        torch.equal(one.images.to("cpu"), other.images.to("cpu"))
+        and torch.equal(one.labels, other.labels)
+        and torch.equal(one.samples, other.samples)
+        and (one.epoch, one.bad) == (other.epoch, other.bad)
+        for one, other in zip(left, right, strict=True)
+    )

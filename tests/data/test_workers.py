@@ -1,4 +1,4 @@
-"""Worker processes write to shared buffers: whoever keeps a batch keeps it, and their number follows the need."""
+"""Worker processes write to shared buffers: whoever keeps a batch keeps it, and nothing is left of a worker."""
 
 import errno
 import multiprocessing
@@ -6,8 +6,11 @@ import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -17,65 +20,81 @@ import numpy as np
 import pytest
 import torch
 
+from convoy.comm.memory import memory_explained
 from convoy.comm.position import current
-from convoy.data import AugmentConfig, DataConfig, Order, open_data, training_batches, workers
-from convoy.data.batch import Batch, Filled
+from convoy.data import Batch, DataConfig, Order, open_data, training_batches, workers
+from convoy.data.batch import Filled
 from convoy.data.buffers import Buffers
 from convoy.data.memory import SharedNumbers
 from convoy.data.sources import PixelSource
 from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError, MachineError
-from data.made import pixels, write_folder
+from data.made import pixels, same, trained, write_folder
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory):
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("photos")
     write_folder(root / "train", ("a", "b", "c"), num=30)
     write_folder(root / "val", ("a", "b", "c"), num=1)
     return root
 
 
-def images(photos, num_workers: int, batch: int = 40, num: int = 12) -> torch.Tensor:
-    """Of batches that are all kept."""
-    augment = AugmentConfig(crop="random-resized", flip=True)
-    section = DataConfig(path=str(photos), image_size=24, workers=num_workers, augment=augment)
-    data = open_data(section)
-    order = Order(len(data.train), batch, seed=7)
-    with closing(training_batches(data, section, order, first_update=0, num_updates=num, seed=7)) as made:
-        return torch.stack([one.images for one in list(made)])
+def section(path: Path, number: int = 2) -> DataConfig:
+    augment = {"crop": "random-resized", "flip": True}
+    return DataConfig(path=str(path), image_size=24, workers=number, augment=augment)
 
 
-@pytest.mark.parametrize("ahead", [1, 512])
-def test_batches_in_pieces_are_the_same_for_any_number_of_workers(photos, monkeypatch, ahead):
-    monkeypatch.setattr(workers, "_SAMPLES_AHEAD", ahead)
-    plain = images(photos, 0)
-    for number in (1, 3):
-        assert torch.equal(images(photos, number), plain)
+def left() -> list[int]:
+    """Descriptors, and worker processes, of this process."""
+    return [len(list(Path("/proc/self/fd").iterdir())), len(multiprocessing.active_children())]
 
 
-def test_the_comparison_notices_buffers_that_are_written_to_too_early(photos, monkeypatch):
-    """The negative control: a buffer is free again while its batch is kept."""
+@pytest.fixture(autouse=True)
+def _nothing_is_left_of_workers_that_have_ended() -> Iterator[None]:
+    multiprocessing.active_children()
+    before = left()[1]
+    yield
+    assert left()[1] == before
 
-    def careless(self, slot: int, copied: bool) -> tuple[np.ndarray, np.ndarray]:
+
+def started(photos: Path) -> tuple[Generator[Batch], list[int]]:
+    """Batches, of which one is made, and the two processes that make them."""
+    before = {process.pid for process in multiprocessing.active_children()}
+    data, config = open_data(section(photos)), section(photos)
+    made = training_batches(data, config, Order(90, 5, seed=7), first_update=0, num_updates=400, seed=7)
+    next(made)
+    pids = [process.pid for process in multiprocessing.active_children() if process.pid not in before]
+    assert len(pids) == 2
+    return made, [pid for pid in pids if pid is not None]
+
+
+def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trained(section(photos, 0), batch=40)
+    for ahead in (1, 512):
+        monkeypatch.setattr(workers, "_SAMPLES_AHEAD", ahead)
+        assert same(trained(section(photos, 3), batch=40), plain)
+    before = left()
+    assert same(trained(section(photos, 2), num=2, batch=40), plain[:2])
+    assert left() == before
+
+    def careless(self: Buffers, slot: int, copied: bool) -> tuple[np.ndarray, ...]:
         self.free.append(slot)
         return self[slot]
 
-    plain = images(photos, 0)
     monkeypatch.setattr(workers, "_SAMPLES_AHEAD", 1)
-    monkeypatch.setattr(Buffers, "hand_out", careless)
-    assert not torch.equal(images(photos, 2), plain)
+    monkeypatch.setattr(Buffers, "hand_out", careless)  # the control: a buffer is free while its batch is kept
+    assert not same(trained(section(photos, 2), batch=40), plain)
 
 
-def test_an_error_comes_with_its_batch(tmp_path):
+def test_an_error_comes_with_its_batch(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", num=20)
     write_folder(tmp_path / "val")
-    section = DataConfig(path=str(tmp_path), image_size=24, workers=2)
-    data = open_data(section)
-    order = Order(len(data.train), 4, seed=1)
-    bad = int(order.update(7)[1][2])
-    (tmp_path / data.train.name(bad)).write_bytes(b"")
-    made = training_batches(data, section, order, first_update=0, num_updates=9, seed=1)
+    data, order = open_data(section(tmp_path)), Order(40, 4, seed=1)
+    (tmp_path / data.train.name(int(order.update(7)[1][2]))).write_bytes(b"")
+    made = training_batches(data, section(tmp_path), order, first_update=0, num_updates=9, seed=1)
     assert len([next(made) for _ in range(7)]) == 7
     with pytest.raises(ConvoyError, match="is an empty file"):
         next(made)
@@ -85,7 +104,7 @@ def test_an_error_comes_with_its_batch(tmp_path):
 class Slow:
     """Takes its time for every sample."""
 
-    seconds: float
+    seconds: float = 0
     shape = (1, 2, 2)
 
     def fill(self, images: np.ndarray, samples: np.ndarray, epoch: int | None) -> Filled:
@@ -98,8 +117,29 @@ class Slow:
         return Batch(torch.from_numpy(images), torch.from_numpy(labels), torch.from_numpy(filled.samples), epoch)
 
 
+class Deaf(Slow):
+    """Its worker hears no SIGTERM."""
+
+    def fill(self, images: np.ndarray, samples: np.ndarray, epoch: int | None) -> Filled:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return super().fill(images, samples, epoch)
+
+
+@dataclass
+class Hungry:
+    """Makes batches for which memory lacks."""
+
+    error: Exception
+    shape = (3, 8, 8)
+
+    def fill(self, *_: object) -> Filled:
+        raise self.error
+
+
 @pytest.mark.parametrize(("seconds", "expected"), [(0.002, [2]), (0.0, [])])
-def test_others_start_where_batches_are_waited_for(seconds, expected, monkeypatch):
+def test_more_start_where_batches_are_waited_for(
+    seconds: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workers, "_WAITED", 0.4)  # machines that test are busy
     told: list[int] = []
     requests = (Request(np.arange(k, k + 8), 0) for k in range(40))
@@ -112,89 +152,89 @@ def test_others_start_where_batches_are_waited_for(seconds, expected, monkeypatc
     assert told == expected
 
 
-def test_a_worker_gets_no_copy_of_what_grows_with_the_data(photos):
-    data = open_data(DataConfig(path=str(photos)))
-    pieces = []
+def test_many_workers_take_every_piece_once() -> None:
+    """They read from one pipe without a lock, whose pages end within a task."""
+    requests = [Request(np.arange(k, k + 600), 0) for k in range(60)]
+    with closing(Workers(Slow(), iter(requests), 600, most=6).batches()) as made:
+        for request, batch in zip(requests, made, strict=True):
+            assert np.array_equal(batch.images[:, 0, 0, 0], request.samples % 256)
+    # What is on its way fits into the smallest pipe: else each side could wait for the other to read.
+    assert workers._MOST_SENT * workers._TASK.size <= 4096
+
+
+def test_a_worker_gets_no_copy_of_what_grows_with_the_data(photos: Path) -> None:
+    data = open_data(section(photos))
     for source in (data.train, data.train.subset(np.arange(80))):
         state = source.__getstate__()
         assert state["labels"] == range(len(source))
-        pieces.append(len(pickle.dumps({key: value for key, value in state.items() if key in ("labels", "_root")})))
-    assert max(pieces) < 300
-    numbers = SharedNumbers(np.arange(10))
-    assert numbers.array.tolist() == list(range(10))
-
-
-def test_pixels_in_memory_are_not_copied_into_every_worker():
+        assert len(pickle.dumps({key: value for key, value in state.items() if key in ("labels", "_root")})) < 300
+    assert SharedNumbers(np.arange(10)).array.tolist() == list(range(10))
     source = PixelSource(pixels(300, 32, 32, 3), np.arange(300) % 10, "made")
-    before = source.pixels.copy()
-    state = source.__getstate__()
+    before, state = source.pixels.copy(), source.__getstate__()
     assert state["pixels"] is None and len(pickle.dumps({k: v for k, v in state.items() if k != "_shared"})) < 500
     assert source.__getstate__()["_shared"] is state["_shared"] and np.array_equal(source.pixels, before)
     assert np.array_equal(source.subset(np.arange(5)).pixels, before[:5])
 
 
-def test_pieces_on_their_way_fit_into_the_smallest_pipe():
-    """Or the training process could wait for a worker to take one, and that for its answer to be read."""
-    assert workers._MOST_SENT * workers._TASK.size <= 4096
+def kill(made: Generator[Batch], pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(MachineError, match=r"^a process that loads pictures died [^\n]*data.workers[^\n]*$"):
+        list(made)
 
 
-def test_many_workers_take_every_piece_once():
-    """They read from one pipe without a lock, whose pages end within a task."""
-    requests = [Request(np.arange(k, k + 600), 0) for k in range(60)]
-    with closing(Workers(Slow(0), iter(requests), 600, most=6).batches()) as made:
-        for request, batch in zip(requests, made, strict=True):
-            assert np.array_equal(batch.images[:, 0, 0, 0], request.samples % 256)
+def fail_in_the_loop(made: Generator[Batch], pids: list[int]) -> None:
+    with pytest.raises(ZeroDivisionError), closing(made):
+        for _ in made:
+            1 / 0  # noqa: B018
 
 
-def now() -> list[int]:
-    """Descriptors, and worker processes, of this process."""
-    return [len(list(Path("/proc/self/fd").iterdir())), len(multiprocessing.active_children())]
+def leave_their_group(made: Generator[Batch], pids: list[int]) -> None:
+    """Signals to the whole group do not reach the workers."""
+    deadline = time.monotonic() + 20  # the first batch is one worker's, another may just have begun
+    while os.getpgid(0) in (groups := {os.getpgid(pid) for pid in pids}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert groups and os.getpgid(0) not in groups
+    made.close()
 
 
-def test_nothing_is_left_of_workers_that_have_ended(photos):
-    images(photos, 2, num=2)
-    before = now()
-    for _ in range(4):
-        images(photos, 2, num=2)
-    assert now() == before
+@pytest.mark.parametrize("end", [kill, fail_in_the_loop, leave_their_group, lambda made, pids: made.close()])
+def test_workers_end_however_a_loader_ends(photos: Path, end: Callable[[Generator[Batch], list[int]], None]) -> None:
+    """What is left is looked at after every test."""
+    end(*started(photos))
 
 
-class Deaf(Slow):
-    """Its worker hears no SIGTERM."""
-
-    def fill(self, images: np.ndarray, samples: np.ndarray, epoch: int | None) -> Filled:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return super().fill(images, samples, epoch)
-
-
-def test_workers_that_ignore_signals_end_too():
-    before, began = now()[1], time.monotonic()
-    made = Workers(Deaf(0), (Request(np.arange(4), 0) for _ in range(1000)), 4, most=1).batches()
+def test_workers_that_ignore_signals_end_too() -> None:
+    began = time.monotonic()
+    made = Workers(Deaf(), (Request(np.arange(4), 0) for _ in range(1000)), 4, most=1).batches()
     next(made)
     made.close()
-    assert now()[1] == before and time.monotonic() - began < 20
+    assert time.monotonic() - began < 20
 
 
-def test_a_second_worker_that_cannot_be_started_leaves_no_first_one(monkeypatch):
-    own, started = ForkServerProcess.start, []
+def test_a_worker_that_lacks_memory_or_cannot_be_started_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    words = r"^a process that loads pictures ran out of memory: lower data\.workers$"
+    for error in (MemoryError(), RuntimeError(text)):  # and gets no advice for GPUs
+        with pytest.raises(MachineError, match=words), memory_explained(0, 1):
+            next(Workers(Hungry(error), iter([Request(np.arange(2))]), 2, most=1).batches())
+    start, processes = ForkServerProcess.start, []
 
-    def start(self) -> None:
-        if started:
+    def second_fails(self: ForkServerProcess) -> None:
+        if processes:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        own(self)
-        started.append(self)
+        start(self)
+        processes.append(self)
 
-    monkeypatch.setattr(ForkServerProcess, "start", start)
-    before = now()[1]
+    monkeypatch.setattr(ForkServerProcess, "start", second_fails)
     with pytest.raises(MachineError, match=r"died .*Resource temporarily unavailable.*lower data.workers"):
-        next(Workers(Slow(0), iter([Request(np.arange(4), 0)]), 4, most=2).batches())
-    assert started and now()[1] == before
+        next(Workers(Slow(), iter([Request(np.arange(4), 0)]), 4, most=2).batches())
+    assert processes
 
 
-def test_who_holds_a_batch_up_is_named_with_its_samples(photos):
-    section = DataConfig(path=str(photos), image_size=24, workers=2)
-    data, order = open_data(section), Order(90, 40, seed=7)
-    with closing(training_batches(data, section, order, first_update=0, num_updates=9, seed=7)) as made:
+def test_who_holds_a_batch_up_is_named_with_its_samples(photos: Path) -> None:
+    data, order = open_data(section(photos)), Order(90, 40, seed=7)
+    with closing(training_batches(data, section(photos), order, first_update=0, num_updates=9, seed=7)) as made:
         next(made)
         stopped = {child.pid for child in multiprocessing.active_children() if child.name == "convoy-pictures"}
         for pid in stopped:
@@ -215,5 +255,46 @@ def test_who_holds_a_batch_up_is_named_with_its_samples(photos):
         thread.join()
     assert len(batches) == 8 and current.late is None
     form = r"process (\d+), which is stopped, has not (?:delivered|taken) (?:train/\w/\d+\.jpg,? ){3}and \d+ more"
-    found = [re.fullmatch(form, words) for words in late[-1].split("; ")]
-    assert {int(each[1]) for each in found if each} == stopped, late[-1]
+    matches = [re.fullmatch(form, words) for words in late[-1].split("; ")]
+    assert {int(each[1]) for each in matches if each} == stopped, late[-1]
+
+
+SCRIPT = """
+import multiprocessing, sys, time
+from contextlib import closing
+from convoy.data import DataConfig, Order, open_data, training_batches
+
+if __name__ == "__main__":
+    section = DataConfig(path=sys.argv[1], image_size=24, workers=2)
+    data = open_data(section)
+    order = Order(len(data.train), 5, seed=7)
+    with closing(training_batches(data, section, order, first_update=0, num_updates=400, seed=7)) as made:
+        next(made)
+        try:
+            print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print(sum(len(next(made)) for _ in range(20)), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_a_training_process_that_is_ended(tmp_path: Path, photos: Path, number: int) -> None:
+    """Killed it leaves not a word; by Ctrl-C the workers go on, for the step to be finished."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command, pipe = [sys.executable, str(tmp_path / "script.py"), str(photos)], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        server = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        maps = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+        assert maps and not [line for line in maps if "/dev/shm/" in line]
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
+        output, errors = process.communicate(timeout=60)  # up to the end of the last process that has them
+        assert errors == "" and output.split() == (["100"] if number == signal.SIGINT else [])
+        assert process.returncode == (0 if number == signal.SIGINT else -number)
+        end = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() for pid in (*pids, server)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in (*pids, server))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,27 +95,20 @@ def measured_if_readable(
     return measure_pictures(data, config, samples, 3, **time)
 
 
-def test_waiting_for_bytes_is_no_work(clock: MadeTime, working: Working) -> None:
-    working(lambda file: WORK_S)
-    found = measured(Photos(partial(clock.sleep, WAIT_S)))
-    assert found.read_s == pytest.approx(WAIT_S)
-    assert [found.cpu_s, found.packed_s, found.raw_s] == pytest.approx([WORK_S] * 3)
+def test_waiting_for_bytes_is_told_from_work(clock: MadeTime, working: Working, tmp_path: Path) -> None:
 
-
-def test_work_of_reading_is_no_waiting(clock: MadeTime) -> None:
-    """A read that computes for as long."""
-    found = measured(Photos(partial(clock.work, WAIT_S)))
-    assert found.read_s == pytest.approx(0) and found.least_read_s == pytest.approx(0)
-    assert found.cpu_s == pytest.approx(WAIT_S)
-
-
-def test_nor_is_that_another_process_has_the_core(clock: MadeTime, tmp_path: Path) -> None:
     def arrive() -> None:
-        """It waits for a core for a third of the time."""
+        """For a third of the time another process has the core."""
         clock.sleep(WAIT_S)
         (tmp_path / "none").write_text(f"5 {round(clock.now * 1e9 / 3)} 1")
 
     assert measured(Photos(arrive)).read_s == pytest.approx(WAIT_S * 2 / 3)
+    found = measured(Photos(partial(clock.work, WAIT_S)))  # a read that computes for as long
+    assert (found.read_s, found.least_read_s, found.cpu_s) == pytest.approx((0, 0, WAIT_S))
+    working(lambda file: WORK_S)
+    found = measured(Photos(partial(clock.sleep, WAIT_S)))
+    assert found.read_s == pytest.approx(WAIT_S)
+    assert [found.cpu_s, found.packed_s, found.raw_s] == pytest.approx([WORK_S] * 3)
 
 
 def test_what_is_slow_to_answer_is_told_from_what_carries_little(clock: MadeTime) -> None:
@@ -148,23 +142,15 @@ def test_large_photographs_are_smaller_once_they_are_packed(working: Working) ->
     assert found.turbo_s == (None if turbo.missing() else found.cpu_s)
 
 
-def test_packing_what_is_packed_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Photos()
-    monkeypatch.setattr(pictures, "packed_picture", lambda source, sample, options: Stored(source.read(sample)))
-    found = measured(source)
+def test_packing_what_is_packed_is_not_offered_and_a_few_pictures_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2, 3):
+        found = measured(Photos(), SAMPLES[:number])
+        assert found.cpu_s > 0
+        assert all(np.isfinite(each) for each in (found.read_s, found.least_read_s, found.packed_s))
+    stored = lambda source, sample, options: SimpleNamespace(data=source.read(sample))  # noqa: E731
+    monkeypatch.setattr(pictures, "packed_picture", stored)
+    found = measured(Photos())
     assert found.packed_s is None and found.raw_s is None
-
-
-class Stored:
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_few_pictures_suffice(number: int) -> None:
-    found = measured(Photos(), SAMPLES[:number])
-    assert found.cpu_s > 0
-    assert all(np.isfinite(each) for each in (found.read_s, found.least_read_s, found.packed_s))
 
 
 def test_it_does_not_take_longer_than_it_may(clock: MadeTime) -> None:
@@ -180,24 +166,23 @@ def test_it_does_not_take_longer_than_it_may(clock: MadeTime) -> None:
     assert len(reads) <= 2 + 9 + 2 * (1 if turbo.missing() else 2) + 2 * 3
 
 
-@pytest.mark.parametrize("bad", [0, 20])
-def test_a_picture_that_cannot_be_read_is_no_measurement(bad: int) -> None:
-    assert measured_if_readable(Photos(bad=bad), SAMPLES) is None
-
-
-@pytest.mark.parametrize(("good", "is_measured"), [(31, True), (0, False)])
-def test_where_bad_pictures_are_skipped_the_others_are_measured(good: int, is_measured: bool) -> None:
+def test_bad_pictures_are_no_measurement_but_where_they_are_skipped() -> None:
+    for bad in (0, 20):
+        assert measured_if_readable(Photos(bad=bad), SAMPLES) is None
     whole = Photos().read(0)
 
     class Cut(Photos):
-        def read(self, sample: int) -> bytes:
-            return whole if sample < good and sample != 3 else whole[:300]
+        good = 31
 
-    source = Cut()
-    data = DataSet("photos", ["a", "b"], source, source, 48, 3, (0.5,) * 3, (0.5,) * 3, 56)
-    for bad_images in ("skip", "error"):
+        def read(self, sample: int) -> bytes:
+            return whole if sample < self.good and sample != 3 else whole[:300]
+
+    for good, bad_images in ((31, "skip"), (31, "error"), (0, "skip")):
+        source = Cut()
+        source.good = good
+        data = DataSet("photos", ["a", "b"], source, source, 48, 3, (0.5,) * 3, (0.5,) * 3, 56)
         found = measure_pictures(data, DataConfig(path="photos", bad_images=bad_images), SAMPLES, seed=3)
-        assert (found is not None) == (is_measured and bad_images == "skip")
+        assert (found is not None) == (good == 31 and bad_images == "skip")
         assert found is None or (found.cpu_s > 0 and found.packed_s is not None)
 
 

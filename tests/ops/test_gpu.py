@@ -12,35 +12,13 @@ import torch
 from convoy.ops import gpu
 
 
-@pytest.mark.parametrize(
-    ("module", "what"), [("microbatch_kernels", "batch norm by microbatch"), ("random_kernels", "dropout")]
-)
-def test_where_triton_cannot_build_its_kernels_torch_runs(
-    module: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("Failed to find C compiler.\nSet CC.")
-
-    broken = types.ModuleType(f"convoy.ops.{module}")
-    broken.try_out = fail  # type: ignore[attr-defined]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, broken.__name__, broken)
-    match = rf"^{what} runs .* more slowly, as they cannot be built here: Failed to find C compiler\.$"
-    with pytest.warns(UserWarning, match=match):
-        assert gpu._tried.__wrapped__(module, what, torch.device("cpu")) is None
-
-
-@pytest.mark.parametrize("more", [(), pytest.param(("more",), marks=pytest.mark.slow)], ids=["few", "more"])
-def test_triton_builds_for_gpus(more: tuple[str, ...], tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed: its kernels are not built")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    subprocess.run([sys.executable, "-m", "triton_builds", *more], env=environment, check=True, timeout=150)
-
-
-def test_where_memory_lacks_for_the_trial_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may go well the next time, and whether Triton runs decides the rounding of all updates to come."""
-    answers = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), None]
+def test_where_triton_cannot_build_its_kernels_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory lacks nothing is decided: it may go well the next time, and the rounding of updates hangs on it."""
+    answers: list[Exception | None] = [
+        RuntimeError("Failed to find C compiler.\nSet CC."),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+        None,
+    ]
 
     def try_out(_: object) -> None:
         if (answer := answers.pop(0)) is not None:
@@ -50,8 +28,20 @@ def test_where_memory_lacks_for_the_trial_nothing_is_decided(monkeypatch: pytest
     kernels.try_out = try_out  # type: ignore[attr-defined]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    arguments = ("microbatch_kernels", "batch norm by microbatch", torch.device("cuda"))
+    match = r"^batch norm by microbatch runs .* more slowly, as they cannot be built here: Failed to find C compiler\.$"
+    with pytest.warns(UserWarning, match=match):
+        assert gpu._tried.__wrapped__(*arguments) is None
     gpu._tried.cache_clear()
     with pytest.raises(torch.OutOfMemoryError):
-        gpu._tried("microbatch_kernels", "batch norm by microbatch", torch.device("cuda"))
-    assert gpu._tried("microbatch_kernels", "batch norm by microbatch", torch.device("cuda")) is kernels
+        gpu._tried(*arguments)
+    assert gpu._tried(*arguments) is kernels
     gpu._tried.cache_clear()
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("more",), marks=pytest.mark.slow)], ids=["few", "more"])
+def test_triton_builds_for_gpus(more: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: its kernels are not built")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    subprocess.run([sys.executable, "-m", "triton_builds", *more], env=environment, check=True, timeout=150)

@@ -1,4 +1,4 @@
-"""Group norm, layer norm and local response normalization over a mesh, in float64 on real processes."""
+"""Norms, softmax, dropout and random numbers over a mesh, in float64 on real processes, against the whole call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,210 +6,303 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from convoy.ops import rms_norm, shared_statistics
+from convoy.engine import SampleDropout, StepContext
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.ops import OPERATIONS, capture, place, rms_norm, shared_statistics
+from convoy.ops.lrn import halo
+from convoy.ops.random_bits import sample_keys
 from convoy.plans.layout import WHOLE, Layout, Split, balanced, consecutive, indices
-from one_call import OneCall, run_call, worst
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import Batch, Placed, Situation
+from convoy.plans.plan import Plan
+from one_call import OneCall, worst
+from ops.many_calls import run_calls
 
-ROWS = {2: Split((0,), consecutive((1, 3, 1)))}
+Sizes, Row = tuple[int, ...], tuple[tuple[int, ...], Layout]
 
 
-def split(dim: int, *parts: tuple[int, ...], axes: tuple[int, ...] = (0,)) -> dict[int, Split]:
+def split(dim: int, *parts: Any, axes: tuple[int, ...] = (0,)) -> dict[int, Split]:
     return {dim: Split(axes, tuple(map(indices, parts)))}
 
 
-def plain(case: OneCall, call: Callable[[dict[str, Tensor]], Tensor]) -> dict[str, Tensor]:
-    """The same call on the whole."""
+def layout(*splits: dict[int, Split]) -> Layout:
+    return Layout.of({dim: each for one in splits for dim, each in one.items()})
+
+
+ROWS = {2: Split((0,), consecutive((1, 3, 1)))}
+LISTS = (0, 2, 5), (4, 3, 1)
+SAMPLES: list[Row] = [((2,), layout(split(0, (0, 1, 2), (3,)))), ((3,), layout(split(0, (0, 1, 2), (), (3,))))]
+GROUPS: list[Row] = [
+    *SAMPLES,
+    ((2,), layout(split(1, (0, 1, 2, 3), (4, 5)))),
+    ((2,), layout(split(1, (4, 5, 0, 1), (2, 3)))),
+    ((2,), layout(split(1, (), range(6)))),
+    ((2,), layout(split(1, (0, 3, 5), (2, 1, 4)))),
+    ((3,), layout(split(1, (0,), (), (2, 1, 3, 4, 5)))),
+    ((3,), layout(ROWS)),
+    ((2, 2), layout(split(1, (0, 1, 2, 3), (4, 5)), split(2, (0, 1), (2, 3, 4), axes=(1,)))),
+    ((2, 2), layout(split(1, (0, 2, 3), (1, 4, 5)), split(2, (0, 1), (2, 3, 4), axes=(1,)))),
+    ((2, 2), layout(split(0, (0, 1, 2, 3), ()), split(1, (0,), (1, 2, 3, 4, 5), axes=(1,)))),
+    ((2,), WHOLE),
+]
+LAST: list[tuple[int, Row]] = [  # how many dims are normalized
+    (1, ((2,), layout(split(3, *LISTS)))),  # channels after a permutation
+    (1, ((3,), layout(split(3, (0, 2, 5), (), (4, 3, 1))))),
+    *((1, row) for row in SAMPLES),
+    (1, ((3,), layout(ROWS))),
+    (1, ((2, 2), layout(split(0, (0, 1, 2, 3), ()), split(3, *LISTS, axes=(1,))))),
+    (3, ((2, 2), layout(split(1, (0,), (1, 2, 3, 4)), split(3, *LISTS, axes=(1,))))),
+    (2, ((3,), layout(ROWS))),
+    (3, ((3,), layout(ROWS))),
+    (4, ((2,), layout(split(0, (0, 1, 2), (3,))))),
+    (1, ((2,), WHOLE)),
+]
+PLAIN: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Tensor]] = {
+    "group_norm": lambda t, a: F.group_norm(t["x"], a["num_groups"], t.get("weight"), t.get("bias"), a["eps"]),
+    "layer_norm": lambda t, a: F.layer_norm(t["x"], a["normalized_shape"], t.get("weight"), t.get("bias"), a["eps"]),
+    "rms_norm": lambda t, a: F.rms_norm(t["x"], a["normalized_shape"], t["weight"], a["eps"]),
+    "lrn": lambda t, a: F.local_response_norm(t["x"], a["size"], a["alpha"], a["beta"], a["k"]),
+    "softmax": lambda t, a: getattr(F, a["function"])(t["x"], dim=a["dim"]),
+}
+
+
+def call(op: str, row: Row, x: Tensor, parameters: dict[str, tuple[int, ...]], **attributes: Any) -> OneCall:
+    sizes, given = row
+    tensors = {"x": x, **{name: torch.rand(shape).double() for name, shape in parameters.items()}}
+    attributes = {"input": "x", "weight": None, "bias": None} | attributes | {name: name for name in parameters}
+    function = F.local_response_norm if op == "lrn" else getattr(F, attributes.get("function", op))
+    kwargs = {"dim": attributes["dim"]} if op == "softmax" else {}
+    gradient = torch.randn(x.shape, dtype=torch.float64)
+    return OneCall(op, function, tensors, attributes, sizes, given, gradient, kwargs=kwargs)
+
+
+def numbers(*shape: int, scale: float = 3, shift: float = 50) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64) * scale + shift
+
+
+def group(row: Row, groups: int = 3, affine: bool = True, last: bool = False) -> OneCall:
+    x = numbers(4, 6, 5, 4).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    parameters = {"weight": (6,), "bias": (6,)} if affine else {}
+    return call("group_norm", row, x, parameters, num_groups=groups, eps=1e-5)
+
+
+def of_last(op: str, dims: int, row: Row, shape: tuple[int, ...] = (4, 5, 5, 6), eps: Any = 1e-6) -> OneCall:
+    parameters = dict.fromkeys(("weight", "bias")[: 1 if op == "rms_norm" else 2], shape[-dims:])
+    return call(op, row, numbers(*shape), parameters, normalized_shape=shape[-dims:], eps=eps)
+
+
+CHANNELS: Row = (2,), layout(split(1, (0, 3, 5), (2, 1, 4)))
+LRN: list[tuple[int, Row]] = [
+    (1, ((2,), Layout.of({1: Split((0,), balanced(7, 2))}))),
+    (5, ((3,), Layout.of({1: Split((0,), consecutive((6, 0, 1)))}))),
+    (2, ((2, 2), Layout.of({0: Split((0,), consecutive((3, 0))), 1: Split((1,), balanced(7, 2))}))),
+    (9, ((2,), Layout.of({1: Split((0,), balanced(7, 2))}))),
+    (3, ((2,), Layout.of({2: Split((0,), balanced(4, 2))}))),
+    (3, ((2,), WHOLE)),
+    (5, ((2, 2), layout(split(1, (0, 2, 4, 6), (1, 3, 5)), split(0, (0, 1), (2,), axes=(1,))))),
+]
+SOFTMAX: list[tuple[str, int, Row]] = [
+    ("softmax", 1, ((2,), layout(split(1, (0, 3, 5), (2, 1, 4))))),
+    ("log_softmax", 1, ((3,), layout(split(1, (0, 3, 5), (), (2, 1, 4))))),
+    ("log_softmax", -1, ((2, 2), layout(split(0, (0, 1, 2), ()), split(1, (0, 3, 5), (2, 1, 4), axes=(1,))))),
+    ("softmax", 1, ((2,), layout(split(0, (0,), (1, 2))))),
+    ("log_softmax", 0, ((2,), layout(split(0, (0,), (1, 2))))),
+    ("softmax", 0, ((2,), layout(split(0, (0,), (1, 2))))),
+]
+CALLS: dict[str, Callable[[], list[OneCall]]] = {
+    "group_norm": lambda: [
+        *(group(row) for row in GROUPS),
+        *(group(CHANNELS, groups, last=last) for groups, last in ((1, False), (6, True))),
+        group(CHANNELS, affine=False, last=True),
+    ],
+    "layer_norm": lambda: [
+        *(of_last("layer_norm", dims, row) for dims, row in LAST),
+        call("layer_norm", LAST[0][1], numbers(4, 5, 5, 6), {}, normalized_shape=(6,), eps=1e-6),
+    ],
+    "rms_norm": lambda: [
+        of_last("rms_norm", dims, row, eps=None if number % 2 else 1e-2) for number, (dims, row) in enumerate(LAST)
+    ],
+    "lrn": lambda: [
+        call("lrn", row, numbers(3, 7, 4, 4, scale=1, shift=0), {}, size=size, alpha=0.3, beta=0.7, k=2.0)
+        for size, row in LRN
+    ],
+    "softmax": lambda: [
+        call("softmax", row, numbers(3, 6, shift=800), {}, function=function, dim=dim % 2)
+        for function, dim, row in SOFTMAX
+    ],
+}
+
+
+def error(case: OneCall, got: dict[str, Tensor]) -> float:
+    """Of the result and of every gradient, relative to those of the whole call."""
     tensors = {name: t.clone().requires_grad_() for name, t in case.tensors.items()}
-    y = call(tensors)
+    y = PLAIN[case.op](tensors, case.attributes)
     y.backward(case.gradient)
-    return {"y": y.detach(), **{f"{name}.grad": t.grad for name, t in tensors.items()}}  # type: ignore[misc]
+    grads: Any = {f"{name}.grad": t.grad for name, t in tensors.items()}
+    return worst(got, {"y": y.detach(), **grads})[1]
 
 
-def group_case(given: Layout, sizes: tuple[int, ...], groups: int = 3, affine: bool = True, **kw: Any) -> OneCall:
+@pytest.mark.parametrize("op", CALLS)
+def test_ranks_together_do_what_the_whole_call_does(op: str) -> None:
     torch.manual_seed(1)
-    x = torch.randn(4, 6, 5, 4, dtype=torch.float64) * 3 + 50
-    x = x.to(memory_format=kw.pop("memory_format", torch.contiguous_format))
-    tensors = {"x": x}
-    if affine:
-        tensors |= {"weight": torch.rand(6).double(), "bias": torch.randn(6).double()}
-    attributes = {"input": "x", "num_groups": groups, "eps": 1e-5, "weight": None, "bias": None}
-    attributes |= {name: name for name in tensors if name != "x"}
-    return OneCall("group_norm", F.group_norm, tensors, attributes, sizes, given, torch.randn_like(x), **kw)
+    cases = CALLS[op]()
+    for case, got in zip(cases, run_calls(cases), strict=True):
+        assert error(case, got) < 1e-11, f"{case.sizes} {case.given} {case.attributes}"
+        if op == "lrn" and case.given.split(1) != LRN[-1][1][1].split(1):
+            assert case.placed().outputs["y"] == case.given
 
 
-def check_group(case: OneCall) -> float:
-    groups = case.attributes["num_groups"]
-    want = plain(case, lambda t: F.group_norm(t["x"], groups, t.get("weight"), t.get("bias"), 1e-5))
-    return worst(run_call(case), want)[1]
+def test_statistics_of_one_rank_are_noticed() -> None:
+    torch.manual_seed(1)
+    columns: Row = (2,), layout(split(2, (0, 1), (2, 3, 4, 5)))
+    cases = []
+    for collective in ("all_gather", "all_reduce"):
+        shared, rms = (shared_statistics.__name__, collective), (rms_norm.__name__, collective)
+        cases += [
+            group(CHANNELS, 1),
+            of_last("layer_norm", 1, columns, (3, 4, 6)),
+            of_last("rms_norm", 1, columns, (3, 4, 6)),
+        ]
+        for case, sabotage in zip(cases[-3:], (shared, shared, rms), strict=True):
+            case.sabotage = sabotage
+    for case, got in zip(cases, run_calls(cases), strict=True):
+        assert error(case, got) > 1e-3, f"{case.op} {case.sabotage}"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "given"),
-    [
-        ((2,), Layout.of(split(0, (0, 1, 2), (3,)))),
-        ((3,), Layout.of(split(0, (0, 1, 2), (), (3,)))),
-        ((2,), Layout.of(split(1, (0, 1, 2, 3), (4, 5)))),
-        ((2,), Layout.of(split(1, (4, 5, 0, 1), (2, 3)))),
-        ((2,), Layout.of(split(1, (), range(6)))),  # type: ignore[arg-type]
-        ((2,), Layout.of(split(1, (0, 3, 5), (2, 1, 4)))),
-        ((3,), Layout.of(split(1, (0,), (), (2, 1, 3, 4, 5)))),
-        ((3,), Layout.of(ROWS)),
-        ((2, 2), Layout.of({**split(1, (0, 1, 2, 3), (4, 5)), **split(2, (0, 1), (2, 3, 4), axes=(1,))})),
-        ((2, 2), Layout.of({**split(1, (0, 2, 3), (1, 4, 5)), **split(2, (0, 1), (2, 3, 4), axes=(1,))})),
-        ((2, 2), Layout.of({**split(0, (0, 1, 2, 3), ()), **split(1, (0,), (1, 2, 3, 4, 5), axes=(1,))})),
-        ((2,), WHOLE),
-    ],
-)
-def test_group_norm(sizes: tuple[int, ...], given: Layout) -> None:
-    assert check_group(group_case(given, sizes)) < 1e-11
+SHAPE = (5, 6, 4, 3)
+DROPPED: list[Row] = [
+    ((2,), Layout.of({0: Split((0,), consecutive((3, 2)))})),
+    ((3,), Layout.of({0: Split((0,), consecutive((3, 0, 2)))})),
+    ((2,), layout(split(1, (5, 0, 2), (1, 4, 3)))),
+    ((2, 2), layout({0: Split((0,), consecutive((4, 1)))}, split(1, (5, 0, 2), (1, 4, 3), axes=(1,)))),
+    ((2, 2), Layout.of({2: Split((0,), consecutive((3, 1))), 3: Split((1,), consecutive((1, 2)))})),
+    ((2,), WHOLE),
+]
 
 
-@pytest.mark.parametrize("options", [{"groups": 1}, {"groups": 6}, {"affine": False}])
-def test_group_norm_variants(options: dict[str, Any]) -> None:
-    given = Layout.of(split(1, (0, 3, 5), (2, 1, 4)))
-    assert check_group(group_case(given, (2,), **options)) < 1e-11
-    assert check_group(group_case(given, (2,), memory_format=torch.channels_last, **options)) < 1e-11
+def dropout(row: Row, channels: bool) -> OneCall:
+    x, (sizes, given) = torch.randn(SHAPE, dtype=torch.float64), row
+    attributes = {"input": "x", "p": 0.4, "channels": channels}
+    function = F.dropout2d if channels else F.dropout
+    return OneCall("dropout", function, {"x": x}, attributes, sizes, given, torch.randn_like(x))
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
-def test_statistics_of_one_rank_are_noticed(collective: str) -> None:
-    given, name = Layout.of(split(1, (0, 3, 5), (2, 1, 4))), shared_statistics.__name__
-    case = group_case(given, (2,), groups=1, sabotage=(name, collective))
-    assert check_group(case) > 1e-3
-    case = layer_case((3, 4, 6), 1, Layout.of(split(2, (0, 1), (2, 3, 4, 5))), (2,), sabotage=(name, collective))
-    assert check_layer(case) > 1e-3
+def test_what_is_dropped_is_that_of_one_device() -> None:
+    torch.manual_seed(1)
+
+    def alone(case: OneCall, name: str = "y") -> dict[str, Tensor]:
+        context = StepContext(seed=3)
+        layer = SampleDropout(name, case.attributes["p"], case.attributes["channels"], context)
+        context.enter(7, 0, (len(case.gradient),), torch.device("cpu"))
+        x = case.tensors["x"].clone().requires_grad_()
+        y = layer(x)
+        y.backward(case.gradient)
+        return {"y": y.detach(), "x.grad": x.grad}  # type: ignore[dict-item]
+
+    cases = [dropout(row, channels) for row in DROPPED for channels in (False, True)]
+    for case, got in zip(cases, run_calls(cases), strict=True):
+        want = alone(case)
+        assert all(torch.equal(got[name], want[name]) for name in want), f"{case.given} {case.attributes}"
+        assert not torch.equal(got["y"], alone(case, "z")["y"])  # the control: another layer, another mask
+    folded = dropout(DROPPED[0], False)
+    folded.gradient = folded.tensors["x"] = folded.tensors["x"].view(10, 3, 4, 3)
+    with pytest.raises(ConvoyError, match=r"layer 'layer' drops elements of 10 samples of a batch of 5.*remove"):
+        folded.placed()
 
 
-def layer_case(
-    shape: tuple[int, ...], dims: int, given: Layout, sizes: tuple[int, ...], affine: bool = True, **kw: Any
-) -> OneCall:
-    torch.manual_seed(2)
-    x = torch.randn(shape, dtype=torch.float64) * 2 + 30
-    tensors = {"x": x}
-    if affine:
-        tensors |= {"weight": torch.rand(shape[-dims:]).double(), "bias": torch.randn(shape[-dims:]).double()}
-    attributes = {"input": "x", "normalized_shape": shape[-dims:], "eps": 1e-6, "weight": None, "bias": None}
-    attributes |= {name: name for name in tensors if name != "x"}
-    return OneCall("layer_norm", F.layer_norm, tensors, attributes, sizes, given, torch.randn_like(x), **kw)
+def test_random_numbers_of_samples_are_those_of_one_device() -> None:
+    draws = [("bernoulli", 0.7), ("bernoulli", 1.0), ("bernoulli", 0.0), ("uniform", None)]
+    divided, shape = Layout.of({0: Split((0,), consecutive((1500, 500)))}), (2000, 1, 1)
+    cases = [
+        OneCall("random", torch.rand, {}, {"draw": draw, "p": p}, (2,), given, torch.zeros(shape))
+        for given in (WHOLE, divided)
+        for draw, p in draws
+    ]
+    results = [found["y"] for found in run_calls(cases)]
+    for (draw, p), whole, parts in zip(draws, results[:4], results[4:], strict=True):
+        assert torch.equal(whole, parts)
+        assert abs(whole.mean() - (0.5 if p is None else p)) < 0.05
+        if draw == "uniform":
+            assert whole.min() >= 0 and whole.max() < 1 and abs(whole.var() - 1 / 12) < 0.01
 
 
-def check_layer(case: OneCall) -> float:
-    shape = case.attributes["normalized_shape"]
-    want = plain(case, lambda t: F.layer_norm(t["x"], shape, t.get("weight"), t.get("bias"), 1e-6))
-    return worst(run_call(case), want)[1]
+def test_a_pass_is_announced_with_its_samples() -> None:
+    context, cpu = StepContext(seed=2, draws=True), torch.device("cpu")
+    samples = [*range(5), *range(8, 11)]
+    context.enter(3, samples, (3, 2, 3), cpu)
+    assert context.starts == (0, 3, 8) and torch.equal(context.keys, sample_keys(2, 3, samples))
+    assert torch.equal(context.keys_of(range(4, 6), 8), sample_keys(2, 3, [4, 8]))
+    assert torch.equal(context.keys_of((7, 0), 8), sample_keys(2, 3, [10, 0]))
+    context = StepContext(seed=2)
+    context.enter(4, 6, (2, 0, 3), cpu)
+    assert context.starts == (6, -1, 8) and len(context.keys) == 0  # nobody draws
+    context.need_keys()  # a layer that is built after the announcement
+    assert torch.equal(context.keys, sample_keys(2, 4, range(6, 11)))
+    with pytest.raises(ConvoyError, match="draws random numbers for 4 samples, but 0 were announced"):
+        StepContext().keys_of(range(4), 4)
 
 
-@pytest.mark.parametrize(
-    ("dims", "sizes", "given"),
-    [
-        (1, (2,), Layout.of(split(3, (0, 2, 5), (4, 3, 1)))),  # channels after a permutation
-        (1, (3,), Layout.of(split(3, (0, 2, 5), (), (4, 3, 1)))),
-        (1, (2,), Layout.of(split(0, (0, 1, 2), (3,)))),
-        (1, (3,), Layout.of(split(0, (0, 1, 2), (), (3,)))),
-        (1, (3,), Layout.of(ROWS)),
-        (1, (2, 2), Layout.of({**split(0, (0, 1, 2, 3), ()), **split(3, (0, 2, 5), (4, 3, 1), axes=(1,))})),
-        (3, (2, 2), Layout.of({**split(1, (0,), (1, 2, 3, 4)), **split(3, (0, 2, 5), (4, 3, 1), axes=(1,))})),
-        (3, (3,), Layout.of(ROWS)),
-        (2, (3,), Layout.of(ROWS)),
-        (4, (2,), Layout.of(split(0, (0, 1, 2), (3,)))),
-        (1, (2,), WHOLE),
-    ],
-)
-def test_layer_norm(dims: int, sizes: tuple[int, ...], given: Layout) -> None:
-    assert check_layer(layer_case((4, 5, 5, 6), dims, given, sizes)) < 1e-11
+MESH, BY_SAMPLE = Mesh(("a", "b"), (2, 2)), {0: Split((0,), consecutive((3, 1)))}
+BY_CHANNEL = {1: Split((1,), ((0, 3, 5), (1, 2, 4)))}
 
 
-def test_layer_norm_without_scale() -> None:
-    given = Layout.of(split(3, (0, 2, 5), (4, 3, 1)))
-    assert check_layer(layer_case((4, 5, 5, 6), 1, given, (2,), affine=False)) < 1e-11
+def placed(op: str, shape: tuple[int, ...], given: Layout, *more: str, **attributes: Any) -> Placed:
+    """What the rule says of a call with input `x` and vectors of dim 1's or the last dim's size."""
+    values = {"x": Value("x", shape, torch.float32), "y": Value("y", shape, torch.float32)}
+    values |= {name: Value(name, attributes.get("normalized_shape", shape[1:2]), torch.float32) for name in more}
+    attributes = {"input": "x", "weight": None, "bias": None, **attributes, **{name: name for name in more}}
+    inputs = ("x", *more)
+    call = Call("y", "block.norm", op, torch.relu, tuple(map(Ref, inputs)), {}, inputs, ("y",), Ref("y"), attributes)
+    graph, batch = Graph((call,), values, ("x",), Ref("y"), {}, True), Batch(MESH, (0,), consecutive((3, 1)))
+    return OPERATIONS[op].place(Situation(graph, MESH, batch, call, ("sample", "filter"), {"x": given}))
 
 
-def rms_case(
-    shape: tuple[int, ...], dims: int, given: Layout, sizes: tuple[int, ...], eps: float | None = 1e-6, **kw: Any
-) -> OneCall:
-    torch.manual_seed(5)
-    x = torch.randn(shape, dtype=torch.float64) * 2 + 3
-    tensors = {"x": x, "weight": torch.rand(shape[-dims:]).double()}
-    attributes = {"input": "x", "normalized_shape": shape[-dims:], "weight": "weight", "eps": eps}
-    return OneCall("rms_norm", F.rms_norm, tensors, attributes, sizes, given, torch.randn_like(x), **kw)
+def test_parameters_are_divided_as_what_they_scale_and_no_more_is_asked_for_than_is_needed() -> None:
+    attributes: dict[str, Any] = {"batch_norm": {"running_mean": None, "running_var": None}, "lrn": {"size": 5}}
+    attributes |= {"layer_norm": {"normalized_shape": (6,)}, "dropout": {"channels": False}}
+    for op in ("batch_norm", "group_norm", "layer_norm", "lrn", "dropout", "softmax"):  # partial sums are added before
+        found = placed(op, (4, 6), Layout.of(BY_SAMPLE, partial=(1,)), **attributes.get(op, {}))
+        assert found.inputs["x"] == found.outputs["y"] == Layout.of(BY_SAMPLE), op
+    buffers, divided = ("running_mean", "running_var", "num_batches_tracked"), {0: BY_CHANNEL[1]}
+    found = placed("batch_norm", (4, 6, 5, 5), Layout.of({**BY_SAMPLE, **BY_CHANNEL}), "weight", "bias", *buffers)
+    assert found.inputs["x"] == found.outputs["y"] == Layout.of({**BY_SAMPLE, **BY_CHANNEL})
+    assert found.inputs["weight"] == found.inputs["bias"] == Layout.of(divided, copied=(0,))
+    assert [found.inputs[name] for name in buffers] == [Layout.of(divided), Layout.of(divided), WHOLE]
+    rows = {2: Split((0,), balanced(5, 2))}
+    found = placed("group_norm", (4, 6, 5, 5), Layout.of({**rows, **BY_CHANNEL}), "weight", "bias", num_groups=3)
+    assert found.inputs["weight"] == Layout.of(divided, copied=(0,))
+    last, norm = {2: BY_CHANNEL[1]}, {"normalized_shape": (6,)}
+    found = placed("layer_norm", (4, 7, 6), Layout.of({**BY_SAMPLE, **last}), "weight", "bias", **norm)
+    assert found.inputs["weight"] == Layout.of(divided, copied=(0,))
+    found = placed("layer_norm", (4, 7, 6), Layout.of({1: Split((1,), balanced(7, 2))}), "weight", "bias", **norm)
+    assert found.inputs["weight"] == Layout.of(copied=(1,))
+    assert placed("random", (4, 1, 1), WHOLE).outputs["y"] == Layout.of(BY_SAMPLE)
+    assert halo((range(4), range(4, 7), range(0)), 5, 7) == (range(6), range(2, 7), range(0))
+    assert halo((range(4), range(4, 7)), 4, 7) == (range(5), range(2, 7))
+    assert halo((range(4), range(4, 7)), 1, 7) == (range(4), range(4, 7))
 
 
-def check_rms(case: OneCall) -> float:
-    shape, eps = case.attributes["normalized_shape"], case.attributes["eps"]
-    return worst(run_call(case), plain(case, lambda t: F.rms_norm(t["x"], shape, t["weight"], eps)))[1]
+class Block(nn.Module):
+    """A block of ConvNeXt (Liu et al., 2022)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.depthwise = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.norm, self.wide, self.narrow = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.depthwise(self.stem(x)).permute(0, 2, 3, 1))
+        return self.narrow(F.gelu(self.wide(y))).permute(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("dims", "sizes", "given"),
-    [
-        (1, (2,), Layout.of(split(3, (0, 2, 5), (4, 3, 1)))),
-        (1, (3,), Layout.of(split(3, (0, 2, 5), (), (4, 3, 1)))),
-        (1, (3,), Layout.of(split(0, (0, 1, 2), (), (3,)))),
-        (1, (2, 2), Layout.of({**split(0, (0, 1, 2, 3), ()), **split(3, (0, 2, 5), (4, 3, 1), axes=(1,))})),
-        (3, (2, 2), Layout.of({**split(1, (0,), (1, 2, 3, 4)), **split(3, (0, 2, 5), (4, 3, 1), axes=(1,))})),
-        (2, (3,), Layout.of(ROWS)),
-        (3, (3,), Layout.of(ROWS)),
-        (1, (2,), WHOLE),
-    ],
-)
-@pytest.mark.parametrize("eps", [1e-2, None])
-def test_rms_norm(dims: int, sizes: tuple[int, ...], given: Layout, eps: float | None) -> None:
-    assert check_rms(rms_case((4, 5, 5, 6), dims, given, sizes, eps)) < 1e-11
-
-
-@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
-def test_rms_norm_of_one_ranks_numbers_is_noticed(collective: str) -> None:
-    given = Layout.of(split(2, (0, 1), (2, 3, 4, 5)))
-    assert check_rms(rms_case((3, 4, 6), 1, given, (2,), sabotage=(rms_norm.__name__, collective))) > 1e-3
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
-@pytest.mark.parametrize(
-    ("sizes", "given"),
-    [
-        ((2,), Layout.of({1: Split((0,), balanced(7, 2))})),
-        ((3,), Layout.of({1: Split((0,), consecutive((6, 0, 1)))})),
-        ((2, 2), Layout.of({0: Split((0,), consecutive((3, 0))), 1: Split((1,), balanced(7, 2))})),
-        ((2,), Layout.of({2: Split((0,), balanced(4, 2))})),
-        ((2,), WHOLE),
-    ],
-)
-def test_lrn(size: int, sizes: tuple[int, ...], given: Layout) -> None:
-    case = lrn_case(size, sizes, given)
-    assert case.placed().outputs["y"] == given
-    assert worst(run_call(case), plain(case, lambda t: F.local_response_norm(t["x"], size, 0.3, 0.7, 2.0)))[1] < 1e-12
-
-
-def test_lrn_of_scattered_channels_asks_for_all_of_them() -> None:
-    samples = split(0, (0, 1), (2,), axes=(1,))
-    case = lrn_case(5, (2, 2), Layout.of({**split(1, (0, 2, 4, 6), (1, 3, 5)), **samples}))
-    assert case.placed().inputs["x"] == case.placed().outputs["y"] == Layout.of(samples)
-    assert worst(run_call(case), plain(case, lambda t: F.local_response_norm(t["x"], 5, 0.3, 0.7, 2.0)))[1] < 1e-12
-
-
-def lrn_case(size: int, sizes: tuple[int, ...], given: Layout) -> OneCall:
-    torch.manual_seed(3)
-    x = torch.randn(3, 7, 4, 4, dtype=torch.float64)
-    attributes = {"input": "x", "size": size, "alpha": 0.3, "beta": 0.7, "k": 2.0}
-    return OneCall("lrn", F.local_response_norm, {"x": x}, attributes, sizes, given, torch.randn_like(x))
-
-
-@pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
-@pytest.mark.parametrize(
-    ("dim", "sizes", "given"),
-    [
-        (1, (2,), Layout.of(split(1, (0, 3, 5), (2, 1, 4)))),
-        (1, (3,), Layout.of(split(1, (0, 3, 5), (), (2, 1, 4)))),
-        (-1, (2, 2), Layout.of({**split(0, (0, 1, 2), ()), **split(1, (0, 3, 5), (2, 1, 4), axes=(1,))})),
-        (1, (2,), Layout.of(split(0, (0,), (1, 2)))),
-        (0, (2,), Layout.of(split(0, (0,), (1, 2)))),
-    ],
-)
-def test_softmax(function: Callable[..., Tensor], dim: int, sizes: tuple[int, ...], given: Layout) -> None:
-    torch.manual_seed(4)
-    x = torch.randn(3, 6, dtype=torch.float64) * 30
-    attributes = {"input": "x", "dim": dim % x.dim(), "function": function.__name__}
-    case = OneCall("softmax", function, {"x": x}, attributes, sizes, given, torch.randn_like(x), kwargs={"dim": dim})
-    assert worst(run_call(case), plain(case, lambda t: function(t["x"], dim=dim)))[1] < 1e-12
+def test_nothing_is_sent_for_layer_norm_after_a_permutation() -> None:
+    """But the image's gradient is added up, and a divided linear layer needs its input whole."""
+    graph = capture(Block(), ((4, 3, 6, 6),))
+    plan = Plan.parse({"mesh": {"a": 2}, "layers": {"narrow": {"a": "channel"}, "*": {"a": "filter"}}})
+    calls = place(graph, plan, Batch(plan.mesh, (), (range(4),)), [graph.output.name]).calls
+    (norm,) = (each for each in calls if each.call.name == "norm")
+    assert norm.placed.inputs[norm.call.inputs[0]].split(3) is not None
+    assert {each.call.name for each in calls if any(each.transfers.values())} <= {"stem", "wide"}

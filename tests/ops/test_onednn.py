@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -95,60 +94,38 @@ def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch, ki
     assert not torch.equal(engine(), prepared(own())(x)), "the kernels round alike: the test shows nothing"
 
 
-@pytest.mark.parametrize(
-    ("x", "filters"),
-    [
-        (images(16), 256),
-        (images(8).double(), 256),
-        (images(8).bfloat16(), 256),
-        (images(8, pixels=1), 2048),
-        (images(2), 8),
-        (images(1), 1024),
-    ],
-    ids=["oneDNN anyway", "float64", "bfloat16", "one pixel", "little work", "a single small image"],
-)
-def test_other_passes_are_called_as_they_are(x: Tensor, filters: int) -> None:
-    assert is_better_dilated(images(), torch.empty(256, 1024, 1, 1))
-    assert not is_better_dilated(x, torch.empty(filters, 1024, 1, 1))
-
-
-def test_a_single_image_is_called_dilated_where_that_leads_to_onednn() -> None:
-    for pixels in (4, 5):
-        x, conv = images(1, pixels), layer(1024)
-        dilated = kernels(nn.Sequential(layer(1024, dilation=2)), x)
-        assert is_better_dilated(x, conv.weight) == ("aten::mkldnn_convolution" in dilated) == (pixels == 5)
-
-
-def test_nothing_is_called_dilated_where_it_would_not_be_onednn_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = layer().weight
+def test_only_small_passes_in_float32_are_called_dilated(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = layer().weight, images()
+    assert is_better_dilated(x, weight)
+    for name, given, number in (
+        ("oneDNN anyway", images(16), 256),
+        ("float64", x.double(), 256),
+        ("bfloat16", x.bfloat16(), 256),
+        ("one pixel", images(8, pixels=1), 2048),
+        ("little work", images(2), 8),
+        ("a single small image", images(1), 1024),
+    ):
+        assert not is_better_dilated(given, torch.empty(number, 1024, 1, 1)), name
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.mkldnn, "enabled", False)
-        assert not is_better_dilated(images(), weight)
+        assert not is_better_dilated(x, weight)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not is_better_dilated(images(), weight)
-    assert is_better_dilated(images(), weight)
-
-
-def test_several_threads_use_onednn_anyway() -> None:
+        assert not is_better_dilated(x, weight)
+    for pixels in (4, 5):  # a single image, where that leads to oneDNN
+        dilated = kernels(nn.Sequential(layer(1024, dilation=2)), images(1, pixels))
+        is_onednn = "aten::mkldnn_convolution" in dilated
+        assert is_better_dilated(images(1, pixels), layer(1024).weight) == is_onednn == (pixels == 5)
     torch.set_num_threads(2)
-    assert not is_better_dilated(images(), torch.empty(256, 1024, 1, 1))
+    assert not is_better_dilated(x, weight)
 
 
-def test_other_layers_are_left_alone() -> None:
-    others = [
-        layer(stride=2),
-        layer(dilation=2),
-        nn.Conv2d(4, 4, 3),
-        Own(4, 4, 1),
-        nn.Conv2d(4, 4, 1, padding_mode="circular"),
-    ]
+def test_other_layers_are_left_alone_and_hooks_stay() -> None:
+    options = (layer(stride=2), layer(dilation=2), nn.Conv2d(4, 4, 3), Own(4, 4, 1))
+    others = [*options, nn.Conv2d(4, 4, 1, padding_mode="circular")]
     model = nn.Sequential(*others)
     prepare(model, 0, "microbatch")
     assert [type(each) for each in model] == [type(each) for each in others]
     assert not any(isinstance(each, PointwiseConv2d) for each in model)
-
-
-def test_hooks_stay() -> None:
     model, seen = nn.Sequential(layer()), []
     model[0].register_forward_hook(lambda *_: seen.append(1))
     prepare(model, 0, "microbatch")
@@ -172,52 +149,38 @@ def filters(number: int, channels: int, kernel: int, dtype: torch.dtype = torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [None, torch.arange(96.0)])
-@pytest.mark.parametrize(
-    "sizes", [(3, 1, 1, 1), (1, 1, 0, 1), (1, 2, 0, 1), (3, 2, 1, 1), (3, 3, 0, 1), (2, 2, 1, 2)], ids=str
-)
-def test_a_weight_that_is_laid_out_once_gives_the_same_bits(
-    sizes: tuple[int, int, int, int], bias: Tensor | None, dtype: torch.dtype
-) -> None:
-    layer, x, weight = convolution_of(*sizes), small(64, 5, dtype), filters(96, 64, sizes[0], dtype)
-    assert layer.prepare is not None
-    if dtype == torch.bfloat16 and has_amx():
-        assert layer.prepare(x, weight) is None
-        return
-    bias = bias if bias is None else bias.to(dtype)
-    ready = layer.prepare(x, weight)
-    assert ready is not None, "this torch packs no weights: this test shows nothing"
-    for images in (x, x.flip(0).contiguous(memory_format=torch.channels_last)):  # the weight is there the second time
-        y, expected = ready.compute(images, weight, bias), layer.compute(images, weight, bias)
-        assert torch.equal(y, expected)
-        assert y.stride() == expected.stride()
-        gradient = torch.sin(y)
-        back, expected = (each.input_gradient(gradient, images, weight) for each in (ready, layer))
-        assert torch.equal(back, expected)
-        assert back.stride() == expected.stride()
-    assert not torch.equal(ready.compute(x, weight + 1, bias), layer.compute(x, weight + 1, bias)), "it keeps the first"
-
-
-@pytest.mark.parametrize(
-    ("x", "weight"),
-    [
-        (small(64, 5).contiguous(), filters(96, 64, 3)),
-        (small(64, 5), filters(96, 64, 3).contiguous()),
-        (small(64, 5, torch.float64), filters(96, 64, 3, torch.float64)),
-        (small(64, 12), filters(96, 64, 3)),
-        (small(64, 5, samples=0), filters(96, 64, 3)),
-    ],
-    ids=["contiguous images", "contiguous weight", "float64", "many pixels", "no samples"],
-)
-def test_other_weights_are_not_laid_out(x: Tensor, weight: Tensor) -> None:
-    layer = convolution_of()
-    assert layer.prepare is not None
-    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
-    assert layer.prepare(x, weight) is None
+def test_a_weight_that_is_laid_out_once_gives_the_same_bits(dtype: torch.dtype) -> None:
+    sizes = ((3, 1, 1, 1), (1, 1, 0, 1), (1, 2, 0, 1), (3, 2, 1, 1), (3, 3, 0, 1), (2, 2, 1, 2))
+    for number, size in enumerate(sizes):
+        layer, x, weight = convolution_of(*size), small(64, 5, dtype), filters(96, 64, size[0], dtype)
+        assert layer.prepare is not None
+        if dtype == torch.bfloat16 and has_amx():
+            assert layer.prepare(x, weight) is None
+            continue
+        bias = torch.arange(96.0).to(dtype) if number % 2 else None
+        ready = layer.prepare(x, weight)
+        assert ready is not None, "this torch packs no weights: this test shows nothing"
+        for images in (x, x.flip(0).contiguous(memory_format=torch.channels_last)):  # the weight is there already
+            y, expected = ready.compute(images, weight, bias), layer.compute(images, weight, bias)
+            assert torch.equal(y, expected) and y.stride() == expected.stride()
+            back, expected = (each.input_gradient(torch.sin(y), images, weight) for each in (ready, layer))
+            assert torch.equal(back, expected) and back.stride() == expected.stride()
+        assert not torch.equal(ready.compute(x, weight + 1, bias), layer.compute(x, weight + 1, bias)), "it is kept"
 
 
 def test_nothing_is_laid_out_that_torch_leaves_to_another_kernel() -> None:
-    """1 × 1 convolutions of few samples with one thread, and single small images."""
+    """1 × 1 convolutions of few samples with one thread, and single small images; and what is laid out otherwise."""
+    layer = convolution_of()
+    assert layer.prepare is not None
+    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
+    for name, x, weight in (
+        ("contiguous images", small(64, 5).contiguous(), filters(96, 64, 3)),
+        ("contiguous weight", small(64, 5), filters(96, 64, 3).contiguous()),
+        ("float64", small(64, 5, torch.float64), filters(96, 64, 3, torch.float64)),
+        ("many pixels", small(64, 12), filters(96, 64, 3)),
+        ("no samples", small(64, 5, samples=0), filters(96, 64, 3)),
+    ):
+        assert layer.prepare(x, weight) is None, name
 
     def ready(kernel: int, samples: int, **options: int) -> bool:
         layer = convolution_of(kernel, padding=kernel // 2, **options)
@@ -258,27 +221,3 @@ def test_in_bfloat16_no_weight_is_laid_out_with_amx(tmp_path: Path, monkeypatch:
         for dtype in (torch.float32, torch.bfloat16):
             ready = layer.prepare(small(64, 5, dtype), filters(96, 64, 3, dtype))
             assert (ready is not None) == (in_bfloat16 or dtype == torch.float32)
-
-
-def test_no_weight_is_laid_out_by_a_torch_that_does_it_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = convolution_of()
-    assert layer.prepare is not None
-    monkeypatch.setattr(onednn, "has_packing", onednn.has_packing.__wrapped__)
-    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
-    for method in ("compute", "input_gradient"):
-        right = getattr(onednn._Packed, method)
-
-        def off(*args: Any, right: Any = right) -> Tensor:
-            found = right(*args)
-            return torch.nextafter(found, found + 1)
-
-        for wrong in (off, _missing):
-            with monkeypatch.context() as patch:
-                patch.setattr(onednn._Packed, method, wrong)
-                assert layer.prepare(small(64, 5), filters(96, 64, 3)) is None
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is None
-
-
-def _missing(*_: object) -> Tensor:
-    raise AttributeError("there is no such operation")

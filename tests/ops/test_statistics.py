@@ -1,17 +1,11 @@
 """Running statistics: one term after the other in the order of the microbatches, whoever has them."""
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from convoy.comm import collectives
 from convoy.comm.groups import Groups
 from convoy.ops.statistics import Running, RunningStatistics, add_term
 from convoy.plans.mesh import Mesh
@@ -63,66 +57,25 @@ def on_ranks(
     return [buffer for running in layers for buffer in (running.mean, running.var)]
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
+WAYS = list(itertools.product((0.1, None), (True, False)))
+
+
+def every_way(sizes: tuple[int, ...], owners: tuple[int, ...]) -> list[list[Tensor]]:
+    return [on_ranks(sizes, owners, momentum, 3, in_order) for momentum, in_order in WAYS]
+
+
 @pytest.mark.parametrize(
     ("sizes", "owners"),
     [((1,), (0,) * 5), ((2,), (0, 0, 0, 0, 1)), ((2,), (1,) * 5), ((3,), (0, 0, 2, 2, 2)), ((2, 2), (0, 0, 1, 1, 1))],
 )
-@pytest.mark.parametrize("in_order", [True, False])
-def test_the_terms_of_any_number_of_ranks(
-    sizes: tuple[int, ...], owners: tuple[int, ...], momentum: float | None, in_order: bool
-) -> None:
+def test_the_terms_of_any_number_of_ranks(sizes: tuple[int, ...], owners: tuple[int, ...]) -> None:
     """In order the bits of one rank; else its result."""
-    world = torch.Size(sizes).numel()
-    for rank in run_ranks(on_ranks, world, sizes, owners, momentum, 3, in_order):
-        for got, want in zip(rank, expected(momentum), strict=True):
-            assert torch.equal(got, want) if in_order else torch.allclose(got, want, rtol=1e-6, atol=1e-7)
-
-
-class Counted(TorchDispatchMode):
-    """Counts operations."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += 1
-        return func(*args, **(kwargs or {}))
-
-
-def cost(ranks: int, own: int, in_order: bool) -> tuple[int, int]:
-    """Operations and bytes of a rank of many, of the second update."""
-    sent: list[int] = []
-
-    def count(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def counted(x: Tensor, group: Any) -> Tensor:
-            found = collective(x, group)
-            sent.append(found.nbytes)
-            return found
-
-        return counted
-
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        groups, statistics = Groups(Mesh(("a",), (ranks,))), RunningStatistics(in_order)
-        with pytest.MonkeyPatch.context() as patch, Counted() as seen:
-            for name in ("all_reduce", "all_gather"):
-                patch.setattr(f"convoy.ops.statistics.{name}", count(getattr(collectives, name)))
-            for _ in range(2):
-                seen.number = 0
-                sent.clear()
-                for layer in range(2):
-                    starts, owners = range(ranks * own), [rank for rank in range(ranks) for _ in range(own)]
-                    statistics.record(fresh(layer, 0.1, (0,)), starts, owners, torch.rand(own, 2, CHANNELS[layer]))
-                statistics.fold(groups)
-    finally:
-        dist.destroy_process_group()
-    return seen.number, sum(sent)
-
-
-def test_the_cost_depends_neither_on_the_ranks_nor_on_the_microbatches() -> None:
-    assert cost(8, 1, False) == cost(8, 64, False) == cost(64, 8, False)
-    assert cost(8, 1, False)[1] == 2 * 4 * sum(CHANNELS)
-    assert cost(64, 8, True) > cost(8, 1, True) > cost(8, 1, False)
+    for rank in run_ranks(every_way, torch.Size(sizes).numel(), sizes, owners):
+        for (momentum, in_order), found in zip(WAYS, rank, strict=True):
+            for got, want in zip(found, expected(momentum), strict=True):
+                assert torch.equal(got, want) if in_order else torch.allclose(got, want, rtol=1e-6, atol=1e-7)
+    orders = [expected(0.1, order) for order in itertools.islice(itertools.permutations(STARTS), 2)]
+    assert not all(torch.equal(one, other) for one, other in zip(*orders, strict=True))  # the control
 
 
 def test_the_sum_is_not_in_low_precision() -> None:
@@ -131,11 +84,6 @@ def test_the_sum_is_not_in_low_precision() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         statistics.fold()
     assert torch.allclose(running.mean, expected(0.1)[0], rtol=1e-6, atol=1e-7)
-
-
-def test_another_order_gives_other_bits() -> None:
-    orders = [expected(0.1, order) for order in itertools.islice(itertools.permutations(STARTS), 2)]
-    assert not all(torch.equal(one, other) for one, other in zip(*orders, strict=True))
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -70,7 +70,7 @@ def place(situation: Situation) -> Placed:
             notes.append(f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation")
         elif out_shape[dim] < len(split.parts):
             notes.append(f"dim {dim} is whole: fewer output rows ({out_shape[dim]}) than ranks ({len(split.parts)})")
-        elif repeats(call, shape[dim], out_shape[dim]) and all(isinstance(part, range) for part in split.parts):
+        elif repeats(situation.graph, call, dim) and all(isinstance(part, range) for part in split.parts):
             factor = out_shape[dim] // shape[dim]
             kept[dim] = split
             parts = (range(part[0] * factor, (part[-1] + 1) * factor) if part else range(0) for part in split.parts)
@@ -83,9 +83,19 @@ def place(situation: Situation) -> Placed:
     return Placed({source: Layout.of(kept)}, {output: Layout.of(left)}, "; ".join(notes))
 
 
-def repeats(call: Call, size: int, output_size: int) -> bool:
+def repeats(graph: Graph, call: Call, dim: int) -> bool:
     """Whether every row is repeated the same number of times."""
-    return call.attributes["mode"] in ("nearest", "nearest-exact") and size > 0 and output_size % size == 0
+    attributes = call.attributes
+    size, output_size = graph.shape(attributes["input"])[dim], graph.shape(call.outputs[0])[dim]
+    # torch finds a row's place by the factor that it was called with: 5 rows by 2.1 are 10, but not each of them twice
+    exact = _scale(graph, call, dim) in (None, output_size / size if size else None)
+    return attributes["mode"] in ("nearest", "nearest-exact") and size > 0 and output_size % size == 0 and exact
+
+
+def _scale(graph: Graph, call: Call, dim: int) -> float | None:
+    """The factor that torch goes by; None where that is the ratio of the sizes."""
+    scales = call.attributes["scale"]
+    return None if scales is None else float(scales[dim - len(graph.shape(call.outputs[0])) + len(scales)])
 
 
 def weights_of(graph: Graph, call: Call, dim: int) -> Tensor:
@@ -95,8 +105,7 @@ def weights_of(graph: Graph, call: Call, dim: int) -> Tensor:
     """
     attributes = call.attributes
     shape, out_shape = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
-    scales = attributes["scale"]
-    scale = None if scales is None else float(scales[dim - len(shape) + len(scales)])
+    scale = _scale(graph, call, dim)
     single = graph.values[attributes["input"]].dtype != torch.float64
     along = ALONG[attributes["mode"]]
     return _weights(along, attributes["align_corners"], shape[dim], out_shape[dim], scale, single)
@@ -152,7 +161,7 @@ def _repeats(site: Site, dim: int) -> bool:
     """Whether the rank's output is each of its own rows, repeated."""
     source, output = site.call.attributes["input"], site.call.outputs[0]
     size, output_size = site.graph.shape(source)[dim], site.graph.shape(output)[dim]
-    if not repeats(site.call, size, output_size):
+    if not repeats(site.graph, site.call, dim):
         return False
     factor = output_size // size
     repeated = [row * factor + again for row in site.parts(source, dim) for again in range(factor)]

@@ -1,0 +1,196 @@
+"""Archives and pickles made to do harm: they write nothing, and take no more memory than their data do."""
+
+import io
+import pickle
+import tarfile
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convoy.data.cifar import read_pickle
+from convoy.data.config import DataConfig
+from convoy.data.decode import BadImage
+from convoy.data.folder import open_folder
+from convoy.data.mnist import read_idx
+from convoy.data.webdataset import open_tars
+from convoy.errors import ConvoyError
+from data.made import dump, encoded, picture, pixels
+
+PNG = encoded(picture(8, 8))
+
+
+@contextmanager
+def memory_below(limit: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+
+
+def write(path: Path, *members: tuple[str, bytes, dict[str, Any]]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content, changes in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            for key, value in changes.items():
+                setattr(info, key, value)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_a_tar_writes_nothing_wherever_its_members_point(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    places = ("../../escaped", "/tmp/convoy-escaped", "a/../../../escaped", "C:\\escaped", "~/escaped")
+    path = write(
+        inner / "train.tar",
+        *[(f"{place}.{end}", content, {}) for place in places for end, content in (("png", PNG), ("cls", b"0"))],
+        ("link.png", b"", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}),
+        ("hard.png", b"", {"type": tarfile.LNKTYPE, "linkname": "../../../etc/passwd"}),
+        ("pipe.png", b"", {"type": tarfile.FIFOTYPE}),
+        ("device.png", b"", {"type": tarfile.CHRTYPE}),
+    )
+    source = open_tars(path, DataConfig()).train
+    assert len(source) == len(places)  # links, pipes and devices are no pictures
+    assert all(source.read(sample) == PNG for sample in range(len(places)))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "train.tar"]
+    assert not Path("/tmp/convoy-escaped.png").exists()
+
+
+def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
+    """A tar header of GNU's with any size, in the form for large and negative numbers if need be."""
+    fields = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
+    fields[124:136] = size
+    fields[156:157] = kind
+    fields[148:156] = b" " * 8
+    fields[148:156] = b"%06o\0 " % sum(fields)
+    return bytes(fields)
+
+
+@pytest.mark.timeout(60)
+def test_sizes_that_cannot_be_end_with_a_sentence(tmp_path: Path) -> None:
+    """A member of fewer bytes than none keeps Python's tarfile busy for ever (CVE-2025-8194)."""
+    path = tmp_path / "train.tar"
+    negative, huge = b"\xff" + (-512).to_bytes(11, "big", signed=True), b"\x80" + (2**60).to_bytes(11, "big")
+    for size, kinds in ((negative, b"0xL"), (huge, b"0xLg")):
+        for kind in kinds:
+            path.write_bytes(header("a.png", size, bytes([kind])) + PNG.ljust(1024, b"\0") + bytes(1024))
+            with pytest.raises(ConvoyError, match=r"train\.tar"):
+                open_tars(path, DataConfig())
+
+
+def test_labels_and_pictures_are_read_to_a_limit(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.tar", ("a.png", PNG, {}), ("a.cls", b"0" + b" " * 2**22, {}))
+    with memory_below(3 * 2**20):
+        open_tars(path, DataConfig())
+    (tmp_path / "cat").mkdir()
+    with (tmp_path / "cat" / "a.png").open("wb") as file:
+        file.truncate(2**30 + 1)  # a hole: it takes no space
+    with pytest.raises(BadImage, match="has more than 1073741824 bytes"):
+        open_folder(tmp_path, DataConfig()).train.read(0)
+
+
+def bomb(path: Path, claimed: int, content: int) -> None:
+    """A gzip file of `content` zero bytes behind a header that claims `claimed` pictures of one pixel."""
+    head = b"".join(number.to_bytes(4, "big") for number in (0x803, claimed, 1, 1))
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    chunks = [packer.compress(head), *(packer.compress(bytes(2**20)) for _ in range(content >> 20)), packer.flush()]
+    path.write_bytes(b"".join(chunks))
+
+
+def test_a_gzip_bomb_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    for claimed, content in ((2**31, 2**20), (2**10, 2**26)):  # more than it holds, and less
+        bomb(path, claimed, content)
+        with memory_below(2**22), pytest.raises(ConvoyError, match=r"train-images-idx3-ubyte\.gz"):
+            read_idx(path, 0x803)
+    bomb(path, 2**24, 2**24)
+    assert read_idx(path, 0x803).nbytes == 2**24
+    monkeypatch.setattr("convoy.data.mnist.host_memory", lambda: 2**24)
+    with pytest.raises(ConvoyError, match="more than half of this machine's memory"):
+        read_idx(path, 0x803)
+
+
+HOSTILE = {
+    "system": b"cos\nsystem\n(S'touch harmed'\ntR.",
+    "eval": b"cbuiltins\neval\n(S'1+1'\ntR.",
+    "getattr": b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(S'os'\ntRS'system'\ntR.",
+    "numpy": b"cnumpy\nload\n(S'x'\ntR.",
+    "fromstring": b"cnumpy.core.multiarray\nfromstring\n(S'x'\ntR.",
+    "nested name": pickle.dumps({})[:2] + b"\x8c\x05numpy\x8c\x0bload.__init__\x93.",
+    "persistent": b"Pid\n.",
+    "extension": b"\x82\x01.",
+    "memory": b"\x80\x04\x96" + (2**62).to_bytes(8, "little") + b"x.",
+    "recursion": b"(" * 10 + b"l" * 3,
+    "build": b"cnumpy\nndarray\n(tR(dS'__class__'\nS'x'\nsb.",
+    "new object": b"\x80\x02}X\x04\x00\x00\x00datacnumpy\nndarray\n)\x81s.",
+    "key of 2^60 tuples": b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.",
+    "the same, doubled": b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s.",
+    "key that is deep": b"\x80\x02})" + b"\x85" * 10_000 + b"K\x01s.",
+    "key of many digits": b"\x80\x02}\x8b" + (4_000).to_bytes(4, "little") + b"\x7f" * 4_000 + b"K\x01s.",
+    "long name": b"c" + b"x" * 100_000 + b"\n\x1b[2J\n.",
+    "wrong mark": b"(((t.",
+    "no dictionary": b"]K\x01K\x02s.",
+}
+
+
+@pytest.mark.timeout(60)
+def test_hostile_pickles_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "data_batch_1"
+    for name, content in HOSTILE.items():
+        file.write_bytes(content)
+        with pytest.raises(ConvoyError, match="data_batch_1") as error:
+            read_pickle(file)
+        assert len(str(error.value)) < 400 and str(error.value).isprintable(), name
+        assert not (tmp_path / "harmed").exists(), name
+    pickle.load(io.BytesIO(HOSTILE["system"]))
+    assert (tmp_path / "harmed").exists()  # the control: an ordinary reader does what it says
+
+
+def test_a_pickle_takes_no_memory_for_places_it_does_not_need(tmp_path: Path) -> None:
+    """Ten bytes for which Python's own unpickler takes gigabytes: its table of objects grows to the place named."""
+    for code in (b"r" + (2**31 - 1).to_bytes(4, "little"), b"p2000000000\n"):
+        (tmp_path / "data_batch_1").write_bytes(b"\x80\x02}" + code + b".")
+        with memory_below(2**20):
+            assert read_pickle(tmp_path / "data_batch_1") == {}
+
+
+def test_arrays_in_pickles_must_be_what_they_say(tmp_path: Path) -> None:
+    file = tmp_path / "train"
+    array = pixels(2, 2, 2, 3).reshape(2, -1)
+
+    def data() -> Any:
+        return read_pickle(file)["data"]
+
+    for kind, is_kept in ((np.uint8, True), (np.int16, False), (object, False)):
+        dump(file, {b"data": array.astype(kind)})
+        assert (data() is not None) == is_kept
+    content = pickle.dumps({b"data": array}, protocol=2)
+    longer = content.replace(b"K\x02K\x0c", b"K\x02K\x7f")
+    assert longer != content
+    file.write_bytes(longer)
+    assert data() is None
+    for shape in ((1,) * 70, (2**200_000,) * 300):  # more than numpy has; a product of a minute
+        plain, odd = (pickle.dumps(each, protocol=2)[2:-1] for each in (array.shape, shape))
+        file.write_bytes(content.replace(plain[:5], odd))
+        assert data() is None
+
+
+def test_what_is_read_of_a_pickle_of_any_protocol_is_what_python_reads(tmp_path: Path) -> None:
+    array, more = pixels(2, 2, 2, 3).reshape(2, -1), ("ä", 0.5, None, True, {})
+    content = {"labels": [0, -1, 2**40], "more": more, "names": [f"{i}".encode() for i in range(300)]}
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        arrays = {"data": array} if protocol < 5 else {}  # NumPy's of protocol 5 are not in CIFAR
+        (tmp_path / "train").write_bytes(pickle.dumps(content | arrays, protocol))
+        read = read_pickle(tmp_path / "train")
+        assert not arrays or np.array_equal(read.pop("data"), array)
+        assert read == content

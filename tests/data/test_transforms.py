@@ -1,0 +1,197 @@
+"""What becomes of a picture's pixels: the part that is cut out, its colors, mixtures, the numbers a network gets."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance
+from torch import Tensor
+
+from convoy.data import AugmentConfig, MixConfig, Normalize, mix
+from convoy.data.decode import open_picture
+from convoy.data.transforms import ColorAugment, Geometry, jitter, pca_noise, rand_augment
+from convoy.errors import ConvoyError
+from data.made import encoded, picture
+
+
+def geometry(image_size: int = 32, resize: int = 32, **augment: object) -> Geometry:
+    return Geometry(image_size, resize, AugmentConfig(**augment))
+
+
+def difference(one: Image.Image, other: Image.Image) -> float:
+    return float(np.abs(np.asarray(one).astype(int) - np.asarray(other)).mean())
+
+
+def test_the_center_of_the_resized_picture() -> None:
+    image = picture(120, 60)
+    wanted = image.resize((60, 30), Image.Resampling.BILINEAR).crop((16, 1, 44, 29))
+    result = geometry(28, 30).center(image, "it")
+    assert result.size == (28, 28) and difference(result, wanted) < 1
+    image = picture(32, 32)
+    assert geometry().center(image, "it").tobytes() == image.tobytes()  # of the right size already
+    image = picture(64, 64)
+    for interpolation in ("nearest", "bilinear", "bicubic", "lanczos"):
+        wanted = image.resize((32, 32), Image.Resampling[interpolation.upper()], box=(0, 0, 64, 64))
+        np.testing.assert_array_equal(geometry(interpolation=interpolation).center(image, "it"), wanted)
+    for width, height in ((20, 300), (300, 20), (1, 1), (3, 50)):
+        assert geometry(32, 36).center(picture(width, height), "it").size == (32, 32)
+        for crop, count in (("pad", 2), ("random-resized", 22)):
+            result = geometry(32, 36, crop=crop).crop(picture(width, height), "it", np.full(count, 0.999))
+            assert result.size == (32, 32)
+
+
+def test_padding_is_black_and_reaches_every_corner() -> None:
+    image, padded = Image.new("RGB", (32, 32), "white"), geometry(crop="pad")
+    for u, v in ((0.0, 0.0), (0.999, 0.0), (0.5, 0.999)):
+        left, top = int(u * 9) - 4, int(v * 9) - 4
+        wanted = np.zeros((32, 32, 3), np.uint8)
+        wanted[max(-top, 0) : 32 - max(top, 0), max(-left, 0) : 32 - max(left, 0)] = 255
+        np.testing.assert_array_equal(padded.crop(image, "it", np.array([u, v])), wanted)
+    assert set(padded.pad_offsets(32, 32, np.random.default_rng(0).random((2000, 2))).ravel()) == set(range(9))
+    image = picture(90, 60)  # without padding it is the crop of 2012, of the resized picture
+    wanted = image.resize((45, 30), Image.Resampling.BILINEAR).crop((13, 5, 33, 25))
+    np.testing.assert_array_equal(geometry(20, 30, crop="pad", pad=0).crop(image, "it", np.array([0.5, 0.5])), wanted)
+
+
+def test_random_boxes_have_the_asked_area_and_shape() -> None:
+    boxes, random = geometry(crop="random-resized", scale=(0.2, 0.5), ratio=(0.5, 2.0)), np.random.default_rng(0)
+    corners = np.array([boxes._random_box(400, 300, random.random(22)) for _ in range(2000)])
+    left, top, right, bottom = corners.T
+    assert left.min() == 0 and top.min() == 0 and right.max() <= 400 and bottom.max() <= 300
+    areas, shapes = (right - left) * (bottom - top) / 120_000, (right - left) / (bottom - top)
+    assert areas.min() > 0.19 and areas.max() < 0.51 and areas.mean() == pytest.approx(0.35, abs=0.02)
+    assert shapes.min() > 0.49 and shapes.max() < 2.05 and np.log(shapes).mean() == pytest.approx(0, abs=0.08)
+    square = geometry(crop="random-resized", scale=(1.0, 1.0), ratio=(1.0, 1.0))  # it never fits: the middle
+    assert square._random_box(300, 100, np.zeros(22)) == (100, 0, 200, 100)
+    assert square._random_box(100, 300, np.zeros(22)) == (0, 100, 100, 200)
+
+
+def test_a_crop_of_a_large_jpeg_is_nearly_that_of_the_whole_picture() -> None:
+    """Decoding at a part of the size must look at the same place."""
+    data = encoded(picture(1600, 1200), "JPEG", quality=95)
+    boxes = geometry(64, 64, crop="random-resized", scale=(0.3, 0.6))
+    for seed in range(3):
+        draws = np.random.default_rng(seed).random(22)
+        whole = open_picture(data, "it")
+        whole.load()
+        wanted = whole.resize((64, 64), Image.Resampling.BILINEAR, box=boxes._random_box(1600, 1200, draws))
+        assert difference(boxes.crop(open_picture(data, "it"), "it", draws), wanted) < 2
+
+
+def test_jitter_multiplies_in_the_drawn_order() -> None:
+    for mode in ("L", "RGB"):
+        assert jitter(picture(mode=mode), 0.0, np.full(6, 0.9)).tobytes() == picture(mode=mode).tobytes()
+    draws = np.array([0.75, 0.25, 0.5, 0.9, 0.1, 0.5])  # brightness 1.2, contrast 0.8, saturation 1; contrast first
+    wanted = ImageEnhance.Color(ImageEnhance.Contrast(picture()).enhance(0.8)).enhance(1.0)
+    assert jitter(picture(), 0.4, draws).tobytes() == ImageEnhance.Brightness(wanted).enhance(1.2).tobytes()
+
+
+def test_pca_noise_adds_one_color_with_the_spread_of_the_paper() -> None:
+    image, random = Image.new("RGB", (2, 2), (128, 128, 128)), np.random.default_rng(0)
+    noisy = np.array([np.asarray(pca_noise(image, 1.0, random.random(3))) for _ in range(3000)]).astype(float)
+    assert (noisy == noisy[:, :1, :1]).all()
+    vectors = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+    covariance = vectors @ np.diag(np.array([0.2175, 0.0188, 0.0045]) ** 2) @ vectors.T
+    np.testing.assert_allclose(np.cov((noisy[:, 0, 0] / 255).T), covariance, atol=0.002)
+    strong = Image.new("RGB", (1, 1), (255, 0, 255))  # as bytes they do not overflow
+    assert np.asarray(pca_noise(strong, 9.0, np.full(3, 0.9999)))[0, 0].min() == 0
+
+
+def test_rand_augment_depends_on_its_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    image, threads = picture(40, 30), torch.get_num_threads()
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = [rand_augment(image, (2, 9), key).tobytes() for key in range(10)]
+    assert (torch.get_rng_state() == state).all() and len(set(first)) > 7
+    torch.manual_seed(2)
+    np.random.seed(3)  # kornia could have used it
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert [rand_augment(image, (2, 9), key).tobytes() for key in range(10)] == first
+    finally:
+        torch.set_num_threads(threads)
+    result = rand_augment(image, (2, 9), 5)
+    assert (result.size, result.mode) == (image.size, "RGB")
+    find = importlib.util.find_spec
+    monkeypatch.setattr("convoy.data.transforms.find_spec", lambda name: None if name == "kornia" else find(name))
+    with pytest.raises(ConvoyError, match=r"pip install 'convoy-nn\[augment\]'"):
+        ColorAugment(AugmentConfig(rand_augment="n2-m9"), seed=0)
+    ColorAugment(AugmentConfig(color_jitter=0.4), seed=0)
+
+
+def test_every_change_is_a_function_of_seed_epoch_and_sample() -> None:
+    image = picture(24, 24)
+
+    def change(seed: int, epoch: int, sample: int, **changes: object) -> bytes:
+        return ColorAugment(AugmentConfig(**changes), seed)(image, epoch, sample).tobytes()
+
+    every = {"rand_augment": "n1-m9", "color_jitter": 0.4, "pca_noise": 0.1}
+    base = change(0, 0, 0, **every)
+    assert change(0, 0, 0, **every) == base
+    assert base not in (change(1, 0, 0, **every), change(0, 1, 0, **every), change(0, 0, 1, **every))
+    assert change(3, 0, 7, pca_noise=0.5) == change(3, 0, 7, pca_noise=0.5, color_jitter=1e-9)  # each by itself
+
+
+LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
+
+
+def images() -> Tensor:
+    """Picture i is i everywhere, so that a mixture shows its parts."""
+    return torch.arange(6.0).view(6, 1, 1, 1).expand(6, 3, 16, 16).clone()
+
+
+def mixed(sizes: list[int], keys: list[int], **config: float) -> tuple[Tensor, Tensor]:
+    return mix(images(), LABELS, num_classes=5, config=MixConfig(**config), sizes=sizes, keys=keys)
+
+
+def test_mixup_blends_with_the_reversed_microbatch() -> None:
+    plain, targets = mixed([6], [0])
+    assert torch.equal(plain, images()) and torch.equal(targets.argmax(1), LABELS) and targets.sum() == 6
+    result, targets = mixed([4, 2], [3, 2**64 - 1], mixup=1.0)
+    first, second = float(targets[0, 0]), float(targets[4, 4])
+    assert 0 < first < 1 and first != second
+    for sample, value in ((0, (1 - first) * 3), (3, first * 3), (4, second * 4 + (1 - second) * 5)):
+        torch.testing.assert_close(result[sample], torch.full((3, 16, 16), value))
+    torch.testing.assert_close(targets.sum(1), torch.ones(6))
+    result, targets = mixed([1, 5], [1, 2], mixup=1.0)  # a microbatch of one is its own partner
+    assert targets[0, 0] == 1 and torch.allclose(result[0], images()[0])
+    parts = torch.tensor([float(mixed([6], [key], mixup=0.2)[1][1, 1]) for key in range(2000)])  # Beta(0.2, 0.2)
+    assert float(parts.mean()) == pytest.approx(0.5, abs=0.04)
+    assert float(parts.var()) == pytest.approx(1 / (4 * 1.4), abs=0.02)
+
+
+def test_cutmix_labels_have_the_area_of_the_rectangle() -> None:
+    for key in range(30):
+        result, targets = mixed([6], [key], cutmix=1.0)
+        part = float((result[1] == 1).float().mean())
+        assert [float(targets[1, 1]), float(targets[1, 4])] == pytest.approx([part, 1 - part], abs=1e-6)
+        assert set(result[1].unique().tolist()) <= {1.0, 4.0}
+        other = (result[1, 0] == 4).nonzero()
+        height, width = (other.max(0).values - other.min(0).values + 1).tolist() if len(other) else (0, 0)
+        assert height * width == len(other)
+
+
+def test_a_microbatch_depends_on_its_key_alone_and_of_both_kinds_a_coin_decides() -> None:
+    both = {"mixup": 0.4, "cutmix": 1.0}
+    together, targets = mixed([2, 4], [8, 9], **both)
+    before = images()[2:]
+    alone, target = mix(before, LABELS[2:], num_classes=5, config=MixConfig(**both), sizes=[4], keys=[9])
+    assert torch.equal(together[2:], alone) and torch.equal(targets[2:], target)
+    assert torch.equal(before, images()[2:])  # what was given is not changed
+    other, _ = mixed([2, 4], [8, 10], **both)
+    assert torch.equal(other[:2], together[:2]) and not torch.equal(other[2:], together[2:])
+    kinds = [set(mixed([6], [key], **both)[0][1].unique().tolist()) <= {1.0, 4.0} for key in range(200)]
+    assert 70 < sum(kinds) < 130
+
+
+def test_normalized_pixels_follow_the_formula() -> None:
+    means, deviations = (0.1, 0.2, 0.3), (0.5, 0.25, 0.2)
+    pixels = torch.randint(0, 256, (4, 3, 5, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(each, dtype=torch.float64).view(1, 3, 1, 1) for each in (means, deviations))
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        result = Normalize(means, deviations, memory_format=memory_format)(pixels.clone())
+        assert torch.allclose(result.double(), (pixels.double() / 255 - mean) / std, atol=1e-6)
+        assert result.dtype == torch.float32 and result.is_contiguous(memory_format=memory_format)
+    result = Normalize((0.5,), (0.5,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
+    assert torch.allclose(result, torch.tensor([[[[-1.0, 1.0]]]]))

@@ -1,0 +1,172 @@
+"""Types under autocast, predicted memory and postponed gradients, beside what a real pass of torch gives and keeps."""
+
+import weakref
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.models import create
+from convoy.ops import capture, place
+from convoy.ops.convolution import weighted
+from convoy.ops.memory import predict_memory
+from convoy.ops.postponed import PostponedGradients
+from convoy.ops.precision import under_autocast
+from convoy.planner import workload_of
+from convoy.plans.place import Batch
+from convoy.plans.plan import Plan
+from kept import kept_bytes
+from plans.made_graph import placed, same_net, small_net
+
+
+class Mixed(nn.Module):
+    """What follows a layer in lower precision, and what mixes the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+        self.lrn, self.pool, self.group = nn.LocalResponseNorm(3), nn.MaxPool2d(2), nn.GroupNorm(2, 8)
+        self.relu, self.last = nn.ReLU(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm(self.conv(x)))
+        z = self.group(self.pool(self.lrn(y)))
+        return self.last((self.other(z) + z).mean((2, 3)).softmax(1))
+
+
+@pytest.mark.parametrize("name", ["mixed", "lenet", "resnet18"])
+def test_layers_give_what_they_give_in_a_real_pass_under_autocast(name: str) -> None:
+    model = Mixed() if name == "mixed" else create(name)
+    images = torch.randn(2, next(p for p in model.parameters() if p.dim() == 4).shape[1], 28, 28)
+    graph = capture(model, (images.to("meta"),), training=True)
+    seen: dict[str, torch.dtype] = {}
+    for layer_name, layer in model.named_modules():
+        if not list(layer.children()):
+            layer.register_forward_hook(lambda _, __, output, name=layer_name: seen.update({name: output.dtype}))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images)
+    typed = under_autocast(graph, torch.bfloat16, "cpu")
+    types = {call.layer: typed.values[call.outputs[0]].dtype for call in typed.calls if call.layer in seen}
+    assert types == {name: seen[name] for name in types} and len(set(types.values())) == (2 if name == "mixed" else 1)
+    assert all(typed.values[value.name].dtype == torch.float32 for value in graph.parameters())
+    assert under_autocast(graph, None, "cpu") is graph
+
+
+def test_a_gpu_keeps_more_in_float32_and_doubles_stay_as_they_are() -> None:
+    graph = capture(Mixed(), (torch.empty(2, 3, 28, 28, device="meta"),), training=True)
+    typed = under_autocast(graph, torch.float16, "cuda")
+    types = {call.layer or call.op: typed.values[call.outputs[0]].dtype for call in typed.calls}
+    assert (types["norm"], types["group"], types["last"]) == (torch.float16, torch.float32, torch.float16)
+    images = torch.empty(2, 1, 28, 28, dtype=torch.float64, device="meta")
+    typed = under_autocast(capture(create("lenet").double(), (images,), training=True), torch.bfloat16, "cpu")
+    assert {value.dtype for value in typed.values.values()} == {torch.float64}
+
+
+def kept(model: nn.Module, images: Tensor, precision: torch.dtype | None) -> int:
+    """Bytes that a real pass keeps, but for parameters."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    autocast = torch.autocast("cpu", precision, enabled=precision is not None)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), autocast:
+        output = model(images)
+    assert output.requires_grad
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_memory_is_that_of_a_real_pass(precision: torch.dtype | None) -> None:
+    model = create("resnet18", num_classes=4)
+    workload = workload_of(model, torch.randn(1, 3, 32, 32), 8, precision=precision)
+    (memory,) = predict_memory(workload.place(Plan.parse("serial")))
+    assert memory.activations == pytest.approx(kept(model, torch.randn(8, 3, 32, 32), precision), rel=0.03)
+
+
+def test_a_small_network_to_the_byte() -> None:
+    (memory,), model = predict_memory(placed(small_net(), "serial")), same_net()
+    assert memory.parameters == memory.gradients == sum(4 * p.numel() for p in model.parameters())
+    assert memory.activations == kept_bytes(model, torch.zeros(8, 3, 16, 16))
+    assert memory.total == memory.parameters + memory.gradients + memory.activations
+    model, plan = nn.Sequential(nn.Conv2d(3, 4, 1), nn.RMSNorm((4, 6, 6))), Plan.parse("serial")
+    graph = capture(model, ((2, 3, 6, 6),))
+    (memory,) = predict_memory(place(graph, plan, Batch(plan.mesh, (), (range(2),)), ["1"]))
+    roots = 2 * 4  # one number for each vector is left out
+    assert memory.activations + roots == kept_bytes(model, torch.zeros(2, 3, 6, 6))
+
+
+def test_more_ranks_hold_less() -> None:
+    of = {
+        plan: predict_memory(placed(small_net(), plan))
+        for plan in ("serial", "sample=2", "sample=3", "filter=2", "owt=2")
+    }
+    whole, by_samples, by_filters, owt = (of[plan][0] for plan in ("serial", "sample=2", "filter=2", "owt=2"))
+    assert of["sample=2"][0] == of["sample=2"][1]
+    assert by_samples.parameters == whole.parameters and by_samples.activations * 2 == whole.activations
+    assert of["sample=3"][0].activations > of["sample=3"][2].activations
+    assert predict_memory(placed(small_net(), "serial"), in_flight=3)[0].activations == 3 * whole.activations
+    assert by_filters.parameters * 2 == whole.parameters and by_filters.gradients == by_filters.parameters
+    assert by_filters.parameters < owt.parameters < whole.parameters
+    assert owt.activations < by_filters.activations > whole.activations  # for inputs that are gathered
+
+
+OPTIONS = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+NUM_PARTS = 32
+
+
+def gradients(layer: nn.Conv2d, low: torch.dtype | None, postponed: PostponedGradients | None) -> list[Tensor]:
+    """Of weight and bias: of each part by itself, added up as autograd does, or of all parts afterwards."""
+    layer.zero_grad()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(NUM_PARTS):
+        x, run = (
+            torch.randn(2, 4, 8, 8, dtype=layer.weight.dtype, generator=generator) + 1,
+            partial(F.conv2d, **OPTIONS),
+        )
+        if postponed is not None:
+            postponed.begin_part()
+            run = partial(postponed.forward, "layer", weighted(F.conv2d, OPTIONS))
+        with nullcontext() if low is None else torch.autocast("cpu", low):
+            y = run(x, layer.weight, layer.bias)
+        (y * (1 + y.detach())).mean().backward()
+    if postponed is not None:
+        assert postponed.compute(NUM_PARTS - 1)
+    return [p.grad.clone() for p in layer.parameters()]  # type: ignore[union-attr]
+
+
+def worst(low: torch.dtype | None, postponed: PostponedGradients | None, dtype: torch.dtype = torch.float32) -> float:
+    """The largest error of a gradient, relative to that without autocast."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 8, 3, padding=1).to(dtype)
+    exact, found = gradients(layer, None, None), gradients(layer, low, postponed)
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True))
+
+
+def test_postponed_gradients_are_added_up_in_the_precision_of_the_weight() -> None:
+    at_once = worst(torch.bfloat16, None)
+    assert at_once > 1e-4, "autocast rounds"
+    assert worst(torch.bfloat16, PostponedGradients()) < 1.2 * at_once
+    assert worst(torch.bfloat16, PostponedGradients(), torch.float64) < 1e-12
+    assert worst(None, PostponedGradients(), torch.float64) < 1e-12
+
+
+def test_an_output_that_somebody_keeps_keeps_no_activations() -> None:
+    postponed = PostponedGradients()
+    postponed.begin_part()
+    layer, x = nn.Conv2d(4, 8, 3, padding=1), torch.randn(2, 4, 8, 8)
+    hidden = 2 * x
+    held = weakref.ref(hidden)
+    y = postponed.forward("layer", weighted(F.conv2d, OPTIONS), hidden, layer.weight, layer.bias)
+    y.mean().backward()
+    del hidden
+    assert held() is not None, "until the weight gradients are computed"
+    postponed.compute(0)
+    assert held() is None and y.grad_fn is not None
