@@ -76,8 +76,9 @@ def test_what_is_not_divided_is_told_with_the_reason() -> None:
     assert unmatched in text_of(small_net(), PART | {"mesh": {"stage": 2, "gpu": 2}})
     for plan in ("serial", "sample=2", "stage=2"):
         assert "pattern" not in text_of(small_net(), plan)
-    summed = {name: Does(lambda x: x.cummax(1).values) for name in ("strange", "other")}
-    graph = chain((8, 4, 9, 9), a=nn.Conv2d(4, 6, 3), **summed, b=nn.Conv2d(6, 6, 3))
+    strange, other = (Does(lambda x: x.cummax(1).values) for _ in range(2))
+    convs = [nn.Conv2d(channels, 6, 3, padding=1) for channels in (4, 6, 6)]
+    graph = chain((8, 4, 9, 9), a=convs[0], strange=strange, b=convs[1], other=other, c=convs[2])
     assert "no rule for cummax: runs whole on every rank: strange, other\n" in text_of(graph, "filter=2")
     assert "no rule" not in text_of(graph, "serial")
 
