@@ -54,7 +54,7 @@ def test_files_that_fit_are_loaded_whatever_wrote_them(tmp_path: Path) -> None:
     save_file(halves, tmp_path / "half.safetensors")
     load_weights(model := create("cifar-quick"), tmp_path / "half.safetensors")
     for key, value in model.state_dict().items():
-        assert value.dtype == torch.float32
+        assert value.dtype == saved.state_dict()[key].dtype
         torch.testing.assert_close(value, saved.state_dict()[key], rtol=1e-3, atol=1e-3)
 
 
