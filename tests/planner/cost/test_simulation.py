@@ -229,7 +229,9 @@ def test_a_trace_has_a_process_for_each_rank_a_thread_for_each_stream_and_micros
     tasks = [compute(0.002, layer="conv1"), compute(0.001, rank=1, layer="conv1")]
     for rank in (0, 1):
         tasks.append(Task(rank, "gradients", "gradient", "conv1", "conv1.weight", 0.001, (rank,), 0, num_bytes=400))
-    events = json.loads(json.dumps(trace(predicted=simulate(tasks), measured=watched().timeline(0)), allow_nan=False))["traceEvents"]
+    events = json.loads(json.dumps(trace(predicted=simulate(tasks), measured=watched().timeline(0)), allow_nan=False))[
+        "traceEvents"
+    ]
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert [named[pid] for pid in sorted(named)] == ["predicted rank 0", "measured rank 0", "predicted rank 1"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
