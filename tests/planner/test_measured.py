@@ -96,7 +96,7 @@ def failures() -> tuple[Any, ...]:
 
 
 def test_what_fails_on_one_rank_is_left_out_or_one_sentence_of_all() -> None:
-    first, second = run_ranks(failures, 2)
+    first, second = run_ranks(failures, 2, timeout=150)
     assert first[0][0] == second[0][0] != ""
     for (_, notes, said, _), odd, links, waits in (first, second):
         (note,) = [note for note in notes if "memory" in note]
@@ -151,7 +151,7 @@ def differing(folder: str) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_devices_that_are_not_equally_fast_get_shares_by_their_speed(tmp_path: Path) -> None:
-    for by_speed, even, asked, equal, (unknown, moved) in run_ranks(differing, 2, str(tmp_path)):
+    for by_speed, even, asked, equal, (unknown, moved) in run_ranks(differing, 2, str(tmp_path), timeout=150):
         assert by_speed["pace"] == by_speed["again"] == pytest.approx((0.5, 1.5))
         # 6 microbatches take the first what 2 take the second
         assert (by_speed["shares"], by_speed["passes"], by_speed["parts"]) == ((6, 2), 6, [8, 3])
@@ -240,7 +240,7 @@ def test_a_search_profiles_what_it_proposes_while_there_is_time_and_tells_every_
 
 
 def resident_when_profiled(num_bytes: int) -> tuple[float, float]:
-    """Bytes that the process has before it plans, after so many were freed, and when it begins to profile; and groups."""
+    """Bytes that the process has before it plans, after so many were freed, and when it begins to profile."""
 
     def resident() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""What is planned is what is trained; the plan that races and wins; links of GPUs; a prediction beside a measurement."""
+"""What is planned is what is trained; the plan that races and wins; links of GPUs; predictions beside measurements."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -193,19 +193,19 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     assert groups[0].computes.measured_s == pytest.approx(3e-3)
     assert (groups[-1].name, groups[-1].waits) == (GRADIENTS, Both(before.gradients, 4e-3))
     assert groups_beside(scored.placement, before, None) == ()
-    parts, fields = (
-        parts_beside(before, after),
-        {"model": "lenet", "plan": "filter=2", "devices": 2, "batch": 32, "rank": 0},
-    )
     one = Comparison(
+        model="lenet",
+        plan="filter=2",
+        devices=2,
+        batch=32,
+        rank=0,
         timed=9,
         watched=2,
         learned=5,
         update=Both(12e-3, 10e-3),
-        parts=parts,
+        parts=parts_beside(before, after),
         groups=groups,
         notes=("as said",),
-        **fields,
     )
     text = comparison_text(one)
     assert text.startswith("an update took 10.0 ms, the median of 9; 12.0 ms were predicted (+20 %)")
