@@ -1,8 +1,7 @@
 """What is measured for which question, on ranks that fail or differ, within memory; which measurements are kept."""
 
 import math
-import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 
 from convoy.comm.memory import NEEDS_LESS
 from convoy.comm.ranks import Ranks
-from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostLoad
@@ -237,43 +235,6 @@ def test_a_search_profiles_what_it_proposes_while_there_is_time_and_tells_every_
     begin = ["serial, one device", "sample", "filter", "channel"]
     assert profilings(math.inf, 0.0) == [*begin, "height=2"]
     assert profilings(math.inf, 1.0) == begin and profilings(0.0, 0.0) == begin[:2]
-
-
-def resident_when_profiled(num_bytes: int) -> tuple[float, float]:
-    """Bytes that the process has before it plans, after so many were freed, and when it begins to profile."""
-
-    def resident() -> float:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    keep_freed_memory(torch.device("cpu"))
-    blocks = [torch.ones(2**18) for _ in range(num_bytes // 2**20)]
-    del blocks
-    found = [resident()]
-    make_plan(lenet(), 1, Ranks(), progress=lambda what, done, total: found.append(resident()))
-    return found[0], found[1]
-
-
-def groups_made() -> tuple[list[int], int]:
-    """Ranks of each group that is made while plans are profiled together, and how many are left afterwards."""
-    made: list[int] = []
-    make, known = torch.distributed.new_group, torch.distributed.distributed_c10d._world.pg_map
-
-    def counted(ranks: Sequence[int] | None = None, **options: object) -> object:
-        made.extend([len(ranks)] if ranks else [])
-        return make(ranks, **options)  # type: ignore[arg-type]
-
-    ranks = Ranks.here()
-    before = len(known)
-    with patch.object(torch.distributed, "new_group", counted):
-        make_plan(lenet(), 2, ranks, plans=[SAMPLES, Plan.parse("filter=2"), Plan.parse("height=2")])
-    return made, len(known) - before
-
-
-@pytest.mark.slow
-def test_memory_is_given_back_to_begin_with_and_plans_are_profiled_in_the_same_groups() -> None:
-    ((before, after),) = run_ranks(resident_when_profiled, 1, 2**28)
-    assert before - after > 2**27
-    assert run_ranks(groups_made, 2) == [([2], 0)] * 2
 
 
 @contextmanager
