@@ -227,8 +227,8 @@ def test_a_replayed_graph_gives_what_the_network_gives(case: str) -> None:
     assert holds(graph), graph.calls
     assert same(replay(graph, model, (images,)), model(images))
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    for given in (torch.empty(shape, device="meta", dtype=images.dtype), shape if case != "float64" else images):
-        assert capture(model, (given,)).values == graph.values  # tensors of any kind, or shapes
+    for example in (torch.empty(shape, device="meta", dtype=images.dtype), shape if case != "float64" else images):
+        assert capture(model, (example,)).values == graph.values  # tensors of any kind, or shapes
 
 
 FAMILIES = ("lenet", "squeezenet1_1-cifar", "resnet18-cifar")
@@ -298,15 +298,15 @@ def test_stochastic_depth_is_a_draw_and_products() -> None:
     def drawing(x: Tensor) -> Tensor:
         keep = x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.8).div_(0.8)
         floor = (0.8 + torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device)).floor_()
-        drawn = torch.bernoulli(torch.full((x.shape[0], 1, 1), 0.8))
-        return x * keep + x.div(0.8) * floor + x * drawn + torch.rand_like(x)
+        draws = torch.bernoulli(torch.full((x.shape[0], 1, 1), 0.8))
+        return x * keep + x.div(0.8) * floor + x * draws + torch.rand_like(x)
 
     graph = capture(Does(drawing), ((2, 3, 3),))
-    drawn = [call for call in graph.calls if call.op == "random"]
+    draws = [call for call in graph.calls if call.op == "random"]
     bernoulli = {"draw": "bernoulli", "p": pytest.approx(0.8)}
     uniform = {"draw": "uniform", "p": None}
-    assert [call.attributes for call in drawn] == [bernoulli, uniform, bernoulli, uniform]
-    assert set(ops(graph)) == {"random", "elementwise"} and all(call.inputs == () for call in drawn)
+    assert [call.attributes for call in draws] == [bernoulli, uniform, bernoulli, uniform]
+    assert set(ops(graph)) == {"random", "elementwise"} and all(call.inputs == () for call in draws)
 
 
 class Doubled(torch.autograd.Function):
@@ -327,16 +327,16 @@ def without_gradient(x: Tensor) -> Tensor:
 
 def test_custom_functions_checkpoints_and_no_grad_keep_their_gradients() -> None:
     images = torch.randn(2, 3, requires_grad=True)
-    for function, gradient, wanted in (
+    for function, gradient, kinds in (
         (lambda x: Doubled.apply(x) + 1, 3 * torch.ones(2, 3), ["opaque", "elementwise"]),
         (without_gradient, 2 * images.detach(), None),
     ):
         graph = capture(Does(function), (images,))
         with torch.no_grad():
             assert ops(capture(Does(function), (images,))) == ops(graph)
-        assert wanted in (None, ops(graph))
-        (found,) = torch.autograd.grad(replay(graph, Does(function), (images,)).sum(), images)
-        torch.testing.assert_close(found, gradient)
+        assert kinds in (None, ops(graph))
+        (result,) = torch.autograd.grad(replay(graph, Does(function), (images,)).sum(), images)
+        torch.testing.assert_close(result, gradient)
     assert Doubled.apply(torch.ones(1)).item() == 2
     for reentrant in (True, False):
         block = Residual()
@@ -454,16 +454,16 @@ def test_torchscript_is_refused() -> None:
 def test_torchs_private_module_still_does_what_the_capture_needs() -> None:
     fakes = Fakes()
     with fakes:
-        made = torch.empty(2, 3) + torch.ones(3)
-        assert isinstance(made, FakeTensor) and made.shape == (2, 3)
-        assert storage(made.view(6)) == storage(made) != storage(made + 1)
+        tensor = torch.empty(2, 3) + torch.ones(3)
+        assert isinstance(tensor, FakeTensor) and tensor.shape == (2, 3)
+        assert storage(tensor.view(6)) == storage(tensor) != storage(tensor + 1)
         with fakes.real():
             assert torch.arange(3).tolist() == [0, 1, 2]
         draws = []
         for call in (
-            lambda: F.scaled_dot_product_attention(made, made, made),
-            lambda: F.dropout(made, 0.5),
-            lambda: F.scaled_dot_product_attention(made, made, made, dropout_p=0.5),
+            lambda: F.scaled_dot_product_attention(tensor, tensor, tensor),
+            lambda: F.dropout(tensor, 0.5),
+            lambda: F.scaled_dot_product_attention(tensor, tensor, tensor, dropout_p=0.5),
         ):
             call()
             draws.append(fakes.draws)

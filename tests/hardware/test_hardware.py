@@ -31,8 +31,8 @@ def test_machines_are_devices_on_hosts_with_a_link() -> None:
         ("4x(8xa100-sxm4)", 32, 4),
         ("2xtitan-x+1xt4", 3, 1),
     ):
-        found = machine(text)
-        assert (len(found.devices), found.hosts, bool(found.between)) == (count, hosts, hosts > 1)
+        result = machine(text)
+        assert (len(result.devices), result.hosts, bool(result.between)) == (count, hosts, hosts > 1)
     assert (machine("8xv100-sxm2").link, machine("8xv100-sxm2:pcie3").link) == ("nvlink2", "pcie3")
     assert link_named("25gbit").rate == pytest.approx(0.9 * 25e9 / 8)
     assert link_named("infiniband-edr-4").rate == pytest.approx(4 * link_named("infiniband-edr").rate)
@@ -55,8 +55,8 @@ def test_devices_of_ones_own_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     numbers = "generation: ampere, processors: 60, fp32: 20, memory_gb: 16, gbytes_per_s: 500, host: pcie3"
     path.write_text(f"my-gpu: {{{numbers}}}\n")
-    added = read_devices(path)
-    assert machine("2xmy-gpu", None, added).devices[0].fp32 == 20 and device_named("T4", added).name == "t4"
+    catalog = read_devices(path)
+    assert machine("2xmy-gpu", None, catalog).devices[0].fp32 == 20 and device_named("T4", catalog).name == "t4"
     for key, wrong, words in (
         ("generation", "", "lacks generation"),
         ("fp32", "fp32: 0, ", "fp32 is 0"),
@@ -81,9 +81,9 @@ def test_the_work_of_one_image_is_that_of_its_layers_by_hand() -> None:
 
 
 def test_one_device_takes_its_arithmetic_and_less_of_it_takes_longer() -> None:
-    found = times(work_of(nn.Conv2d(1024, 1024, 3, padding=1), (1024, 64, 64)), 8, V100, "fp32", OURS, {})
+    result = times(work_of(nn.Conv2d(1024, 1024, 3, padding=1), (1024, 64, 64)), 8, V100, "fp32", OURS, {})
     least = 2 * 8 * 64 * 64 * 1024 * 1024 * 9 / 15.7e12
-    assert least < found.forward[0] < 1.2 * least
+    assert least < result.forward[0] < 1.2 * least
     assert times(WORK, 64000, V100, "fp32", OURS).total > 2 * times(WORK, 64, V100, "fp32", OURS).total
     assert times(WORK, 6400, K80, "fp32", OURS).total > times(WORK, 6400, V100, "fp32", OURS).total
     units = [arithmetic(device, "fp16").units for device in (device_named("gtx-1080"), P100, V100)]
@@ -107,5 +107,7 @@ def test_more_devices_and_slower_links_take_longer_in_every_scheme() -> None:
     by_parts = [seconds(Scheme("pipeline", parts=parts), 4, batch=64) for parts in (1, 4)]
     assert by_parts[0] / by_parts[1] == pytest.approx(16 / 7, rel=1e-6)  # the bubble of GPipe
     large, site = work_of(nn.Conv2d(3, 8, 3), (3, 224, 224)), Site(8, "pcie3", "10gbit")
-    made, real = (step(large, 512, V100, "fp32", OURS, 8, site, Scheme(feed=feed)) for feed in ("synthetic", "real"))
-    assert real.seconds > 2 * made.seconds and real.holds_back == "input"
+    synthetic, real = (
+        step(large, 512, V100, "fp32", OURS, 8, site, Scheme(feed=feed)) for feed in ("synthetic", "real")
+    )
+    assert real.seconds > 2 * synthetic.seconds and real.holds_back == "input"

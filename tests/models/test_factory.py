@@ -147,21 +147,21 @@ def test_of_names_in_a_runs_file_only_the_users_own_are_trusted(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is refused leaves no mark, but for the user's own modules, which are imported to see what they name."""
-    here, run = tmp_path / "here", tmp_path / "here" / "archive" / "run"
-    installed, vendor = here / ".venv" / "lib" / "site-packages", here / "vendor"
-    for folder in (here / "convoy_own_package" / "deep", run, installed, vendor / "x.dist-info", tmp_path / "outside"):
+    home, run = tmp_path / "here", tmp_path / "here" / "archive" / "run"
+    installed, vendor = home / ".venv" / "lib" / "site-packages", home / "vendor"
+    for folder in (home / "convoy_own_package" / "deep", run, installed, vendor / "x.dist-info", tmp_path / "outside"):
         folder.mkdir(parents=True)
-    for place in (here / "convoy_own_nets.py", here / "convoy_own_package" / "deep" / "nets.py"):
+    for place in (home / "convoy_own_nets.py", home / "convoy_own_package" / "deep" / "nets.py"):
         place.write_text(OWN)
     outside, packages = tmp_path / "outside" / "convoy_own_outside.py", (installed / "convoy_own_venv.py",)
     for place in (run / "nets.py", run.parent / "nets.py", *packages, vendor / "convoy_own_vendor.py", outside):
         place.write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n{OWN}")
-    (here / "convoy_own_linked.py").symlink_to(outside)
+    (home / "convoy_own_linked.py").symlink_to(outside)
     monkeypatch.setattr(sys, "path", [str(installed), str(vendor), str(outside.parent), *sys.path])
     for name in (*TRUSTED, *STRANGERS):
-        monkeypatch.chdir(here)
-        for known in [known for known in sys.modules if known.startswith("convoy_own_")]:
-            del sys.modules[known]
+        monkeypatch.chdir(home)
+        for entry in [entry for entry in sys.modules if entry.startswith("convoy_own_")]:
+            del sys.modules[entry]
         if name in TRUSTED:
             check_own(name, run / "config.yaml")
         else:

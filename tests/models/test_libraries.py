@@ -116,35 +116,35 @@ def test_our_networks_start_and_compute_as_torchvisions(torchvision_models: Modu
     for make in (create, lambda name: reference(torchvision_models, name)):
         torch.manual_seed(5)
         models.append(make(name))
-    ours, theirs = models
-    for key, value in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[key], value), f"{key} starts otherwise"
+    network, original = models
+    for key, value in original.state_dict().items():
+        assert torch.equal(network.state_dict()[key], value), f"{key} starts otherwise"
     images = torch.randn(4, 3, 96, 96)
     with torch.no_grad():
-        for module in theirs.modules():
+        for module in original.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.momentum = None  # statistics of these images: with the initial ones GoogLeNet's signal fades
-        theirs.train()(images)
-        ours.load_state_dict(theirs.state_dict())
-        expected = theirs.eval()(images)
-        torch.testing.assert_close(ours.eval()(images), expected, rtol=1e-5, atol=1e-5)
-        next(ours.parameters()).mul_(1.01)
-        assert not torch.allclose(ours(images), expected, rtol=1e-5, atol=1e-5)
+        original.train()(images)
+        network.load_state_dict(original.state_dict())
+        expected = original.eval()(images)
+        torch.testing.assert_close(network.eval()(images), expected, rtol=1e-5, atol=1e-5)
+        next(network.parameters()).mul_(1.01)
+        assert not torch.allclose(network(images), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_digests_are_torchvisions_and_so_are_gradients(torchvision_models: ModuleType) -> None:
     with torch.device("meta"):
-        for name, (_, known) in TORCHVISION.items():
-            assert digest(reference(torchvision_models, name).state_dict()) == known
+        for name, (_, value) in TORCHVISION.items():
+            assert digest(reference(torchvision_models, name).state_dict()) == value
     for name, dropout in (("googlenet", {"dropout": 0.0, "dropout_aux": 0.0}), ("resnet18", {})):
-        ours, theirs = create(name, **dropout), reference(torchvision_models, name, **dropout)
-        theirs.load_state_dict(ours.state_dict())
+        network, original = create(name, **dropout), reference(torchvision_models, name, **dropout)
+        original.load_state_dict(network.state_dict())
         images = torch.randn(4, 3, 64, 64, dtype=torch.float64)
-        for model in (ours, theirs):
+        for model in (network, original):
             out = model.double().train()(images)
             logits = out if isinstance(out, tuple) else (out,)
             sum((place + 1) * one.square().mean() for place, one in enumerate(logits)).backward()
-        for key, parameter in ours.named_parameters():
-            torch.testing.assert_close(parameter.grad, theirs.get_parameter(key).grad, rtol=1e-8, atol=1e-12)
-        for key, buffer in ours.named_buffers():
-            torch.testing.assert_close(buffer, theirs.get_buffer(key), rtol=1e-10, atol=1e-12)
+        for key, parameter in network.named_parameters():
+            torch.testing.assert_close(parameter.grad, original.get_parameter(key).grad, rtol=1e-8, atol=1e-12)
+        for key, buffer in network.named_buffers():
+            torch.testing.assert_close(buffer, original.get_buffer(key), rtol=1e-10, atol=1e-12)

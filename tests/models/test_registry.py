@@ -140,8 +140,8 @@ def test_heads_and_channels_of_any_network() -> None:
     model.add_module("head", nn.Linear(2, 3))
     model.add_module("last", nn.Linear(3, 4))
     assert classifier_names(model) == ["last"]
-    for said, heads in (("head", ["head"]), (("head", "last", "not there"), ["head", "last"])):  # timm says it itself
-        model.pretrained_cfg = {"classifier": said}
+    for config, heads in (("head", ["head"]), (("head", "last", "not there"), ["head", "last"])):  # timm says it itself
+        model.pretrained_cfg = {"classifier": config}
         assert classifier_names(model) == heads
     assert image_channels(nn.Sequential(nn.ReLU(), nn.Conv2d(2, 5, 3), nn.Conv2d(5, 1, 3))) == 2
     assert image_channels(nn.Linear(2, 3)) == 3
@@ -268,14 +268,14 @@ def test_counts_are_those_by_hand_and_disturb_nothing() -> None:
 
 
 def test_options_are_those_of_the_network() -> None:
-    for name, option, known in (
+    for name, option, answer in (
         ("resnet50", "zero_init_residual", True),
         ("lenet", "image_size", True),
         ("vgg16", "zero_init_residual", False),
         ("resnet50", "depth", False),  # the name says it
         ("resnet50", "num_classes", False),
     ):
-        assert accepts(name, option) == known
+        assert accepts(name, option) == answer
 
 
 REFUSED = {

@@ -30,13 +30,13 @@ def planned(store: Path, **options: Any) -> Any:
 def test_a_found_plan_is_a_plan_and_leaves_the_network_alone(store: Path) -> None:
     model = create("lenet")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = convoy.plan(model, IMAGES, devices=2, global_batch=16, store=store)
+    plan = convoy.plan(model, IMAGES, devices=2, global_batch=16, store=store)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert found == convoy.Plan.parse(found.to_yaml()) and convoy.Plan.parse(found) is found
-    assert hash(found) == hash(convoy.Plan.parse(found.to_yaml()))
-    assert type(copy.deepcopy(found)) is convoy.Plan and copy.deepcopy(found) == found
-    assert f"plan {found}" in found.explain() and "assumed" in found.explain()  # links that are not at hand
-    assert found.to_document()["devices"] == 2 and found.seconds > 0 and found.speedup > 0
+    assert plan == convoy.Plan.parse(plan.to_yaml()) and convoy.Plan.parse(plan) is plan
+    assert hash(plan) == hash(convoy.Plan.parse(plan.to_yaml()))
+    assert type(copy.deepcopy(plan)) is convoy.Plan and copy.deepcopy(plan) == plan
+    assert f"plan {plan}" in plan.explain() and "assumed" in plan.explain()  # links that are not at hand
+    assert plan.to_document()["devices"] == 2 and plan.seconds > 0 and plan.speedup > 0
     assert any(store.iterdir())
     one = planned(store, devices=1, link=None)
     assert str(one) == "serial" and one.speedup == pytest.approx(1)
@@ -48,8 +48,8 @@ def test_plans_of_ones_own_are_scored_and_left_out_where_they_do_not_fit(store: 
     needed = {str(one.plan): one.memory.total for one in both.planned.candidates}
     smaller, larger = sorted(needed, key=lambda plan: needed[plan])
     limit = (needed[smaller] + needed[larger]) / 2
-    found = planned(store, score=["filter=2", "sample=2"], memory_limit=limit)
-    assert str(found) == smaller and f"the plan {larger} does not fit" in found.explain()
+    plan = planned(store, score=["filter=2", "sample=2"], memory_limit=limit)
+    assert str(plan) == smaller and f"the plan {larger} does not fit" in plan.explain()
     staged = planned(store, score="stage=2")  # says how many parts go through its stages
     assert staged.microbatches == len(staged.planned.best.staging.samples)
     fixed = planned(store, fix="classifier.*=filter")
@@ -86,15 +86,15 @@ def test_what_cannot_be_planned_is_refused(store: Path) -> None:
 def together(folder: str) -> tuple[str, int, bool, str]:
     model = create("lenet")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = convoy.plan(model, IMAGES, devices=2, global_batch=16, store=Path(folder))
+    plan = convoy.plan(model, IMAGES, devices=2, global_batch=16, store=Path(folder))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    measured = found.planned.measured
+    measured = plan.planned.measured
     assert "sample=2" in {str(plan) for plan in measured} and len(measured) > 1
-    assert found == min(measured, key=lambda plan: measured[plan])
+    assert plan == min(measured, key=lambda plan: measured[plan])
     with pytest.raises(ConvoyError) as refused:
         convoy.plan(model, IMAGES, devices=3)
-    links = len(found.planned.costs.links.measured)
-    return found.to_yaml(), links, "assumed" in found.explain(), str(refused.value)
+    links = len(plan.planned.costs.links.measured)
+    return plan.to_yaml(), links, "assumed" in plan.explain(), str(refused.value)
 
 
 @pytest.mark.slow

@@ -27,14 +27,14 @@ def on(text: str, network: str, batch: int, precision: str = "fp32", links: str 
 
 def test_alexnet_on_eight_p100_is_what_krizhevsky_found() -> None:
     """Data parallelism for convolutions, model parallelism for dense layers (Krizhevsky, 2014)."""
-    found = on("8xp100-pcie", "alexnet", 1024)
+    prediction = on("8xp100-pcie", "alexnet", 1024)
     kinds: dict[str, set[str]] = {"conv": set(), "linear": set()}
     for call in workload("alexnet", 8).graph.calls:
         if call.op in kinds:
-            kinds[call.op].update(found.plan.strategy(call.layer, call.op))
+            kinds[call.op].update(prediction.plan.strategy(call.layer, call.op))
     assert kinds["conv"] == {"sample"} and kinds["linear"] & {"filter", "channel"} and "sample" not in kinds["linear"]
     control = on("8xp100-pcie:nvswitch5", "alexnet", 1024)
-    assert found.gain > 1.02 and control.gain < found.gain and control.images_per_s > found.images_per_s
+    assert prediction.gain > 1.02 and control.gain < prediction.gain and control.images_per_s > prediction.images_per_s
     # GPUs without peers wait for the memory of their host
     assert on("8xrtx-3090", "alexnet", 1024).held_back_by == "host memory"
     assert on("8xp100-pcie:pcie3-x1", "alexnet", 1024).held_back_by == "pcie3"
@@ -43,11 +43,11 @@ def test_alexnet_on_eight_p100_is_what_krizhevsky_found() -> None:
 
 
 def test_resnet_is_by_samples_and_faster_on_more_devices_with_better_units() -> None:
-    found = on("4xv100-sxm2", "resnet18", 256)
-    assert found.plan == Plan.by_samples(4) and found.gain == 1 and found.speedup > 3
-    rates = [rate for _, rate in found.curve]
-    assert rates == sorted(rates) and found.alone < found.best < 4.01 * found.alone
-    assert found.best / found.within < found.best < found.best * found.within
+    prediction = on("4xv100-sxm2", "resnet18", 256)
+    assert prediction.plan == Plan.by_samples(4) and prediction.gain == 1 and prediction.speedup > 3
+    rates = [rate for _, rate in prediction.curve]
+    assert rates == sorted(rates) and prediction.alone < prediction.best < 4.01 * prediction.alone
+    assert prediction.best / prediction.within < prediction.best < prediction.best * prediction.within
     half, full = (on("v100-sxm2", "resnet18", 512, precision, searching=False) for precision in ("fp16", "fp32"))
     assert half.images_per_s > 1.3 * full.images_per_s
     slow = on("2xv100-sxm2", "resnet18", 256, images_per_second=100, searching=False)  # a slow input
@@ -63,8 +63,8 @@ def test_the_speed_up_is_beside_one_device_with_the_same_batch() -> None:
     small = on("8xt4", "resnet18", 8)
     assert (small.speedup < 1) == any("one device alone is faster" in note for note in small.notes)
     for text, low, high in (("sample=2", 1, 1), ("filter=2", 0, 0.95)):  # activations travel in place of few gradients
-        given = on("2xk40", "resnet18", 64, plans=[Plan.parse(text)])
-        assert given.plan == Plan.parse(text) and low <= given.gain <= high
+        prediction = on("2xk40", "resnet18", 64, plans=[Plan.parse(text)])
+        assert prediction.plan == Plan.parse(text) and low <= prediction.gain <= high
 
 
 def test_a_network_that_no_device_has_room_for_is_cut_into_stages_or_refused_by_how_much() -> None:
@@ -85,20 +85,24 @@ def test_a_network_that_no_device_has_room_for_is_cut_into_stages_or_refused_by_
 
 def test_hosts_that_repeat_what_others_do_are_told() -> None:
     """Over 1 Gbit/s the second host is worth nothing: the fastest plan has it do what the first does."""
-    found, control = (on("2x(2xv100-sxm2)", "resnet18", 128, links=links) for links in ("1gbit", "100gbit"))
-    assert found.gain > 1.03 and "2 of the 4 devices would be as fast" in found.notes[0]
+    prediction, control = (on("2x(2xv100-sxm2)", "resnet18", 128, links=links) for links in ("1gbit", "100gbit"))
+    assert prediction.gain > 1.03 and "2 of the 4 devices would be as fast" in prediction.notes[0]
     assert control.plan == Plan.by_samples(4) and not control.notes
 
 
 @pytest.mark.parametrize(("batch", "least", "most"), [(256, 4677 / 1.15, 4677 * 1.15), (8, 300, 473)])
 def test_an_h200_does_what_was_measured_on_it(batch: int, least: float, most: float) -> None:
     """4,677 images/s at 256; 300 in one run and 473 in another at 8."""
-    found = on("1xh200", "resnet50", batch, "bf16", software=replace(OURS, channels_last=True))
-    assert least < found.best < most and found.best / found.within < least and most < found.best * found.within
-    gains = {one.text: one.gain for one in found.changes}
+    prediction = on("1xh200", "resnet50", batch, "bf16", software=replace(OURS, channels_last=True))
+    assert (
+        least < prediction.best < most
+        and prediction.best / prediction.within < least
+        and most < prediction.best * prediction.within
+    )
+    gains = {one.text: one.gain for one in prediction.changes}
     if batch == 256:
         by_default = "as convoy train by default, updates recorded as CUDA graphs with Convoy's batch norm"
         assert gains[by_default] == pytest.approx(6263 / 4729, rel=0.15)
     else:
         assert 1519 / 473 < gains["updates recorded as CUDA graphs"] < 1519 / 300
-    assert found.held_back_by == ("launch" if batch == 8 else "memory bandwidth")
+    assert prediction.held_back_by == ("launch" if batch == 8 else "memory bandwidth")

@@ -54,10 +54,10 @@ def recipes(devices: int, merge: int, shares: tuple[float, ...] | None = None) -
 
 def failing(error: Exception, what: str = "") -> tuple[str, list[str], list[str], str]:
     """Plan while profiling runs by channels fail on rank 1, or the links do: plan, notes, progress, refusal."""
-    ranks, run, said = Ranks.here(), Profiler._pass, [""]
+    ranks, run, progress = Ranks.here(), Profiler._pass, [""]
 
     def failing_pass(profiler: Profiler) -> object:
-        if ranks.rank == 1 and said[-1].startswith("profiling channel") and not what:
+        if ranks.rank == 1 and progress[-1].startswith("profiling channel") and not what:
             raise error
         return run(profiler)
 
@@ -67,19 +67,19 @@ def failing(error: Exception, what: str = "") -> tuple[str, list[str], list[str]
         patch("convoy.planner.link_probe._overhead", side_effect=overhead),
     ):
         try:
-            found = make_plan(lenet(), 2, ranks, progress=lambda what, *_: said.append(what.partition(": ")[2]))
+            result = make_plan(lenet(), 2, ranks, progress=lambda what, *_: progress.append(what.partition(": ")[2]))
         except ConvoyError as failure:
-            return "", [], said, str(failure)
-    return str(found.best.plan), list(found.notes), said, ""
+            return "", [], progress, str(failure)
+    return str(result.best.plan), list(result.notes), progress, ""
 
 
-def waiting(batch: int, own: tuple[float, float], slowest: float) -> set[float]:
+def waiting(batch: int, by_rank: tuple[float, float], slowest: float) -> set[float]:
     """Seconds of operations that take 1 s, where the passes of both ranks and of the slowest of each pass take so."""
     ranks, workload = Ranks.here(), lenet(batch)
 
     def run(profiler: Profiler, *args: object) -> Profile:
         names = [OUTSIDE, *(call.name for call in workload.graph.calls)]
-        return Profile(dict.fromkeys(names, CallTimes(0.5, 0.5)), [], own[ranks.rank], slowest)
+        return Profile(dict.fromkeys(names, CallTimes(0.5, 0.5)), [], by_rank[ranks.rank], slowest)
 
     with patch.object(Profiler, "run", run):
         profiled = profile(workload, workload.place(SAMPLES), ranks, False, Links(), together=True)
@@ -96,13 +96,13 @@ def failures() -> tuple[Any, ...]:
 def test_what_fails_on_one_rank_is_left_out_or_one_sentence_of_all() -> None:
     first, second = run_ranks(failures, 2, timeout=150)
     assert first[0][0] == second[0][0] != ""
-    for (_, notes, said, _), odd, links, waits in (first, second):
+    for (_, notes, progress, _), odd, links, waits in (first, second):
         (note,) = [note for note in notes if "memory" in note]
         assert note.startswith("rank 1 ran out of memory while profiling channel")
         assert f": it asked for 1 EiB; {NEEDS_LESS}: its layers are predicted" in note
-        assert said[-1] == "" or "searching" in said
+        assert progress[-1] == "" or "searching" in progress
         assert odd == "rank 1 failed while profiling channel (ValueError: odd shape): -v shows where"
-        assert links == f"rank 1 ran out of memory while measuring the links; {NEEDS_LESS}"
+        assert links == f"rank 1 ran out of memory while measuring the links: it asked for 1 EiB; {NEEDS_LESS}"
         assert waits == [{1.0}, {1.1}, {1.0}, {1.1}]  # waiting for the slower rank counts, and uneven work does not
 
 
@@ -111,35 +111,35 @@ def unequal(folder: str, slower: float, shares: tuple[float, ...] | None) -> dic
     ranks, store, run = Ranks.here(), ProfileStore(Path(folder)), Profiler.run
 
     def taking(profiler: Profiler, *args: object) -> Profile:
-        found = run(profiler, *args)  # type: ignore[arg-type]
+        result = run(profiler, *args)  # type: ignore[arg-type]
         seconds = 1e-3 * (slower if ranks.rank else 1.0)
-        calls = {name: CallTimes(seconds, seconds) for name in found.calls}
-        return replace(found, calls=calls, seconds=seconds, slowest=seconds)
+        calls = {name: CallTimes(seconds, seconds) for name in result.calls}
+        return replace(result, calls=calls, seconds=seconds, slowest=seconds)
 
     with patch.object(Profiler, "run", taking):
-        found = make_plan(recipes(2, 1, shares), 2, ranks, store=store, plans=[SAMPLES])
+        result = make_plan(recipes(2, 1, shares), 2, ranks, store=store, plans=[SAMPLES])
     again = make_plan(recipes(2, 1, shares), 2, ranks, store=store, plans=[SAMPLES])
-    spans = [span for span in found.best.timeline.spans if span.task.kind in ("forward", "backward")]
+    spans = [span for span in result.best.timeline.spans if span.task.kind in ("forward", "backward")]
     return {
-        "pace": found.costs.slowdowns,
+        "pace": result.costs.slowdowns,
         "again": again.costs.slowdowns,
-        "shares": found.shares(found.best.plan),
-        "passes": found.workload.passes,
-        "parts": [len(part) for part in found.best.placement.batch.parts],
+        "shares": result.shares(result.best.plan),
+        "passes": result.workload.passes,
+        "parts": [len(part) for part in result.best.placement.batch.parts],
         "computing": [sum(one.end - one.start for one in spans if one.task.rank == rank) for rank in (0, 1)],
-        "notes": [note for note in found.notes if "fast" in note],
-        "text": explanation_text(explained(found)),
+        "notes": [note for note in result.notes if "fast" in note],
+        "text": explanation_text(explained(result)),
     }
 
 
 def under_autocast() -> tuple[set[str], set[str]]:
     """The types of pieces of plans that were profiled and not found again, and of what is sent."""
     plans = [Plan.parse("filter=2"), Plan.parse("owt=2")]
-    found = make_plan(lenet(precision=torch.bfloat16), 2, Ranks.here(), plans=plans)
-    items = [item for one in found.candidates for item in program(one.placement)]
+    result = make_plan(lenet(precision=torch.bfloat16), 2, Ranks.here(), plans=plans)
+    items = [item for one in result.candidates for item in program(one.placement)]
     ops = [op for item in items for op in item.local_ops if not op.is_empty and op.op not in VIEWS]
     moved = {op.inputs[0].dtype for op in ops if op.op == "redistribute"}
-    return {op.inputs[0].dtype for op in ops if op not in found.costs.times.measured}, moved
+    return {op.inputs[0].dtype for op in ops if op not in result.costs.times.measured}, moved
 
 
 def differing(folder: str) -> tuple[Any, ...]:
@@ -149,7 +149,7 @@ def differing(folder: str) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_devices_that_are_not_equally_fast_get_shares_by_their_speed(tmp_path: Path) -> None:
-    for by_speed, even, asked, equal, (unknown, moved) in run_ranks(differing, 2, str(tmp_path), timeout=150):
+    for by_speed, even, by_shares, equal, (unknown, moved) in run_ranks(differing, 2, str(tmp_path), timeout=150):
         assert by_speed["pace"] == by_speed["again"] == pytest.approx((0.5, 1.5))
         # 6 microbatches take the first what 2 take the second
         assert (by_speed["shares"], by_speed["passes"], by_speed["parts"]) == ((6, 2), 6, [8, 3])
@@ -160,7 +160,7 @@ def test_devices_that_are_not_equally_fast_get_shares_by_their_speed(tmp_path: P
         assert "with --shares 6,2" in by_speed["text"]
         assert (even["shares"], even["passes"], even["parts"]) == ((4, 4), 4, [8, 8])
         assert even["computing"][1] == pytest.approx(3 * even["computing"][0])
-        assert (asked["pace"], asked["shares"], asked["parts"]) == ((), (6, 2), [8, 3])
+        assert (by_shares["pace"], by_shares["shares"], by_shares["parts"]) == ((), (6, 2), [8, 3])
         assert (equal["pace"], equal["shares"], equal["passes"], equal["notes"]) == ((), None, 4, [])
         assert unknown <= {"float32"}  # images, of which the engine makes bfloat16 before it sends them
         assert moved == {"float32", "bfloat16"}
@@ -170,37 +170,37 @@ def test_how_fast_each_rank_is_is_told_from_what_all_of_them_computed() -> None:
     def rows(**seconds: float) -> Any:
         return [(name, Times(each / 3, 2 * each / 3)) for name, each in seconds.items()]
 
-    for ranks, waits, found in (
+    for ranks, waits, result in (
         ([rows(a=1.0, b=2.0, c=0.5), rows(a=2.0, b=4.0, c=1.0)], set(), 2.0),
         ([rows(a=30.0, b=2.0, c=0.5), *[rows(a=1.0, b=2.0, c=0.5)] * 2], set(), 1.0),  # one piece was disturbed
         ([rows(a=1.0, b=9.0), rows(a=3.0, b=9.0)], {"b"}, 3.0),  # a piece that waits for others
     ):
         paces: Any = _of_each_rank(ranks, waits)
-        assert paces[1] / paces[0] == pytest.approx(found)
+        assert paces[1] / paces[0] == pytest.approx(result)
     assert _of_each_rank([rows(b=9.0), rows(b=9.0)], {"b"}) == ()  # type: ignore[arg-type]
     even = recipes(3, 1).by_speed
     assert even is not None and even([]).shares is None
-    found = even([1.0, 1.0, 1.4])
-    assert (found.shares, found.passes, found.samples) == ((3, 3, 2), 3, 22)
-    assert found.parts(3) == (range(8), range(8, 16), range(16, 22))
-    assert found.parts(2) == (range(16), range(16, 22))  # another number of parts is as even as can be
-    asked = recipes(3, 1, (2.0, 1.0, 1.0)).by_speed
-    assert asked is not None and asked([]).shares == (4, 2, 2)
+    result = even([1.0, 1.0, 1.4])
+    assert (result.shares, result.passes, result.samples) == ((3, 3, 2), 3, 22)
+    assert result.parts(3) == (range(8), range(8, 16), range(16, 22))
+    assert result.parts(2) == (range(16), range(16, 22))  # another number of parts is as even as can be
+    by_shares = recipes(3, 1, (2.0, 1.0, 1.0)).by_speed
+    assert by_shares is not None and by_shares([]).shares == (4, 2, 2)
     with pytest.raises(ConvoyError, match="shares are those of 3 parts of the batch, but the plan divides it into 2"):
-        asked([]).parts(2)
+        by_shares([]).parts(2)
 
 
 def test_only_what_is_asked_for_is_profiled_and_one_device_makes_passes_of_its_own() -> None:
     workload, mesh = lenet(), Mesh(("gpu",), (2,))
     assert [job.name for job in jobs_for(workload, [mesh])] == ["serial, one device", "sample", "filter", "channel"]
     plans = [SAMPLES, Plan.parse("filter=2")]
-    given = jobs_for(workload, [mesh], plans)
-    assert [(job.name, job.alone) for job in given] == [
+    jobs = jobs_for(workload, [mesh], plans)
+    assert [(job.name, job.alone) for job in jobs] == [
         ("serial, one device", True),
         ("sample=2", False),
         ("filter=2", False),
     ]
-    assert [job.placement.calls for job in given[1:]] == [workload.place(plan).calls for plan in plans]
+    assert [job.placement.calls for job in jobs[1:]] == [workload.place(plan).calls for plan in plans]
     for devices, merge, together, alone in (
         (4, 1, (2, 32), (8, 8)),
         (2, 2, (2, 32), (4, 16)),
@@ -210,26 +210,26 @@ def test_only_what_is_asked_for_is_profiled_and_one_device_makes_passes_of_its_o
         workload = recipes(devices, merge)
         one = workload.alone or workload
         assert ((workload.passes, workload.samples), (one.passes, one.samples)) == (together, alone)
-        first, *others = jobs_for(workload, [Mesh(("gpu",), (devices,))])
+        first, *rest = jobs_for(workload, [Mesh(("gpu",), (devices,))])
         assert first.placement.batch.num_samples == alone[1]
-        assert all(job.placement.batch.num_samples == together[1] for job in others)
+        assert all(job.placement.batch.num_samples == together[1] for job in rest)
 
 
 @pytest.mark.slow
 def test_a_search_profiles_what_it_proposes_while_there_is_time_and_tells_every_pass() -> None:
     def profilings(patience_s: float, unmeasured: float) -> list[str]:
-        said: list[tuple[str, int, int]] = []
+        progress: list[tuple[str, int, int]] = []
         with (
             patch("convoy.planner.planner._PATIENCE_S", patience_s),
             patch("convoy.planner.planner._PATIENCE_UPDATES", 0),
             patch("convoy.planner.planner._SETTLED", unmeasured),
         ):
-            make_plan(lenet(), 2, Ranks(), link="pcie4", fixes=["*=height"], progress=lambda *one: said.append(one))
-        *during, (_, end, total) = said
-        assert end == total and {one[2] for one in said} == {total}  # the total does not move
+            make_plan(lenet(), 2, Ranks(), link="pcie4", fixes=["*=height"], progress=lambda *one: progress.append(one))
+        *during, (_, end, total) = progress
+        assert end == total and {one[2] for one in progress} == {total}  # the total does not move
         assert all(what.startswith(f"planning, about {total} s: ") and done < total for what, done, _ in during)
         assert any(what.endswith("profiling serial, one device, pass 1") for what, *_ in during)
-        names = [what.partition(": ")[2] for what, *_ in said if ", pass" not in what]
+        names = [what.partition(": ")[2] for what, *_ in progress if ", pass" not in what]
         return [name.removeprefix("profiling ") for name in names if name.startswith("profiling ")]
 
     begin = ["serial, one device", "sample", "filter", "channel"]
@@ -243,9 +243,9 @@ def on_a_machine(room: float, jobs: list[Job]) -> Iterator[None]:
     run, begun = Profiler.run, Measurements._run
 
     def running(profiler: Profiler, *args: object) -> Profile:
-        found = run(profiler, *args)  # type: ignore[arg-type]
-        same = dict.fromkeys(found.calls, CallTimes(1e-3, 1e-3))
-        return replace(found, calls=same, seconds=1e-3, slowest=1e-3)
+        result = run(profiler, *args)  # type: ignore[arg-type]
+        same = dict.fromkeys(result.calls, CallTimes(1e-3, 1e-3))
+        return replace(result, calls=same, seconds=1e-3, slowest=1e-3)
 
     def noted(measured: Measurements, job: Job, afresh: bool) -> None:
         jobs.append(job)
@@ -265,7 +265,7 @@ def planned(room: float, store: ProfileStore | None = None, **options: Any) -> t
 
 
 def test_what_does_not_fit_is_profiled_in_smaller_passes_or_left_out_with_a_note() -> None:
-    whole, found = planned(PLENTY)
+    whole, result = planned(PLENTY)
     assert {job.workload.samples for job in whole} == {64}
     room = 1.5 * min(job.memory for job in whole)
     smaller, note = planned(room)
@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_profiled_in_smaller_passes_or_left_out_with_a_note
     assert any(note.startswith("sample was profiled in passes of ") for note in note.notes)
     nothing, note = planned(1000.0)
     assert nothing == [] and any("sample was not profiled, for want of memory" in one for one in note.notes)
-    limit = next(one.memory.total for one in found.candidates if one.plan == SAMPLES)
+    limit = next(one.memory.total for one in result.candidates if one.plan == SAMPLES)
     _, limited = planned(PLENTY, memory_limit=0.99 * limit)
     assert all(one.plan != SAMPLES for one in limited.candidates)
     assert any(note.startswith("sample=2 is left out: it needs ") for note in limited.notes)
@@ -312,14 +312,14 @@ def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forg
     assert sum("other processes kept 1.5 of 2 cores busy" in note for note in busy.notes) == 1
     assert store.rows(device) == []
     first, right = planned(PLENTY, store)
-    again, known = planned(PLENTY, store)
+    again, later = planned(PLENTY, store)
     assert store.rows(device) != [] and not any("other processes" in note for note in right.notes)
     assert [job.name for job in again] == [job.name for job in first][:2] == ["serial, one device", "sample"]  # afresh
-    assert not any("kept of earlier" in note for note in known.notes)
+    assert not any("kept of earlier" in note for note in later.notes)
     store.put(device, {row.local_op: row.times * 3.0 for row in store.rows(device)}, "run")  # beside something else
-    anew, found = planned(PLENTY, store)
-    assert [job.name for job in anew] == [job.name for job in first] and found.best.plan == right.best.plan
-    assert any("3.00 × those of now" in note and "convoy profile --clear" in note for note in found.notes)
+    anew, result = planned(PLENTY, store)
+    assert [job.name for job in anew] == [job.name for job in first] and result.best.plan == right.best.plan
+    assert any("3.00 × those of now" in note and "convoy profile --clear" in note for note in result.notes)
     quiet = replace(load, wall_s=10.0, others_cores=0.1)
     with patch.dict("os.environ", {"CONVOY_SHARED": ""}):  # a machine is busy where others have a tenth of its cores
         loads = [quiet, replace(quiet, others_cores=None), replace(quiet, wall_s=0.1, others_cores=0.5)]
@@ -328,10 +328,10 @@ def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forg
 
 def test_a_prediction_that_contradicts_the_last_run_is_told(tmp_path: Path) -> None:
     store, device = ProfileStore(tmp_path), Device("Some CPU", "2.13", "0.1", 1)
-    said = partial(unlike_runs, store, device, "lenet")
-    assert list(said(64, {SAMPLES: 1.96})) == []
+    progress = partial(unlike_runs, store, device, "lenet")
+    assert list(progress(64, {SAMPLES: 1.96})) == []
     remember_run(store, device, "lenet", 64, SAMPLES, 0.735)
-    (sentence,) = said(64, {SAMPLES: 1.96})
+    (sentence,) = progress(64, {SAMPLES: 1.96})
     assert sentence.startswith("sample=2 is expected to take 1.96 s an update, and took 735 ms in the last run here")
     assert "convoy profile --clear" in sentence
-    assert list(said(64, {SAMPLES: 0.8})) == list(said(32, {SAMPLES: 1.96})) == []
+    assert list(progress(64, {SAMPLES: 0.8})) == list(progress(32, {SAMPLES: 1.96})) == []

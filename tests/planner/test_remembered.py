@@ -54,11 +54,13 @@ def test_a_given_plan_is_predicted_without_its_input_and_stages_as_stages(tmp_pa
     store = ProfileStore(tmp_path)
     remember(store, DEVICE, 2, "sgd", COSTS)
     store.put(DEVICE, measured(PLAN), "run")
-    found = recalled(ProfileStore(tmp_path), DEVICE, "sgd", PLAN, PLACEMENT, 1)
-    kinds, wanted = (one.timeline.by_kind() for one in (found, score(WORKLOAD, PLAN, replace(COSTS, input=HostCost()))))
+    prediction = recalled(ProfileStore(tmp_path), DEVICE, "sgd", PLAN, PLACEMENT, 1)
+    kinds, reference = (
+        one.timeline.by_kind() for one in (prediction, score(WORKLOAD, PLAN, replace(COSTS, input=HostCost())))
+    )
     for kind in ("forward", "backward", "update", "around"):
-        assert kinds[kind] == pytest.approx(wanted[kind])
-    assert found.memory.total > 0
+        assert kinds[kind] == pytest.approx(reference[kind])
+    assert prediction.memory.total > 0
     placement, staging = WORKLOAD.place(STAGED), Staging.of(STAGED, WORKLOAD.graph, WORKLOAD.outputs, (8, 8))
     store.put(DEVICE, measured(STAGED))
     staged = recalled(store, DEVICE, "sgd", STAGED, placement, 2, staging=staging)
@@ -91,5 +93,5 @@ def test_a_run_in_which_a_gpu_waited_for_its_host_teaches_nothing() -> None:
         ways = [(placed.call.name, way) for placed in PLACEMENT.calls for way in ("forward", "backward")]
         segments = [Segment(way, name, 1e-3, 0, host) for name, way in ways]
         update = SimpleNamespace(placements=[PLACEMENT], segments=lambda segments=segments: segments)
-        found = measured_ops([update], 0, "sync", 0)
-        assert set(found.values()) == ({Times(1e-3, 1e-3)} if learns else set())
+        prediction = measured_ops([update], 0, "sync", 0)
+        assert set(prediction.values()) == ({Times(1e-3, 1e-3)} if learns else set())

@@ -40,13 +40,13 @@ def test_unequal_devices_give_nine_tenths_of_their_speeds() -> None:
     images, in_parts = torch.zeros(1, 3, 64, 64), {"batch_norm": "microbatch", "microbatch": 16}
     resnet50 = workload_of(create("resnet50"), images, 512, name="resnet50", **in_parts)
     for slowdowns, share in (((2 / 3, 4 / 3), 0.9), ((4 / 3, 2 / 3), 0.87)):
-        given = costs(slowdowns=slowdowns)
-        plans = _search_stages(resnet50, 2, given, (), None, float("inf"))
-        best = min((score(resnet50, plan, given, passes) for plan, passes in plans), key=lambda one: one.seconds)
-        one_device = score(resnet50, SERIAL, replace(given, slowdowns=())).seconds
-        speeds = sum(1 / own for own in slowdowns)
+        device_costs = costs(slowdowns=slowdowns)
+        plans = _search_stages(resnet50, 2, device_costs, (), None, float("inf"))
+        best = min((score(resnet50, plan, device_costs, passes) for plan, passes in plans), key=lambda one: one.seconds)
+        one_device = score(resnet50, SERIAL, replace(device_costs, slowdowns=())).seconds
+        speeds = sum(1 / slowdown for slowdown in slowdowns)
         assert one_device / best.seconds >= share * speeds
-        even = score(resnet50, STAGES, given, best.passes)
+        even = score(resnet50, STAGES, device_costs, best.passes)
         assert one_device / even.seconds < 0.75 * speeds  # the control: stages of equal work
 
 
@@ -55,10 +55,10 @@ def test_few_passes_where_small_ones_are_slow() -> None:
     workload = network()
     seconds = score(workload, SERIAL, costs()).seconds / (3 * len(workload.graph.calls))
     slow = costs(replace(SLOW_CORE, overhead_s=seconds / 2))
-    found = {passes: score(workload, STAGES, slow, passes).seconds for passes in (1, 2, 4, 8, 16)}
+    result = {passes: score(workload, STAGES, slow, passes).seconds for passes in (1, 2, 4, 8, 16)}
     best = score(workload, STAGES, slow)
-    assert best.passes == min(found, key=lambda passes: found[passes]) < 8
-    assert best.seconds == pytest.approx(min(found.values())) and found[8] > 1.2 * best.seconds
+    assert best.passes == min(result, key=lambda passes: result[passes]) < 8
+    assert best.seconds == pytest.approx(min(result.values())) and result[8] > 1.2 * best.seconds
     assert score(workload, STAGES, costs()).passes > best.passes
     for counts, prices, passes in (  # looked for on both sides, and below what would be usual
         ((1, 2, 4, 8, 16, 32), {8: 3.0, 16: 2.0, 32: 1.0, 4: 9.0}, 32),
@@ -67,17 +67,17 @@ def test_few_passes_where_small_ones_are_slow() -> None:
         ((1, 2, 4, 8), {2: 1.0}, 2),  # the others cannot be
         ((1, 2, 4, 8), {}, None),
     ):
-        known = lambda number, prices=prices: number if number in prices else None  # noqa: E731
-        assert in_best_passes(counts, 2, known, prices.__getitem__) == passes
+        exists = lambda number, prices=prices: number if number in prices else None  # noqa: E731
+        assert in_best_passes(counts, 2, exists, prices.__getitem__) == passes
 
 
 def test_the_schedule_and_the_passes_are_those_that_fit_or_a_sentence_says_what_would() -> None:
     workload = replace(network(), schedules=("gpipe", "1f1b"))
     free, least = score(workload, STAGES, costs()), score(workload, STAGES, costs(), 32).memory.total
     limit = (least + free.memory.total) / 2
-    found = score(workload, STAGES, costs(), memory_limit=limit)
-    assert least < found.memory.total <= limit < free.memory.total
-    assert found.staging.schedule == "1f1b" and found.passes > free.passes
+    result = score(workload, STAGES, costs(), memory_limit=limit)
+    assert least < result.memory.total <= limit < free.memory.total
+    assert result.staging.schedule == "1f1b" and result.passes > free.passes
     small = score(workload, STAGES, costs(), memory_limit=1000.0)
     with pytest.raises(TooLargeError) as refused:
         _fitting([small], Additive(costs(), workload.graph), 1000.0)
@@ -94,11 +94,11 @@ def test_the_schedule_and_the_passes_are_those_that_fit_or_a_sentence_says_what_
 
 def test_given_stages_are_measured_in_the_passes_in_which_they_run() -> None:
     """In one process, eight of them, by 1F1B."""
-    said: list[str] = []
-    note = lambda what, *_: said.append(what)  # noqa: E731
+    progress: list[str] = []
+    note = lambda what, *_: progress.append(what)  # noqa: E731
     planned = make_plan(network(16), 2, Ranks(), link="1gbit", plans=[STAGES], progress=note)
     best = planned.best
     assert best.passes == len(best.staging.samples) == 8 and best.staging.schedule == "1f1b"
-    assert any("profiling stage=2" in what for what in said)
-    asked = replace(planned.workload, schedules=("1f1b",))
-    assert best.seconds == pytest.approx(score(asked, STAGES, planned.costs, 8).seconds)
+    assert any("profiling stage=2" in what for what in progress)
+    only_1f1b = replace(planned.workload, schedules=("1f1b",))
+    assert best.seconds == pytest.approx(score(only_1f1b, STAGES, planned.costs, 8).seconds)

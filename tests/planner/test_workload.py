@@ -48,9 +48,9 @@ WORKLOAD = workload_of(SMALL_NETS["depthwise"](), IMAGES, 8)
 def test_a_pass_has_its_part_of_the_batch_in_whole_microbatches_and_the_network_is_left_alone() -> None:
     model = SMALL_NETS["depthwise"]().eval()
     before = copy.deepcopy(model.state_dict())
-    found = workload_of(model, IMAGES, 64, passes=4)
+    result = workload_of(model, IMAGES, 64, passes=4)
     assert not model.training and all(torch.equal(before[name], one) for name, one in model.state_dict().items())
-    assert (found.samples, found.parts(3)) == (16, (range(6), range(6, 11), range(11, 16)))
+    assert (result.samples, result.parts(3)) == (16, (range(6), range(6, 11), range(11, 16)))
     whole = workload_of(model, IMAGES, 20, microbatch=8)
     assert (whole.sizes, whole.parts(2)) == ((8, 8, 4), (range(16), range(16, 20)))
     assert [name for name, _ in plans_to_profile(WORKLOAD, Mesh(("gpu",), (2,)))] == ["sample", "filter", "channel"]
@@ -72,7 +72,7 @@ def raced(
     measured: Mapping[str, float], memory: Mapping[str, int] = {}, late: bool = False, rivals: Sequence[Plan] = ()
 ) -> tuple[list[str], list[str], list[str]]:
     """Plans in their order after a race, those that raced, and the notes."""
-    asked: list[str] = []
+    racers: list[str] = []
 
     def scored(text: str) -> Scored:
         timeline = simulate([Task(0, "compute", "forward", "", "", PREDICTED[text])])
@@ -80,7 +80,7 @@ def raced(
         return Scored(Plan.parse(text), WORKLOAD.place(Plan.parse(text)), timeline, kept)
 
     def race(planned: Planned, racer: Scored, ranks: Ranks) -> float:
-        asked.append(str(racer.plan))
+        racers.append(str(racer.plan))
         if str(racer.plan) not in measured:
             raise ConvoyError("it cannot be")
         return measured[str(racer.plan)]
@@ -88,24 +88,24 @@ def raced(
     candidates = tuple(map(scored, PREDICTED))
     planned = Planned(WORKLOAD, 2, candidates, candidates[-1], None, Costs(Calibrated({})))
     measurements = Measurements(WORKLOAD, Ranks(), room=1000)
-    found = _raced(planned, rivals, Ranks(), race, measurements, lambda what: None, lambda seconds: not late)
-    return [str(one.plan) for one in found.candidates], asked, list(found.notes)
+    result = _raced(planned, rivals, Ranks(), race, measurements, lambda what: None, lambda seconds: not late)
+    return [str(one.plan) for one in result.candidates], racers, list(result.notes)
 
 
 def test_the_fastest_that_was_measured_is_chosen_and_none_is_predicted_faster_without_having_raced() -> None:
-    order, asked, notes = raced({"filter=2": 0.8, "height=2": 0.7, "sample=2": 1.0})
+    order, racers, notes = raced({"filter=2": 0.8, "height=2": 0.7, "sample=2": 1.0})
     assert order[:3] == ["height=2", "filter=2", "sample=2"]
-    assert asked == ["filter=2", "height=2", "sample=2"] and notes == []
-    order, asked, _ = raced({"filter=2": 3.0, "height=2": 3.0, "width=2": 3.0, "sample=2": 1.0})
-    assert asked == ["filter=2", "height=2", "sample=2", "width=2"] and order[0] == "sample=2"
+    assert racers == ["filter=2", "height=2", "sample=2"] and notes == []
+    order, racers, _ = raced({"filter=2": 3.0, "height=2": 3.0, "width=2": 3.0, "sample=2": 1.0})
+    assert racers == ["filter=2", "height=2", "sample=2", "width=2"] and order[0] == "sample=2"
     slow = dict.fromkeys(PREDICTED, 2.0) | {"replicate=2": 1.0}
     assert raced(slow, rivals=[Plan.parse("replicate=2")])[0][0] == "replicate=2"
-    order, asked, notes = raced({"filter=2": 0.1, "sample=2": 1.0}, {"filter=2": 900})
-    assert "filter=2" not in asked and order[0] == "sample=2"
+    order, racers, notes = raced({"filter=2": 0.1, "sample=2": 1.0}, {"filter=2": 900})
+    assert "filter=2" not in racers and order[0] == "sample=2"
     assert "filter=2 did not race: 900 B on each device leave too little memory" in notes
     assert "height=2 left the race: it cannot be" in notes
-    _, asked, notes = raced({"filter=2": 3.0, "height=2": 3.0, "sample=2": 1.0}, late=True)
-    assert asked == ["filter=2", "height=2"] and "sample=2 did not race: there was no more time" in notes
+    _, racers, notes = raced({"filter=2": 3.0, "height=2": 3.0, "sample=2": 1.0}, late=True)
+    assert racers == ["filter=2", "height=2"] and "sample=2 did not race: there was no more time" in notes
     with pytest.raises(ConvoyError, match="it cannot be"):
         raced({})
 
@@ -141,9 +141,9 @@ def test_collectives_of_gpus_are_timed_by_events_and_slow_kernels_beside_them(mo
 
     monkeypatch.setattr(collectives, "start_all_reduce", start)
     monkeypatch.setattr(link_probe, "_SIDE", 4)
-    for beside, found in ((1.25, 1.25), (0.98, 1.0)):
+    for beside, result in ((1.25, 1.25), (0.98, 1.0)):
         monkeypatch.setattr(torch, "mm", product(beside))
-        assert _Probe(None, None, cpu, gpu.clock)._slowdown(message_s, 64) == pytest.approx(found, rel=1e-3)
+        assert _Probe(None, None, cpu, gpu.clock)._slowdown(message_s, 64) == pytest.approx(result, rel=1e-3)
     sent.clear()  # all ranks send as many, though one is slower: otherwise the others would wait for ever
     monkeypatch.setattr(link_probe, "gather_ints", lambda numbers, group: [list(numbers), [n + 10**6 for n in numbers]])
     assert _Probe(None, None, cpu, gpu.clock)._time(collective(2e-6), 8) == pytest.approx(2e-6)
@@ -157,9 +157,9 @@ def test_layers_are_grouped_so_that_there_are_few_and_none_is_lost() -> None:
         workload = workload_of(create(name), torch.empty(1, channels, size, size), 2)
         return layer_groups(workload.place(Plan.parse("serial")), most)
 
-    found = groups("lenet", 28, 1)
-    assert set(found.values()) == {"features.0", "features.3", "classifier.0", "classifier.2", "classifier.4"}
-    assert found["features.1"] == "features.0"
+    result = groups("lenet", 28, 1)
+    assert set(result.values()) == {"features.0", "features.3", "classifier.0", "classifier.2", "classifier.4"}
+    assert result["features.1"] == "features.0"
     blocks = {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
     assert set(groups("resnet18", 64, most=8).values()) == blocks
     assert "layer1.0" in groups("resnet18", 64).values() and len(set(groups("resnet18", 64).values())) <= MOST
@@ -183,8 +183,8 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
             (before.parts["waiting"], sum(before.parts[part] for part in ("forward", "backward", "packing")))
         )
     middle = Summary.median([seen(1), seen(50), seen(2)])
-    found = middle.parts["forward"], middle.layers["classifier.4"].waits, middle.gradients
-    assert found == pytest.approx((2e-3, 4e-3, 8e-3))
+    result = middle.parts["forward"], middle.layers["classifier.4"].waits, middle.gradients
+    assert result == pytest.approx((2e-3, 4e-3, 8e-3))
     scored = explain("filter=2", costs(with_delay, gbytes=0.1)).scored
     before, after = scored.timeline.summary(), seen()
     groups = groups_beside(scored.placement, before, after)

@@ -96,36 +96,36 @@ def test_layouts_are_in_words_and_evaluation_has_no_backward_pass() -> None:
 def test_rows_add_up() -> None:
     for plan in ("sample=3", "filter=3", "channel=2", "height=2", "sample=2,filter=2"):
         placement = placed(small_net(), plan)
-        found = explanation(placement, predict_memory(placement))
-        rows = [*found.rows, *([found.output] if found.output else [])]
-        assert sum(row.gradients for row in rows) >= found.gradients
-        assert sum(row.parameters for row in rows) >= found.memory.parameters
-        assert sum(row.traffic.forward for row in rows) >= found.traffic.forward
-        assert len(rows) - bool(found.output) + found.others == len(small_net().calls)
-        assert plan == "sample=3" or sum(row.gradients for row in rows) == found.gradients
+        result = explanation(placement, predict_memory(placement))
+        rows = [*result.rows, *([result.output] if result.output else [])]
+        assert sum(row.gradients for row in rows) >= result.gradients
+        assert sum(row.parameters for row in rows) >= result.memory.parameters
+        assert sum(row.traffic.forward for row in rows) >= result.traffic.forward
+        assert len(rows) - bool(result.output) + result.others == len(small_net().calls)
+        assert plan == "sample=3" or sum(row.gradients for row in rows) == result.gradients
     tied = nn.Linear(6, 6)
     placement = placed(chain((8, 6), a=tied, r=nn.ReLU(), b=tied), "filter=2")
-    found = explanation(placement, predict_memory(placement))
-    assert ([row.parameters for row in found.rows], found.whole) == ([84, 0], 168)  # counted once
+    result = explanation(placement, predict_memory(placement))
+    assert ([row.parameters for row in result.rows], result.whole) == ([84, 0], 168)  # counted once
 
 
 def test_rows_of_stages_add_up() -> None:
     for plan in ("stage=3,filter=2", "sample=2,stage=2", "stage=2,height=2"):
         placement, staged = in_stages(small_net(), plan)
-        found = explanation(placement, memory_in_stages(placement, staged), None, staged)
+        result = explanation(placement, memory_in_stages(placement, staged), None, staged)
         whole = explanation(placement, predict_memory(placement))
         rows, all_rows = (
             {(row.layer, row.op, row.sent, row.traffic, row.gradients, row.parameters) for row in one.rows}
-            for one in (found, whole)
+            for one in (result, whole)
         )
         assert rows == all_rows
-        assert [row.stage for row in found.rows] == sorted(row.stage for row in found.rows)
-        assert sum(held.parameters for held in found.held) == whole.memory.parameters
-        assert all(held.gradients == held.parameters for held in found.held)
-        assert sorted(rank for row in found.stages for rank in row.ranks) == list(range(placement.mesh.num_devices))
-        assert found.stages[0].received == Traffic()
-        assert all(row.takes and row.received.forward for row in found.stages[1:])
-        assert found.gradients <= whole.gradients
+        assert [row.stage for row in result.rows] == sorted(row.stage for row in result.rows)
+        assert sum(held.parameters for held in result.held) == whole.memory.parameters
+        assert all(held.gradients == held.parameters for held in result.held)
+        assert sorted(rank for row in result.stages for rank in row.ranks) == list(range(placement.mesh.num_devices))
+        assert result.stages[0].received == Traffic()
+        assert all(row.takes and row.received.forward for row in result.stages[1:])
+        assert result.gradients <= whole.gradients
 
 
 def test_sizes_and_tables_are_for_people() -> None:
@@ -161,13 +161,13 @@ APART = [
 
 
 def test_calls_that_compute_with_several_samples_are_known() -> None:
-    def found(function: Any) -> Any:
+    def result(function: Any) -> Any:
         head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
         return coupling(chain((4, 3, 8, 8), conv=nn.Conv2d(3, 4, 3), head=head, between=Does(function)))
 
     for name, function in COUPLED.items():
-        call = found(function)
+        call = result(function)
         assert (call.layer, call.function.__name__) == ("between", name)
-    assert not any(map(found, APART))
+    assert not any(map(result, APART))
     for name, small in SMALL_NETS.items():
         assert coupling(graph_of(small(), 4, 3, 32, 32)) is None, name

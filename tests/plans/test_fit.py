@@ -126,11 +126,11 @@ FITTED = {  # the plan of more or fewer devices, and how often a layer is divide
 
 def test_samples_take_up_the_difference_where_a_plan_gets_other_devices() -> None:
     for (plan, devices), (text, groups) in FITTED.items():
-        found = fit(Plan.parse(plan), devices)
-        assert (str(found.plan), found.groups, found.plan.mesh.num_devices) == (text, groups, devices), plan
+        result = fit(Plan.parse(plan), devices)
+        assert (str(result.plan), result.groups, result.plan.mesh.num_devices) == (text, groups, devices), plan
     layers = {"features.*": {"node": "sample", "gpu": "filter"}, "classifier.*": {"node": "filter", "gpu": "filter"}}
-    found = fit(Plan.parse({"mesh": {"node": 2, "gpu": 2}, "layers": layers}), 2)
-    assert found.regrouped and found.plan.to_dict() == {"mesh": {"node": 2, "gpu": 1}, "layers": layers}
+    result = fit(Plan.parse({"mesh": {"node": 2, "gpu": 2}, "layers": layers}), 2)
+    assert result.regrouped and result.plan.to_dict() == {"mesh": {"node": 2, "gpu": 1}, "layers": layers}
     named = {"mesh": {"stage": 2, "sample": 2}, "layers": {"*": {"sample": "sample"}}, "stages": ["layer3"]}
     for devices, mesh, stages in ((6, (2, 3), ["layer3"]), (3, (1, 3), None)):  # as long as their number stays
         again = fit(Plan.parse(named), devices).plan

@@ -47,12 +47,12 @@ def test_indices_are_sets_in_order() -> None:
 
     for _ in range(300):
         first, second, third = some(), some(), some()
-        for found, wanted in (
+        for result, elements in (
             (common(first, second), {*first} & {*second}),
             (without(first, second), {*first} - {*second}),
             (united((first, second, third)), {*first, *second, *third}),
         ):
-            assert found == indices(sorted(wanted)), (first, second, third)
+            assert result == indices(sorted(elements)), (first, second, third)
 
 
 def test_shares_are_whole_and_as_near_to_their_weights_as_can_be() -> None:
@@ -60,18 +60,18 @@ def test_shares_are_whole_and_as_near_to_their_weights_as_can_be() -> None:
         assert proportional(total, weights) == shares
     draw = random.Random(1)
     for _ in range(200):
-        drawn = [draw.random() + 0.5 for _ in range(draw.randint(1, 5))]
-        shares = proportional(total := draw.randint(20, 60), drawn)
+        ratios = [draw.random() + 0.5 for _ in range(draw.randint(1, 5))]
+        shares = proportional(total := draw.randint(20, 60), ratios)
         assert sum(shares) == total
-        assert all(abs(n - total * w / sum(drawn)) < 1 for n, w in zip(shares, drawn, strict=True))
+        assert all(abs(n - total * w / sum(ratios)) < 1 for n, w in zip(shares, ratios, strict=True))
     assert consecutive((2, 0, 3)) == (range(2), range(2, 2), range(2, 5)) and balanced(5, 2) == (range(3), range(3, 5))
 
 
-def random_layout(mesh: Mesh, draw: random.Random, asked: bool) -> Layout:
+def random_layout(mesh: Mesh, draw: random.Random, is_asked: bool) -> Layout:
     """Of a result (disjoint parts, maybe partial or copied), or of what a layer asks for (maybe overlapping)."""
     splits, partial, copied = {}, set(), set()
     for axis in mesh.axes:
-        choice = draw.choice(["whole", "copied", *(() if asked else ("partial",)), 0, 1, 2])
+        choice = draw.choice(["whole", "copied", *(() if is_asked else ("partial",)), 0, 1, 2])
         if choice == "partial":
             partial.add(axis)
         elif choice == "copied":
@@ -81,7 +81,7 @@ def random_layout(mesh: Mesh, draw: random.Random, asked: bool) -> Layout:
             if choice == 1 and draw.random() < 0.5:
                 numbers = draw.sample(range(SHAPE[1]), SHAPE[1])
                 parts = [indices(sorted(numbers[part[0] : part[-1] + 1])) for part in parts]
-            elif choice == 2 and asked and draw.random() < 0.5:
+            elif choice == 2 and is_asked and draw.random() < 0.5:
                 parts = [range(max(0, part[0] - 1), min(SHAPE[2], part[-1] + 2)) for part in parts]
             splits[choice] = Split((axis,), tuple(parts))
     return Layout.of(splits, partial, copied)
@@ -98,30 +98,30 @@ def test_steps_lead_to_the_target_and_send_what_is_missing(sizes: tuple[int, ...
     mesh = Mesh(tuple(f"a{axis}" for axis in range(len(sizes))), sizes)
     places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
     for _ in range(150):
-        here, target = random_layout(mesh, draw, False), random_layout(mesh, draw, True)
-        for step in transfer(here, target, mesh, SHAPE):
-            assert step.source == here and step.axes
+        layout, target = random_layout(mesh, draw, False), random_layout(mesh, draw, True)
+        for step in transfer(layout, target, mesh, SHAPE):
+            assert step.source == layout and step.axes
             kinds.add(step.kind)
-            count, here = mesh.size(step.axes), step.target
+            count, layout = mesh.size(step.axes), step.target
             sent = [step_elements(step, mesh, place, SHAPE) for place in places]
             before, after = ([held(one, mesh, place) for place in places] for one in (step.source, step.target))
             for place, elements in zip(places, after, strict=True):
                 peers = [places.index(tuple(peer)) for peer in mesh.group(place, step.axes)]
                 assert elements <= set().union(*(before[peer] for peer in peers)), step
             pairs = list(zip(before, after, strict=True))
-            taken, given = sum(len(b - a) for a, b in pairs), sum(len(a - b) for a, b in pairs)
+            gains, losses = sum(len(b - a) for a, b in pairs), sum(len(a - b) for a, b in pairs)
             reduced = sum(all_reduce_elements(len(a), count) for a, _ in pairs)
             collected = (count - 1) * sum(map(len, after)) if not step.source.copied & set(step.axes) else 0
             assert (sum(one.forward for one in sent), sum(one.backward for one in sent)) == {
-                "gather": (taken, 0),
-                "move": (taken, taken),
+                "gather": (gains, 0),
+                "move": (gains, gains),
                 "slice": (0, collected),
-                "reduce_scatter": (given, given),
+                "reduce_scatter": (losses, losses),
                 "reduce": (reduced, 0),
                 "copy": (0, reduced),
                 "keep": (0, 0),
             }[step.kind], step
-        assert here == target
+        assert layout == target
     assert kinds == {"reduce", "copy", "keep", "slice", "gather", "move", "reduce_scatter"}
     assert [all_reduce_elements(1200, count) for count in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
 

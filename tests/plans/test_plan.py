@@ -145,7 +145,7 @@ def test_stages_begin_at_layers_or_at_equal_work() -> None:
 
 def test_every_yaml_reads_back() -> None:
     """Names that YAML readers take for something else, too."""
-    draw, made = random.Random(3), 0
+    draw, total = random.Random(3), 0
     names = ["node", "gpu", "no", "on", "yes", "null", "true", "x-1", "_", "E5", "owt", "stage"]
     pieces = ["features", "0", "1e3", "*", "?", "[1-3]", ".", "no", "~", "#", ": ", "-", "é", "'", '"', "!", "&", "  "]
     for _ in range(120):
@@ -165,11 +165,11 @@ def test_every_yaml_reads_back() -> None:
         except ConvoyError as error:
             assert any(words in str(error) for words in ("twice", "comes after", "must be text"))
             continue
-        made += 1
+        total += 1
         again = Plan.parse(plan.to_yaml() + "\n# a plan\n")
         assert again == plan and again.to_yaml() == plan.to_yaml() and "\n" not in str(plan)
         assert [pattern for pattern, _ in again.layers] == [pattern for pattern, _ in plan.layers]
-    assert made > 60
+    assert total > 60
 
 
 LINES = {
@@ -211,7 +211,7 @@ DOCUMENTS = {
     "line 2: the key mesh is there twice": ("mesh: {a: 2}\nmesh: {b: 2}\n",),
     "line 4: the key fc is there twice": ("mesh: {a: 2}\nlayers:\n  fc: {a: filter}\n  fc: {a: sample}\n",),
     "line 2: layers is": tuple(f"mesh: {{a: 2}}\nlayers: {layers}\n" for layers in ("", "filter", "[fc]")),
-    "line 3: fc has": tuple(f"mesh: {{a: 2}}\nlayers:\n  fc: {given}\n" for given in ("filter", "", "[filter]")),
+    "line 3: fc has": tuple(f"mesh: {{a: 2}}\nlayers:\n  fc: {value}\n" for value in ("filter", "", "[filter]")),
     "fc names an axis b": ("mesh: {a: 2}\nlayers:\n  fc: {b: filter}\n",),
     "did you mean gpu?": ("mesh: {gpu: 2}\nlayers:\n  fc:\n    gpus: filter\n",),
     "the mesh has no axes": ("mesh: {}\nlayers: {fc: {b: filter}}\n",),
@@ -238,8 +238,8 @@ DOCUMENTS = {
 MAPPINGS: list[Any] = [
     *({}, {"mesh": {}}, {1: 2}, {"mesh": {1: 2}, "layers": {}}, {"mesh": {"a": 2.0}, "layers": {}}),
     *({"mesh": {"a": True}, "layers": {}}, {"mesh": {"a": 2}, "layers": []}, {"mesh": {"stage": 2}, "layers": None}),
-    *({"mesh": {"a": 2}, "layers": {name: given}} for name, given in ((3, {"a": "filter"}), ("x", {3: "filter"}))),
-    *({"mesh": {"a": 2}, "layers": {"x": given}} for given in ({"a": None}, "filter")),
+    *({"mesh": {"a": 2}, "layers": {name: value}} for name, value in ((3, {"a": "filter"}), ("x", {3: "filter"}))),
+    *({"mesh": {"a": 2}, "layers": {"x": value}} for value in ({"a": None}, "filter")),
     *({"mesh": {"stage": 2}, "stages": stages} for stages in ("fc", [1.5], [True], {"fc"})),
 ]
 

@@ -102,8 +102,8 @@ def transpose(window: Transposed, weight: Tensor, rows: Tensor, output: range) -
     need = window.needed(output)
     if not need.rows:
         return rows[..., :0].sum() + rows.new_zeros(1, weight.shape[1], need.after)
-    own = rows[..., need.rows.start : need.rows.stop]
-    full = F.conv_transpose1d(own, weight, stride=window.stride, dilation=window.dilation)
+    rows_of_part = rows[..., need.rows.start : need.rows.stop]
+    full = F.conv_transpose1d(rows_of_part, weight, stride=window.stride, dilation=window.dilation)
     return F.pad(full, (need.before, need.after))
 
 

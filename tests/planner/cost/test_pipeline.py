@@ -72,25 +72,25 @@ def test_equal_stages_take_as_long_as_the_passes_and_the_stages_after_the_first(
     for stages, passes in ((2, 1), (2, 4), (4, 3), (4, 8)):
         share = 4 // stages
         for schedule in ("gpipe", "1f1b"):
-            found = predicted(f"stage={stages}", passes, schedule)
-            assert found.seconds == pytest.approx((passes + stages - 1) * 3.0 * share)
-            assert found.bubbles == pytest.approx([(stages - 1) / (passes + stages - 1)] * stages)
+            result = predicted(f"stage={stages}", passes, schedule)
+            assert result.seconds == pytest.approx((passes + stages - 1) * 3.0 * share)
+            assert result.bubbles == pytest.approx([(stages - 1) / (passes + stages - 1)] * stages)
             times = [StageTimes(share, 2.0 * share)] * stages
-            assert pipeline_seconds(times, passes, schedule) == pytest.approx(found.seconds)
+            assert pipeline_seconds(times, passes, schedule) == pytest.approx(result.seconds)
         if passes >= 2 * stages:
-            found = predicted(f"stage={stages}", passes, "zero-bubble")
+            result = predicted(f"stage={stages}", passes, "zero-bubble")
             by_hand = passes * 3.0 * share + (stages - 1) * share
             times = [StageTimes(share, 2.0 * share, weights=share)] * stages
-            assert pipeline_seconds(times, passes, "zero-bubble") == pytest.approx(by_hand) == found.seconds
-            assert max(found.bubbles) == pytest.approx(bubble("zero-bubble", passes, stages))
-    found = predicted("serial", 3, "1f1b")
-    assert (found.staging, found.bubble, found.by_stage, found.seconds) == (None, 0, (), 3 * 12)
+            assert pipeline_seconds(times, passes, "zero-bubble") == pytest.approx(by_hand) == result.seconds
+            assert max(result.bubbles) == pytest.approx(bubble("zero-bubble", passes, stages))
+    result = predicted("serial", 3, "1f1b")
+    assert (result.staging, result.bubble, result.by_stage, result.seconds) == (None, 0, (), 3 * 12)
 
 
 def test_the_slowest_stage_device_or_link_decides() -> None:
     for schedule, seconds in (("gpipe", 92.0), ("1f1b", 74.0)):
-        found = predicted(cut("l1"), 5, schedule)  # one layer in the first stage, three in the second
-        assert found.seconds == pytest.approx(5 * 9.0 + 3.0) and found.bubbles == pytest.approx([33 / 48, 3 / 48])
+        result = predicted(cut("l1"), 5, schedule)  # one layer in the first stage, three in the second
+        assert result.seconds == pytest.approx(5 * 9.0 + 3.0) and result.bubbles == pytest.approx([33 / 48, 3 / 48])
         assert pipeline_seconds([StageTimes(1.0, 2.0), StageTimes(3.0, 6.0)], 5, schedule) == pytest.approx(48.0)
         # Two stages, 2 s forward and 4 s back; a message takes 10 s. GPipe sends four one way, 2 + 4·10 + 2 s, then
         # four the other, 4 + 4·10 + 4 s. 1F1B uses both ways at once, but waits for a pass to come back before it
@@ -114,8 +114,8 @@ def test_weight_gradients_of_several_passes_at_once_may_take_less(monkeypatch: p
     """The second stage computes all of them at the end. Here a second of each backward pass is for reading weights."""
 
     def reading(op: LocalOp) -> Times:
-        found = layers_only(op)
-        return Times(found.forward, 1.0 + found.backward) if found.forward else found
+        result = layers_only(op)
+        return Times(result.forward, 1.0 + result.backward) if result.forward else result
 
     of = partial(predicted, cut("l1"), 4, layers=3)
     assert of("zero-bubble", times=reading).seconds == pytest.approx(
@@ -124,9 +124,9 @@ def test_weight_gradients_of_several_passes_at_once_may_take_less(monkeypatch: p
     assert of("gpipe", times=reading).seconds == pytest.approx(1.0 + 4 * 2 * (1.0 + 3.0) + 3.0)  # one by one
     # large images are not copied for one call: three times weight gradients of two layers are added up
     monkeypatch.setattr(step, "joined", lambda op, number: None)
-    added = copied(WEIGHT + BIAS, 2)
-    found = of("zero-bubble", times=lambda op: Times(0.25) if op == added else layers_only(op))
-    assert found.seconds == pytest.approx(1.0 + 4 * 6.0 + 3 * 2 * 0.25)
+    addition = copied(WEIGHT + BIAS, 2)
+    result = of("zero-bubble", times=lambda op: Times(0.25) if op == addition else layers_only(op))
+    assert result.seconds == pytest.approx(1.0 + 4 * 6.0 + 3 * 2 * 0.25)
 
 
 def convolution(samples: int, channels: int, pixels: int, **options: Any) -> LocalOp:
@@ -162,25 +162,25 @@ def test_what_is_joined_and_laid_out_is_what_the_engine_joins_and_lays_out(monke
 
 
 def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own() -> None:
-    found = predicted("stage=2", 2, "1f1b", loss=HostCost(0.5), update=Update(per_byte=1 / (WEIGHT + BIAS)))
-    kinds = [found.timeline.by_kind(rank) for rank in (0, 1)]
+    result = predicted("stage=2", 2, "1f1b", loss=HostCost(0.5), update=Update(per_byte=1 / (WEIGHT + BIAS)))
+    kinds = [result.timeline.by_kind(rank) for rank in (0, 1)]
     assert [kind.get("around", 0.0) for kind in kinds] == [0.0, 1.0]
     assert [kind["update"] for kind in kinds] == pytest.approx([2.0, 2.0])
-    assert [one.parameters for one in found.by_stage] == [2 * (WEIGHT + BIAS)] * 2
+    assert [one.parameters for one in result.by_stage] == [2 * (WEIGHT + BIAS)] * 2
     for plan in ("stage=2,sample=2", "sample=2,stage=2", "stage=2,filter=2"):  # which divide the layers of a stage
-        found = predicted(plan, 4, "1f1b", links(0.5))
-        assert len(found.timeline.ranks) == 2  # one of each stage
-        sent = [span.task for span in found.timeline.spans if span.task.stream == "stages"]
+        result = predicted(plan, 4, "1f1b", links(0.5))
+        assert len(result.timeline.ranks) == 2  # one of each stage
+        sent = [span.task for span in result.timeline.spans if span.task.stream == "stages"]
         assert sent and all(one.num_bytes == ONE // 2 for one in sent)
-        assert all(found.staging.stage_of(one.rank) != found.staging.stage_of(one.peer) for one in sent)
+        assert all(result.staging.stage_of(one.rank) != result.staging.stage_of(one.peer) for one in sent)
 
 
 def test_a_stage_keeps_the_activations_of_its_passes_in_flight() -> None:
     """Every layer keeps its input; the first stage sends what the second keeps. What is computed again is there once
     and takes time: of the other passes a stage keeps what it received and what it sends."""
     for schedule, (first, last) in (("gpipe", (6, 6)), ("1f1b", (2, 1))):
-        found = predicted("stage=2", 6, schedule)
-        assert [one.activations for one in found.by_stage] == [first * 3 * ONE, last * 2 * ONE]
+        result = predicted("stage=2", 6, schedule)
+        assert [one.activations for one in result.by_stage] == [first * 3 * ONE, last * 2 * ONE]
         again = predicted("stage=2", 6, schedule, recompute=True)
         held = [(first - 1) * 2 * ONE + 3 * ONE, (last - 1) * ONE + 3 * ONE]
         assert [one.activations for one in again.by_stage] == held

@@ -157,12 +157,12 @@ def test_small_batches_take_what_the_host_takes_and_recorded_ones_issue_the_opti
     assert predicted(2, recorded=True) == pytest.approx((1 + tensors) * host, rel=0.05)
     assert predicted(2) > 4 * tensors * host
     assert predicted(2, host, True, "stage=2") == predicted(2, host, False, "stage=2")  # stages are not recorded
-    for measured, found in (
+    for measured, result in (
         ([(1, 30e-6), (16, 60e-6), (256, 540e-6)], (28e-6, 2e-6)),
         ([(1, 0.0), (16, 0.0)], (0.0, 0.0)),
         ([(1, 4e-6), (16, 4e-6)], (4e-6, 0.0)),
     ):
-        assert issuing(measured) == pytest.approx(found)
+        assert issuing(measured) == pytest.approx(result)
 
 
 @dataclass

@@ -71,19 +71,19 @@ def test_what_is_sent_is_what_the_plan_counts() -> None:
         assert sorted(name for one in travelling for name in one.parameters) == sorted(expected)
         for rank in range(mesh.num_devices):
             for way in ("forward", "backward"):
-                found = sum(
+                result = sum(
                     all_reduce_elements(one.bytes[rank], mesh.size(one.axes))
                     if one.kind == "all_reduce"
                     else one.bytes[rank]
                     for item in program(placement)
                     for one in getattr(item, way)
                 )
-                wanted = sum(getattr(each.ranks[rank], way) for each in sent)
-                assert found == pytest.approx(wanted, abs=8), (plan, rank, way)
+                count = sum(getattr(each.ranks[rank], way) for each in sent)
+                assert result == pytest.approx(count, abs=8), (plan, rank, way)
             shares = [(one, 2 * (mesh.size(one.axes) - 1) / mesh.size(one.axes)) for one in travelling]
             counts = sum(share * 4 for one, share in shares for _ in one.parameters)  # of users
-            found = sum(share * one.bytes[rank] for one, share in shares) - counts
-            assert found == pytest.approx(sum(numbers[rank] for numbers in expected.values()), abs=8), plan
+            result = sum(share * one.bytes[rank] for one, share in shares) - counts
+            assert result == pytest.approx(sum(numbers[rank] for numbers in expected.values()), abs=8), plan
 
 
 class Net(nn.Module):
@@ -115,7 +115,7 @@ def messages(plan: str) -> tuple[list[Any], ...]:
         net(images).square().mean().backward()
     names = {parameter: name for name, parameter in net.named_parameters()}
     order = [names[parameter] for parameter in network.reducer.parameters]
-    found = [({order[member] for member in one.members}, len(one.tally), one.alone) for one in network.reducer.buckets]
+    result = [({order[member] for member in one.members}, len(one.tally), one.alone) for one in network.reducer.buckets]
     placement = network.example_placement(True)
     held = {name: parameter.numel() * 4 for name, parameter in net.named_parameters()}
 
@@ -130,7 +130,7 @@ def messages(plan: str) -> tuple[list[Any], ...]:
         ]
 
     backward = [name for item in reversed(program(placement)) for name in item.parameters]
-    return found, predicted(backward), predicted([value.name for value in placement.graph.parameters()])
+    return result, predicted(backward), predicted([value.name for value in placement.graph.parameters()])
 
 
 def all_messages(plans: list[str]) -> list[Any]:
@@ -210,9 +210,9 @@ def test_input_that_others_get_ready_is_waited_for_as_far_as_an_update_is_too_sh
     without = [predict(placement, Costs(layers_only, links()), number).total for number in passes]
     for per_sample, late in ((1e-3, 0.0), (without[0], 5 * without[0])):
         costs = Costs(layers_only, links(), input=HostCost(per_sample=per_sample, beside=True))
-        found = [predict(placement, costs, number) for number in passes]
-        assert [one.total for one in found] == pytest.approx([without[0] + late, without[1] + 2 * late])
-        assert found[0].by_kind().get("around", 0.0) == pytest.approx(late)
+        result = [predict(placement, costs, number) for number in passes]
+        assert [one.total for one in result] == pytest.approx([without[0] + late, without[1] + 2 * late])
+        assert result[0].by_kind().get("around", 0.0) == pytest.approx(late)
 
 
 def test_the_sum_is_the_timeline_where_nothing_overlaps() -> None:
@@ -220,17 +220,17 @@ def test_the_sum_is_the_timeline_where_nothing_overlaps() -> None:
     graph, engine = small_net(), replace(summed(), per_transfer=Times(0.25, 0.5), per_parameter=0.125)
     for plan in ("serial", "sample=2", "filter=2", "owt=2", "sample=2,filter=2"):
         placement = placed(graph, plan)
-        found = additive_seconds(placement, Additive(summed(), graph))
-        added = sum(bool(placement.layouts[value.name].copied) for value in graph.parameters())
-        assert found == pytest.approx(predict(placement, summed()).total - 4 * added * 1e-8, rel=1e-9), plan
+        result = additive_seconds(placement, Additive(summed(), graph))
+        exchanges = sum(bool(placement.layouts[value.name].copied) for value in graph.parameters())
+        assert result == pytest.approx(predict(placement, summed()).total - 4 * exchanges * 1e-8, rel=1e-9), plan
         steps = sum(
             len(parts) * (0.75 if name in needs_gradient(graph) else 0.25)
             for moves in (*(call.transfers for call in placement.calls), placement.outputs)
             for name, parts in moves.items()
         )
-        more = additive_seconds(placement, Additive(engine, graph)) - found
+        more = additive_seconds(placement, Additive(engine, graph)) - result
         assert more == pytest.approx(predict(placement, engine).total - predict(placement, summed()).total)
-        assert more == pytest.approx(steps + 0.125 * added)
+        assert more == pytest.approx(steps + 0.125 * exchanges)
 
 
 def test_the_sum_counts_what_overlaps_in_part_passes_without_the_update_and_copies_of_small_gradients() -> None:
@@ -265,11 +265,11 @@ def test_memory_is_that_of_the_plan_with_state_messages_and_what_kernels_hold() 
             predict_memory(placement),
             summed(update=Update(state=2.0), sizes=Sizes(1 << 30, 1 << 20, 1 << 20)),
         )
-        found = rank_memory(placement, costs)
-        for mine, theirs in zip(found, of_plan, strict=True):
-            assert mine.optimizer == 2 * theirs.parameters and (mine.messages > 0) == ("sample" in plan)
-            assert mine.total == theirs.total + mine.optimizer + mine.messages + mine.workspace
-        most = max(b.total + 2 * b.parameters + a.workspace for a, b in zip(found, of_plan, strict=True))
+        result = rank_memory(placement, costs)
+        for memory, kept in zip(result, of_plan, strict=True):
+            assert memory.optimizer == 2 * kept.parameters and (memory.messages > 0) == ("sample" in plan)
+            assert memory.total == kept.total + memory.optimizer + memory.messages + memory.workspace
+        most = max(b.total + 2 * b.parameters + a.workspace for a, b in zip(result, of_plan, strict=True))
         assert Additive(summed(update=Update(state=2.0)), placement.graph).memory(placement) == pytest.approx(most)
     # a convolution on a CPU holds two copies of its weight, divided as it is; filters of 1 × 1 and linear layers none
     convs = {"a": nn.Conv2d(8, 16, 3, padding=1), "b": nn.Conv2d(16, 64, 1), "c": nn.Conv2d(64, 16, 1)}
@@ -285,36 +285,38 @@ def test_large_updates_and_their_state_are_divided_where_that_is_worth_it() -> N
     placement, weight, bias = placed(graph, "sample=2"), 4096 * 4200 * 4, 4200 * 4
     for divisible in (True, False):
         costs = Costs(layers_only, links(), Update(1e-9, state=1.0, divisible=divisible))
-        own = weight // 2 if divisible else weight
+        share = weight // 2 if divisible else weight
         sent = [task.num_bytes for task in gradients(step_tasks(placement, costs)) if task.num_bytes > 1e6]
-        assert sent == ([weight // 2] * 2 if divisible else [max(sent)]) and max(sent) >= own
-        assert predict(placement, costs).by_kind()["update"] == pytest.approx((own + bias) * 1e-9)
-        assert rank_memory(placement, costs)[0].optimizer == own + bias
+        assert sent == ([weight // 2] * 2 if divisible else [max(sent)]) and max(sent) >= share
+        assert predict(placement, costs).by_kind()["update"] == pytest.approx((share + bias) * 1e-9)
+        assert rank_memory(placement, costs)[0].optimizer == share + bias
         seconds = Additive(costs, graph).update(graph.values["a.weight"], placement.layouts["a.weight"], placement.mesh)
-        assert seconds == pytest.approx(math.prod(graph.shape("a.weight")) * 4 * own / weight * 1e-9)
+        assert seconds == pytest.approx(math.prod(graph.shape("a.weight")) * 4 * share / weight * 1e-9)
 
 
 def call_of(graph: Graph, plan: str, op: str, **options: Any) -> tuple[Placement, Any, Any]:
     """A placement, its call of a kind, and what that sends inside."""
     placement = placed(graph, plan)
     call = next(one for one in placement.calls if one.call.op == op)
-    own = local_op(call, placement, 0, **options)
+    operation = local_op(call, placement, 0, **options)
     mode = [options["batch_norm"]] if "batch_norm" in options else []
-    return placement, own, internal_messages(call, placement.graph, placement.mesh, own, *mode)
+    return placement, operation, internal_messages(call, placement.graph, placement.mesh, operation, *mode)
 
 
 def test_what_calls_send_inside_holds_up_the_step_and_counts_in_the_sum() -> None:
     net = chain((8, 3, 9, 9), c=nn.Conv2d(3, 6, 3), n=nn.BatchNorm2d(6), r=nn.ReLU())
-    _, own, found = call_of(net, "sample=4", "batch_norm")
-    assert (own.option("ranks"), found.axes) == (4, (0,))
-    assert found.forward == (("exchange", 3 * 2 * 6 * 4),) and found.backward == (("all_reduce", 2 * 6 * 4),)
+    _, operation, result = call_of(net, "sample=4", "batch_norm")
+    assert (operation.option("ranks"), result.axes) == (4, (0,))
+    assert result.forward == (("exchange", 3 * 2 * 6 * 4),) and result.backward == (("all_reduce", 2 * 6 * 4),)
     assert call_of(net, "filter=2", "batch_norm")[2].axes == ()
-    _, own, found = call_of(net, "sample=2", "batch_norm", batch_norm="microbatch", microbatch=2)
-    assert (own.option("ranks"), own.option("parts"), found.axes) == (1, 2, ())
+    _, operation, result = call_of(net, "sample=2", "batch_norm", batch_norm="microbatch", microbatch=2)
+    assert (operation.option("ranks"), operation.option("parts"), result.axes) == (1, 2, ())
     assert call_of(net, "height=2", "batch_norm", batch_norm="microbatch")[2].axes == (0,)
     classes = chain((8, 16), a=nn.Linear(16, 12), s=nn.Softmax(1))
-    _, _, found = call_of(classes, "filter=2", "softmax")
-    assert found.forward == (("exchange", 8 * 4), ("all_reduce", 8 * 4)) and found.backward == (("all_reduce", 8 * 4),)
+    _, _, result = call_of(classes, "filter=2", "softmax")
+    assert result.forward == (("exchange", 8 * 4), ("all_reduce", 8 * 4)) and result.backward == (
+        ("all_reduce", 8 * 4),
+    )
     placement, costs = placed(net, "sample=2"), Costs(ROOFLINE, links(1e-6, 1e-6))
     local = replace(costs, batch_norm="local")
     exposed, without = predict(placement, costs).exposed(), predict(placement, local).exposed()

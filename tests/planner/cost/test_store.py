@@ -119,7 +119,7 @@ def test_stores_of_before_are_gone_on_with_or_left_alone(tmp_path: Path) -> None
 
 
 def test_runs_count_before_profiling_the_median_of_the_last_and_newer_ones_more(tmp_path: Path) -> None:
-    for number, (runs, found) in enumerate(
+    for number, (runs, median) in enumerate(
         (((1, 90, 2), 2), ((1, 90, 2, 7, 7, 7, 7, 7), 7), ((2, 2, 9, 9), 9), ((2, 2, 9, 9, 1, 1), 1))
     ):
         store = ProfileStore(tmp_path / str(number))
@@ -128,7 +128,7 @@ def test_runs_count_before_profiling_the_median_of_the_last_and_newer_ones_more(
             put(store, {3: seconds}, "run")
         put(store, {3: 1000, 4: 3})
         times = store.times(DEVICE)
-        assert times[op(3)].forward == found and times[op(4)] == Times(3, 6), runs
+        assert times[op(3)].forward == median and times[op(4)] == Times(3, 6), runs
         assert {row.local_op: row.source for row in store.rows(DEVICE)} == {op(3): "run", op(4): "profiling"}
     only = ProfileStore(tmp_path / "hosts")  # what a host takes is known from profiling, whatever runs add
     only.put(DEVICE, {op(1): Times(1, 2, 3, 4)})
@@ -165,7 +165,7 @@ def test_old_runs_count_no_longer_and_the_oldest_operations_and_devices_go(tmp_p
 
 
 def test_devices_that_take_other_times_have_other_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    others = {
+    changes = {
         "name": "Other CPU",
         "torch": "2.14",
         "convoy": "0.2",
@@ -177,7 +177,7 @@ def test_devices_that_take_other_times_have_other_keys(monkeypatch: pytest.Monke
         "numerics": "benchmark",
         "share": 0.5,
     }
-    assert len({DEVICE.key, *(replace(DEVICE, **{name: value}).key for name, value in others.items())}) == 11
+    assert len({DEVICE.key, *(replace(DEVICE, **{name: value}).key for name, value in changes.items())}) == 11
     assert replace(DEVICE).key == DEVICE.key and DEVICE.key.startswith("some-cpu-2-5-ghz-1t-float32-")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CONVOY_CACHE", raising=False)

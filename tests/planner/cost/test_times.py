@@ -54,26 +54,26 @@ def test_an_operation_has_its_key_in_every_process_and_another_one_has_another()
     assert again == one and hash(again) == hash(one) and one.key.startswith("conv-")
     code = "from convoy.planner.cost.local_op import LocalOp; print(LocalOp.from_dict(eval(input())).key)"
     command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": "src"}
-    found = subprocess.run(
+    result = subprocess.run(
         command, input=repr(one.to_dict()), capture_output=True, text=True, check=True, env=environment
     )
-    assert found.stdout.strip() == one.key
-    others = [
+    assert result.stdout.strip() == one.key
+    variants = [
         replace(one, op="linear"),
         replace(one, inputs=(replace(one.inputs[0], shape=(9, 16, 14, 14)), one.inputs[1])),
         replace(one, inputs=(replace(one.inputs[0], dtype="bfloat16"), one.inputs[1])),
         replace(one, inputs=(replace(one.inputs[0], gradient=True), one.inputs[1])),
         replace(one, options=(("groups", 1), ("stride", (2, 2)))),
     ]
-    assert len({other.key for other in (one, *others)}) == 6
+    assert len({other.key for other in (one, *variants)}) == 6
     table = Table({one.key: Times(1, 2)}, lambda op: Times(7, 7))
-    assert (table(one), table(others[0])) == (Times(1, 2), Times(7, 7))
+    assert (table(one), table(variants[0])) == (Times(1, 2), Times(7, 7))
 
 
 def test_ranks_and_blocks_that_do_the_same_have_one_operation() -> None:
     blocks = chain((8, 4, 9, 9), first=conv3(4, 4), a=conv3(4, 4), r=nn.ReLU(), b=conv3(4, 4))
-    found = local_ops(blocks, "sample=2")
-    assert found["a"] == found["b"] != found["first"]  # which needs no gradient of the images
+    result = local_ops(blocks, "sample=2")
+    assert result["a"] == result["b"] != result["first"]  # which needs no gradient of the images
     first, second = (local_ops(small_net(9), "sample=2", rank)["features.0"] for rank in (0, 1))
     assert (first.inputs[0].shape[0], second.inputs[0].shape[0]) == (5, 4)
     assert local_ops(small_net(), "sample=2", 0) == local_ops(small_net(), "sample=2", 1)
@@ -107,9 +107,9 @@ def test_what_overwrites_adds_gradients_or_has_odd_arguments_is_another_operatio
     assert not any(operand.adds for operand in shared["c"].inputs)
     assert shared["b"].bytes.backward - shared["c"].bytes.backward == 3 * shared["b"].inputs[0].bytes
     odd = chain((8, 4, 9, 9), a=conv3(4, 4), m=Does(lambda x: x.clamp_min(float("-inf"))))
-    found = local_ops(odd, "sample=2")["m"]
-    assert "-inf" in str(found.option("called"))
-    assert LocalOp.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
+    result = local_ops(odd, "sample=2")["m"]
+    assert "-inf" in str(result.option("called"))
+    assert LocalOp.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))) == result
 
 
 class Mixture(nn.Module):
@@ -133,8 +133,8 @@ def test_work_is_that_by_hand_that_torch_counts_and_the_same_over_all_ranks() ->
     images, weight = 8 * 16 * 14 * 14 * 4, 16 * 16 * 9 * 4
     assert images_only.bytes == (images + weight + images, images + weight + images + weight)
     for model, shape in ((Mixture(), (8, 10, 10)), (create("squeezenet1_1"), (3, 96, 96))):
-        found = local_ops_flops(graph_of(model, 1, *shape, training=False), "serial")
-        assert found == count(model, shape).flops
+        result = local_ops_flops(graph_of(model, 1, *shape, training=False), "serial")
+        assert result == count(model, shape).flops
     for plan in ("sample=2", "filter=2", "owt=4", "sample=2,filter=2"):
         assert local_ops_flops(small_net(), plan) == local_ops_flops(small_net(), "serial"), plan
     views = local_ops(small_net(), "serial")
@@ -160,8 +160,8 @@ def test_a_roofline_counts_the_slower_of_arithmetic_and_memory() -> None:
     assert ROOFLINE(view) == ROOFLINE(relu(0)) == Times()
     truth = Roofline(3e10, 5e9)
     measured = {one: truth(one) for one in (conv(8), conv(16), conv(8, channels=32), relu(10**5), relu(10**6))}
-    found = fitted(measured)
-    assert (found.flops_per_s, found.bytes_per_s) == pytest.approx((3e10, 5e9), rel=0.01)
+    result = fitted(measured)
+    assert (result.flops_per_s, result.bytes_per_s) == pytest.approx((3e10, 5e9), rel=0.01)
     assert fitted({}).flops_per_s > 0
     assert Calibrated(measured)(conv(32)).forward == pytest.approx(truth(conv(32)).forward, rel=0.15)
 
@@ -180,8 +180,8 @@ def test_times_between_measured_ones_have_an_efficiency_between_theirs() -> None
     for s, factor in ((1, 2), (2, 5)):  # layers of the same options are nearer
         assert ratio(Calibrated(strides, ROOFLINE), conv(5, stride=s)) == pytest.approx(factor, rel=0.05)
     functions = Calibrated({relu(1000): ROOFLINE(relu(1000)), relu(1000, "gelu"): ROOFLINE(relu(1000)) * 10}, ROOFLINE)
-    found = [ratio(functions, relu(2000, function)) for function in ("relu", "gelu", "mish")]
-    assert found == pytest.approx([1, 10, 5.5])  # what is unknown lies between
+    result = [ratio(functions, relu(2000, function)) for function in ("relu", "gelu", "mish")]
+    assert result == pytest.approx([1, 10, 5.5])  # what is unknown lies between
     nothing = [Operand((0, 16, 14, 14), "float32")]
     empty = replace(conv(4), inputs=(*nothing, conv(4).inputs[1]), outputs=tuple(nothing))
     undisturbed = Calibrated({empty: Times(1e-5, 1e-5), conv(4): ROOFLINE(conv(4))}, ROOFLINE)
@@ -215,9 +215,9 @@ def test_what_does_not_shrink_with_the_batch_is_told_apart() -> None:
 def test_an_optimizer_from_measured_points() -> None:
     truth = Update(2e-10, 3e-6)
     points = [(size, number, truth.seconds(size, number)) for size, number in ((10**8, 16), (10**8, 160), (10**6, 60))]
-    found = Update.fit(points, state=2.0, divisible=True)
-    assert (found.per_byte, found.per_tensor) == (pytest.approx(2e-10), pytest.approx(3e-6))
-    assert (found.state, found.divisible, Update.fit([])) == (2.0, True, Update())
+    result = Update.fit(points, state=2.0, divisible=True)
+    assert (result.per_byte, result.per_tensor) == (pytest.approx(2e-10), pytest.approx(3e-6))
+    assert (result.state, result.divisible, Update.fit([])) == (2.0, True, Update())
     assert Update.fit(points[:1]).per_byte == pytest.approx(points[0][2] / 10**8)
     odd = Update.fit([(10**8, 16, 1.0), (10**8, 1600, 0.9)])  # more tensors do not make it faster
     assert odd.per_tensor == 0 < odd.per_byte

@@ -59,9 +59,9 @@ def every_placement(
     layers = dict.fromkeys(call.layer for call in graph.calls if call.op in CHOOSING)
     free = list(itertools.product(among, repeat=len(mesh.sizes)))
     for strategies in itertools.product(*(fixed.get(layer, free) for layer in layers)):
-        given = dict(zip(layers, strategies, strict=True))
+        by_layer = dict(zip(layers, strategies, strict=True))
         try:
-            yield given, placed_under(graph, Given(mesh, given), parts)
+            yield by_layer, placed_under(graph, Given(mesh, by_layer), parts)
         except ConvoyError:
             continue
 

@@ -68,15 +68,15 @@ def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
         every = list(zip([additive_seconds(one, costs) for one in placements], counts, strict=True))
         least = min(seconds for seconds, _ in every)
         for tolerance in (0.0, 0.01, 0.1):
-            found = search(graph, mesh.num_devices, costs, on=[mesh], among=among, tolerance=tolerance)
-            assert found.exact and found.least == pytest.approx(least, rel=1e-12)
+            result = search(graph, mesh.num_devices, costs, on=[mesh], among=among, tolerance=tolerance)
+            assert result.exact and result.least == pytest.approx(least, rel=1e-12)
             near = min((count, seconds) for seconds, count in every if seconds <= least * (1 + tolerance))
-            assert found.best.seconds == pytest.approx(near[1] if tolerance else least, rel=1e-9)
-            assert not tolerance or found.best.redistributions == near[0]
+            assert result.best.seconds == pytest.approx(near[1] if tolerance else least, rel=1e-9)
+            assert not tolerance or result.best.redistributions == near[0]
             # a plan costs when it is placed what the search says, through its text as well
-            placement = placed_under(graph, Plan.parse(found.best.plan.to_yaml()))
-            assert additive_seconds(placement, costs) == pytest.approx(found.best.seconds, rel=1e-12)
-            assert len(redistributions(placement)) == found.best.redistributions
+            placement = placed_under(graph, Plan.parse(result.best.plan.to_yaml()))
+            assert additive_seconds(placement, costs) == pytest.approx(result.best.seconds, rel=1e-12)
+            assert len(redistributions(placement)) == result.best.redistributions
 
 
 def test_the_tolerance_matters_and_where_too_much_meets_the_fastest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,9 @@ def test_the_tolerance_matters_and_where_too_much_meets_the_fastest_is_kept(monk
     assert changed, "no case in which the tolerance matters"
     strict = search(graph, 2, Costs(), on=[ONE], among=FEW[1:], tolerance=0.0).best
     monkeypatch.setattr(solving, "fewest", too_wide)
-    found = search(graph, 2, Costs(), on=[ONE], among=FEW[1:], tolerance=0.1)
-    assert (found.best.plan, found.exact) == (strict.plan, False)
-    assert found.notes[0].startswith("not all plans that are about as fast as the fastest were compared by how often")
+    result = search(graph, 2, Costs(), on=[ONE], among=FEW[1:], tolerance=0.1)
+    assert (result.best.plan, result.exact) == (strict.plan, False)
+    assert result.notes[0].startswith("not all plans that are about as fast as the fastest were compared by how often")
 
 
 def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count() -> None:
@@ -118,13 +118,13 @@ def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count
         assert elimination.least == pytest.approx(fastest[0])
         assert tuple(elimination.assignment()[variable] for variable in sizes) == fastest[2]
         for variable, least in elimination.min_marginals().items():
-            wanted = [min(s for s, _, at in every if at[variable] == state) for state in range(sizes[variable])]
-            assert least == pytest.approx(wanted)
+            target = [min(s for s, _, at in every if at[variable] == state) for state in range(sizes[variable])]
+            assert least == pytest.approx(target)
         for budget in (fastest[0], 1.2 * fastest[0], 2 * fastest[0]):
             fewest_count = min(count for s, count, _ in every if s <= budget)
             _, _, states = min(one for one in every if one[1] == fewest_count)
-            found = fewest(seconds, counts, sizes, budget * (1 + 1e-12), int(fastest[1]), 10**6)
-            assert tuple(found[variable] for variable in sizes) == states
+            result = fewest(seconds, counts, sizes, budget * (1 + 1e-12), int(fastest[1]), 10**6)
+            assert tuple(result[variable] for variable in sizes) == states
         assert fewest(seconds, counts, sizes, 0.9 * fastest[0], 30, 10**6) is None
 
 
@@ -134,12 +134,12 @@ def test_settled_variables_are_no_dimensions() -> None:
     seconds = [Table((0, leaf), draw.random((3, 1))) for leaf in leaves]
     counts = [Table((0, leaf), np.array([[0.0], [1.0], [2.0]])) for leaf in (1, 2)]
     sizes, sums = {0: 3, **dict.fromkeys(leaves, 1)}, sum(table.numbers[:, 0] for table in seconds)
-    found = Elimination(seconds, sizes, 1000)
-    assert found.assignment() == {0: int(sums.argmin()), **dict.fromkeys(leaves, 0)}
-    assert found.min_marginals()[0] == pytest.approx(sums)
+    result = Elimination(seconds, sizes, 1000)
+    assert result.assignment() == {0: int(sums.argmin()), **dict.fromkeys(leaves, 0)}
+    assert result.min_marginals()[0] == pytest.approx(sums)
     for budget in np.sort(sums):
-        wanted = int(np.flatnonzero(sums <= budget)[0])  # the states count 0, 2 and 4
-        assert fewest(seconds, counts, sizes, float(budget), 4, 1000) == {0: wanted, **dict.fromkeys(leaves, 0)}
+        target = int(np.flatnonzero(sums <= budget)[0])  # the states count 0, 2 and 4
+        assert fewest(seconds, counts, sizes, float(budget), 4, 1000) == {0: target, **dict.fromkeys(leaves, 0)}
 
 
 def test_meshes_are_ordered_factorisations_and_the_best_of_all_is_taken() -> None:
@@ -147,10 +147,10 @@ def test_meshes_are_ordered_factorisations_and_the_best_of_all_is_taken() -> Non
     assert [mesh.sizes for mesh in meshes(8, 3)] == [(8,), (2, 4), (4, 2), (2, 2, 2)]
     assert ([mesh.sizes for mesh in meshes(1)], meshes(4)[1].names) == ([()], ("node", "gpu"))
     graph = captured(Residual(), 16)
-    found = search(graph, 4, Costs(), top=4, tolerance=0.0)
-    plans = [str(candidate.plan) for candidate in found.candidates]
+    result = search(graph, 4, Costs(), top=4, tolerance=0.0)
+    plans = [str(candidate.plan) for candidate in result.candidates]
     assert len(set(plans)) == len(plans) >= 3
-    assert found.best.seconds == min(
+    assert result.best.seconds == min(
         search(graph, 4, Costs(), on=[mesh], tolerance=0.0).best.seconds for mesh in meshes(4)
     )
     one = search(captured(Chain()), 1, Costs())
@@ -158,9 +158,9 @@ def test_meshes_are_ordered_factorisations_and_the_best_of_all_is_taken() -> Non
 
 
 def test_plain_samples_are_a_candidate_where_they_can_be() -> None:
-    found = search(captured(Residual()), 4, Costs(flops=1e12, rate=1e6), top=1, tolerance=0.0)
-    assert Plan.parse("sample=4") in [one.plan for one in found.candidates] and str(found.best.plan) != "sample=4"
-    assert [one.seconds for one in found.candidates] == sorted(one.seconds for one in found.candidates)
+    result = search(captured(Residual()), 4, Costs(flops=1e12, rate=1e6), top=1, tolerance=0.0)
+    assert Plan.parse("sample=4") in [one.plan for one in result.candidates] and str(result.best.plan) != "sample=4"
+    assert [one.seconds for one in result.candidates] == sorted(one.seconds for one in result.candidates)
     for candidate in search(captured(Chain(), 2), 4, Costs()).candidates:  # not of two samples
         for layer in ("features.0", "fc"):
             pairs = zip(candidate.plan.mesh.sizes, candidate.plan.strategy(layer, "conv"), strict=True)
@@ -171,28 +171,30 @@ def test_plain_samples_are_a_candidate_where_they_can_be() -> None:
             raise ConvoyError("one microbatch is not divided")
         return (range(8),)
 
-    found = search(captured(Chain()), 2, Costs(), parts=whole)
-    assert all("sample" not in str(candidate.plan) for candidate in found.candidates)
+    result = search(captured(Chain()), 2, Costs(), parts=whole)
+    assert all("sample" not in str(candidate.plan) for candidate in result.candidates)
     uneven = {1: (range(8),), 2: (range(6), range(6, 8))}.__getitem__
     graph = captured(Chain())
     least = min(additive_seconds(one, Costs()) for _, one in every_placement(graph, ONE, FEW, uneven))
-    found = search(graph, 2, Costs(), on=[ONE], among=FEW, parts=uneven, tolerance=0.0)
-    assert found.best.seconds == pytest.approx(least, rel=1e-12)
+    result = search(graph, 2, Costs(), on=[ONE], among=FEW, parts=uneven, tolerance=0.0)
+    assert result.best.seconds == pytest.approx(least, rel=1e-12)
 
 
 def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs() -> None:
     graph = captured(Residual())
-    found = search(graph, 2, Costs(), on=[ONE], among=FEW, tolerance=0.0)
-    every = [(given, additive_seconds(one, Costs())) for given, one in every_placement(graph, ONE, FEW)]
-    uses = any(one.strategy == ("sample",) for one in found.next_best)
-    for one in found.next_best:
+    result = search(graph, 2, Costs(), on=[ONE], among=FEW, tolerance=0.0)
+    every = [(by_layer, additive_seconds(one, Costs())) for by_layer, one in every_placement(graph, ONE, FEW)]
+    uses = any(one.strategy == ("sample",) for one in result.next_best)
+    for one in result.next_best:
 
         def least(strategy: Any, alike: bool, layer: str = one.layers[0]) -> float:
             """Of plans with this strategy of the layer, and among those that use the sample axis as the best does."""
-            pairs = ((given, s) for given, s in every if given[layer] == strategy)
-            return min((s for given, s in pairs if not alike or (("sample",) in given.values()) == uses), default=1.0)
+            pairs = ((by_layer, s) for by_layer, s in every if by_layer[layer] == strategy)
+            return min(
+                (s for by_layer, s in pairs if not alike or (("sample",) in by_layer.values()) == uses), default=1.0
+            )
 
-        assert least(one.strategy, True) == pytest.approx(found.best.seconds)
+        assert least(one.strategy, True) == pytest.approx(result.best.seconds)
         # a plan that uses the sample axis no more is one of another way, and costs less there
         assert least(one.other, False) * (1 - 1e-9) <= one.seconds <= least(one.other, True) * (1 + 1e-9)
 
@@ -203,11 +205,11 @@ def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
     every = [(Costs().memory(one), additive_seconds(one, Costs())) for _, one in every_placement(graph, ONE, FEW)]
     needed = sorted({memory for memory, _ in every})
     for limit in (needed[0], needed[len(needed) // 3], free.best.memory):
-        found = search(graph, 2, Costs(), on=[ONE], among=FEW, memory_limit=limit)
+        result = search(graph, 2, Costs(), on=[ONE], among=FEW, memory_limit=limit)
         best = min(seconds for memory, seconds in every if memory <= limit)
-        assert all(candidate.memory <= limit for candidate in found.candidates)
-        assert best * (1 - 1e-12) <= found.best.seconds <= best * (1 + 1e-9 if found.exact else 1.5)
-    assert found.exact
+        assert all(candidate.memory <= limit for candidate in result.candidates)
+        assert best * (1 - 1e-12) <= result.best.seconds <= best * (1 + 1e-9 if result.exact else 1.5)
+    assert result.exact
     parts = r"\(3.46 kB for outputs of 5 calls, 6.29 kB for parameters and gradients\)"
     words = rf"no plan fits: the smallest needs 9.74 kB on a device {parts}, .* the 1 kB .*; layer fc takes most"
     with pytest.raises(ConvoyError, match=words):
@@ -216,10 +218,10 @@ def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
 
 def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for_it() -> None:
     graph = captured(Residual())
-    found = search(graph, 2, Costs(), on=[ONE], among=FEW, fixes=["block*=height"], tolerance=0.0)
+    result = search(graph, 2, Costs(), on=[ONE], among=FEW, fixes=["block*=height"], tolerance=0.0)
     blocks = {"block1.0": [("height",)], "block2.0": [("height",)]}
     least = min(additive_seconds(one, Costs()) for _, one in every_placement(graph, ONE, FEW, None, blocks))
-    assert found.best.seconds == pytest.approx(least, rel=1e-12)
+    assert result.best.seconds == pytest.approx(least, rel=1e-12)
     for net, devices, fixes, strategies in (
         (Residual, 2, ["block1.*=filter", "*=sample"], {"block1.0": ("filter",), "stem": ("sample",)}),  # the first
         (Chain, 4, ["fc=sample,filter"], {"fc": ("sample", "filter")}),  # one for each axis
@@ -245,14 +247,14 @@ def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(mon
     graph, original = captured(Dense()), solving.tied_where_wide
     assert ("convs.0", "convs.1", "convs.2") in tied_where_wide(alone(graph), graph, 2)
     monkeypatch.setattr(solving, "tied_where_wide", lambda groups, graph, most: original(groups, graph, 2))
-    found = search(graph, 2, Costs(), on=[ONE], among=FEW, tolerance=0.0)
-    assert not found.exact and "3 layers were given one strategy between them" in found.notes[0]
+    result = search(graph, 2, Costs(), on=[ONE], among=FEW, tolerance=0.0)
+    assert not result.exact and "3 layers were given one strategy between them" in result.notes[0]
     seconds = [
         additive_seconds(placement, Costs())
         for one in FEW
         for _, placement in every_placement(graph, ONE, FEW, None, {f"convs.{number}": [(one,)] for number in range(3)})
     ]
-    assert found.best.seconds == pytest.approx(min(seconds), rel=1e-12)
+    assert result.best.seconds == pytest.approx(min(seconds), rel=1e-12)
     monkeypatch.undo()
     nested = captured(Nested())
     exact = search(nested, 2, Costs(), on=[ONE], tolerance=0.0)
@@ -286,6 +288,8 @@ def test_a_plan_is_written_with_few_patterns_that_give_every_layer_its_strategy(
     draw = random.Random(0)
     for _ in range(10):
         names = {".".join(str(draw.randrange(3)) for _ in range(draw.randint(1, 4))) for _ in range(30)} | {""}
-        given = {n: (draw.choice(("sample", "filter")), draw.choice(("filter", "replicate"))) for n in sorted(names)}
-        plan = Plan.parse(compact(TWO, given).to_yaml())
-        assert {name: plan.strategy(name, "conv") for name in given} == given and len(plan.layers) <= len(given)
+        by_layer = {n: (draw.choice(("sample", "filter")), draw.choice(("filter", "replicate"))) for n in sorted(names)}
+        plan = Plan.parse(compact(TWO, by_layer).to_yaml())
+        assert {name: plan.strategy(name, "conv") for name in by_layer} == by_layer and len(plan.layers) <= len(
+            by_layer
+        )

@@ -17,16 +17,16 @@ from planner.search.nets import ONE, TWO, Branches, Costs, captured
 
 def layouts(mesh: Mesh, sizes: tuple[int, int, int]) -> list[Layout]:
     """Layouts of an operand: whole, by samples, channels, rows, over any axes; channels also unevenly."""
-    found = []
+    result = []
     for choice in itertools.product((None, 0, 1, 2), repeat=len(mesh.sizes)):
         axes = {dim: tuple(axis for axis, chosen in enumerate(choice) if chosen == dim) for dim in range(3)}
         splits = {dim: Split(over, balanced(sizes[dim], mesh.size(over))) for dim, over in axes.items() if over}
-        found.append(Layout.of(splits))
+        result.append(Layout.of(splits))
         if 1 in splits:
             count = len(splits[1].parts)
             parts = tuple(indices(range(rank, sizes[1], count)) for rank in range(count))
-            found.append(Layout.of({**splits, 1: Split(splits[1].axes, parts)}))
-    return found
+            result.append(Layout.of({**splits, 1: Split(splits[1].axes, parts)}))
+    return result
 
 
 class Same(nn.Module):
@@ -54,8 +54,8 @@ def test_states_of_one_code_are_placed_alike(model: nn.Module, mesh: Mesh) -> No
     codes = codes_of(call, prices, chosen)
     assert len(np.unique(codes)) < len(np.unique(np.stack(chosen), axis=1).T)
     by_code: dict[int, object] = {}
-    for code, *given in zip(codes.tolist(), *(one.tolist() for one in chosen), strict=True):
-        answer = prices.answer(call, batch, (), given)
+    for code, *numbers in zip(codes.tolist(), *(one.tolist() for one in chosen), strict=True):
+        answer = prices.answer(call, batch, (), numbers)
         assert by_code.setdefault(code, answer) == answer
 
 

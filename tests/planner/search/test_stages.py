@@ -67,8 +67,8 @@ def test_no_cuts_cost_less() -> None:
         bounds = Bounds(through, rest)
         every = itertools.combinations(range(1, points - 1), stages - 1)
         least = min(bounds.seconds((0, *cuts, points - 1)) for cuts in every)
-        found = best_cuts(bounds)
-        assert bounds.seconds(found[0]) == pytest.approx(least, rel=1e-12) if found else least == np.inf
+        result = best_cuts(bounds)
+        assert bounds.seconds(result[0]) == pytest.approx(least, rel=1e-12) if result else least == np.inf
     sums = np.arange(9.0)
     seconds = sums[None, :] - sums[:, None]
     sends = np.zeros((9, 9))
@@ -82,17 +82,17 @@ def test_no_cuts_cost_less() -> None:
 def test_a_chain_is_the_sum_of_its_parts(make: Callable[[], nn.Module], plan: str) -> None:
     """Of any two cuts the parts cost as much as the whole, and that as much as the search has it, in two passes; the
     gradients of the second are added to those of the first."""
-    found = update(make(), 2, EVEN)
-    placement = found.place(Plan.parse(plan))
-    chain, layouts = Chain(found, placement), placement.layouts
+    result = update(make(), 2, EVEN)
+    placement = result.place(Plan.parse(plan))
+    chain, layouts = Chain(result, placement), placement.layouts
 
     def adding(names: Sequence[str]) -> float:
-        return sum(found.costs.adding(found.graph.values[name], layouts[name], placement.mesh) for name in names)
+        return sum(result.costs.adding(result.graph.values[name], layouts[name], placement.mesh) for name in names)
 
     whole = 2 * chain.seconds[0, -1] + chain.once[0, -1]
-    weights = adding([value.name for value in found.graph.parameters() if value.name in layouts])
-    assert weights > 0 and whole == pytest.approx(additive_seconds(placement, found.costs) + weights, rel=1e-9)
-    postponed = [one for one in placement.calls if postpones(one, found.graph, needs_gradient(found.graph))]
+    weights = adding([value.name for value in result.graph.parameters() if value.name in layouts])
+    assert weights > 0 and whole == pytest.approx(additive_seconds(placement, result.costs) + weights, rel=1e-9)
+    postponed = [one for one in placement.calls if postpones(one, result.graph, needs_gradient(result.graph))]
     names = [one.call.attributes[role] for one in postponed for role in ("weight", "bias")]
     assert 2 * chain.joined[0, -1] == pytest.approx(adding(list(filter(None, names))))
     for a, b, c in itertools.combinations(range(len(chain.cuts)), 3):
@@ -103,15 +103,15 @@ def test_a_chain_is_the_sum_of_its_parts(make: Callable[[], nn.Module], plan: st
 @pytest.mark.parametrize("stages", [2, 3])
 def test_what_crosses_is_what_the_engine_sends(make: Callable[[], nn.Module], stages: int) -> None:
     """A byte takes a second, so that the seconds of messages are the bytes of the crossings."""
-    found = update(make(), 2, EVEN)
-    chain = Chain(found, found.place(Plan.parse("serial")))
+    result = update(make(), 2, EVEN)
+    chain = Chain(result, result.place(Plan.parse("serial")))
     link = Rate(0.0, 1.0).link(2, overlap=True, cpu_share=0.0)
-    sends, returns, graph, points = chain.sends(link), chain.returns(link), found.graph, chain.cuts
+    sends, returns, graph, points = chain.sends(link), chain.returns(link), result.graph, chain.cuts
     size = {name: 4.0 * math.prod(value.shape) for name, value in graph.values.items()}
     for cuts in itertools.combinations(range(1, len(points) - 1), stages - 1):
         cut = Stages.of(graph, stages, ("", *(graph.calls[points[place]].layer for place in cuts)), ())
         cut.owners(graph)  # no weight is used on both sides
-        staged = StagedGraph(graph, tuple(found.outputs), cut.of_calls(graph), stages)
+        staged = StagedGraph(graph, tuple(result.outputs), cut.of_calls(graph), stages)
         for stage, pair in enumerate(itertools.pairwise((0, *cuts, len(points) - 1))):
             assert sends[pair] == pytest.approx(sum(size[one.value] for one in staged.sent(stage)))
             assert returns[pair] == pytest.approx(sum(size[one.value] for one in staged.received(stage)))
@@ -132,18 +132,18 @@ def test_stages_hold_what_is_said_to_hold_of_their_ranks(make: Callable[[], nn.M
         return max(4 * math.prod(shape) for shape in shapes)
 
     costs = Costs(lambda _: Times(), SLOW, Update(state=1.0))
-    found = update(make(), passes, EVEN)
-    found = replace(found, costs=Additive(costs, found.graph, passes))
+    result = update(make(), passes, EVEN)
+    result = replace(result, costs=Additive(costs, result.graph, passes))
     inner = Plan.parse(plan)
-    placement = found.place(inner)
-    chain = Chain(found, placement)
-    added = (passes > 1) * largest(placement)
-    assert chain.held[0, -1] == pytest.approx(held(rank_memory(placement, costs)[0]) + added)
+    placement = result.place(inner)
+    chain = Chain(result, placement)
+    extra = (passes > 1) * largest(placement)
+    assert chain.held[0, -1] == pytest.approx(held(rank_memory(placement, costs)[0]) + extra)
     staged = Plan(Mesh(("stage", *inner.mesh.names), (2, *inner.mesh.sizes)), inner.layers)
     for cut in range(1, len(chain.cuts) - 1):
-        one = replace(staged, stages=(found.graph.calls[chain.cuts[cut]].layer,))
-        staging = Staging.of(one, found.graph, found.outputs, (16 // passes,) * passes)
-        memory = rank_memory(replace(found, costs=None).place(one), costs, staging)
+        one = replace(staged, stages=(result.graph.calls[chain.cuts[cut]].layer,))
+        staging = Staging.of(one, result.graph, result.outputs, (16 // passes,) * passes)
+        memory = rank_memory(replace(result, costs=None).place(one), costs, staging)
         for stage, pair in enumerate([(0, cut), (cut, -1)]):
             first = next(rank for rank in range(staged.mesh.num_devices) if staging.stage_of(rank) == stage)
             assert chain.held[pair] == pytest.approx(held(memory[first]))
@@ -162,14 +162,14 @@ PASSES = (1, 2, 4, 8)
 def pipeline_of(chain: Chain, cuts: tuple[int, ...], passes: int, schedule: Schedule) -> float:
     """Seconds of stages by the numbers of their chain; weight gradients take a third of a pass but for what joining
     them saves."""
-    link, stages, found = SLOW.otherwise((0, 1)), len(cuts) - 1, []
+    link, stages, result = SLOW.otherwise((0, 1)), len(cuts) - 1, []
     for stage, pair in enumerate(itertools.pairwise(cuts)):
         calls = sum(kind == "weights" for kind, _ in actions("zero-bubble", passes, stage, stages))
         third, joined = chain.seconds[pair] / 3, chain.joined[pair] * (passes - calls) / max(1, passes - 1)
         weights = max(0.0, third - joined) if schedule == "zero-bubble" else third
         sends, returns = chain.sends(link)[pair], chain.returns(link)[pair]
-        found.append(StageTimes(third, third + weights, sends, returns, chain.once[pair], weights))
-    return pipeline_seconds(found, passes, schedule)
+        result.append(StageTimes(third, third + weights, sends, returns, chain.once[pair], weights))
+    return pipeline_seconds(result, passes, schedule)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_the_cuts_are_those_of_the_fastest_pipeline(model: nn.Module, devices: i
     """Against all cuts of as many stages in all numbers of passes, each simulated; what is simulated are the best sums.
     Zero-bubble adds fewer weight gradients up, which takes most of the time where memory is slow."""
     costs = nets.Costs(flops=1e8, rate=1e6, bandwidth=bandwidth)
-    found = search_stages(at(model, costs), PASSES, devices, SLOW, top=9)
-    best = next(one for one in found if one.plan.mesh.sizes == (devices,))
+    result = search_stages(at(model, costs), PASSES, devices, SLOW, top=9)
+    best = next(one for one in result if one.plan.mesh.sizes == (devices,))
     chains = {}
     for passes in PASSES:
         one = update(model, passes, costs)
@@ -209,31 +209,31 @@ def test_a_faster_device_has_the_larger_stage() -> None:
     costs, model = nets.Costs(flops=1e8, rate=1e6, latency=0.0), convolutions(30)
     whole = update(model, 1, costs, 64)
     one = Chain(whole, whole.place(Plan.parse("serial"))).seconds[0, -1]
-    (found,), (other,) = (
+    (result,), (other,) = (
         search_stages(at(model, costs, 64), (8, 16, 32), 2, FAST, slowdowns=slowdowns, top=1)
         for slowdowns in ((1.0, 2.0), (2.0, 1.0))
     )
-    assert one / found.seconds >= 0.9 * 1.5, found
-    assert [int(found.plan.stages[1]), int(other.plan.stages[1])] == [20, 10]
+    assert one / result.seconds >= 0.9 * 1.5, result
+    assert [int(result.plan.stages[1]), int(other.plan.stages[1])] == [20, 10]
 
 
 def test_memory_decides_about_cuts_and_schedules() -> None:
     costs, model = nets.Costs(flops=1e8, rate=1e6, latency=0.0), convolutions(12)
     one = 3 * 8 * 8 * 4  # an activation of a sample
 
-    def found(limit: float | None, recompute: bool = False, schedules: Any = ("gpipe", "1f1b")) -> Any:
+    def result(limit: float | None, recompute: bool = False, schedules: Any = ("gpipe", "1f1b")) -> Any:
         options = {"memory_limit": limit, "schedules": schedules}
         return search_stages(at(model, costs, recompute=recompute), (16,), 4, FAST, **options)
 
-    whole = found(None)[0]
-    assert found(16 * 4 * one + 10_000)[0].seconds == pytest.approx(whole.seconds)
-    assert found(16 * 6 * one + 10_000, schedules=SCHEDULES)[0].schedule == "zero-bubble"
-    small = found(4 * 4 * one + 4_000, schedules=SCHEDULES)[0]  # the others would keep all 16 passes
+    whole = result(None)[0]
+    assert result(16 * 4 * one + 10_000)[0].seconds == pytest.approx(whole.seconds)
+    assert result(16 * 6 * one + 10_000, schedules=SCHEDULES)[0].schedule == "zero-bubble"
+    small = result(4 * 4 * one + 4_000, schedules=SCHEDULES)[0]  # the others would keep all 16 passes
     assert small.schedule == "1f1b"
     least = 4 * 2 * one + 4_000  # of every pass what the first stage receives and sends
-    assert found(least, recompute=True)[0].seconds == pytest.approx(whole.seconds)
-    assert found(least)[0].seconds > 1.5 * whole.seconds, "the first stages can be of one layer each"
-    assert found(one) == []
+    assert result(least, recompute=True)[0].seconds == pytest.approx(whole.seconds)
+    assert result(least)[0].seconds > 1.5 * whole.seconds, "the first stages can be of one layer each"
+    assert result(one) == []
 
 
 def test_weights_that_several_layers_use_are_in_one_stage() -> None:
