@@ -109,16 +109,6 @@ def test_a_change_is_what_the_same_plan_is_predicted_to_take_with_it() -> None:
     assert layer.other.seconds == pytest.approx(again.scored.seconds - result.scored.seconds)
 
 
-def test_input_beside_the_computation_costs_what_is_left_of_it() -> None:
-    update = explain("sample=2", costs()).scored.seconds
-    for beside in (False, True):
-        for share, kind in ((3, "input"), (0.5, "compute")):
-            device = costs(input=HostCost(per_sample=share * update / (BATCH / 2), beside=beside))
-            result = explain("sample=2", device)
-            assert result.scored.seconds == pytest.approx(update * (max(1, share) if beside else 1 + share), rel=1e-3)
-            assert result.verdict.kind == kind
-
-
 def test_parts_add_up_to_the_update_and_what_the_engine_adds_is_not_the_optimizers() -> None:
     update = Update(per_byte=1e-9)
     for plan in ("serial", "sample=2", "filter=2", "sample=2,height=2"):

@@ -266,16 +266,6 @@ def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(mon
     assert sorted(map(len, groups)) == [1, 1, 3] and ("ways.0", "ways.1", "ways.2") in groups
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("costs", [Costs(), Costs(flops=1e10, rate=5e7)])
-def test_what_is_left_out_by_proof_is_not_in_the_best_plan(costs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = captured(Branches(3), 16)
-    pruned = search(graph, 4, costs, on=[TWO], tolerance=0.0)
-    monkeypatch.setattr(solving.Solver, "_possible", lambda self: self.allowed)
-    every = search(graph, 4, costs, on=[TWO], tolerance=0.0)
-    assert pruned.exact and pruned.best.seconds == pytest.approx(every.best.seconds, rel=1e-12)
-
-
 def test_a_plan_is_written_with_few_patterns_that_give_every_layer_its_strategy() -> None:
     four = Mesh(("gpu",), (4,))
     assert str(compact(four, {"a": ("sample",), "b.c": ("sample",)})) == "sample=4"
