@@ -142,14 +142,13 @@ def under_autocast() -> tuple[set[str], set[str]]:
     return {op.inputs[0].dtype for op in ops if op not in result.costs.times.measured}, moved
 
 
-def differing(folder: str) -> tuple[Any, ...]:
-    cases = ((3.0, None), (3.0, (1.0, 1.0)), (1.0, (3.0, 1.0)), (1.05, None))
-    return *(unequal(f"{folder}/{place}", *case) for place, case in enumerate(cases)), under_autocast()
+def differing(folder: str, cases: tuple[tuple[float, Any], ...]) -> list[dict[str, Any]]:
+    return [unequal(f"{folder}/{place}", *case) for place, case in enumerate(cases)]
 
 
 @pytest.mark.slow
 def test_devices_that_are_not_equally_fast_get_shares_by_their_speed(tmp_path: Path) -> None:
-    for by_speed, even, by_shares, equal, (unknown, moved) in run_ranks(differing, 2, str(tmp_path), timeout=150):
+    for by_speed, even in run_ranks(differing, 2, str(tmp_path), ((3.0, None), (3.0, (1.0, 1.0))), timeout=150):
         assert by_speed["pace"] == by_speed["again"] == pytest.approx((0.5, 1.5))
         # 6 microbatches take the first what 2 take the second
         assert (by_speed["shares"], by_speed["passes"], by_speed["parts"]) == ((6, 2), 6, [8, 3])
@@ -160,8 +159,18 @@ def test_devices_that_are_not_equally_fast_get_shares_by_their_speed(tmp_path: P
         assert "with --shares 6,2" in by_speed["text"]
         assert (even["shares"], even["passes"], even["parts"]) == ((4, 4), 4, [8, 8])
         assert even["computing"][1] == pytest.approx(3 * even["computing"][0])
+
+
+@pytest.mark.slow
+def test_equal_devices_share_evenly_or_as_they_are_told(tmp_path: Path) -> None:
+    for by_shares, equal in run_ranks(differing, 2, str(tmp_path), ((1.0, (3.0, 1.0)), (1.05, None)), timeout=150):
         assert (by_shares["pace"], by_shares["shares"], by_shares["parts"]) == ((), (6, 2), [8, 3])
         assert (equal["pace"], equal["shares"], equal["passes"], equal["notes"]) == ((), None, 4, [])
+
+
+@pytest.mark.slow
+def test_what_is_profiled_under_autocast_is_what_is_predicted() -> None:
+    for unknown, moved in run_ranks(under_autocast, 2):
         assert unknown <= {"float32"}  # images, of which the engine makes bfloat16 before it sends them
         assert moved == {"float32", "bfloat16"}
 
