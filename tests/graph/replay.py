@@ -11,23 +11,23 @@ from convoy.graph import Graph, Ref, tree
 
 def replay(graph: Graph, model: nn.Module, inputs: Sequence[Tensor]) -> Any:
     """The network's output; every shape and type on the way is checked against the graph."""
-    found: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
-    found.update(zip(graph.inputs, inputs, strict=True))
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
+    tensors.update(zip(graph.inputs, inputs, strict=True))
     for call in graph.calls:
-        args, kwargs = tree.replace((call.args, call.kwargs), Ref, lambda ref: found[ref.name])
-        made = tree.leaves(call.function(*args, **kwargs), Tensor)
-        for name, tensor in zip(call.outputs, made, strict=True):
+        args, kwargs = tree.replace((call.args, call.kwargs), Ref, lambda ref: tensors[ref.name])
+        outputs = tree.leaves(call.function(*args, **kwargs), Tensor)
+        for name, tensor in zip(call.outputs, outputs, strict=True):
             value = graph.values[name]
             assert (tuple(tensor.shape), tensor.dtype) == (value.shape, value.dtype), call
-            found[name] = tensor
-    return tree.replace(graph.output, Ref, lambda ref: found[ref.name])
+            tensors[name] = tensor
+    return tree.replace(graph.output, Ref, lambda ref: tensors[ref.name])
 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two outputs hold the same tensors, bit by bit, in containers of the same kind."""
-    ones, others = tree.leaves(one, Tensor), tree.leaves(other, Tensor)
+    firsts, seconds = tree.leaves(one, Tensor), tree.leaves(other, Tensor)
     return (
         type(one) is type(other)
-        and len(ones) == len(others) > 0
-        and all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
+        and len(firsts) == len(seconds) > 0
+        and all(torch.equal(a, b) for a, b in zip(firsts, seconds, strict=True))
     )

@@ -1,7 +1,13 @@
+"""A network becomes a list of calls that gives the same numbers, and is left as it was."""
+
+import random
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +15,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from convoy.graph import Call, CaptureError, Graph, Ref
-from convoy.models import create
-from convoy.ops import capture
+from convoy.graph.fake import Fakes, FakeTensor, storage
+from convoy.models import create, describe, list_models
+from convoy.ops import OPERATIONS, capture
 from graph.replay import replay, same
+from plans.made_graph import Does
 
 
 def ops(graph: Graph) -> list[str]:
@@ -46,7 +54,21 @@ class Net(nn.Module):
         return self.fc(torch.flatten(F.adaptive_avg_pool2d(self.block(images), 1), 1)) + 1 + images.shape[0]
 
 
-def test_names_layers_and_refs() -> None:
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Tensors, modes of modules and all random numbers are what and where they were."""
+
+    def state() -> tuple[object, ...]:
+        tensors = {name: (id(one), one.tolist()) for name, one in model.state_dict(keep_vars=True).items()}
+        modes = [module.training for module in model.modules()]
+        return tensors, modes, torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+
+    before = state()
+    yield
+    assert state() == before
+
+
+def test_names_layers_and_references() -> None:
     graph = capture(Net(), ((4, 3, 8, 8),))
     assert [(call.name, call.layer, call.op) for call in graph.calls] == [
         ("block.conv", "block.conv", "conv"),
@@ -62,81 +84,43 @@ def test_names_layers_and_refs() -> None:
         ("add_1", "", "elementwise"),
     ]
     calls = by_name(graph)
-    assert graph.inputs == ("images",)
+    assert (graph.inputs, graph.output, graph.shape("block.conv")) == (("images",), Ref("add_1"), (4, 3, 8, 8))
     assert calls["block.conv"].inputs == ("images", "block.conv.weight")
     assert calls["block"].args == (Ref("block.relu"), Ref("images"))
     assert calls["block.relu"].kwargs == {"inplace": False}
-    assert graph.output == Ref("add_1")
-    assert graph.shape("block.conv") == (4, 3, 8, 8)
-    assert calls["block.bn"].attributes == {
+    statistics = ("running_mean", "running_var", "weight", "bias", "num_batches_tracked")
+    assert calls["block.bn"].attributes == {name: f"block.bn.{name}" for name in statistics} | {
         "input": "block.conv",
-        "running_mean": "block.bn.running_mean",
-        "running_var": "block.bn.running_var",
-        "weight": "block.bn.weight",
-        "bias": "block.bn.bias",
         "training": True,
         "momentum": 0.1,
         "eps": 1e-5,
-        "num_batches_tracked": "block.bn.num_batches_tracked",
     }
     assert graph.values["block.bn.num_batches_tracked"].origin == "buffer"
 
 
-def test_the_network_is_left_as_it_was() -> None:
-    model = Net().eval()
-    model.block.train()
-    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
-    modes = [module.training for module in model.modules()]
-    rng = torch.get_rng_state()
-    for training in (None, True, False):
-        capture(model, ((4, 3, 8, 8),), training)
-        after = model.state_dict(keep_vars=True)
-        assert {name: id(tensor) for name, tensor in after.items()} == {name: was for name, (was, _) in before.items()}
-        assert all(torch.equal(after[name], was) for name, (_, was) in before.items())
-        assert [module.training for module in model.modules()] == modes
-        assert torch.equal(torch.get_rng_state(), rng)
-
-
-def test_the_modes_of_modules_are_kept_where_none_is_asked_for() -> None:
+def test_the_network_is_left_as_it_was_in_the_modes_of_its_modules() -> None:
     model = Net()
     model.block.bn.eval()
-    graph = capture(model, ((4, 3, 8, 8),))
-    assert not by_name(graph)["block.bn"].attributes["training"]
-    assert "dropout" in ops(graph)
-    assert "dropout" not in ops(capture(model, ((4, 3, 8, 8),), training=False))
-    assert model.training
-    assert not model.block.bn.training
+    with left_as_it_was(model):
+        graphs = [capture(model, ((4, 3, 8, 8),), training) for training in (None, True, False)]
+    assert [by_name(graph)["block.bn"].attributes["training"] for graph in graphs] == [False, True, False]
+    assert ["dropout" in ops(graph) for graph in graphs] == [True, True, False]
 
 
-def test_repeated_with_shards_in_the_place_of_parameters() -> None:
+def test_captured_again_with_shards_in_the_place_of_parameters() -> None:
     model = Net()
-    whole = capture(model, ((4, 3, 8, 8),))
+    whole, forward = capture(model, ((4, 3, 8, 8),)), model.forward
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    forward = model.forward
-    for name, parameter in model.named_parameters():
-        model.get_submodule(name.rpartition(".")[0]).register_parameter(
-            name.rpartition(".")[2], nn.Parameter(parameter.detach()[:1])
-        )
+    for name, parameter in list(model.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(last, nn.Parameter(parameter.detach()[:1]))
     model.forward = lambda images: images  # type: ignore[method-assign]
     again = capture(model, ((4, 3, 8, 8),), shapes=shapes, forward=forward)
-    assert again.values == whole.values
+    assert again.values == whole.values and model.fc.weight.shape == (1, 3)
     assert [(c.name, c.op, c.attributes) for c in again.calls] == [(c.name, c.op, c.attributes) for c in whole.calls]
-    assert model.fc.weight.shape == (1, 3)
     larger = capture(model, ((2, 3, 16, 16),), False, shapes=shapes, forward=forward)
     assert larger.shape("block.conv") == (2, 3, 16, 16)
-
-
-@pytest.mark.parametrize("given", [torch.empty(2, 3, 8, 8, device="meta"), torch.ones(2, 3, 8, 8), (2, 3, 8, 8)])
-def test_inputs_are_tensors_of_any_kind_or_shapes(given: Any) -> None:
-    assert capture(Net(), (given,)).values["images"].shape == (2, 3, 8, 8)
-
-
-def test_a_double_network() -> None:
-    model, images = Net().double().eval(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    graph = capture(model, (images,))
-    assert graph.values[graph.output.name].dtype == torch.float64
-    assert same(replay(graph, model, (images,)), model(images))
 
 
 class Tied(nn.Module):
@@ -150,30 +134,15 @@ class Tied(nn.Module):
         return self.again(self.second(self.first(x)))
 
 
-def test_tied_weights_and_modules_have_their_first_names() -> None:
-    model = Tied()
-    graph = capture(model, ((2, 4),))
-    assert [value.name for value in graph.parameters()] == ["first.weight", "first.bias", "second.bias"]
-    assert [call.name for call in graph.calls] == ["first", "second", "first#2"]
-    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+class Recurrent(nn.Module):
+    """Keeps a list of its weights."""
 
-
-class Cumulative(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.bn = nn.BatchNorm2d(3, momentum=None)
+        self.layer = nn.LSTM(4, 5, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.bn(x * 2)  # only the statistics are used
-        return x.relu()
-
-
-def test_batch_norm_without_momentum_or_reader_stays() -> None:
-    graph = capture(Cumulative(), ((2, 3, 4, 4),))
-    assert ops(graph) == ["elementwise", "batch_norm", "elementwise"]
-    assert graph.calls[1].attributes["momentum"] is None
-    assert graph.calls[1].attributes["num_batches_tracked"] == "bn.num_batches_tracked"
-    assert ops(capture(Cumulative(), ((2, 3, 4, 4),), training=False)) == ["elementwise"]
+        return self.layer(x)[0][:, -1]
 
 
 @dataclass
@@ -182,7 +151,7 @@ class Outputs:
     sizes: tuple[int, int]
 
 
-class ModelOutput(OrderedDict):
+class ModelOutput(OrderedDict[str, Tensor]):
     """As in transformers."""
 
     def __init__(self, **values: Tensor) -> None:
@@ -197,151 +166,183 @@ def _model_output(values: dict[str, Tensor]) -> ModelOutput:
     return ModelOutput(**values)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda a, b: (a, b),
-        lambda a, b: [a, {"b": b, "none": None}],
-        lambda a, b: Outputs(a, (1, 2)),
-        lambda a, b: ModelOutput(logits=a, hidden=b),
-        lambda a, b: (a, a, (a.shape[0], b)),
-    ],
-)
-def test_outputs_of_any_kind(make: Any) -> None:
-    class Several(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return make(x + 1, x * 2)
-
-    images = torch.randn(2, 3)
-    graph = capture(Several(), (images,))
-    assert same(replay(graph, Several(), (images,)), Several()(images))
+def constants(x: Tensor) -> Tensor:
+    """What does not depend on the input, computed in place and branched on."""
+    mask = x.new_zeros(4, 4)
+    mask[1:3, :2] = 1
+    mask[0] += 2
+    grid = torch.arange(4, dtype=x.dtype)[None, :] * torch.linspace(0, 1, 4)[:, None]
+    if (mask > 2).any():
+        mask = mask.neg()
+    return x * mask + grid.to(x) + torch.zeros_like(x) + torch.empty(4).fill_(3)
 
 
-def test_named_outputs_of_googlenet() -> None:
-    with torch.device("meta"):
-        model = create("googlenet")
-    output = capture(model, ((2, 3, 64, 64),)).output
-    assert type(output).__name__ == "GoogLeNetOutputs"
-    assert output.aux_logits1 == Ref("aux1.fc2")
+def dead(x: Tensor) -> Tensor:
+    F.softmax(x * 3, 1)
+    return x + 1
 
 
-class Constants(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.arange(4.0)
-
+class Standardised(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
-        mask = x.new_zeros(4, 4)
-        mask[1:3, :2] = 1
-        mask[0] += 2
-        grid = torch.arange(4, dtype=x.dtype)[None, :] * torch.linspace(0, 1, 4)[:, None]
-        if (mask > 2).any():
-            mask = mask.neg()
-        return x * mask + grid.to(x) + self.table + torch.zeros_like(x) + torch.empty(4).fill_(3)
+        weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True, momentum=0)
+        return F.conv2d(x, weight.reshape_as(self.weight), self.bias)
 
 
-def test_what_does_not_depend_on_the_input_is_computed_once() -> None:
-    images = torch.randn(2, 4, 4)
-    graph = capture(Constants(), (images,))
-    assert set(ops(graph)) == {"elementwise"}
-    assert len(graph.calls) == 5
-    assert same(replay(graph, Constants(), (images,)), Constants()(images))
-    assert all(graph.values[name].origin == "constant" for name in graph.constants)
+REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Graph], bool]]] = {
+    "float64": (lambda: Net().double(), (2, 3, 8, 8), lambda g: g.values[g.output.name].dtype == torch.float64),
+    "tied weights and modules have their first names": (
+        Tied,
+        (2, 4),
+        lambda g: (
+            [*by_name(g), *(value.name for value in g.parameters())]
+            == ["first", "second", "first#2", "first.weight", "first.bias", "second.bias"]
+        ),
+    ),
+    "a list of weights": (Recurrent, (2, 3, 4), lambda g: len([*g.parameters()]) == 4),
+    "constants": (
+        lambda: Does(constants),
+        (2, 4, 4),
+        lambda g: ops(g) == ["elementwise"] * 4 and all(g.values[name].origin == "constant" for name in g.constants),
+    ),
+    "dead calls are dropped": (lambda: Does(dead), (2, 3), lambda g: set(g.values) == {"x", "add"}),
+    "what is computed from weights": (
+        lambda: Standardised(3, 4, 3),
+        (2, 3, 8, 8),
+        lambda g: ops(g) == ["opaque"] * 3 + ["conv"],
+    ),
+    "a tuple": (lambda: Does(lambda x: (x + 1, x * 2)), (2, 3), lambda g: len(g.calls) == 2),
+    "a list": (lambda: Does(lambda x: [x + 1, {"b": x * 2, "none": None}]), (2, 3), lambda g: len(g.calls) == 2),
+    "a dataclass": (lambda: Does(lambda x: Outputs(x + 1, (1, 2))), (2, 3), lambda g: len(g.calls) == 1),
+    "an ordered output": (lambda: Does(lambda x: ModelOutput(a=x + 1, b=x)), (2, 3), lambda g: len(g.calls) == 1),
+    "a value twice": (lambda: Does(lambda x: (y := x + 1, y, (len(x), x))), (2, 3), lambda g: len(g.calls) == 1),
+}
+"""A network, the shape of its input, what is so of its graph."""
 
 
-class StochasticDepth(nn.Module):
-    """The ways of torchvision, timm and plain code."""
+@pytest.mark.parametrize("case", REPLAYED)
+def test_a_replayed_graph_gives_what_the_network_gives(case: str) -> None:
+    make, shape, holds = REPLAYED[case]
+    model, images = make().eval(), torch.randn(shape, dtype=torch.float64 if case == "float64" else torch.float32)
+    graph = capture(model, (images,))
+    assert holds(graph), graph.calls
+    assert same(replay(graph, model, (images,)), model(images))
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    for example in (torch.empty(shape, device="meta", dtype=images.dtype), shape if case != "float64" else images):
+        assert capture(model, (example,)).values == graph.values  # tensors of any kind, or shapes
 
-    def forward(self, x: Tensor) -> Tensor:
-        keep = x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.8).div_(0.8)
-        floor = (0.8 + torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device)).floor_()
-        drawn = torch.bernoulli(torch.full((x.shape[0], 1, 1), 0.8))
-        return x * keep + x.div(0.8) * floor + x * drawn + torch.rand_like(x)
+
+FAMILIES = ("lenet", "squeezenet1_1-cifar", "resnet18-cifar")
+SLOW = ("cifar-quick", "alexnet-2012", "alexnet-cifar", "googlenet-cifar", "vgg11_bn-cifar", "densenet121-cifar")
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_networks_of_every_family_are_replayed_and_grow_with_the_batch(name: str) -> None:
+    torch.manual_seed(0)
+    _, height, _ = shape = describe(name).input_shape or (3, 64, 64)
+    size = min(height, 95 if name.startswith("alexnet") else 64)
+    model, images = create(name).double().eval(), torch.randn(2, shape[0], size, size, dtype=torch.float64)
+    graph = capture(model, (images,))
+    with torch.no_grad():
+        before = replay(graph, model, (images,))
+        assert same(before, model(images))
+        next(iter(model.parameters())).add_(1)
+        assert not same(before, model(images))
+    at = {
+        n: capture(model, (images.new_empty(n, *images.shape[1:], device="meta"),), training=True) for n in (6, 4, 10)
+    }
+    assert at[6].scaled(at[4], 10) == at[10] != at[6]
+    assert {value.name for value in at[4].parameters()} == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_every_call_of_every_network_has_an_op_and_every_parameter_is_used() -> None:
+    for info in list_models():
+        if any(number in info.name for number in ("161", "169", "201", "101", "152", "13", "19")):
+            continue  # whose smaller versions run the same code
+        with torch.device("meta"):
+            model, images = create(info.name), torch.empty(2, *info.input_shape)
+        graph = capture(model, (images,), training=not info.name.startswith("resnet"))
+        assert {value.name for value in graph.parameters()} == {name for name, _ in model.named_parameters()}
+        assert {call.op for call in graph.calls} <= set(OPERATIONS) - {"opaque"}, info.name
+        assert len(by_name(graph)) == len(graph.calls)
+        if info.name.startswith("googlenet"):
+            assert (type(graph.output).__name__, graph.output.aux_logits1) == ("GoogLeNetOutputs", Ref("aux1.fc2"))
+
+
+def test_a_network_that_does_not_grow_with_the_batch_has_to_be_looked_at() -> None:
+    model = Does(lambda x: x.flatten(1)[: (len(x) + 1) // 2] * len(x))  # a row for each two samples
+    first, second, third = (capture(model, ((n, 3, 4, 4),)) for n in (5, 4, 10))
+    assert first.scaled(second, 10) is None
+    assert third.shape(third.calls[-1].outputs[0]) == (5, 48)
+
+
+def test_batch_norm_without_momentum_or_reader_stays() -> None:
+    class Cumulative(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm2d(3, momentum=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.bn(x * 2)  # only the statistics are used
+            return x.relu()
+
+    graph = capture(Cumulative(), ((2, 3, 4, 4),))
+    assert ops(graph) == ["elementwise", "batch_norm", "elementwise"]
+    assert graph.calls[1].attributes["momentum"] is None
+    assert ops(capture(Cumulative(), ((2, 3, 4, 4),), training=False)) == ["elementwise"]
 
 
 def test_stochastic_depth_is_a_draw_and_products() -> None:
-    graph = capture(StochasticDepth(), ((2, 3, 3),))
-    drawn = [call for call in graph.calls if call.op == "random"]
-    assert [call.attributes for call in drawn] == [
-        {"draw": "bernoulli", "p": 0.8},
-        {"draw": "uniform", "p": None},
-        {"draw": "bernoulli", "p": pytest.approx(0.8)},
-        {"draw": "uniform", "p": None},
-    ]
-    assert all(call.inputs == () for call in drawn)
-    assert set(ops(graph)) == {"random", "elementwise"}
+    """In the ways of torchvision, timm and plain code."""
+
+    def drawing(x: Tensor) -> Tensor:
+        keep = x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.8).div_(0.8)
+        floor = (0.8 + torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device)).floor_()
+        draws = torch.bernoulli(torch.full((x.shape[0], 1, 1), 0.8))
+        return x * keep + x.div(0.8) * floor + x * draws + torch.rand_like(x)
+
+    graph = capture(Does(drawing), ((2, 3, 3),))
+    draws = [call for call in graph.calls if call.op == "random"]
+    bernoulli = {"draw": "bernoulli", "p": pytest.approx(0.8)}
+    uniform = {"draw": "uniform", "p": None}
+    assert [call.attributes for call in draws] == [bernoulli, uniform, bernoulli, uniform]
+    assert set(ops(graph)) == {"random", "elementwise"} and all(call.inputs == () for call in draws)
 
 
 class Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        return (x * 2).clone() * scale
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 2).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * 3, None
+        return gradients[0] * 3
 
 
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(x, self.scale) + 1  # type: ignore[no-any-return, no-untyped-call]
-
-
-def test_a_custom_function_is_one_call() -> None:
-    images = torch.randn(2, 3, requires_grad=True)
-    graph = capture(Custom(), (images,))
-    assert ops(graph) == ["opaque", "elementwise"]
-    replay(graph, Custom(), (images,)).sum().backward()
-    assert images.grad is not None
-    assert torch.equal(images.grad, torch.full((2, 3), 3.0))
-    assert "apply" in vars(torch.autograd.Function)
-    assert Doubled.apply(torch.ones(1), torch.ones(1)).item() == 2  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layers_are_seen_through(reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Residual()
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=reentrant)
-            return made + 1
-
-    graph = capture(Checkpointed(), ((2, 3, 8, 8),))
-    assert [call.name for call in graph.calls][:2] == ["block.conv", "block.bn"]
-    assert not any(call.name.startswith("detach") for call in graph.calls)
-
-
-def test_no_grad_inside_stops_the_gradient() -> None:
-    class Frozen(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                scale = x * 2
-            return x * scale
-
-    images = torch.randn(2, 3, requires_grad=True)
-    graph = capture(Frozen(), (images,))
+def without_gradient(x: Tensor) -> Tensor:
     with torch.no_grad():
-        assert len(capture(Frozen(), (images,)).calls) == len(graph.calls)
-    replay(graph, Frozen(), (images,)).sum().backward()
-    assert images.grad is not None
-    assert torch.allclose(images.grad, images.detach() * 2)
+        scale = x * 2
+    return x * scale
 
 
-def test_what_depends_on_parameters_only_is_opaque() -> None:
-    class Standardised(nn.Conv2d):
-        def forward(self, x: Tensor) -> Tensor:
-            weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True, momentum=0)
-            return F.conv2d(x, weight.reshape_as(self.weight), self.bias)
-
-    graph = capture(Standardised(3, 4, 3), ((2, 3, 8, 8),))
-    assert ops(graph) == ["opaque", "opaque", "opaque", "conv"]
+def test_custom_functions_checkpoints_and_no_grad_keep_their_gradients() -> None:
+    images = torch.randn(2, 3, requires_grad=True)
+    for function, gradient, kinds in (
+        (lambda x: Doubled.apply(x) + 1, 3 * torch.ones(2, 3), ["opaque", "elementwise"]),
+        (without_gradient, 2 * images.detach(), None),
+    ):
+        graph = capture(Does(function), (images,))
+        with torch.no_grad():
+            assert ops(capture(Does(function), (images,))) == ops(graph)
+        assert kinds in (None, ops(graph))
+        (result,) = torch.autograd.grad(replay(graph, Does(function), (images,)).sum(), images)
+        torch.testing.assert_close(result, gradient)
+    assert Doubled.apply(torch.ones(1)).item() == 2
+    for reentrant in (True, False):
+        block = Residual()
+        model = Does(lambda x, r=reentrant, b=block: torch.utils.checkpoint.checkpoint(b, x, use_reentrant=r) + 1)
+        model.block = block
+        assert [call.name for call in capture(model, ((2, 3, 8, 8),)).calls][:2] == ["block.conv", "block.bn"]
 
 
 class Cached(nn.Module):
@@ -350,10 +351,9 @@ class Cached(nn.Module):
 
     def __init__(self, keeps: str = "") -> None:
         super().__init__()
-        self.keeps = keeps
+        self.keeps, self.bias = keeps, nn.Parameter(torch.ones(3))
         self.cache: dict[str, dict[str, Tensor]] = {"all": {}}
         self.seen: list[Tensor] = []
-        self.bias = nn.Parameter(torch.ones(3))
         self.register_buffer("table", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -369,67 +369,103 @@ class Cached(nn.Module):
 
 
 def test_what_a_network_keeps_for_later_does_not_stay_in_it() -> None:
-    def has_nothing(model: Cached) -> bool:
-        return model.grid is None and model.cache == {"all": {}} and model.seen == [] and model.table.shape == (1,)
-
-    model = Cached()
-    graph = capture(model, ((2, 3),))
-    assert has_nothing(model)
     images = torch.randn(2, 3)
-    assert same(replay(graph, model, (images,)), model(images))
-    model = Cached("inputs")
-    with pytest.raises(CaptureError, match="it keeps a tensor of its forward pass in seen"):
-        capture(model, ((2, 3),))
-    assert has_nothing(model)
-    model = Cached("weights")
-    graph = capture(model, ((2, 3),))
-    assert has_nothing(model)
-    assert same(replay(graph, model, (images,)), model(images))
+    for keeps in ("", "inputs", "weights"):
+        model = Cached(keeps)
+        if keeps == "inputs":
+            with pytest.raises(CaptureError, match="it keeps a tensor of its forward pass in seen"):
+                capture(model, ((2, 3),))
+        else:
+            graph = capture(model, ((2, 3),))
+        assert (model.grid, model.cache, model.seen, model.table.shape) == (None, {"all": {}}, [], (1,))
+        assert keeps == "inputs" or same(replay(graph, model, (images,)), model(images))
     with pytest.raises(CaptureError, match="computed from parameters before"):
         capture(model, ((2, 3),))
 
 
-def test_dead_calls_are_dropped() -> None:
-    class Dead(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            F.softmax(x * 3, 1)
-            return x + 1
+class Odd(nn.Module):
+    """A convolution and a layer that does a function."""
 
-    graph = capture(Dead(), ((2, 3),))
-    assert [call.name for call in graph.calls] == ["add"]
-    assert set(graph.values) == {"x", "add"}
+    shift: Tensor
 
-
-class Halves(nn.Module):
-    """Its output has a row for each two samples."""
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.odd = Does(lambda x: function(self.odd, x))
+        self.odd.scale = nn.Parameter(torch.ones(1))
+        self.odd.register_buffer("shift", torch.zeros(1))
+        self.odd.table = torch.ones(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1)[: (len(x) + 1) // 2] * len(x)
+        return self.odd(self.conv(x))
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet18", "googlenet"])
-def test_a_network_at_another_batch_size_follows_from_two(name: str) -> None:
-    model = create(name)
-    size = (1, 28, 28) if name == "lenet" else (3, 64, 64)
-    at = {n: capture(model, (torch.empty(n, *size, device="meta"),), training=True) for n in (6, 4, 10)}
-    assert at[6].scaled(at[4], 10) == at[10] != at[6]
+def under_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x
 
 
-def test_a_network_that_does_not_grow_with_the_batch_has_to_be_looked_at() -> None:
-    first, second, third = (capture(Halves(), (torch.empty(n, 3, 4, 4, device="meta"),)) for n in (5, 4, 10))
-    assert first.scaled(second, 10) is None
-    assert third.shape(third.calls[-1].outputs[0]) == (5, 48)
+FOREIGN = nn.Parameter(torch.ones(1))
+REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "layer odd: it asks for the numbers in a tensor": lambda layer, x: x if x.sum() > 0 else -x,
+    "asks for the numbers in a tensor": lambda layer, x: x * float(x.mean()),
+    "randn draws random numbers in a way of its own": lambda layer, x: x + torch.randn(2, 1, 1, 1),
+    "randn_like draws": lambda layer, x: x + torch.randn_like(layer.table),
+    "alpha_dropout draws": lambda layer, x: F.alpha_dropout(x, 0.5, True),
+    "of numbers that belong to no sample": lambda layer, x: x * F.dropout(layer.scale),
+    "do not belong to one sample each": lambda layer, x: x * torch.rand(1, 1, 1, 1),
+    "not belong to one sample each": lambda layer, x: x * torch.rand(()),
+    "random numbers of python or numpy": lambda layer, x: x * random.random(),
+    "numbers of python or numpy": lambda layer, x: x * float(np.random.rand()),
+    "mul_ changes odd.scale in place": lambda layer, x: x + layer.scale.data.mul_(2),
+    "add_ changes odd.shift in place": lambda layer, x: x + layer.shift.add_(1),
+    "add_ changes a tensor that the network keeps": lambda layer, x: x + layer.table.add_(1),
+    "replaces odd.shift in its forward pass": lambda layer, x: setattr(layer, "shift", layer.shift + 1) or x,
+    "odd changed through a view": lambda layer, x: (x.view(-1).add_(1), x)[1],
+    "assigns to a part of a tensor": lambda layer, x: (x.__setitem__((slice(None), 0), 1), x)[1],
+    "writes into out=": lambda layer, x: torch.add(x, 1, out=torch.empty(2, 4, 5, 5)),
+    "switches autocast on by itself": lambda layer, x: under_autocast(x),
+    "nothing was written to": lambda layer, x: x + torch.empty(1),
+    "it raises RuntimeError in a trial without data": lambda layer, x: F.linear(x, torch.ones(3, 3)),
+    "layer odd: it uses a parameter that is not among the network's own": lambda layer, x: x * FOREIGN,
+    "Output size is too small": lambda layer, x: F.avg_pool2d(x, 9),
+}
 
 
-def test_layers_that_keep_lists_of_their_weights() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.LSTM(4, 5, batch_first=True)
+def test_what_a_graph_cannot_say_is_refused_and_leaves_the_network_alone(caplog: pytest.LogCaptureFixture) -> None:
+    for message, function in REFUSED.items():
+        model = Odd(function)
+        model.odd.eval()
+        with left_as_it_was(model), pytest.raises(CaptureError, match=message) as caught:
+            capture(model, ((2, 3, 5, 5),))
+        assert caught.value.layer == "odd" or any(word in message for word in ("python", "replaces", "through"))
+        images = torch.ones(1, 3, 2, 2)
+        assert torch.equal(model.conv(images), model.conv(images))
+    assert caplog.records == []  # torch logs nothing of its own
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x)[0][:, -1]
 
-    model, sequence = Recurrent(), torch.randn(2, 3, 4)
-    graph = capture(model, (sequence,))
-    assert same(replay(graph, model, (sequence,)), model(sequence))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    scripted = torch.jit.trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.ones(2, 3, 5, 5))
+    with pytest.raises(CaptureError, match="layer 0: it is TorchScript"):
+        capture(nn.Sequential(scripted, nn.Flatten()), ((2, 3, 5, 5),))
+
+
+def test_torchs_private_module_still_does_what_the_capture_needs() -> None:
+    fakes = Fakes()
+    with fakes:
+        tensor = torch.empty(2, 3) + torch.ones(3)
+        assert isinstance(tensor, FakeTensor) and tensor.shape == (2, 3)
+        assert storage(tensor.view(6)) == storage(tensor) != storage(tensor + 1)
+        with fakes.real():
+            assert torch.arange(3).tolist() == [0, 1, 2]
+        draws = []
+        for call in (
+            lambda: F.scaled_dot_product_attention(tensor, tensor, tensor),
+            lambda: F.dropout(tensor, 0.5),
+            lambda: F.scaled_dot_product_attention(tensor, tensor, tensor, dropout_p=0.5),
+        ):
+            call()
+            draws.append(fakes.draws)
+        assert draws[0] == 0 < draws[1] < draws[2]
+    assert not isinstance(torch.ones(1), FakeTensor)

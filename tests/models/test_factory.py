@@ -83,57 +83,39 @@ def test_what_the_signature_lacks_must_already_be_so(module: str) -> None:
     assert create(f"{module}:forwards", num_classes=6, in_channels=3)[3].out_features == 6
     assert isinstance(create(f"{module}:misleading", num_classes=5), nn.Module)
     assert isinstance(create("torch.nn:Identity", num_classes=5, in_channels=3), nn.Module)
+    assert (describe(f"{module}:Net").input_shape, describe(f"{module}:Net").num_classes) == (None, None)
+    assert accepts(f"{module}:Net", "width") and not accepts(f"{module}:Net", "zero_init_residual")
 
 
-def test_describe_and_accepts(module: str) -> None:
-    info = describe(f"{module}:Net")
-    assert (info.input_shape, info.num_classes) == (None, None)
-    assert accepts(f"{module}:Net", "width")
-    assert not accepts(f"{module}:Net", "zero_init_residual")
-
-
+NETS = "convoy_own_nets"
 MISTAKES = {
-    "classes cannot be honoured": (
-        "convoy_own_nets:fixed",
-        {"num_classes": 7},
-        "tells 5 classes apart where 7 are needed",
-    ),
-    "classes are swallowed": (
-        "convoy_own_nets:swallows",
-        {"num_classes": 7},
-        "tells 10 classes apart where 7 are needed",
-    ),
-    "channels cannot be honoured": (
-        "convoy_own_nets:fixed",
-        {"in_channels": 1},
-        "images of 3 channels where the data has 1",
-    ),
-    "channels are refused further in": ("convoy_own_nets:forwards", {"in_channels": 1}, "the data has 1"),
-    "unknown option": ("convoy_own_nets:Net", {"depth": 3}, "'depth': it accepts num_classes, in_channels, width"),
-    "option refused further in": ("convoy_own_nets:forwards", {"depth": 3}, "has no option 'depth'"),
-    "it fails": ("convoy_own_nets:broken", {"num_classes": 2}, "it failed with RuntimeError: first line"),
-    "it needs more": ("convoy_own_nets:needs_more", {}, "missing 2 required positional arguments"),
-    "no module": ("convoy_own_nets:text", {}, "returned str"),
-    "not callable": ("convoy_own_nets:VALUE", {}, "is of type int"),
-    "misspelt": ("convoy_own_nets:net", {}, "has no 'net': did you mean Net"),
-    "module misspelt": ("convoy_own_nest:Net", {}, "there is no module 'convoy_own_nest'"),
-    "package misspelt": ("convoy_own_package.smal:Net", {}, "there is no module 'convoy_own_package.smal'"),
-    "module needs another": ("convoy_own_bad:Net", {}, "needs the module 'a_module_that_does_not_exist'"),
-    "module with a syntax error": ("convoy_own_syntax:net", {}, "importing convoy_own_syntax failed with SyntaxError"),
-    "path instead of module": ("convoy_own_nets.py:Net", {}, "write package.module:factory, with dots and without .py"),
-    "path with slashes": ("convoy_own_package/small:Net", {}, "write package.module:factory"),
-    "no factory": ("convoy_own_nets:", {}, "is incomplete"),
-    "no name": (":Net", {}, "is incomplete"),
+    "tells 5 classes apart where 7 are needed": (f"{NETS}:fixed", {"num_classes": 7}),
+    "tells 10 classes apart where 7 are needed": (f"{NETS}:swallows", {"num_classes": 7}),
+    "images of 3 channels where the data has 1": (f"{NETS}:fixed", {"in_channels": 1}),
+    "the data has 1": (f"{NETS}:forwards", {"in_channels": 1}),
+    "'depth': it accepts num_classes, in_channels, width": (f"{NETS}:Net", {"depth": 3}),
+    "has no option 'depth'": (f"{NETS}:forwards", {"depth": 3}),
+    "it failed with RuntimeError: first line": (f"{NETS}:broken", {"num_classes": 2}),
+    "missing 2 required positional arguments": (f"{NETS}:needs_more", {}),
+    "returned str": (f"{NETS}:text", {}),
+    "is of type int": (f"{NETS}:VALUE", {}),
+    "has no 'net': did you mean Net": (f"{NETS}:net", {}),
+    "there is no module 'convoy_own_nest'": ("convoy_own_nest:Net", {}),
+    "there is no module 'convoy_own_package.smal'": ("convoy_own_package.smal:Net", {}),
+    "needs the module 'a_module_that_does_not_exist'": ("convoy_own_bad:Net", {}),
+    "importing convoy_own_syntax failed with SyntaxError": ("convoy_own_syntax:net", {}),
+    "write package.module:factory, with dots and without .py": (f"{NETS}.py:Net", {}),
+    "write package.module:factory": ("convoy_own_package/small:Net", {}),
+    "is incomplete": (f"{NETS}:", {}),
+    ": is incomplete": (":Net", {}),
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_one_sentence(module: str, case: str) -> None:
-    name, arguments, words = MISTAKES[case]
-    with pytest.raises(ConvoyError) as caught:
-        create(name, **arguments)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_mistakes_are_told_in_a_sentence(module: str) -> None:
+    for words, (name, arguments) in MISTAKES.items():
+        with pytest.raises(ConvoyError) as caught:
+            create(name, **arguments)
+        assert words.removeprefix(": ") in str(caught.value) and "\n" not in str(caught.value), name
 
 
 OWN = """
@@ -148,53 +130,45 @@ class Net(torch.nn.Linear): pass
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "trusted"),
-    {
-        "lenet": True,
-        **dict.fromkeys([f"convoy_own_nets:{name}" for name in ("net", "part", "cached", "Net")], True),
-        "convoy_own_package.deep.nets:net": True,
-        **dict.fromkeys(
-            [f"convoy_own_nets:{name}" for name in ("load", "stranger", "torch.hub.load", "os.system")], False
-        ),
-        "convoy_own_nets:Net.load_state_dict": False,
-        **dict.fromkeys(["os:system", "builtins:eval", "sympy:sympify", "numpy.f2py.crackfortran:myeval"], False),
-        "convoy.models.lenet:LeNet": False,
-        "convoy_own_linked:net": False,
-        "archive.nets:net": False,  # beside the run, in the folder that was unpacked
-        "archive.run.nets:net": False,
-        "convoy_own_venv:net": False,
-        "convoy_own_vendor:net": False,
-        "convoy_own_outside:net": False,
-    }.items(),
-)
+TRUSTED = [
+    "lenet",
+    *(f"{NETS}:{name}" for name in ("net", "part", "cached", "Net")),
+    "convoy_own_package.deep.nets:net",
+]
+STRANGERS = [
+    *(f"{NETS}:{name}" for name in ("load", "stranger", "torch.hub.load", "os.system", "Net.load_state_dict")),
+    *("os:system", "builtins:eval", "sympy:sympify", "numpy.f2py.crackfortran:myeval", "convoy.models.lenet:LeNet"),
+    *(f"convoy_own_{name}:net" for name in ("linked", "venv", "vendor", "outside")),
+    *("archive.nets:net", "archive.run.nets:net"),  # beside the run, in the folder that was unpacked
+]
+
+
 def test_of_names_in_a_runs_file_only_the_users_own_are_trusted(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, trusted: bool
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is refused leaves no mark, but for the user's own modules, which are imported to see what they name."""
-    here, run = tmp_path / "here", tmp_path / "here" / "archive" / "run"
-    installed = here / ".venv" / "lib" / "site-packages"
-    vendor = here / "vendor"
-    for folder in (here / "convoy_own_package" / "deep", run, installed, vendor / "x.dist-info", tmp_path / "outside"):
+    home, run = tmp_path / "here", tmp_path / "here" / "archive" / "run"
+    installed, vendor = home / ".venv" / "lib" / "site-packages", home / "vendor"
+    for folder in (home / "convoy_own_package" / "deep", run, installed, vendor / "x.dist-info", tmp_path / "outside"):
         folder.mkdir(parents=True)
-    for place in (here / "convoy_own_nets.py", here / "convoy_own_package" / "deep" / "nets.py"):
+    for place in (home / "convoy_own_nets.py", home / "convoy_own_package" / "deep" / "nets.py"):
         place.write_text(OWN)
-    mark = f"open({str(tmp_path / 'mark')!r}, 'w')\n{OWN}"
-    packages = installed / "convoy_own_venv.py", vendor / "convoy_own_vendor.py"
-    for place in (run / "nets.py", run.parent / "nets.py", *packages):
-        place.write_text(mark)
-    (tmp_path / "outside" / "convoy_own_outside.py").write_text(mark)
-    (here / "convoy_own_linked.py").symlink_to(tmp_path / "outside" / "convoy_own_outside.py")
-    monkeypatch.chdir(here)
-    monkeypatch.setattr(sys, "path", [str(installed), str(vendor), str(tmp_path / "outside"), *sys.path])
-    if trusted:
-        check_own(name, run / "config.yaml")
-    else:
-        with pytest.raises(ConvoyError, match=f"config.yaml names {name} as its network, .* give --trust-code"):
+    outside, packages = tmp_path / "outside" / "convoy_own_outside.py", (installed / "convoy_own_venv.py",)
+    for place in (run / "nets.py", run.parent / "nets.py", *packages, vendor / "convoy_own_vendor.py", outside):
+        place.write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n{OWN}")
+    (home / "convoy_own_linked.py").symlink_to(outside)
+    monkeypatch.setattr(sys, "path", [str(installed), str(vendor), str(outside.parent), *sys.path])
+    for name in (*TRUSTED, *STRANGERS):
+        monkeypatch.chdir(home)
+        for entry in [entry for entry in sys.modules if entry.startswith("convoy_own_")]:
+            del sys.modules[entry]
+        if name in TRUSTED:
             check_own(name, run / "config.yaml")
-    assert not (tmp_path / "mark").exists()
+        else:
+            with pytest.raises(ConvoyError, match=f"config.yaml names {name} as its network, .* give --trust-code"):
+                check_own(name, run / "config.yaml")
+        assert not (tmp_path / "mark").exists(), name
     monkeypatch.chdir(run)  # what lies in the run is not the user's own there, either
-    if name == "archive.run.nets:net":
-        with pytest.raises(ConvoyError, match="--trust-code"):
-            check_own("nets:net", Path("config.yaml"))
-        assert not (tmp_path / "mark").exists()
+    with pytest.raises(ConvoyError, match="--trust-code"):
+        check_own("nets:net", Path("config.yaml"))
+    assert not (tmp_path / "mark").exists()

@@ -10,6 +10,7 @@ from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.models import accepts, classifier_names, count, create, describe
+from models.test_registry import TORCHVISION, digest
 
 
 def mistake(call) -> str:
@@ -19,20 +20,17 @@ def mistake(call) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "extra"), [("timm:resnet18", "timm"), ("torchvision:resnet18", "torchvision")])
-@pytest.mark.parametrize("verb", [create, describe, count, lambda name: accepts(name, "option")])
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, name: str, extra: str, verb) -> None:
-    monkeypatch.setitem(sys.modules, extra, None)
-    monkeypatch.delitem(sys.modules, f"{extra}.models", raising=False)
-    assert f"pip install 'convoy-nn[{extra}]'" in mistake(lambda: verb(name))
-
-
-def test_a_library_for_another_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "torchvision"
+def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in ("timm", "torchvision"):
+        for name in [name for name in sys.modules if name.partition(".")[0] == extra]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, extra, None)
+        for verb in (create, describe, count, lambda name: accepts(name, "option")):
+            assert f"pip install 'convoy-nn[{extra}]'" in mistake(lambda verb=verb, e=extra: verb(f"{e}:resnet18"))
+    folder = tmp_path / "torchvision"  # one that was built for another torch
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "torchvision")
     monkeypatch.syspath_prepend(str(tmp_path))
     sentence = mistake(lambda: create("torchvision:resnet18"))
     assert f"does not import beside torch {torch.__version__}" in sentence
@@ -73,51 +71,80 @@ def test_timm_is_called_without_downloads(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(timm.calls) == 2
 
 
-@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0", "vgg11_bn", "convnext_tiny", "inception_v3"])
-def test_timm(timm: ModuleType, name: str) -> None:
-    info = describe(f"timm:{name}")
-    assert info.input_shape == ((3, 299, 299) if name == "inception_v3" else (3, 224, 224))
-    assert info.num_classes == 1000
-    with torch.device("meta"):
-        model = create(f"timm:{name}", num_classes=7, in_channels=1)
-    assert sum(p.numel() for p in model.parameters()) == count(model, (1, 224, 224)).parameters
-    assert model(torch.empty(2, 1, 224, 224, device="meta")).shape == (2, 7)
-    (head,) = classifier_names(model)
-    assert model.get_submodule(head).out_features == 7
-
-
-def test_timm_options_and_mistakes(timm: ModuleType) -> None:
-    assert accepts("timm:resnet18", "zero_init_last")
-    assert not accepts("timm:resnet18", "zero_init_residual")
+def test_timm(timm: ModuleType) -> None:
+    for name in ("resnet18", "efficientnet_b0", "vgg11_bn", "convnext_tiny", "inception_v3"):
+        info = describe(f"timm:{name}")
+        assert info.input_shape == ((3, 299, 299) if name == "inception_v3" else (3, 224, 224))
+        with torch.device("meta"):
+            model = create(f"timm:{name}", num_classes=7, in_channels=1)
+        assert sum(p.numel() for p in model.parameters()) == count(model, (1, 224, 224)).parameters
+        assert model(torch.empty(2, 1, 224, 224, device="meta")).shape == (2, 7)
+        assert model.get_submodule(classifier_names(model)[0]).out_features == 7
+    assert accepts("timm:resnet18", "zero_init_last") and not accepts("timm:resnet18", "zero_init_residual")
     assert "has no option 'nonsense'" in mistake(lambda: create("timm:resnet18", nonsense=1))
     assert "did you mean resnet50" in mistake(lambda: create("timm:resnet5"))
     assert "could not be built" in mistake(lambda: create("timm:resnet50.no_such_tag"))
     assert count("timm:resnet50.a1_in1k").parameters == 25_557_032
 
 
-@pytest.mark.parametrize("name", ["resnet18", "googlenet", "inception_v3", "squeezenet1_0", "mobilenet_v3_small"])
-def test_torchvision(torchvision_models: ModuleType, name: str) -> None:
-    info = describe(f"torchvision:{name}")
-    assert info.input_shape == ((3, 299, 299) if name == "inception_v3" else (3, 224, 224))
-    with torch.device("meta"):
-        model = create(f"torchvision:{name}", num_classes=7, in_channels=3)
-    for head in classifier_names(model):
-        assert model.get_submodule(head).weight.shape[0] == 7
-    assert model.eval()(torch.empty(2, 3, 299, 299, device="meta")).shape == (2, 7)
-
-
-def test_torchvision_options_and_mistakes(torchvision_models: ModuleType) -> None:
+def test_torchvision(torchvision_models: ModuleType) -> None:
+    for name in ("resnet18", "googlenet", "inception_v3", "squeezenet1_0", "mobilenet_v3_small"):
+        info = describe(f"torchvision:{name}")
+        assert info.input_shape == ((3, 299, 299) if name == "inception_v3" else (3, 224, 224))
+        with torch.device("meta"):
+            model = create(f"torchvision:{name}", num_classes=7, in_channels=3)
+        assert all(model.get_submodule(head).weight.shape[0] == 7 for head in classifier_names(model))
+        assert model.eval()(torch.empty(2, 3, 299, 299, device="meta")).shape == (2, 7)
+    for name in torchvision_models.list_models(module=torchvision_models):
+        assert describe(f"torchvision:{name}").num_classes == 1000 and not accepts(f"torchvision:{name}", "nonsense")
     assert accepts("torchvision:resnet18", "zero_init_residual")
     assert not accepts("torchvision:mobilenet_v3_small", "zero_init_residual"), "its class would swallow it"
     assert "has no option 'nonsense'" in mistake(lambda: create("torchvision:mobilenet_v3_small", nonsense=1))
-    assert "has no image classifier 'resnet5'" in mistake(lambda: create("torchvision:resnet5"))
     assert "has no image classifier 'fcn_resnet50'" in mistake(lambda: create("torchvision:fcn_resnet50"))
     assert "3 channels and cannot be built for 1" in mistake(lambda: create("torchvision:resnet18", in_channels=1))
     assert "--weights FILE" in mistake(lambda: create("torchvision:resnet18", weights="DEFAULT"))
     assert count("torchvision:regnet_y_400mf").parameters == 4_344_144, "cannot be built on the meta device"
 
 
-def test_torchvision_names_its_options_for_every_classifier(torchvision_models: ModuleType) -> None:
-    for name in torchvision_models.list_models(module=torchvision_models):
-        assert not accepts(f"torchvision:{name}", "nonsense")
-        assert describe(f"torchvision:{name}").num_classes == 1000
+def reference(models: ModuleType, name: str, **options: object) -> nn.Module:
+    return models.get_model(name, weights=None, **options, **({"init_weights": True} if name == "googlenet" else {}))
+
+
+@pytest.mark.parametrize("name", ["alexnet", "squeezenet1_1", "vgg16_bn", "googlenet", "resnet50", "densenet121"])
+def test_our_networks_start_and_compute_as_torchvisions(torchvision_models: ModuleType, name: str) -> None:
+    models = []
+    for make in (create, lambda name: reference(torchvision_models, name)):
+        torch.manual_seed(5)
+        models.append(make(name))
+    network, original = models
+    for key, value in original.state_dict().items():
+        assert torch.equal(network.state_dict()[key], value), f"{key} starts otherwise"
+    images = torch.randn(4, 3, 96, 96)
+    with torch.no_grad():
+        for module in original.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = None  # statistics of these images: with the initial ones GoogLeNet's signal fades
+        original.train()(images)
+        network.load_state_dict(original.state_dict())
+        expected = original.eval()(images)
+        torch.testing.assert_close(network.eval()(images), expected, rtol=1e-5, atol=1e-5)
+        next(network.parameters()).mul_(1.01)
+        assert not torch.allclose(network(images), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_digests_are_torchvisions_and_so_are_gradients(torchvision_models: ModuleType) -> None:
+    with torch.device("meta"):
+        for name, (_, value) in TORCHVISION.items():
+            assert digest(reference(torchvision_models, name).state_dict()) == value
+    for name, dropout in (("googlenet", {"dropout": 0.0, "dropout_aux": 0.0}), ("resnet18", {})):
+        network, original = create(name, **dropout), reference(torchvision_models, name, **dropout)
+        original.load_state_dict(network.state_dict())
+        images = torch.randn(4, 3, 64, 64, dtype=torch.float64)
+        for model in (network, original):
+            out = model.double().train()(images)
+            logits = out if isinstance(out, tuple) else (out,)
+            sum((place + 1) * one.square().mean() for place, one in enumerate(logits)).backward()
+        for key, parameter in network.named_parameters():
+            torch.testing.assert_close(parameter.grad, original.get_parameter(key).grad, rtol=1e-8, atol=1e-12)
+        for key, buffer in network.named_buffers():
+            torch.testing.assert_close(buffer, original.get_buffer(key), rtol=1e-10, atol=1e-12)

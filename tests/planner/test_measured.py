@@ -1,401 +1,346 @@
-"""What is profiled for which question, and what becomes of a profiling that fails on one rank."""
+"""What is measured for which question, on ranks that fail or differ, within memory; which measurements are kept."""
 
 import math
-import resource
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
 
-from convoy.comm.groups import _end as end
 from convoy.comm.memory import NEEDS_LESS
 from convoy.comm.ranks import Ranks
-from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profile, Profiler
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, TooLargeError
+from convoy.launch.host import HostLoad
 from convoy.models import create
-from convoy.planner import Workload, make_plan, workload_of
-from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.link import Links, links_named
+from convoy.planner import Planned, Workload, make_plan, workload_of
+from convoy.planner.cost.device import Device
+from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import VIEWS
-from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.program import program
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.measured import Measurements, jobs_for
-from convoy.planner.profiling import profile
+from convoy.planner.cost.times import Times
+from convoy.planner.measured import Job, Measurements, device_of, jobs_for
+from convoy.planner.profiling import _of_each_rank, profile
+from convoy.planner.remembered import remember_run, unlike_runs
 from convoy.planner.text import explanation_text
 from convoy.planner.verdict import explained
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from convoy.plans.timeline import Span
 from convoy.training import load_recipe
 from convoy.training.workloads import workload_in_passes
 from ranks import run_ranks
 
-IMAGES = torch.zeros(2, 1, 28, 28)
-MESH = Mesh(("gpu",), (2,))
+SAMPLES, PLENTY = Plan.parse("sample=2"), 1e12
 
 
-def lenet(batch: int = 8) -> Workload:
+def lenet(batch: int = 8, **options: Any) -> Workload:
     torch.manual_seed(0)
-    return workload_of(create("lenet"), IMAGES, batch, name="lenet")
+    return workload_of(create("lenet"), torch.zeros(2, 1, 28, 28), batch, name="lenet", **options)
 
 
-def planned_with_a_failure(error: Exception, rank: int, passes: int) -> tuple[str, list[str], list[str], str]:
-    """Plan while profiling runs by channels fail on one rank, after some passes."""
-    ranks, run = Ranks.here(), Profiler._pass
-    said: list[str] = []
-
-    def failing(profiler: Profiler) -> object:
-        profiler.ran = getattr(profiler, "ran", 0) + 1  # type: ignore[attr-defined]
-        channel = said and said[-1].startswith("profiling channel")
-        if channel and ranks.rank == rank and profiler.ran > passes:  # type: ignore[attr-defined]
-            raise error
-        return run(profiler)
-
-    with patch.object(Profiler, "_pass", failing):
-        try:
-            found = make_plan(lenet(), 2, ranks, progress=lambda what, *_: said.append(what.partition(": ")[2]))
-        except ConvoyError as failure:
-            return "", [], [], str(failure)
-    return str(found.best.plan), list(found.notes), [one for one in said if "pass" not in one], ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "passes"), [(1, 0), (0, 1)])
-def test_profiling_without_memory_on_one_rank_is_left_out(rank: int, passes: int) -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")
-    first, second = run_ranks(planned_with_a_failure, 2, error, rank, passes)
-    assert first[0] == second[0] != ""
-    for _, notes, said, _ in (first, second):
-        (note,) = [note for note in notes if "memory" in note]
-        assert note.startswith(f"rank {rank} ran out of memory while profiling channel")
-        assert f": it asked for 1 EiB; {NEEDS_LESS}: its layers are predicted" in note
-        assert said.index("profiling channel") < said.index("searching")
-
-
-def asked_first(raises: bool) -> tuple[int, int, bool]:
-    """How many profilings with others began, how many had been tried out alone, and whether a note says what failed."""
-    ranks, run = Ranks.here(), Profiler.run
-    began: list[object] = []
-    tried: list[object] = []
-
-    def trying_out(profiler: Profiler) -> None:
-        tried.append(profiler)
-        if ranks.rank == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def running(profiler: Profiler, *args: object) -> Profile:
-        began.append(profiler)
-        return run(profiler, *args)  # type: ignore[arg-type]
-
-    with (
-        patch("convoy.planner.profiling.raises_out_of_memory", lambda device: raises),
-        patch.object(Profiler, "try_out", trying_out),
-        patch.object(Profiler, "run", running),
-    ):
-        found = make_plan(lenet(), 2, ranks, plans=[Plan.parse("sample=2")])
-    alone = 1 if ranks.rank == 0 else 0  # one device by itself
-    return len(began) - alone, len(tried), any("ran out of memory" in note for note in found.notes)
-
-
-@pytest.mark.slow
-def test_where_memory_lacks_that_is_known_before_ranks_wait_for_each_other() -> None:
-    for began, tried, noted in run_ranks(asked_first, 2, True):
-        assert (tried, noted) == (1, True)
-        assert began == 2  # the chains that the engine is measured with, each rank by itself
-    assert run_ranks(asked_first, 2, False) == [(3, 0, False)] * 2
-
-
-def resident_when_profiled(num_bytes: int) -> tuple[float, float]:
-    """Bytes that the process has before it plans, after so many were freed, and when it begins to profile."""
-
-    def resident() -> float:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    keep_freed_memory(torch.device("cpu"))
-    blocks = [torch.ones(2**18) for _ in range(num_bytes // 2**20)]
-    del blocks
-    found = [resident()]
-    make_plan(lenet(), 1, Ranks(), progress=lambda what, done, total: found.append(resident()))
-    return found[0], found[1]
-
-
-@pytest.mark.slow
-def test_what_was_used_before_is_given_back_to_begin_with() -> None:
-    ((before, after),) = run_ranks(resident_when_profiled, 1, 2**28)
-    assert before - after > 2**27
-
-
-def test_a_gpu_gives_back_what_its_cache_holds() -> None:
-    gpu = SimpleNamespace(_workload=SimpleNamespace(device=torch.device("cuda")))
-    with patch.object(torch.cuda, "empty_cache") as emptied:
-        Measurements.give_back_memory(gpu)  # type: ignore[arg-type]
-    emptied.assert_called_once_with()
-
-
-@pytest.mark.slow
-def test_any_other_failure_of_one_rank_is_one_sentence_of_all() -> None:
-    for _, _, _, failure in run_ranks(planned_with_a_failure, 2, ValueError("odd shape"), 1, 1):
-        assert failure == "rank 1 failed while profiling channel (ValueError: odd shape): -v shows where"
-
-
-def groups_made(reused: bool) -> tuple[list[int], int]:
-    """Ranks of each group that is made while plans are profiled together, and how many are left afterwards."""
-    made: list[int] = []
-    make = torch.distributed.new_group
-
-    def counted(ranks: Sequence[int] | None = None, **options: object) -> object:
-        made.extend([len(ranks)] if ranks else [])
-        return make(ranks, **options)  # type: ignore[arg-type]
-
-    known = torch.distributed.distributed_c10d._world.pg_map
-    ranks = Ranks.here()
-    before = len(known)
-    with patch.object(torch.distributed, "new_group", counted), ExitStack() as stack:
-        if not reused:
-            stack.enter_context(patch("convoy.comm.groups._end", lambda group, keep: end(group, False)))
-        make_plan(lenet(), 2, ranks, plans=[Plan.parse("sample=2"), Plan.parse("filter=2"), Plan.parse("height=2")])
-    return made, len(known) - before
-
-
-@pytest.mark.parametrize(("reused", "times"), [(True, 1), (False, 6)])
-def test_plans_are_profiled_in_the_same_groups(reused: bool, times: int) -> None:
-    """Links are measured in them too; otherwise each profiling would connect anew."""
-    for made, left in run_ranks(groups_made, 2, reused):
-        assert (made, left) == ([2] * times, 0)
-
-
-def test_links_without_memory_on_one_rank_end_all_of_them() -> None:
-    error = torch.OutOfMemoryError("CUDA out of memory")
-    for failure in run_ranks(links_that_fail, 2, error):
-        assert failure == f"rank 1 ran out of memory while measuring the links; {NEEDS_LESS}"
-
-
-def links_that_fail(error: Exception) -> str:
-    ranks = Ranks.here()
-    with patch("convoy.planner.link_probe._overhead", side_effect=error if ranks.rank == 1 else lambda *of: 0.0):
-        try:
-            make_plan(lenet(), 2, ranks)
-        except ConvoyError as failure:
-            return str(failure)
-    return ""
-
-
-def test_only_what_given_plans_need_is_profiled() -> None:
-    workload = lenet()
-    assert [job.name for job in jobs_for(workload, [MESH])] == ["serial, one device", "sample", "filter", "channel"]
-    plans = [Plan.parse("sample=2"), Plan.parse("filter=2")]
-    given = jobs_for(workload, [MESH], plans)
-    assert [(job.name, job.alone) for job in given] == [
-        ("serial, one device", True),
-        ("sample=2", False),
-        ("filter=2", False),
-    ]
-    assert [job.placement.calls for job in given[1:]] == [workload.place(plan).calls for plan in plans]
-
-
-def profilings(patience_s: float, unmeasured: float) -> list[str]:
-    """What a search profiles that may take so long, if `unmeasured` of a plan's computing time need not be measured."""
-    said: list[str] = []
-    with (
-        patch("convoy.planner.planner._PATIENCE_S", patience_s),
-        patch("convoy.planner.planner._PATIENCE_UPDATES", 0),
-        patch("convoy.planner.planner._SETTLED", unmeasured),
-    ):
-        make_plan(lenet(), 2, Ranks(), link="pcie4", fixes=["*=height"], progress=lambda what, *_: said.append(what))
-    said = [what.partition(": ")[2] for what in said]
-    names = [one.removeprefix("profiling ") for one in said if one.startswith("profiling ") and ", pass" not in one]
-    return [name.removesuffix(", one device") for name in names]
-
-
-@pytest.mark.slow
-def test_the_plan_that_a_search_proposes_is_profiled_while_there_is_time() -> None:
-    begin = ["serial", "sample", "filter", "channel"]
-    assert profilings(math.inf, 0.0) == [*begin, "height=2"]
-    assert profilings(math.inf, 1.0) == begin
-    assert profilings(0.0, 0.0) == begin[:2]
-
-
-@pytest.mark.slow
-def test_every_pass_of_profiling_is_told() -> None:
-    said: list[tuple[str, int, int]] = []
-    make_plan(lenet(), 1, Ranks(), progress=lambda *each: said.append(each))
-    *during, (_, end, total) = said
-    assert end == total and {each[2] for each in said} == {total}  # the total does not move
-    assert all(what.startswith(f"planning, about {total} s: ") and done < total for what, done, _ in during)
-    assert any(what.endswith("profiling serial, one device, pass 1") for what, *_ in during)
-    assert any(what.endswith("profiling serial, one device, pass 3") for what, *_ in during)
-
-
-def recipes(devices: int, merge: int, batch: int = 64, shares: tuple[float, ...] | None = None) -> Workload:
-    settings = ["model.name=lenet", "data.path=mnist-mini", f"batch={batch}", "microbatch=8"]
+def recipes(devices: int, merge: int, shares: tuple[float, ...] | None = None) -> Workload:
+    settings = ["model.name=lenet", "data.path=mnist-mini", "batch=64", "microbatch=8"]
     settings += [f"parallel.shares={list(shares)}", f"parallel.devices={devices}"] if shares is not None else []
     recipe = load_recipe("default", settings, [])
     torch.manual_seed(0)
-    sizes = (8,) * (batch // 8)
-    return workload_in_passes(recipe, create("lenet"), (1, 28, 28), sizes, merge, devices, torch.device("cpu"))
+    return workload_in_passes(recipe, create("lenet"), (1, 28, 28), (8,) * 8, merge, devices, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("devices", "merge", "together", "alone"),
-    [(4, 1, (2, 32), (8, 8)), (2, 2, (2, 32), (4, 16)), (4, 2, (1, 64), (4, 16)), (2, 8, (1, 64), (1, 64))],
-)
-def test_one_device_makes_passes_of_its_own(
-    devices: int, merge: int, together: tuple[int, int], alone: tuple[int, int]
-) -> None:
-    workload = recipes(devices, merge)
-    one = workload.alone or workload
-    assert (workload.passes, workload.samples) == together
-    assert (one.passes, one.samples) == alone
-    assert one.microbatch == 8
-    (first, *others) = jobs_for(workload, [Mesh(("gpu",), (devices,))])
-    assert first.placement.batch.num_samples == alone[1]
-    assert all(job.placement.batch.num_samples == together[1] for job in others)
+def failing(error: Exception, what: str = "") -> tuple[str, list[str], list[str], str]:
+    """Plan while profiling runs by channels fail on rank 1, or the links do: plan, notes, progress, refusal."""
+    ranks, run, progress = Ranks.here(), Profiler._pass, [""]
+
+    def failing_pass(profiler: Profiler) -> object:
+        if ranks.rank == 1 and progress[-1].startswith("profiling channel") and not what:
+            raise error
+        return run(profiler)
+
+    overhead = error if ranks.rank == 1 and what == "links" else lambda *of: 0.0
+    with (
+        patch.object(Profiler, "_pass", failing_pass),
+        patch("convoy.planner.link_probe._overhead", side_effect=overhead),
+    ):
+        try:
+            result = make_plan(lenet(), 2, ranks, progress=lambda what, *_: progress.append(what.partition(": ")[2]))
+        except ConvoyError as failure:
+            return "", [], progress, str(failure)
+    return str(result.best.plan), list(result.notes), progress, ""
 
 
-def test_the_reference_of_the_speed_up_is_what_one_device_does() -> None:
-    def passes(scored: Scored) -> int:
-        first = scored.placement.calls[0].call.name
-        spans = [span for span in scored.timeline.spans if span.task.rank == 0 and span.task.kind == "forward"]
-        return sum(span.task.name == first for span in spans)
-
-    links, _ = links_named("pcie4", True)
-    found = make_plan(recipes(2, 1), 2, Ranks(), link=links, plans=[Plan.parse("sample=2")])
-    assert (passes(found.best), passes(found.serial)) == (4, 8)
-    assert found.serial.placement.batch.num_samples == 8
-
-
-def unknown_under_autocast() -> tuple[set[str], set[str]]:
-    """The types of pieces of plans that were profiled and not found again, and of what is sent."""
-    torch.manual_seed(0)
-    workload = workload_of(create("lenet"), IMAGES, 8, precision=torch.bfloat16)
-    plans = [Plan.parse("filter=2"), Plan.parse("owt=2")]
-    found = make_plan(workload, 2, Ranks.here(), plans=plans)
-    assert isinstance(found.costs.times, Calibrated)
-    items = [item for one in found.candidates for item in program(one.placement)]
-    local_ops = [
-        local_op for item in items for local_op in item.local_ops if not local_op.is_empty and local_op.op not in VIEWS
-    ]
-    moved = {local_op.inputs[0].dtype for local_op in local_ops if local_op.op == "redistribute"}
-    return {local_op.inputs[0].dtype for local_op in local_ops if local_op not in found.costs.times.measured}, moved
-
-
-@pytest.mark.slow
-def test_what_is_profiled_under_autocast_is_what_is_predicted() -> None:
-    for unknown, moved in run_ranks(unknown_under_autocast, 2):
-        assert unknown <= {"float32"}  # images, of which the engine makes bfloat16 before it sends them
-        assert moved == {"float32", "bfloat16"}
-
-
-def unequal(folder: str, slower: float, shares: tuple[float, ...] | None) -> dict[str, object]:
-    """A plan for two devices of which the second takes `slower` times as long, and what a second plan knows of that."""
-    ranks, store = Ranks.here(), ProfileStore(Path(folder))
-    run = Profiler.run
-
-    def taking(profiler: Profiler, *args: object) -> Profile:
-        found = run(profiler, *args)  # type: ignore[arg-type]
-        seconds = 1e-3 * (slower if ranks.rank else 1.0)
-        calls = {name: CallTimes(seconds, seconds) for name in found.calls}
-        return replace(found, calls=calls, seconds=seconds, slowest=seconds)
-
-    plans = [Plan.parse("sample=2")]
-    with patch.object(Profiler, "run", taking):
-        found = make_plan(recipes(2, 1, shares=shares), 2, ranks, store=store, plans=plans)
-    again = make_plan(recipes(2, 1, shares=shares), 2, ranks, store=store, plans=plans)
-    computing = [
-        sum(span.end - span.start for span in found.best.timeline.spans if span.task.rank == rank and of(span))
-        for rank in (0, 1)
-    ]
-    return {
-        "pace": found.costs.slowdowns,
-        "again": again.costs.slowdowns,
-        "shares": found.shares(found.best.plan),
-        "passes": found.workload.passes,
-        "parts": [len(part) for part in found.best.placement.batch.parts],
-        "computing": computing,
-        "notes": [note for note in found.notes if "fast" in note],
-        "text": explanation_text(explained(found)),
-    }
-
-
-def of(span: Span) -> bool:
-    return span.task.stream == "compute" and span.task.kind in ("forward", "backward")
-
-
-def profiled_with(batch: int, own: tuple[float, float], slowest: float) -> set[float]:
+def waiting(batch: int, by_rank: tuple[float, float], slowest: float) -> set[float]:
     """Seconds of operations that take 1 s, where the passes of both ranks and of the slowest of each pass take so."""
-    ranks, found = Ranks.here(), lenet(batch)
-    second = CallTimes(0.5, 0.5)
+    ranks, workload = Ranks.here(), lenet(batch)
 
     def run(profiler: Profiler, *args: object) -> Profile:
-        names = [OUTSIDE, *(call.name for call in found.graph.calls)]
-        return Profile(dict.fromkeys(names, second), [], own[ranks.rank], slowest)
+        names = [OUTSIDE, *(call.name for call in workload.graph.calls)]
+        return Profile(dict.fromkeys(names, CallTimes(0.5, 0.5)), [], by_rank[ranks.rank], slowest)
 
     with patch.object(Profiler, "run", run):
-        profiled = profile(found, found.place(Plan.parse("sample=2")), ranks, False, Links(), together=True)
+        profiled = profile(workload, workload.place(SAMPLES), ranks, False, Links(), together=True)
     return {round(times.total, 6) for times in profiled.times.values()}
 
 
-def test_waiting_for_the_slower_rank_counts_and_uneven_work_does_not() -> None:
-    cases: list[tuple[int, tuple[float, float], float, float]] = [
-        (4, (1.0, 1.0), 1.0, 1.0),
-        (4, (1.0, 1.0), 1.1, 1.1),  # now one rank is slower, and now the other
-        (3, (2.0, 1.0), 2.0, 1.0),  # the first has two samples, and the second one
-        (3, (2.0, 1.0), 2.2, 1.1),
-    ]
-    for batch, own, slowest, expected in cases:
-        for found in run_ranks(profiled_with, 2, batch, own, slowest):
-            assert found == {expected}
+def failures() -> tuple[Any, ...]:
+    memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")
+    uneven = (4, (1.0, 1.0), 1.1), (3, (2.0, 1.0), 2.0), (3, (2.0, 1.0), 2.2)
+    waits = [waiting(*case) for case in ((4, (1.0, 1.0), 1.0), *uneven)]
+    return failing(memory), failing(ValueError("odd shape"))[3], failing(memory, "links")[3], waits
+
+
+def test_what_fails_on_one_rank_is_left_out_or_one_sentence_of_all() -> None:
+    first, second = run_ranks(failures, 2, timeout=150)
+    assert first[0][0] == second[0][0] != ""
+    for (_, notes, progress, _), odd, links, waits in (first, second):
+        (note,) = [note for note in notes if "memory" in note]
+        assert note.startswith("rank 1 ran out of memory while profiling channel")
+        assert f": it asked for 1 EiB; {NEEDS_LESS}: its layers are predicted" in note
+        assert progress[-1] == "" or "searching" in progress
+        assert odd == "rank 1 failed while profiling channel (ValueError: odd shape): -v shows where"
+        assert links == f"rank 1 ran out of memory while measuring the links: it asked for 1 EiB; {NEEDS_LESS}"
+        assert waits == [{1.0}, {1.1}, {1.0}, {1.1}]  # waiting for the slower rank counts, and uneven work does not
+
+
+def unequal(folder: str, slower: float, shares: tuple[float, ...] | None) -> dict[str, Any]:
+    """A plan for two devices of which the second takes `slower` times as long, and what a second plan knows of that."""
+    ranks, store, run = Ranks.here(), ProfileStore(Path(folder)), Profiler.run
+
+    def taking(profiler: Profiler, *args: object) -> Profile:
+        result = run(profiler, *args)  # type: ignore[arg-type]
+        seconds = 1e-3 * (slower if ranks.rank else 1.0)
+        calls = {name: CallTimes(seconds, seconds) for name in result.calls}
+        return replace(result, calls=calls, seconds=seconds, slowest=seconds)
+
+    with patch.object(Profiler, "run", taking):
+        result = make_plan(recipes(2, 1, shares), 2, ranks, store=store, plans=[SAMPLES])
+    again = make_plan(recipes(2, 1, shares), 2, ranks, store=store, plans=[SAMPLES])
+    spans = [span for span in result.best.timeline.spans if span.task.kind in ("forward", "backward")]
+    return {
+        "pace": result.costs.slowdowns,
+        "again": again.costs.slowdowns,
+        "shares": result.shares(result.best.plan),
+        "passes": result.workload.passes,
+        "parts": [len(part) for part in result.best.placement.batch.parts],
+        "computing": [sum(one.end - one.start for one in spans if one.task.rank == rank) for rank in (0, 1)],
+        "notes": [note for note in result.notes if "fast" in note],
+        "text": explanation_text(explained(result)),
+    }
+
+
+def under_autocast() -> tuple[set[str], set[str]]:
+    """The types of pieces of plans that were profiled and not found again, and of what is sent."""
+    plans = [Plan.parse("filter=2"), Plan.parse("owt=2")]
+    result = make_plan(lenet(precision=torch.bfloat16), 2, Ranks.here(), plans=plans)
+    items = [item for one in result.candidates for item in program(one.placement)]
+    ops = [op for item in items for op in item.local_ops if not op.is_empty and op.op not in VIEWS]
+    moved = {op.inputs[0].dtype for op in ops if op.op == "redistribute"}
+    return {op.inputs[0].dtype for op in ops if op not in result.costs.times.measured}, moved
+
+
+def differing(folder: str, cases: tuple[tuple[float, Any], ...]) -> list[dict[str, Any]]:
+    return [unequal(f"{folder}/{place}", *case) for place, case in enumerate(cases)]
 
 
 @pytest.mark.slow
 def test_devices_that_are_not_equally_fast_get_shares_by_their_speed(tmp_path: Path) -> None:
-    first, second = run_ranks(unequal, 2, str(tmp_path), 3.0, None)
-    assert first == second
-    assert first["pace"] == first["again"] == pytest.approx((0.5, 1.5))
-    assert first["shares"] == (6, 2)  # 6 microbatches take the first what 2 take the second
-    assert (first["passes"], first["parts"]) == (6, [8, 3])
-    assert first["notes"] == [
-        "the devices are not equally fast: the same takes them 1.00 : 3.00; "
-        "plans that divide samples over all of them do so as --shares 6,2"
-    ]
-    assert "with --shares 6,2" in first["text"]
+    for by_speed, even in run_ranks(differing, 2, str(tmp_path), ((3.0, None), (3.0, (1.0, 1.0))), timeout=150):
+        assert by_speed["pace"] == by_speed["again"] == pytest.approx((0.5, 1.5))
+        # 6 microbatches take the first what 2 take the second
+        assert (by_speed["shares"], by_speed["passes"], by_speed["parts"]) == ((6, 2), 6, [8, 3])
+        assert by_speed["notes"] == [
+            "the devices are not equally fast: the same takes them 1.00 : 3.00; "
+            "plans that divide samples over all of them do so as --shares 6,2"
+        ]
+        assert "with --shares 6,2" in by_speed["text"]
+        assert (even["shares"], even["passes"], even["parts"]) == ((4, 4), 4, [8, 8])
+        assert even["computing"][1] == pytest.approx(3 * even["computing"][0])
 
 
 @pytest.mark.slow
-def test_shares_that_are_asked_for_are_predicted(tmp_path: Path) -> None:
-    for found in run_ranks(unequal, 2, str(tmp_path), 3.0, (1.0, 1.0)):
-        assert (found["shares"], found["passes"], found["parts"]) == ((4, 4), 4, [8, 8])
-        fast, slow = found["computing"]
-        assert slow == pytest.approx(3 * fast)
-    for found in run_ranks(unequal, 2, str(tmp_path / "equal"), 1.0, (3.0, 1.0)):
-        assert (found["pace"], found["shares"], found["parts"]) == ((), (6, 2), [8, 3])
+def test_equal_devices_share_evenly_or_as_they_are_told(tmp_path: Path) -> None:
+    for by_shares, equal in run_ranks(differing, 2, str(tmp_path), ((1.0, (3.0, 1.0)), (1.05, None)), timeout=150):
+        assert (by_shares["pace"], by_shares["shares"], by_shares["parts"]) == ((), (6, 2), [8, 3])
+        assert (equal["pace"], equal["shares"], equal["passes"], equal["notes"]) == ((), None, 4, [])
 
 
 @pytest.mark.slow
-def test_devices_that_are_about_equal_share_evenly(tmp_path: Path) -> None:
-    for found in run_ranks(unequal, 2, str(tmp_path), 1.05, None):
-        assert (found["pace"], found["shares"], found["passes"]) == ((), None, 4)
-        assert found["notes"] == []
+def test_what_is_profiled_under_autocast_is_what_is_predicted() -> None:
+    for unknown, moved in run_ranks(under_autocast, 2):
+        assert unknown <= {"float32"}  # images, of which the engine makes bfloat16 before it sends them
+        assert moved == {"float32", "bfloat16"}
 
 
-def test_parts_by_shares() -> None:
-    even = recipes(3, 1)
-    assert even.by_speed is not None
-    found = even.by_speed([1.0, 1.0, 1.4])
-    assert (found.shares, found.passes, found.samples) == ((3, 3, 2), 3, 22)
-    assert found.parts(3) == (range(8), range(8, 16), range(16, 22))
-    assert found.parts(2) == (range(16), range(16, 22))  # another number of parts is as even as can be
-    assert even.by_speed([]).shares is None
-    asked = recipes(3, 1, shares=(2.0, 1.0, 1.0)).by_speed
-    assert asked is not None
-    bound = asked([])
-    assert (bound.shares, bound.parts(1)) == ((4, 2, 2), (range(16),))
+def test_how_fast_each_rank_is_is_told_from_what_all_of_them_computed() -> None:
+    def rows(**seconds: float) -> Any:
+        return [(name, Times(each / 3, 2 * each / 3)) for name, each in seconds.items()]
+
+    for ranks, waits, result in (
+        ([rows(a=1.0, b=2.0, c=0.5), rows(a=2.0, b=4.0, c=1.0)], set(), 2.0),
+        ([rows(a=30.0, b=2.0, c=0.5), *[rows(a=1.0, b=2.0, c=0.5)] * 2], set(), 1.0),  # one piece was disturbed
+        ([rows(a=1.0, b=9.0), rows(a=3.0, b=9.0)], {"b"}, 3.0),  # a piece that waits for others
+    ):
+        paces: Any = _of_each_rank(ranks, waits)
+        assert paces[1] / paces[0] == pytest.approx(result)
+    assert _of_each_rank([rows(b=9.0), rows(b=9.0)], {"b"}) == ()  # type: ignore[arg-type]
+    even = recipes(3, 1).by_speed
+    assert even is not None and even([]).shares is None
+    result = even([1.0, 1.0, 1.4])
+    assert (result.shares, result.passes, result.samples) == ((3, 3, 2), 3, 22)
+    assert result.parts(3) == (range(8), range(8, 16), range(16, 22))
+    assert result.parts(2) == (range(16), range(16, 22))  # another number of parts is as even as can be
+    by_shares = recipes(3, 1, (2.0, 1.0, 1.0)).by_speed
+    assert by_shares is not None and by_shares([]).shares == (4, 2, 2)
     with pytest.raises(ConvoyError, match="shares are those of 3 parts of the batch, but the plan divides it into 2"):
-        bound.parts(2)
+        by_shares([]).parts(2)
+
+
+def test_only_what_is_asked_for_is_profiled_and_one_device_makes_passes_of_its_own() -> None:
+    workload, mesh = lenet(), Mesh(("gpu",), (2,))
+    assert [job.name for job in jobs_for(workload, [mesh])] == ["serial, one device", "sample", "filter", "channel"]
+    plans = [SAMPLES, Plan.parse("filter=2")]
+    jobs = jobs_for(workload, [mesh], plans)
+    assert [(job.name, job.alone) for job in jobs] == [
+        ("serial, one device", True),
+        ("sample=2", False),
+        ("filter=2", False),
+    ]
+    assert [job.placement.calls for job in jobs[1:]] == [workload.place(plan).calls for plan in plans]
+    for devices, merge, together, alone in (
+        (4, 1, (2, 32), (8, 8)),
+        (2, 2, (2, 32), (4, 16)),
+        (4, 2, (1, 64), (4, 16)),
+        (2, 8, (1, 64), (1, 64)),
+    ):
+        workload = recipes(devices, merge)
+        one = workload.alone or workload
+        assert ((workload.passes, workload.samples), (one.passes, one.samples)) == (together, alone)
+        first, *rest = jobs_for(workload, [Mesh(("gpu",), (devices,))])
+        assert first.placement.batch.num_samples == alone[1]
+        assert all(job.placement.batch.num_samples == together[1] for job in rest)
+
+
+@pytest.mark.slow
+def test_a_search_profiles_what_it_proposes_while_there_is_time_and_tells_every_pass() -> None:
+    def profilings(patience_s: float, unmeasured: float) -> list[str]:
+        progress: list[tuple[str, int, int]] = []
+        with (
+            patch("convoy.planner.planner._PATIENCE_S", patience_s),
+            patch("convoy.planner.planner._PATIENCE_UPDATES", 0),
+            patch("convoy.planner.planner._SETTLED", unmeasured),
+        ):
+            make_plan(lenet(), 2, Ranks(), link="pcie4", fixes=["*=height"], progress=lambda *one: progress.append(one))
+        *during, (_, end, total) = progress
+        assert end == total and {one[2] for one in progress} == {total}  # the total does not move
+        assert all(what.startswith(f"planning, about {total} s: ") and done < total for what, done, _ in during)
+        assert any(what.endswith("profiling serial, one device, pass 1") for what, *_ in during)
+        names = [what.partition(": ")[2] for what, *_ in progress if ", pass" not in what]
+        return [name.removeprefix("profiling ") for name in names if name.startswith("profiling ")]
+
+    begin = ["serial, one device", "sample", "filter", "channel"]
+    assert profilings(math.inf, 0.0) == [*begin, "height=2"]
+    assert profilings(math.inf, 1.0) == begin and profilings(0.0, 0.0) == begin[:2]
+
+
+@contextmanager
+def on_a_machine(room: float, jobs: list[Job]) -> Iterator[None]:
+    """With so many bytes for a rank, where all calls take equally long; what is profiled there."""
+    run, begun = Profiler.run, Measurements._run
+
+    def running(profiler: Profiler, *args: object) -> Profile:
+        result = run(profiler, *args)  # type: ignore[arg-type]
+        same = dict.fromkeys(result.calls, CallTimes(1e-3, 1e-3))
+        return replace(result, calls=same, seconds=1e-3, slowest=1e-3)
+
+    def noted(measured: Measurements, job: Job, afresh: bool) -> None:
+        jobs.append(job)
+        begun(measured, job, afresh)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch("convoy.planner.planner.device_memory", lambda device, on_host: (room, "")))
+        stack.enter_context(patch.object(Profiler, "run", running))
+        stack.enter_context(patch.object(Measurements, "_run", noted))
+        yield
+
+
+def planned(room: float, store: ProfileStore | None = None, **options: Any) -> tuple[list[Job], Planned]:
+    jobs: list[Job] = []
+    with on_a_machine(room, jobs):
+        return jobs, make_plan(lenet(64), 2, Ranks(), link="pcie4", store=store, **options)
+
+
+def test_what_does_not_fit_is_profiled_in_smaller_passes_or_left_out_with_a_note() -> None:
+    whole, result = planned(PLENTY)
+    assert {job.workload.samples for job in whole} == {64}
+    room = 1.5 * min(job.memory for job in whole)
+    smaller, note = planned(room)
+    assert {job.name for job in whole} == {job.name for job in smaller}
+    assert all(job.memory <= room / 2 and job.workload.samples < 64 for job in smaller)
+    assert any(note.startswith("sample was profiled in passes of ") for note in note.notes)
+    nothing, note = planned(1000.0)
+    assert nothing == [] and any("sample was not profiled, for want of memory" in one for one in note.notes)
+    limit = next(one.memory.total for one in result.candidates if one.plan == SAMPLES)
+    _, limited = planned(PLENTY, memory_limit=0.99 * limit)
+    assert all(one.plan != SAMPLES for one in limited.candidates)
+    assert any(note.startswith("sample=2 is left out: it needs ") for note in limited.notes)
+    jobs: list[Job] = []
+    with on_a_machine(PLENTY, jobs), pytest.raises(TooLargeError, match="there are"):
+        make_plan(lenet(64), 2, Ranks(), link="pcie4", memory_limit=1000.0)
+    assert jobs == []  # which is said before anything is measured
+
+
+def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path) -> None:
+    store, room, workload = ProfileStore(tmp_path), 1e9, lenet(64)
+    job = jobs_for(workload, [Mesh(("gpu",), (2,))])[1]
+
+    def tried(room: float) -> int:
+        return next(one.workload.samples for one in planned(room, store)[0] if one.name == "sample")
+
+    Measurements(workload, Ranks(), store, room=room)._mark(job, room)  # and no more: it was killed
+    assert tried(room) == 32
+    attempts = Measurements(workload, Ranks(), store, room=room)
+    with pytest.raises(ConvoyError, match="killed in it when there was as little memory"), attempts.attempt(job):
+        raise AssertionError("it was tried again")
+    assert tried(2 * room) == 64
+    assert store.noted(device_of(workload, 1), job.mark) is None  # it has ended by itself
+
+
+def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forgotten(tmp_path: Path) -> None:
+    store = ProfileStore(tmp_path)
+    load = HostLoad(1.0, 1.0, 2, None, None, (), 1.5, 0.0, 0, None, None, None)
+    with (
+        patch.object(HostLoad, "is_disturbed", PropertyMock(return_value=True)),
+        patch("convoy.launch.host.HostWatch.read", lambda watch: load),
+    ):
+        _, busy = planned(PLENTY, store)
+    device = device_of(busy.workload, 1)
+    assert sum("other processes kept 1.5 of 2 cores busy" in note for note in busy.notes) == 1
+    assert store.rows(device) == []
+    first, right = planned(PLENTY, store)
+    again, later = planned(PLENTY, store)
+    assert store.rows(device) != [] and not any("other processes" in note for note in right.notes)
+    assert [job.name for job in again] == [job.name for job in first][:2] == ["serial, one device", "sample"]  # afresh
+    assert not any("kept of earlier" in note for note in later.notes)
+    store.put(device, {row.local_op: row.times * 3.0 for row in store.rows(device)}, "run")  # beside something else
+    anew, result = planned(PLENTY, store)
+    assert [job.name for job in anew] == [job.name for job in first] and result.best.plan == right.best.plan
+    assert any("3.00 × those of now" in note and "convoy profile --clear" in note for note in result.notes)
+    quiet = replace(load, wall_s=10.0, others_cores=0.1)
+    with patch.dict("os.environ", {"CONVOY_SHARED": ""}):  # a machine is busy where others have a tenth of its cores
+        loads = [quiet, replace(quiet, others_cores=None), replace(quiet, wall_s=0.1, others_cores=0.5)]
+        assert [one.is_disturbed for one in (*loads, replace(quiet, others_cores=0.5))] == [False, False, False, True]
+
+
+def test_a_prediction_that_contradicts_the_last_run_is_told(tmp_path: Path) -> None:
+    store, device = ProfileStore(tmp_path), Device("Some CPU", "2.13", "0.1", 1)
+    progress = partial(unlike_runs, store, device, "lenet")
+    assert list(progress(64, {SAMPLES: 1.96})) == []
+    remember_run(store, device, "lenet", 64, SAMPLES, 0.735)
+    (sentence,) = progress(64, {SAMPLES: 1.96})
+    assert sentence.startswith("sample=2 is expected to take 1.96 s an update, and took 735 ms in the last run here")
+    assert "convoy profile --clear" in sentence
+    assert list(progress(64, {SAMPLES: 0.8})) == list(progress(32, {SAMPLES: 1.96})) == []

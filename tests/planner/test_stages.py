@@ -19,7 +19,7 @@ from convoy.planner.search.stages import in_best_passes
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 
-STAGES = Plan.parse("stage=2")
+SERIAL, STAGES = Plan(Mesh((), ())), Plan.parse("stage=2")
 GIGABIT = Rate(5e-5, 1.1e8)
 SLOW_CORE = Roofline(flops_per_s=5e10, bytes_per_s=1e10, overhead_s=0.0)
 
@@ -29,106 +29,79 @@ def costs(times: Roofline = SLOW_CORE, slowdowns: tuple[float, ...] = ()) -> Cos
     return Costs(times, links, batch_norm="microbatch", slowdowns=slowdowns)
 
 
-def convolutions(width: int = 8) -> nn.Module:
-    return nn.Sequential(*(nn.Conv2d(3 if n == 0 else width, width, 3, padding=1) for n in range(8)))
-
-
 def network(batch: int = 32) -> Workload:
-    return workload_of(convolutions(), torch.zeros(1, 3, 32, 32), batch)
+    layers = (nn.Conv2d(3 if number == 0 else 8, 8, 3, padding=1) for number in range(8))
+    return workload_of(nn.Sequential(*layers), torch.zeros(1, 3, 32, 32), batch)
 
 
-@pytest.fixture(scope="module")
-def resnet50() -> Workload:
-    return workload_of(
-        create("resnet50"), torch.zeros(1, 3, 64, 64), 512, name="resnet50", batch_norm="microbatch", microbatch=16
-    )
-
-
-@pytest.mark.parametrize(("slowdowns", "share"), [((2 / 3, 4 / 3), 0.9), ((4 / 3, 2 / 3), 0.87)])
-def test_unequal_devices_give_nine_tenths_of_their_speeds(
-    resnet50: Workload, slowdowns: tuple[float, float], share: float
-) -> None:
+@pytest.mark.parametrize(
+    ("slowdowns", "share"),
+    [((2 / 3, 4 / 3), 0.9), pytest.param((4 / 3, 2 / 3), 0.87, marks=pytest.mark.slow)],
+)
+def test_unequal_devices_give_nine_tenths_of_their_speeds(slowdowns: tuple[float, float], share: float) -> None:
     """Speeds of 1 : 0.5: stages take equally long, as the faster device has more. Where the slower one comes first, the
     cut is where activations are larger, and sending them takes more of the cores."""
-    given = costs(slowdowns=slowdowns)
-    plans = _search_stages(resnet50, 2, given, (), None, float("inf"))
-    best = min((score(resnet50, plan, given, passes) for plan, passes in plans), key=lambda one: one.seconds)
-    one_device = score(resnet50, Plan(Mesh((), ())), replace(given, slowdowns=())).seconds
-    speeds = sum(1 / own for own in slowdowns)
+    images, in_parts = torch.zeros(1, 3, 64, 64), {"batch_norm": "microbatch", "microbatch": 16}
+    resnet50 = workload_of(create("resnet50"), images, 512, name="resnet50", **in_parts)
+    device_costs = costs(slowdowns=slowdowns)
+    plans = _search_stages(resnet50, 2, device_costs, (), None, float("inf"))
+    best = min((score(resnet50, plan, device_costs, passes) for plan, passes in plans), key=lambda one: one.seconds)
+    one_device = score(resnet50, SERIAL, replace(device_costs, slowdowns=())).seconds
+    speeds = sum(1 / slowdown for slowdown in slowdowns)
     assert one_device / best.seconds >= share * speeds
-    even = score(resnet50, STAGES, given, best.passes)
+    even = score(resnet50, STAGES, device_costs, best.passes)
     assert one_device / even.seconds < 0.75 * speeds  # the control: stages of equal work
 
 
 def test_few_passes_where_small_ones_are_slow() -> None:
     """Each call takes as long to start as half of the batch takes it to compute: the bubble is the lesser evil."""
     workload = network()
-    seconds = score(workload, Plan(Mesh((), ())), costs()).seconds / (3 * len(workload.graph.calls))
+    seconds = score(workload, SERIAL, costs()).seconds / (3 * len(workload.graph.calls))
     slow = costs(replace(SLOW_CORE, overhead_s=seconds / 2))
-    found = {passes: score(workload, STAGES, slow, passes).seconds for passes in (1, 2, 4, 8, 16)}
+    result = {passes: score(workload, STAGES, slow, passes).seconds for passes in (1, 2, 4, 8, 16)}
     best = score(workload, STAGES, slow)
-    assert best.passes == min(found, key=lambda passes: found[passes]) < 8
-    assert best.seconds == pytest.approx(min(found.values()))
-    assert found[8] > 1.2 * best.seconds
+    assert best.passes == min(result, key=lambda passes: result[passes]) < 8
+    assert best.seconds == pytest.approx(min(result.values())) and result[8] > 1.2 * best.seconds
     assert score(workload, STAGES, costs()).passes > best.passes
+    for counts, prices, passes in (  # looked for on both sides, and below what would be usual
+        ((1, 2, 4, 8, 16, 32), {8: 3.0, 16: 2.0, 32: 1.0, 4: 9.0}, 32),
+        ((1, 2, 4, 8, 16, 32), {8: 3.0, 16: 4.0, 4: 2.0, 2: 1.0, 1: 5.0}, 2),
+        ((1, 2, 3), {3: 2.0, 1: 1.0}, 1),
+        ((1, 2, 4, 8), {2: 1.0}, 2),  # the others cannot be
+        ((1, 2, 4, 8), {}, None),
+    ):
+        exists = lambda number, prices=prices: number if number in prices else None  # noqa: E731
+        assert in_best_passes(counts, 2, exists, prices.__getitem__) == passes
 
 
-def test_passes_are_looked_for_on_both_sides_and_below_what_would_be_usual() -> None:
-    def best(counts: tuple[int, ...], prices: dict[int, float]) -> int | None:
-        return in_best_passes(counts, 2, lambda number: number if number in prices else None, prices.__getitem__)
-
-    assert best((1, 2, 4, 8, 16, 32), {8: 3.0, 16: 2.0, 32: 1.0, 4: 9.0}) == 32
-    assert best((1, 2, 4, 8, 16, 32), {8: 3.0, 16: 4.0, 4: 2.0, 2: 1.0, 1: 5.0}) == 2
-    assert best((1, 2, 3), {3: 2.0, 1: 1.0}) == 1  # fewer than the usual eight
-    assert best((1, 2, 4, 8), {2: 1.0}) == 2  # the others cannot be
-    assert best((1, 2, 4, 8), {}) is None
-
-
-def test_the_schedule_and_the_passes_are_those_that_fit() -> None:
+def test_the_schedule_and_the_passes_are_those_that_fit_or_a_sentence_says_what_would() -> None:
     workload = replace(network(), schedules=("gpipe", "1f1b"))
-    given = costs()
-    free = score(workload, STAGES, given)
-    kept = free.memory.total - free.memory.activations
-    least = score(workload, STAGES, given, 32).memory.total
-    assert least < free.memory.total
-    found = score(workload, STAGES, given, memory_limit=(least + free.memory.total) / 2)
-    assert found.memory.total <= (least + free.memory.total) / 2
-    assert found.staging is not None and found.staging.schedule == "1f1b" and found.passes > free.passes
-    assert score(workload, STAGES, given, memory_limit=kept).memory.total > kept
-
-
-def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
-    workload = network()
-    found = score(workload, STAGES, costs(), memory_limit=1000.0)
+    free, least = score(workload, STAGES, costs()), score(workload, STAGES, costs(), 32).memory.total
+    limit = (least + free.memory.total) / 2
+    result = score(workload, STAGES, costs(), memory_limit=limit)
+    assert least <= result.memory.total <= limit < free.memory.total
+    assert result.staging.schedule == "1f1b" and result.passes > free.passes
+    small = score(workload, STAGES, costs(), memory_limit=1000.0)
     with pytest.raises(TooLargeError) as refused:
-        _fitting([found], Additive(costs(), workload.graph), 1000.0)
-    sentence = str(refused.value)
-    assert sentence.startswith("the plan stage=2 does not fit: it needs ")
-    assert "use more stages on more devices, smaller microbatches, smaller images" in sentence
-
-
-def test_where_nothing_fits_the_sentence_is_of_the_smallest() -> None:
-    """Four stages need less than any plan without stages."""
-    workload, results = network(), []
-    with pytest.raises(
-        TooLargeError, match=r"^no plan fits: stage=4 in 32 passes, of equal work, still needs "
-    ) as refused:
-        propose(workload, 4, costs(), (), 1e5, results)
+        _fitting([small], Additive(costs(), workload.graph), 1000.0)
+    assert str(refused.value).startswith("the plan stage=2 does not fit: it needs ")
+    assert "use more stages on more devices, smaller microbatches, smaller images" in str(refused.value)
+    workload = network()  # four stages need less than any plan without stages
+    still = r"^no plan fits: stage=4 in 32 passes, of equal work, still needs "
+    with pytest.raises(TooLargeError, match=still) as refused:
+        propose(workload, 4, costs(), (), 1e5, [])
     assert refused.value.needed == score(workload, Plan.parse("stage=4"), costs(), memory_limit=1e5).memory.total
     with pytest.raises(TooLargeError, match=r"^no plan fits: the smallest needs "):
-        propose(replace(workload, counts=()), 4, costs(), (), 1e5, results)
+        propose(replace(workload, counts=()), 4, costs(), (), 1e5, [])
 
 
 def test_given_stages_are_measured_in_the_passes_in_which_they_run() -> None:
     """In one process, eight of them, by 1F1B."""
-    said: list[str] = []
-    planned = make_plan(
-        network(16), 2, Ranks(), link="1gbit", plans=[STAGES], progress=lambda what, *_: said.append(what)
-    )
+    progress: list[str] = []
+    note = lambda what, *_: progress.append(what)  # noqa: E731
+    planned = make_plan(network(16), 2, Ranks(), link="1gbit", plans=[STAGES], progress=note)
     best = planned.best
-    assert best.staging is not None and best.passes == len(best.staging.samples) == 8
-    assert best.staging.schedule == "1f1b"
-    profiled = {what.partition(": ")[2].partition(",")[0] for what in said if "profiling stage=2" in what}
-    assert profiled == {"profiling stage=2"}
-    asked = replace(planned.workload, schedules=("1f1b",))
-    assert best.seconds == pytest.approx(score(asked, STAGES, planned.costs, 8).seconds)
+    assert best.passes == len(best.staging.samples) == 8 and best.staging.schedule == "1f1b"
+    assert any("profiling stage=2" in what for what in progress)
+    only_1f1b = replace(planned.workload, schedules=("1f1b",))
+    assert best.seconds == pytest.approx(score(only_1f1b, STAGES, planned.costs, 8).seconds)

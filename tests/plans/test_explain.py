@@ -1,14 +1,19 @@
-"""The explanation says what every layer does, what is sent for it, and what each rank holds."""
+"""The explanation says what every layer does, what is sent for it, and what each rank holds; what couples samples."""
 
-import pytest
+from typing import Any
 
+import torch.nn.functional as F
+from torch import nn
+
+from convoy.engine.coupling import coupling
 from convoy.ops.memory import memory_in_stages, predict_memory
 from convoy.plans.explain import explain, explanation
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import Traffic
 from convoy.units import size, table
-from plans.made_graph import Chain, in_stages, placed, small_net
+from plans.made_graph import Does, chain, graph_of, in_stages, placed, small_net
+from small_nets import SMALL_NETS
 
 OWT = """\
 plan owt=2
@@ -25,8 +30,6 @@ classifier.2  linear  filter    features over owt  move over owt         320 B  
 a rank sends 12.7 kB in the forward pass, 12.7 kB in the backward pass, 4.4 kB for gradients of parameters
 a rank holds 35.6 kB of 66.8 kB of parameters, 35.6 kB of gradients, 82.9 kB of activations kept for the backward pass
 """
-
-
 STAGED = """\
 plan stage=2,sample=2; stages begin at classifier
 training, 8 samples (4 + 4), 4 ranks
@@ -47,123 +50,124 @@ a rank sends 12.3 kB in the forward pass, 12.3 kB in the backward pass, 62.4 kB 
 a rank of stage 2 holds most in all: 62.4 kB of 66.8 kB of parameters, \
 62.4 kB of gradients, 12.6 kB of activations kept for the backward pass
 """
+PART = {"mesh": {"gpu": 2}, "layers": {"features.*": {"gpu": "sample"}}}
 
 
-def _explain(graph, plan, capture=""):
+def text_of(graph: Any, plan: Any, captured: str = "") -> str:
     plan = Plan.parse(plan)
     if plan.mesh.stage_axis is not None:
         placement, staged = in_stages(graph, plan)
-        return explain(placement, memory_in_stages(placement, staged), plan, capture, staged)
+        return explain(placement, memory_in_stages(placement, staged), plan, captured, staged)
     placement = placed(graph, plan)
-    return explain(placement, predict_memory(placement), plan, capture)
+    return explain(placement, predict_memory(placement), plan, captured)
 
 
-def test_stages():
-    plan = Plan(Mesh(("stage", "sample"), (2, 2)), (("*", {"sample": "sample"}),), ("classifier",))
-    assert _explain(small_net(), plan) == STAGED
+def test_a_plan_and_one_with_stages_are_explained_layer_by_layer() -> None:
+    assert text_of(small_net(), "owt=2", "as one program") == OWT
+    staged = Plan(Mesh(("stage", "sample"), (2, 2)), (("*", {"sample": "sample"}),), ("classifier",))
+    assert text_of(small_net(), staged) == STAGED
 
 
-@pytest.mark.parametrize("plan", ["stage=2", "stage=3,filter=2", "sample=2,stage=2", "stage=2,height=2"])
-def test_rows_of_stages_add_up(plan):
-    placement, staged = in_stages(small_net(), plan)
-    found = explanation(placement, memory_in_stages(placement, staged), None, staged)
-    whole = explanation(placement, predict_memory(placement))
-    key = lambda row: (row.layer, row.op, row.sent, row.traffic, row.gradients, row.parameters)  # noqa: E731
-    rows = {key(row) for row in found.rows}
-    assert {key(row) for row in whole.rows} == rows
-    assert [row.stage for row in found.rows] == sorted(row.stage for row in found.rows)
-    assert sum(held.parameters for held in found.held) == whole.memory.parameters
-    assert all(held.gradients == held.parameters for held in found.held)
-    assert sorted(rank for row in found.stages for rank in row.ranks) == list(range(placement.mesh.num_devices))
-    assert found.stages[0].received == Traffic()
-    assert all(row.takes and row.received.forward for row in found.stages[1:])
-    assert found.gradients <= whole.gradients
-    assert found.traffic.forward <= whole.traffic.forward + sum(row.received.forward for row in found.stages)
+def test_what_is_not_divided_is_told_with_the_reason() -> None:
+    alone = text_of(small_net(), "serial")
+    assert alone.startswith("plan serial\ntraining, 8 samples, 1 rank\n") and "a rank sends nothing\n" in alone
+    unmatched = "replicated, as no pattern matches them: classifier.0, classifier.2\n"
+    assert unmatched in text_of(small_net(), PART)
+    assert unmatched in text_of(small_net(), PART | {"mesh": {"stage": 2, "gpu": 2}})
+    for plan in ("serial", "sample=2", "stage=2"):
+        assert "pattern" not in text_of(small_net(), plan)
+    strange, other = (Does(lambda x: x.cummax(1).values) for _ in range(2))
+    convs = [nn.Conv2d(channels, 6, 3, padding=1) for channels in (4, 6, 6)]
+    graph = chain((8, 4, 9, 9), a=convs[0], strange=strange, b=convs[1], other=other, c=convs[2])
+    assert "no rule for cummax: runs whole on every rank: strange, other\n" in text_of(graph, "filter=2")
+    assert "no rule" not in text_of(graph, "serial")
 
 
-def test_layers_that_only_stages_divide_are_not_called_replicated():
-    assert "pattern" not in _explain(small_net(), "stage=2")
-    plan = {"mesh": {"stage": 2, "gpu": 2}, "layers": {"features.*": {"gpu": "sample"}}}
-    assert "replicated, as no pattern matches them: classifier.0, classifier.2\n" in _explain(small_net(), plan)
-
-
-def test_one_weird_trick():
-    text = _explain(small_net(), "owt=2", "as one program")
-    assert text == OWT
-
-
-def test_one_device():
-    text = _explain(small_net(), "serial")
-    assert text.startswith("plan serial\ntraining, 8 samples, 1 rank\n")
-    assert "a rank sends nothing\n" in text
-    assert "pattern" not in text
-
-
-def test_calls_without_a_rule_are_named_with_the_reason():
-    chain = Chain(8, 4, 9, 9).conv("a", 6).strange("strange").conv("b", 6).strange("other").conv("c", 6)
-    text = _explain(chain.graph(), "filter=2")
-    assert "no rule for cumsum: runs whole on every rank: strange, other\n" in text
-    assert "no rule" not in _explain(chain.graph(), "serial")
-
-
-def test_layers_that_no_pattern_matches_are_named():
-    plan = {"mesh": {"gpu": 2}, "layers": {"features.*": {"gpu": "sample"}}}
-    assert "replicated, as no pattern matches them: classifier.0, classifier.2\n" in _explain(small_net(), plan)
-    assert "pattern" not in _explain(small_net(), "sample=2")
-
-
-def test_an_explanation_of_evaluation_has_no_backward_pass():
-    text = _explain(Chain(8, 4, 9, 9, training=False).conv("a", 6).conv("b", 6).graph(), "filter=2")
-    assert text.splitlines()[1] == "evaluation, 8 samples, 2 ranks"
-    assert "in the backward pass" not in text
+def test_layouts_are_in_words_and_evaluation_has_no_backward_pass() -> None:
+    assert "samples over sample, rows over height" in text_of(small_net(), "sample=2,height=2")
+    assert "columns over width" in text_of(small_net(), "width=2")
+    assert "partial over channel" in text_of(small_net(), "channel=2")
+    assert "length over height" in text_of(chain((8, 4, 9), a=nn.Conv1d(4, 4, 3)), "height=2")
+    text = text_of(chain((8, 4, 9, 9), training=False, a=nn.Conv2d(4, 6, 3)), "filter=2")
+    assert text.splitlines()[1] == "evaluation, 8 samples, 2 ranks" and "in the backward pass" not in text
     assert "gradients" not in text.splitlines()[-2] + text.splitlines()[-1]
 
 
-@pytest.mark.parametrize("plan", ["sample=3", "filter=3", "channel=2", "height=2", "width=2", "sample=2,filter=2"])
-def test_rows_add_up(plan):
-    placement = placed(small_net(), plan)
-    found = explanation(placement, predict_memory(placement))
-    rows = [*found.rows, *([found.output] if found.output else [])]
-    assert sum(row.gradients for row in rows) >= found.gradients
-    assert sum(row.parameters for row in rows) >= found.memory.parameters
-    assert sum(row.traffic.forward for row in rows) >= found.traffic.forward
-    assert len(rows) - bool(found.output) + found.others == len(small_net().calls)
-    if plan != "sample=3":
-        assert sum(row.gradients for row in rows) == found.gradients
+def test_rows_add_up() -> None:
+    for plan in ("sample=3", "filter=3", "channel=2", "height=2", "sample=2,filter=2"):
+        placement = placed(small_net(), plan)
+        result = explanation(placement, predict_memory(placement))
+        rows = [*result.rows, *([result.output] if result.output else [])]
+        assert sum(row.gradients for row in rows) >= result.gradients
+        assert sum(row.parameters for row in rows) >= result.memory.parameters
+        assert sum(row.traffic.forward for row in rows) >= result.traffic.forward
+        assert len(rows) - bool(result.output) + result.others == len(small_net().calls)
+        assert plan == "sample=3" or sum(row.gradients for row in rows) == result.gradients
+    tied = nn.Linear(6, 6)
+    placement = placed(chain((8, 6), a=tied, r=nn.ReLU(), b=tied), "filter=2")
+    result = explanation(placement, predict_memory(placement))
+    assert ([row.parameters for row in result.rows], result.whole) == ([84, 0], 168)  # counted once
 
 
-def test_layouts_are_said_in_words():
-    words = _explain(small_net(), "sample=2,height=2")
-    assert "samples over sample, rows over height" in words
-    assert "columns over width" in _explain(small_net(), "width=2")
-    assert "partial over channel" in _explain(small_net(), "channel=2")
-    assert "length over height" in _explain(Chain(8, 4, 9).conv("a", 4).graph(), "height=2")
+def test_rows_of_stages_add_up() -> None:
+    for plan in ("stage=3,filter=2", "sample=2,stage=2", "stage=2,height=2"):
+        placement, staged = in_stages(small_net(), plan)
+        result = explanation(placement, memory_in_stages(placement, staged), None, staged)
+        whole = explanation(placement, predict_memory(placement))
+        rows, all_rows = (
+            {(row.layer, row.op, row.sent, row.traffic, row.gradients, row.parameters) for row in one.rows}
+            for one in (result, whole)
+        )
+        assert rows == all_rows
+        assert [row.stage for row in result.rows] == sorted(row.stage for row in result.rows)
+        assert sum(held.parameters for held in result.held) == whole.memory.parameters
+        assert all(held.gradients == held.parameters for held in result.held)
+        assert sorted(rank for row in result.stages for rank in row.ranks) == list(range(placement.mesh.num_devices))
+        assert result.stages[0].received == Traffic()
+        assert all(row.takes and row.received.forward for row in result.stages[1:])
+        assert result.gradients <= whole.gradients
 
 
-def test_a_parameter_of_two_layers_is_counted_once():
-    chain = Chain(8, 6).linear("a", 6)
-    weight, bias = "a.weight", "a.bias"
-    inputs = (chain.last, weight, bias)
-    attributes = {"input": chain.last, "weight": weight, "bias": bias}
-    chain.call("b", "linear", chain.calls[0].function, (8, 6), inputs, attributes)
-    placement = placed(chain.graph(), "filter=2")
-    found = explanation(placement, predict_memory(placement))
-    assert [row.parameters for row in found.rows] == [84, 0]
-    assert found.whole == 168
+def test_sizes_and_tables_are_for_people() -> None:
+    for number, text in {
+        0: "-", 999: "999 B", 1000: "1 kB", 1234: "1.23 kB", 99_940: "99.9 kB", 999_400: "999 kB", 999_600: "1 MB",
+        2_400_000_000: "2.4 GB", 5 * 10**12: "5000 GB",
+    }.items():  # fmt: skip
+        assert size(number) == text
+    rows = table(("a", "number"), [("long", "1"), ("x", "22")], ("number",))
+    assert rows == ["a     number", "long       1", "x         22"]
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "-"), (1, "1 B"), (999, "999 B"), (1000, "1 kB"), (1234, "1.23 kB"), (99_940, "99.9 kB"), (123_456, "123 kB"),
-     (999_400, "999 kB"), (999_600, "1 MB"), (1_500_000, "1.5 MB"), (2_400_000_000, "2.4 GB"), (5 * 10**12, "5000 GB")],
-)  # fmt: skip
-def test_sizes(number, text):
-    assert size(number) == text
+COUPLED = {
+    "mean": lambda x: x - x.mean(0),
+    "softmax": lambda x: x * x.softmax(0),
+    "amax": lambda x: x - x.amax(0),
+    "flip": lambda x: x + x.flip(0),
+    "cumsum": lambda x: x + x.cumsum(0),
+    "matmul": lambda x: x + (x @ x.t()) @ x,
+    "norm": lambda x: x / x.norm(),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape),
+    "group_norm": lambda x: F.group_norm(x.t()[None], 4)[0].t(),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape),
+}
+APART = [
+    lambda x: x - x.mean(1, keepdim=True),
+    lambda x: x.softmax(1) + x.flip(1),
+    lambda x: F.batch_norm(x, None, None, training=True),
+    lambda x: F.layer_norm(x, (4,)),
+    lambda x: F.rms_norm(x, (4,)),
+    lambda x: F.normalize(x).t().contiguous().t(),
+]
 
 
-def test_tables_line_up():
-    assert table(("a", "number"), [("long", "1"), ("x", "22")], ("number",)) == [
-        "a     number",
-        "long       1",
-        "x         22",
-    ]
+def test_calls_that_compute_with_several_samples_are_known() -> None:
+    def result(function: Any) -> Any:
+        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return coupling(chain((4, 3, 8, 8), conv=nn.Conv2d(3, 4, 3), head=head, between=Does(function)))
+
+    for name, function in COUPLED.items():
+        call = result(function)
+        assert (call.layer, call.function.__name__) == ("between", name)
+    assert not any(map(result, APART))
+    for name, small in SMALL_NETS.items():
+        assert coupling(graph_of(small(), 4, 3, 32, 32)) is None, name

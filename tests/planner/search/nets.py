@@ -1,10 +1,69 @@
-"""Networks of few layers with the joins that make a search hard."""
+"""Networks of few layers with the joins that make a search hard, and every plan of one priced by itself."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from benchmarks.measuring.analytic import Analytic
 from torch import Tensor, nn
 
-from convoy.ops import capture
+from convoy.errors import ConvoyError
+from convoy.graph.graph import Graph, Ref
+from convoy.graph.tree import leaves
+from convoy.ops import capture, place
+from convoy.planner.search.prices import CHOOSING, Strategy
+from convoy.plans.layout import balanced
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import Batch, Placement, sample_axes
+
+ONE, THREE, TWO = Mesh(("gpu",), (2,)), Mesh(("gpu",), (3,)), Mesh(("node", "gpu"), (2, 2))
+FEW = ("sample", "filter", "channel", "height")
+Parts = Callable[[int], tuple[range, ...]]
+
+Costs = partial(Analytic, flops=1e9, bandwidth=1e11, overhead=2e-6, latency=1e-5, rate=3e8)
+"""Seconds of a slow device, with links between those where computing and those where sending decides."""
+EVERY = (Costs(), Costs(flops=3e8, rate=1e8, latency=1e-6, bandwidth=1e10), Costs(flops=1e10, rate=5e7, latency=1e-6))
+"""Costs under which the best plans are mixed."""
+
+
+@dataclass
+class Given:
+    """A strategy for every layer, as a plan."""
+
+    mesh: Mesh
+    layers: Mapping[str, Strategy]
+
+    def strategy(self, layer: str, op: str) -> Strategy:
+        return self.layers.get(layer, ("replicate",) * len(self.mesh.sizes))
+
+
+def placed_under(graph: Graph, plan: object, parts: Parts | None = None) -> Placement:
+    """A graph under a plan, as `parallelize` places it."""
+    axes = sample_axes(((call.layer, call.op) for call in graph.calls), plan)
+    samples = graph.shape(graph.inputs[0])[0]
+    batch = Batch(plan.mesh, axes, (parts or (lambda count: balanced(samples, count)))(plan.mesh.size(axes)))
+    return place(graph, plan, batch, [ref.name for ref in leaves(graph.output, Ref)])
+
+
+def every_placement(
+    graph: Graph,
+    mesh: Mesh,
+    among: Sequence[str],
+    parts: Parts | None = None,
+    fixed: Mapping[str, Sequence[Strategy]] = {},
+) -> Iterator[tuple[dict[str, Strategy], Placement]]:
+    """Every plan that can be placed, by the strategies of its layers; some layers have but those that are fixed."""
+    layers = dict.fromkeys(call.layer for call in graph.calls if call.op in CHOOSING)
+    free = list(itertools.product(among, repeat=len(mesh.sizes)))
+    for strategies in itertools.product(*(fixed.get(layer, free) for layer in layers)):
+        by_layer = dict(zip(layers, strategies, strict=True))
+        try:
+            yield by_layer, placed_under(graph, Given(mesh, by_layer), parts)
+        except ConvoyError:
+            continue
 
 
 class Chain(nn.Module):
@@ -99,6 +158,6 @@ class Halves(nn.Module):
         return self.last(torch.cat([a, b], 1)).mean((2, 3))
 
 
-def captured(model: nn.Module, samples: int = 8, size: int = 8):
+def captured(model: nn.Module, samples: int = 8, size: int = 8) -> Graph:
     """The graph of a training pass."""
     return capture(model, (torch.empty(samples, 3, size, size, device="meta"),), training=True)

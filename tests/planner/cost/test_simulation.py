@@ -1,0 +1,248 @@
+"""Timelines against what they come to by hand: streams, messages, hosts of devices; as events, and as a trace."""
+
+import itertools
+import json
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from convoy.engine.clock import DeviceClock
+from convoy.engine.watched import WatchedUpdate
+from convoy.models import create
+from convoy.planner import score, workload_of
+from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.gradients import Update, issuing
+from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.local_op import LocalOp
+from convoy.planner.cost.simulation import rank_classes, simulate
+from convoy.planner.cost.times import Times
+from convoy.planner.cost.trace import trace
+from convoy.plans.mesh import Mesh
+from convoy.plans.plan import Plan
+from convoy.plans.timeline import Task
+from convoy.training.observation import middle_update
+
+
+def compute(
+    seconds: float, *after: int, rank: int = 0, kind: Any = "forward", layer: str = "a", host: float = 0
+) -> Task:
+    return Task(rank, "compute", kind, layer, layer, seconds, after, host=host)
+
+
+def message(
+    seconds: float, *after: int, rank: int = 0, meeting: int = -1, share: float = 0.0, stream: Any = "gradients"
+) -> Task:
+    return Task(rank, stream, "gradient", "g", "g", seconds, after, meeting, share)
+
+
+ENDS = {
+    "a stream runs its tasks one after the other": ([compute(2), compute(3), compute(1)], [2, 5, 6]),
+    "a task waits for what it needs": ([compute(2), message(5, 0), compute(1, 0), compute(1, 1)], [2, 7, 3, 8]),
+    "messages of one stream queue": (
+        [compute(1), message(3, 0), compute(1, 0), message(2, 2), compute(1, 1, 3)],
+        [1, 4, 2, 6, 7],
+    ),
+    # a quarter for 4 s: 3 of 5 s are done at 4, the rest takes 2
+    "a message takes cycles from what computes": ([message(4, share=0.25), compute(5)], [4, 6]),
+    "one that takes the whole core hides nothing": ([compute(2), message(4, 0, share=1.0), compute(5, 0)], [2, 6, 11]),
+    # half each: the short one is done at 4, and what is left of the long one at 5
+    "two messages at once share the way": ([message(2, stream="transfers"), message(3)], [4, 5]),
+    "and take no more cycles than one after the other": (
+        [message(2, stream="transfers", share=0.5), message(2, share=0.5), compute(10)],
+        [4, 4, 12],
+    ),
+    "a collective begins when the last rank is there": (
+        [compute(1), compute(3, rank=1), message(2, 0, meeting=7), message(2, 1, rank=1, meeting=7)],
+        [1, 3, 5, 5],
+    ),
+    # rank 1 has two messages at once for the first 2 s of the collective, so that both go at half speed
+    "and is as slow as its slowest rank": (
+        [message(4, meeting=0), message(4, rank=1, meeting=0), message(1, rank=1, stream="transfers")],
+        [5, 5, 2],
+    ),
+    "what takes no time ends when it begins": ([compute(0), message(0, 0), compute(1, 1), compute(0)], [0, 0, 1, 1]),
+}
+
+
+def test_tasks_end_when_they_do_by_hand() -> None:
+    for words, (tasks, ends) in ENDS.items():
+        assert [span.end for span in simulate(tasks).spans] == pytest.approx(ends), words
+    assert simulate([]).total == 0
+    crossed = [message(1, rank=rank, meeting=meeting) for rank, meeting in ((0, 0), (0, 1), (1, 1), (1, 0))]
+    for tasks in ([compute(1, 1), message(1, 0)], crossed):
+        with pytest.raises(ValueError, match="wait for each other"):
+            simulate(tasks)
+
+
+def test_where_the_time_goes_adds_up_to_the_total() -> None:
+    tasks = [compute(2), message(5, 0, share=0.5), compute(1, 0, kind="backward"), compute(1, 1, kind="update")]
+    timeline = simulate(tasks)
+    assert timeline.by_kind() == pytest.approx({"forward": 2, "backward": 2, "update": 1, "exposed": 3, "idle": 0})
+    assert timeline.total == pytest.approx(8) and timeline.contention() == pytest.approx(1)
+    assert simulate([compute(2), message(3, 0), compute(4, 0), compute(1, 1)]).exposed() == {}
+    assert simulate([compute(1), compute(4, rank=1)]).by_kind(0)["idle"] == pytest.approx(3)
+    together = simulate(
+        [*ENDS["a collective begins when the last rank is there"][0], compute(1, 2), compute(1, 3, rank=1)]
+    )
+    assert (together.exposed(0), together.exposed(1), together.busiest) == ({"g": 4}, {"g": 2}, 1)
+
+
+def test_ranks_are_alike_if_they_meet_ranks_that_are_alike() -> None:
+    mesh, one = Mesh(("a", "b"), (2, 3)), ["y", "x", "x", "x", "x", "x"]
+    assert rank_classes(mesh, ["x"] * 6, [(0,), (1,)]) == [0] * 6
+    assert rank_classes(mesh, one, []) == [0, 1, 1, 1, 1, 1]
+    assert rank_classes(mesh, one, [(1,)]) == [0, 1, 1, 3, 3, 3]
+    assert rank_classes(mesh, one, [(0,), (1,)]) == [0, 1, 1, 3, 4, 4]
+
+
+def chain(kernels: list[tuple[float, float]]) -> list[Task]:
+    """Kernels one after the other, by seconds of the host and of the device."""
+    return [compute(device, layer=f"layer{number}", host=host) for number, (host, device) in enumerate(kernels)]
+
+
+def period(kernels: list[tuple[float, float]], updates: int = 200) -> float:
+    """Seconds from one update to the next after many, by the definition."""
+    host = device = before = 0.0
+    for _ in range(updates):
+        before = device
+        for issued, seconds in kernels:
+            host += issued
+            device = max(device, host) + seconds
+    return device - before
+
+
+def test_a_device_waits_for_a_host_that_is_slower() -> None:
+    draws = random.Random(5)
+    for _ in range(100):
+        kernels = [(draws.choice([0.5, 1, 4]), draws.choice([0.25, 1, 6])) for _ in range(draws.randint(1, 12))]
+        assert simulate(chain(kernels)).total == pytest.approx(period(kernels)), kernels
+    kinds = simulate(chain([(3.0, 1.0)] * 10)).by_kind()
+    assert (kinds["forward"], kinds["issuing"], kinds["idle"]) == pytest.approx((10, 20, 0))
+    assert "issuing" not in simulate(chain([(1.0, 3.0)] * 10)).by_kind()
+    summary = simulate(chain([(3.0, 1.0)] * 4)).summary()  # part of the layer that waits, as events measure it
+    assert summary.parts["forward"] == pytest.approx(12) and summary.parts["waiting"] == 0
+    # The host ends at 12 with an update, the device a second later, so the host of the next begins at -1.
+    spans = simulate(chain([(2.0, 3.0), (2.0, 1.0), (8.0, 1.0)])).spans
+    assert [(span.ready, span.start, span.end) for span in spans] == [(0, 1, 4), (4, 4, 5), (5, 11, 12)]
+
+    def rank(number: int, host: float) -> list[Task]:
+        after = replace(message(1.0, 2 * number, rank=number, meeting=7, stream="transfers"), host=host)
+        return [compute(2.0, rank=number, host=host), after]
+
+    timeline = simulate(rank(0, 0.5) + rank(1, 5.0))  # ranks wait for the host of another
+    assert timeline.total == pytest.approx(10) and timeline.by_kind(0)["exposed"] == pytest.approx(8)
+
+
+def test_small_batches_take_what_the_host_takes_and_recorded_ones_issue_the_optimizer_alone() -> None:
+    host = 1e-5
+
+    def predicted(batch: int, host: float = host, recorded: bool = False, plan: str = "serial") -> float:
+        """Operations take a time by their bytes, and their hosts always the same."""
+
+        def times(one: LocalOp) -> Times:
+            seconds = 1e-12 * sum(operand.bytes for operand in one.inputs)
+            return Times(seconds, 2 * seconds, host, 2 * host)
+
+        workload = workload_of(create("lenet"), torch.zeros(2, 1, 28, 28), batch)
+        links = Links(otherwise=lambda ranks: Link(Curve(((1, 1e-6),)), Curve(((1, 1e-6),))))
+        costs = Costs(times, links, Update(host=host, host_per_tensor=host), loss=HostCost(per_pass=1e-6, host=host))
+        return score(workload, Plan.parse(plan), replace(costs, on_cpu=False, recorded=recorded)).timeline.total
+
+    assert predicted(2) == predicted(4) > 20 * predicted(2, 0.0)
+    assert predicted(2**17) == pytest.approx(predicted(2**17, 0.0))
+    tensors = len(list(create("lenet").parameters()))
+    assert predicted(2, recorded=True) == pytest.approx((1 + tensors) * host, rel=0.05)
+    assert predicted(2) > 4 * tensors * host
+    assert predicted(2, host, True, "stage=2") == predicted(2, host, False, "stage=2")  # stages are not recorded
+    for measured, result in (
+        ([(1, 30e-6), (16, 60e-6), (256, 540e-6)], (28e-6, 2e-6)),
+        ([(1, 0.0), (16, 0.0)], (0.0, 0.0)),
+        ([(1, 4e-6), (16, 4e-6)], (4e-6, 0.0)),
+    ):
+        assert issuing(measured) == pytest.approx(result)
+
+
+@dataclass
+class Call:
+    """Of a placement, as far as events want it; and the placement of two calls."""
+
+    name: str
+    layer: str
+    outputs: tuple[str, ...] = ()
+    calls: tuple[Any, ...] = ()
+
+    @property
+    def call(self) -> "Call":
+        return self
+
+
+MARKS = [  # what begins of which call in which pass, and how long it takes; in the prediction's words
+    ("input", "", -1, 0.5, ("compute", "around", "", "input", 0.5)),
+    ("rest", "", -1, 0.25, None),
+    ("forward", "", -1, 0.125, ("compute", "around", "", "rest", 0.375)),
+    ("forward", "conv", 0, 1.0, ("compute", "forward", "features.0", "conv", 1.0)),
+    ("rest", "", 0, 0.125, ("compute", "around", "", "rest", 0.125)),
+    ("transfer", "", 0, 0.75, ("transfers", "transfer", "head", "head", 0.75)),
+    ("forward", "fc", 0, 2.0, ("compute", "forward", "head", "fc", 2.0)),
+    ("rest", "", -1, 0.5, ("compute", "around", "", "rest", 0.5)),
+    ("backward", "fc", 0, 3.0, ("compute", "backward", "head", "fc", 3.0)),
+    ("copy", "fc", 0, 0.25, ("compute", "copy", "head", "fc", 0.25)),
+    ("transfer", "backward", 0, 0.5, ("transfers", "transfer", "head", "head", 0.5)),
+    ("backward", "conv", 0, 1.5, ("compute", "backward", "features.0", "conv", 1.5)),
+    ("gradient", "", -1, 1.0, ("gradients", "gradient", "", "gradient", 1.0)),
+    ("update", "", -1, 0.5, ("compute", "update", "", "optimizer", 0.5)),
+    ("rest", "", -1, 0.25, ("compute", "around", "", "rest", 0.25)),
+]
+
+
+def watched(placed: bool = True) -> WatchedUpdate:
+    now = [0.0]
+    update = WatchedUpdate(DeviceClock(torch.device("cpu"), lambda: now[0]))
+    if placed:
+        update.placements.append(Call("", "", calls=(Call("conv", "features.0"), Call("fc", "head"))))
+    for kind, call, run, seconds, _ in MARKS:
+        update.mark(kind, call, run)
+        now[0] += seconds
+    update.mark("rest")
+    return update
+
+
+def test_a_watched_update_is_events_from_its_beginning_to_its_end_in_the_words_of_the_prediction() -> None:
+    spans = watched().timeline(3).spans
+    assert spans[0].start == 0 and all(one.end == after.start for one, after in itertools.pairwise(spans))
+    total = sum(seconds for *_, seconds, _ in MARKS)
+    assert sum(one.end - one.start for one in spans) == spans[-1].end == total
+    assert sum(segment.seconds for segment in watched().segments()) == total
+    tasks = [span.task for span in spans]
+    assert [(one.stream, one.kind, one.layer, one.name, one.seconds) for one in tasks] == [m[4] for m in MARKS if m[4]]
+    alone = [span.task for span in watched(placed=False).timeline(0, alone=True).spans]  # nobody is waited for
+    assert {one.stream for one in alone} == {"compute"}
+    assert sum(one.seconds for one in alone if one.kind == "forward") == 3.125
+    for lengths, number in (([[3.0, 1.0, 2.0]], 2), ([[1.0, 2.0, 3.0], [1.0, 9.0, 3.0]], 2), ([[5.0]], 0)):
+        assert middle_update(lengths) == number  # of the slowest rank
+
+
+def test_a_trace_has_a_process_for_each_rank_a_thread_for_each_stream_and_microseconds() -> None:
+    tasks = [compute(0.002, layer="conv1"), compute(0.001, rank=1, layer="conv1")]
+    for rank in (0, 1):
+        tasks.append(Task(rank, "gradients", "gradient", "conv1", "conv1.weight", 0.001, (rank,), 0, num_bytes=400))
+    events = json.loads(json.dumps(trace(predicted=simulate(tasks), measured=watched().timeline(0)), allow_nan=False))[
+        "traceEvents"
+    ]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert [named[pid] for pid in sorted(named)] == ["predicted rank 0", "measured rank 0", "predicted rank 1"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert min(named) > 0 and len(spans) + len(named) <= len(events)  # 0 is the kernel's
+    for thread, stream in threads.items():
+        group = sorted((e["ts"], e["dur"]) for e in spans if (e["pid"], e["tid"]) == thread)
+        for (start, seconds), (after, _) in itertools.pairwise(group):
+            assert round(1e3 * (start + seconds)) <= round(1e3 * after), stream
+    sent = next(
+        event for event in spans if event["name"] == "conv1.weight" and named[event["pid"]] == "predicted rank 0"
+    )
+    assert (threads[sent["pid"], sent["tid"]], sent["ts"], sent["dur"]) == ("gradients", 2000.0, 1000.0)
+    assert sent["args"] == {"layer": "conv1", "kind": "gradient", "bytes": 400}

@@ -1,0 +1,234 @@
+"""Layouts of tensors, the steps between them, what these send, and the order of stages: against single elements."""
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.plans.layout import (
+    Indices,
+    Layout,
+    Split,
+    balanced,
+    common,
+    consecutive,
+    indices,
+    proportional,
+    united,
+    without,
+)
+from convoy.plans.mesh import Mesh
+from convoy.plans.plan import Plan
+from convoy.plans.schedule import SCHEDULES, Schedule, actions, in_flight, taken_back
+from convoy.plans.traffic import (
+    Traffic,
+    all_reduce_elements,
+    cut_traffic,
+    gradient_traffic,
+    step_elements,
+    transfer_traffic,
+)
+from convoy.plans.transfer import transfer
+from plans.made_graph import Small, chain, graph_of, in_stages, placed, small_net
+
+SHAPE = (4, 6, 5)
+
+
+def test_indices_are_sets_in_order() -> None:
+    draw = random.Random(0)
+
+    def some() -> Indices:
+        low, high = sorted(draw.sample(range(10), 2))
+        return range(low, high) if draw.random() < 0.6 else indices(sorted(draw.sample(range(10), draw.randint(0, 5))))
+
+    for _ in range(300):
+        first, second, third = some(), some(), some()
+        for result, elements in (
+            (common(first, second), {*first} & {*second}),
+            (without(first, second), {*first} - {*second}),
+            (united((first, second, third)), {*first, *second, *third}),
+        ):
+            assert result == indices(sorted(elements)), (first, second, third)
+
+
+def test_shares_are_whole_and_as_near_to_their_weights_as_can_be() -> None:
+    for total, weights, shares in ((8, (3, 1), (6, 2)), (8, (1, 1, 1.4), (3, 2, 3)), (4, (9, 1, 1), (2, 1, 1))):
+        assert proportional(total, weights) == shares
+    draw = random.Random(1)
+    for _ in range(200):
+        ratios = [draw.random() + 0.5 for _ in range(draw.randint(1, 5))]
+        shares = proportional(total := draw.randint(20, 60), ratios)
+        assert sum(shares) == total
+        assert all(abs(n - total * w / sum(ratios)) < 1 for n, w in zip(shares, ratios, strict=True))
+    assert consecutive((2, 0, 3)) == (range(2), range(2, 2), range(2, 5)) and balanced(5, 2) == (range(3), range(3, 5))
+
+
+def random_layout(mesh: Mesh, draw: random.Random, is_asked: bool) -> Layout:
+    """Of a result (disjoint parts, maybe partial or copied), or of what a layer asks for (maybe overlapping)."""
+    splits, partial, copied = {}, set(), set()
+    for axis in mesh.axes:
+        choice = draw.choice(["whole", "copied", *(() if is_asked else ("partial",)), 0, 1, 2])
+        if choice == "partial":
+            partial.add(axis)
+        elif choice == "copied":
+            copied.add(axis)
+        elif isinstance(choice, int) and choice not in splits:
+            parts: list[Indices] = list(balanced(SHAPE[choice], mesh.sizes[axis]))
+            if choice == 1 and draw.random() < 0.5:
+                numbers = draw.sample(range(SHAPE[1]), SHAPE[1])
+                parts = [indices(sorted(numbers[part[0] : part[-1] + 1])) for part in parts]
+            elif choice == 2 and is_asked and draw.random() < 0.5:
+                parts = [range(max(0, part[0] - 1), min(SHAPE[2], part[-1] + 2)) for part in parts]
+            splits[choice] = Split((axis,), tuple(parts))
+    return Layout.of(splits, partial, copied)
+
+
+def held(layout: Layout, mesh: Mesh, place: Sequence[int]) -> set[tuple[int, ...]]:
+    return set(itertools.product(*(layout.parts(dim, mesh, place, size) for dim, size in enumerate(SHAPE))))
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 2), (3, 2)])
+def test_steps_lead_to_the_target_and_send_what_is_missing(sizes: tuple[int, ...]) -> None:
+    """Element by element: the peers of a rank hold what it takes, and what it takes is what is sent."""
+    draw, kinds = random.Random(sum(sizes)), set()
+    mesh = Mesh(tuple(f"a{axis}" for axis in range(len(sizes))), sizes)
+    places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+    for _ in range(150):
+        layout, target = random_layout(mesh, draw, False), random_layout(mesh, draw, True)
+        for step in transfer(layout, target, mesh, SHAPE):
+            assert step.source == layout and step.axes
+            kinds.add(step.kind)
+            count, layout = mesh.size(step.axes), step.target
+            sent = [step_elements(step, mesh, place, SHAPE) for place in places]
+            before, after = ([held(one, mesh, place) for place in places] for one in (step.source, step.target))
+            for place, elements in zip(places, after, strict=True):
+                peers = [places.index(tuple(peer)) for peer in mesh.group(place, step.axes)]
+                assert elements <= set().union(*(before[peer] for peer in peers)), step
+            pairs = list(zip(before, after, strict=True))
+            gains, losses = sum(len(b - a) for a, b in pairs), sum(len(a - b) for a, b in pairs)
+            reduced = sum(all_reduce_elements(len(a), count) for a, _ in pairs)
+            collected = (count - 1) * sum(map(len, after)) if not step.source.copied & set(step.axes) else 0
+            assert (sum(one.forward for one in sent), sum(one.backward for one in sent)) == {
+                "gather": (gains, 0),
+                "move": (gains, gains),
+                "slice": (0, collected),
+                "reduce_scatter": (losses, losses),
+                "reduce": (reduced, 0),
+                "copy": (0, reduced),
+                "keep": (0, 0),
+            }[step.kind], step
+        assert layout == target
+    assert kinds == {"reduce", "copy", "keep", "slice", "gather", "move", "reduce_scatter"}
+    assert [all_reduce_elements(1200, count) for count in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
+
+
+def test_a_copied_tensor_is_divided_in_one_step() -> None:
+    """Its gradient is a share on each rank already: nothing is kept or added first."""
+    samples = Layout.of({0: Split((0,), balanced(4, 2))})
+    assert [step.kind for step in transfer(Layout.of(copied=[0]), samples, Mesh(("a",), (2,)), SHAPE)] == ["slice"]
+
+
+def sums(graph: object, plan: object) -> tuple[int, int]:
+    """Bytes that rank 0 sends forward and backward."""
+    sent = transfer_traffic(placed(graph, plan))  # type: ignore[arg-type]
+    return sum(each.ranks[0].forward for each in sent), sum(each.ranks[0].backward for each in sent)
+
+
+def test_samples_send_gradients_and_filters_activations() -> None:
+    by_samples, by_filters = (placed(small_net(), plan) for plan in ("sample=2", "filter=2"))
+    assert sums(small_net(), "sample=2") == (0, 0) and gradient_traffic(by_filters) == {}
+    assert {name: numbers[0] for name, numbers in gradient_traffic(by_samples).items()} == {
+        value.name: 4 * math.prod(value.shape) for value in by_samples.graph.parameters()
+    }
+    half = [8 * number // 2 * 4 for number in (8 * 16 * 16, 12 * 8 * 8, 20, 10)]
+    assert sums(small_net(), "filter=2") == (sum(half), sum(half[:3]))  # the images need no gradient
+    double = graph_of(Small().double(), 8, 3, 16, 16, dtype=torch.float64)
+    assert sums(double, "filter=2") == (2 * sum(half), 2 * sum(half[:3]))
+    pair = chain((8, 16), a=nn.Linear(16, 32), b=nn.ReLU(), c=nn.Linear(32, 12))
+    alternating = {"mesh": {"x": 2}, "layers": {"a": {"x": "filter"}, "c": {"x": "channel"}}}
+    assert sums(pair, alternating) == (8 * 12 * 4, 0) < sums(pair, "filter=2")  # one reduction
+
+
+def test_groups_stay_on_their_rank_rows_send_their_halo_and_a_value_goes_once() -> None:
+    convs = {"a": nn.Conv2d(4, 8, 3), "b": nn.Conv2d(8, 8, 3, groups=4), "c": nn.Conv2d(8, 8, 3, groups=8)}
+    sent = transfer_traffic(placed(chain((8, 4, 9, 9), **convs), "filter=2"))
+    assert [one.call for one in sent if one.ranks[0].forward] == [""]
+    two = chain((8, 4, 9, 9), a=nn.Conv2d(4, 6, 3, padding=1), b=nn.Conv2d(6, 6, 3, padding=1))
+    row = 8 * 6 * 9 * 4
+    halo = [one.ranks for one in transfer_traffic(placed(two, "height=3")) if one.call == "b"]
+    assert halo == [(Traffic(row, row), Traffic(2 * row, 2 * row), Traffic(row, row))]
+    small = chain((8, 4, 9, 9), a=nn.Conv2d(4, 6, 3), b=Twice())
+    assert len([one for one in transfer_traffic(placed(small, "filter=2")) if one.value == "a"]) == 1
+
+
+class Twice(nn.Module):
+    """Two layers of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(6, 6, 3), nn.Conv2d(6, 6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) + self.two(x)
+
+
+def test_evaluation_sends_no_gradients() -> None:
+    graph = chain((8, 4, 9, 9), training=False, a=nn.Conv2d(4, 6, 3, padding=1), b=nn.Conv2d(6, 6, 3))
+    placement = placed(graph, "sample=2,filter=2")
+    assert sum(each.backward for sent in transfer_traffic(placement) for each in sent.ranks) == 0
+    assert gradient_traffic(placement) == {}
+    crossed = [one.ranks for one in cut_traffic(*in_stages(graph, "stage=2"))]
+    assert crossed == [(Traffic(8 * 6 * 81 * 4), Traffic())]
+
+
+def test_stages_send_what_they_have_of_a_value_at_a_cut() -> None:
+    """8 samples of 12 channels of 8 × 8 numbers, in the layout in which they are made."""
+    whole, half, back, half_back = Traffic(24_576), Traffic(12_288), Traffic(0, 24_576), Traffic(0, 12_288)
+    for text, ranks in (
+        ("stage=2", (whole, back)),
+        ("stage=2,sample=2", (half, half, half_back, half_back)),
+        ("sample=2,stage=2", (half, half_back, half, half_back)),
+        ("stage=2,replicate=2", (whole, whole, back, back)),
+    ):
+        sizes = Plan.parse(text)
+        (crossed,) = cut_traffic(*in_stages(small_net(), Plan(sizes.mesh, sizes.layers, ("classifier",))))
+        assert (crossed.crossing.source, crossed.crossing.target, crossed.ranks) == (0, 1, ranks), text
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_part_goes_forward_then_back_in_order_and_no_stage_waits_for_ever(schedule: Schedule) -> None:
+    for stages, parts in itertools.product((1, 2, 3, 4), (1, 2, 5, 9)):
+        orders = [actions(schedule, parts, stage, stages) for stage in range(stages)]
+        done: list[set[tuple[str, int]]] = [set() for _ in range(stages)]
+        for stage, order in enumerate(orders):
+            running, most, weights, backward = 0, 0, -1, -1
+            for kind, part in order:
+                if kind == "forward":
+                    assert taken_back(schedule, parts, stage, stages, part) == backward + 1
+                if kind == "weights":
+                    assert weights < part <= backward
+                    weights = part
+                else:
+                    running += 1 if kind == "forward" else -1
+                    backward = part if kind == "backward" else backward
+                most = max(most, running)
+            assert [part for kind, part in order if kind == "forward"] == list(range(parts))
+            assert [part for kind, part in order if kind == "backward"] == list(range(parts))
+            assert weights == (parts - 1 if schedule == "zero-bubble" else -1)
+            assert most <= in_flight(schedule, parts, stage, stages)
+            assert schedule == "zero-bubble" or most == in_flight(schedule, parts, stage, stages)
+        while any(orders):
+            ready = [
+                stage
+                for stage, order in enumerate(orders)
+                if order
+                and not (order[0][0] == "forward" and stage and order[0] not in done[stage - 1])
+                and not (order[0][0] == "backward" and stage < stages - 1 and order[0] not in done[stage + 1])
+            ]
+            assert ready, (stages, parts)
+            for stage in ready:
+                done[stage].add(orders[stage].pop(0))
