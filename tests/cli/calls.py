@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+UPDATES = "60ba"
+"""How long the run `serial` is, so that ranks of the same run can be killed on the way."""
 PROGRESS = ("profiling", "measuring", "searching", "3 devices share", "64 devices share")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.calls import Call, Output
+from cli.calls import UPDATES, Call, Output
 from convoy.cli import main
 from processes import alive
 from started import Started, command
@@ -43,7 +43,7 @@ def serial(data: Path) -> Path:
     """What `started.command` trains, on one device."""
     out = data.parent / "serial"
     with as_before():
-        assert main(command(data, out)[3:]) == 0
+        assert main(command(data, out, epochs=UPDATES)[3:]) == 0
     return out
 
 
