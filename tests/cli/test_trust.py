@@ -46,7 +46,9 @@ def strange(pictures_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def words(line: str, run: Path, picture: Path) -> list[str]:
-    return line.replace("RUN", str(run)).replace("NEW", str(run.parent / "new")).replace("PICTURE", str(picture)).split()
+    return (
+        line.replace("RUN", str(run)).replace("NEW", str(run.parent / "new")).replace("PICTURE", str(picture)).split()
+    )
 
 
 def test_a_network_of_elsewhere_needs_a_word(strange: Path, pictures_run: Path, call: Call) -> None:

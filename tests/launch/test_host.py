@@ -89,14 +89,6 @@ def test_a_process_on_the_same_core_is_named_unless_it_is_a_rank_of_the_same_run
 
 
 @LINUX
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_process_on_another_core_is_not(core: int) -> None:
-    with busy(max(os.sched_getaffinity(0))) as pid:
-        load = watched(core)
-    assert not load["others"].get(pid)
-
-
-@LINUX
 def test_a_quota_is_seen() -> None:
     try:
         with made_groups("convoy-watch-", [0.05]) as groups:  # less than is to be had beside many others

@@ -48,7 +48,13 @@ def test_slurm_is_translated() -> None:
     assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == ("1", "2")
     first = slurm_variables(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert first is not None and first["MASTER_PORT"] == environment["MASTER_PORT"]
-    for nodes, host in {"one": "one", "a,b": "a", "node[03-05,9],x": "node03", "n[7,9]": "n7", "r[1-2]-x": "r1-x"}.items():
+    for nodes, host in {
+        "one": "one",
+        "a,b": "a",
+        "node[03-05,9],x": "node03",
+        "n[7,9]": "n7",
+        "r[1-2]-x": "r1-x",
+    }.items():
         assert first_host(nodes) == host
 
 

@@ -32,7 +32,14 @@ def torchrun(folder: Path, script: str, *options: str, **variables: str) -> tupl
     place = folder / "script.py"
     place.write_text(script)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *(options or ["--standalone"]), str(place)],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            *(options or ["--standalone"]),
+            str(place),
+        ],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
         stdout=subprocess.PIPE,
