@@ -1,4 +1,4 @@
-"""What can be refused at once is: before torch is loaded, ranks are started, data are opened or a cluster is emulated."""
+"""What can be refused at once is: before torch is loaded, ranks are started, data are opened or clusters emulated."""
 
 import json
 import subprocess

@@ -17,12 +17,10 @@ import pytest
 import torch.distributed as dist
 
 from cli.calls import UPDATES
-from convoy.cli import main
 from emulated_hosts import listening
 from processes import alive, children, family, variable
-from started import ENVIRONMENT, Started, command, curve, digest, resume, steps, wait_for
+from started import ENVIRONMENT, Started, command, curve, digest, finish, resume, steps, wait_for
 from tiny import write_pictures
-from whole_runs import as_before
 
 pytestmark = pytest.mark.slow
 Start = Callable[[list[str]], Started]
@@ -62,8 +60,7 @@ def test_a_terminal_that_is_closed_stops_the_run_which_goes_on_by_another_plan_a
     output, errors = run.end(60)
     assert (run.process.returncode, errors) == (1, ""), output + errors
     assert "SIGHUP: stopped and saved after" in output and status(out) == "stopped" and steps(out) < 60
-    with as_before():
-        assert main(resume(out, "--devices", "3", "--shares", "3,3,2")[3:]) == 0
+    finish(resume(out, "--devices", "3", "--shares", "3,3,2"))
     assert digest(out) == digest(serial)
     assert curve(out) == curve(serial)
     assert (out / "evaluation.json").read_text() == (serial / "evaluation.json").read_text()

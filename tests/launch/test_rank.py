@@ -1,5 +1,5 @@
-"""Where a process stands among the ranks, and how it ends: with which status, and with what said, also where nothing can
-be written."""
+"""Where a process stands among the ranks, and how it ends: with which status and words, also where nothing can be
+written."""
 
 import json
 import os
