@@ -31,8 +31,7 @@ def run(script: str, *options: str) -> str:
 
 
 def difference(one: Path, other: Path) -> float:
-    """The largest difference of weights, and of averaged weights where there are some, relative to the largest number of
-    each tensor."""
+    """The largest difference of weights, and of averaged weights if any, relative to the largest number of a tensor."""
     pair = [torch.load(path / "weights.pt") for path in (one, other)]
     states, wanted = (each if isinstance(each, list | tuple) else [each] for each in pair)
     worst = 0.0

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NETWORK = """
 import os, sys, time
 import torch, convoy
@@ -51,7 +53,6 @@ def torchrun(folder: Path, script: str, *options: str, **variables: str) -> tupl
     return done.returncode, done.stdout
 
 
-@pytest.mark.slow
 def test_a_mistake_of_all_ranks_is_one_sentence_of_every_attempt(tmp_path: Path) -> None:
     status, text = torchrun(tmp_path, NETWORK, "--standalone", "--max-restarts=1", PLAN="filtre=2")
     assert (status, text) == (1, f"{PLAN[:-1]}; all ranks start again (restart 1 of 1)\n{PLAN}")
@@ -60,7 +61,6 @@ def test_a_mistake_of_all_ranks_is_one_sentence_of_every_attempt(tmp_path: Path)
     assert text.endswith(PLAN)
 
 
-@pytest.mark.slow
 def test_what_fails_on_one_rank_is_not_buried_by_the_others_and_has_a_traceback_unless_it_is_a_mistake(
     tmp_path: Path,
 ) -> None:
@@ -73,7 +73,6 @@ def test_what_fails_on_one_rank_is_not_buried_by_the_others_and_has_a_traceback_
     assert not any(words in text for words in PAGES)
 
 
-@pytest.mark.slow
 def test_jobs_of_others_end_as_without_convoy(tmp_path: Path) -> None:
     status, text = torchrun(tmp_path, "import torch\nraise KeyError('theirs')\n")
     assert status == 1 and "Traceback" in text and "KeyError: 'theirs'" in text
@@ -86,7 +85,6 @@ def test_a_mistake_in_the_command_line_is_said_once(tmp_path: Path) -> None:
     assert (status, text.count("convoy: "), text.count("\n")) == (1, 1, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts a process of another user")
 def test_where_others_are_their_way_in_is_said_once(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "200"], user=4242) as other:
