@@ -99,20 +99,21 @@ def test_nobody_finds_a_store_and_a_run_by_nohup_outlives_its_terminal_and_the_f
     assert "SIGTERM: stopped and saved after" in output and status(out) == "stopped"
 
 
-@pytest.mark.parametrize(
-    ("rank", "number", "after", "sentence"),
-    [
-        (None, signal.SIGINT, 0, "SIGINT: stopped at once, without saving"),
-        (None, signal.SIGQUIT, 1, "SIGQUIT: stopped at once"),
-        (
-            0,
-            signal.SIGKILL,
-            0,
-            "rank 0 failed: it was ended by SIGKILL; the machine may be out of memory; nothing was saved yet",
-        ),
-        (1, signal.SIGTERM, 1, "rank 1 failed: it was ended by SIGTERM; nothing was saved yet"),
-    ],
-)
+ENDS = [
+    (None, signal.SIGINT, 0, "SIGINT: stopped at once, without saving"),
+    (None, signal.SIGQUIT, 1, "SIGQUIT: stopped at once"),
+    (
+        0,
+        signal.SIGKILL,
+        0,
+        "rank 0 failed: it was ended by SIGKILL; the machine may be out of memory; nothing was saved yet",
+    ),
+    (1, signal.SIGTERM, 1, "rank 1 failed: it was ended by SIGTERM; nothing was saved yet"),
+]
+"""To which rank, or the launcher; what, and after how many updates; and what is said."""
+
+
+@pytest.mark.parametrize(("rank", "number", "after", "sentence"), ENDS, ids=["ctrl-c", "quit", "killed", "terminated"])
 def test_what_ends_without_saving_says_by_what(
     data: Path, tmp_path: Path, start: Start, rank: int | None, number: int, after: int, sentence: str
 ) -> None:

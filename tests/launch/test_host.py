@@ -11,26 +11,20 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.emulated.quota import made_groups
-from convoy.errors import ConvoyError
 from convoy.launch import host
 from convoy.launch.host import HostWatch, OtherProcess
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's counters")
 # It is busy until it has had a core for a while, however many others have it as well, and says what it saw: of
 # every process, as on a machine with much to do a share may be small.
-SECONDS = 0.3
 WATCHED = """
-import json, os, sys, time
+import json, sys, time
 from dataclasses import asdict
 from convoy.launch import host
 from convoy.launch.host import HostWatch
 host.LEAST_CORES = 0.0
-group, ours, seconds = sys.argv[1], [int(pid) for pid in sys.argv[2].split()], float(sys.argv[3])
-if group:
-    open(f"{group}/cgroup.procs", "w").write(str(os.getpid()))
-watch = HostWatch(ours=ours)
-until = time.process_time() + seconds
+watch = HostWatch(ours=[int(pid) for pid in sys.argv[1].split()])
+until = time.process_time() + 0.3
 while time.process_time() < until:
     sum(range(1000))
 load = watch.read()
@@ -40,13 +34,10 @@ print(json.dumps({**asdict(load), "got": load.cpu_s / (load.cpu_s + waited)}))
 BUSY = "print(flush=True)\nwhile True: sum(range(1000))"
 
 
-def watched(
-    core: int | None, group: str = "", ours: str = "", environment: Mapping[str, str] = {}, seconds: float = SECONDS
-) -> dict[str, Any]:
+def watched(core: int, ours: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """What is seen; `others` by their numbers."""
-    pinned = [] if core is None else ["taskset", "-c", str(core)]
     done = subprocess.run(
-        [*pinned, sys.executable, "-c", WATCHED, group, ours, str(seconds)],
+        ["taskset", "-c", str(core), sys.executable, "-c", WATCHED, ours],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -81,24 +72,11 @@ def test_a_process_on_the_same_core_is_named_unless_it_is_a_rank_of_the_same_run
     with busy(core, run) as pid:
         for numbers, environment in (("", run | {"MASTER_PORT": "2"}), (str(pid), {}), ("", run)):
             is_foreign = environment.get("MASTER_PORT") == "2"
-            load = watched(core, ours=numbers, environment=environment)
+            load = watched(core, numbers, environment)
             assert load["cores"] == 1
             assert load["waited_s"] > 0.3 * load["cpu_s"] and load["got"] < 0.7
             assert (load["others"].get(pid, 0) > 0) == is_foreign
             assert load["others_cores"] > 0 if is_foreign else load["run_cores"] > 0
-
-
-@LINUX
-def test_a_quota_is_seen() -> None:
-    try:
-        with made_groups("convoy-watch-", [0.05]) as groups:  # less than is to be had beside many others
-            load = watched(None, str(groups[0]), seconds=0.05)
-    except ConvoyError as error:
-        pytest.skip(str(error))
-    assert load["cores"] == pytest.approx(0.05)
-    assert load["throttled_s"] > 0
-    assert load["waited_s"] >= load["throttled_s"]
-    assert load["got"] < 0.6
 
 
 def made(machine: Path, files: Mapping[str, str]) -> Path:
