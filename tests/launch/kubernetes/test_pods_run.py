@@ -16,7 +16,7 @@ import manifests
 from convoy.cli import main
 from convoy.launch.kubernetes.training import complete
 from processes import children
-from started import ENVIRONMENT, digest
+from started import ENVIRONMENT, digest, wait_for
 from tiny import write_mnist
 from whole_runs import as_before
 
@@ -65,6 +65,11 @@ class Pods:
             finally:
                 kill(process)
 
+    def are_met(self) -> bool:
+        """Whether the rendezvous is there: on one machine the second pod could take its place."""
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
     def logs(self) -> str:
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(self.folder.glob("pod-*.log")))
 
@@ -92,4 +97,20 @@ def test_two_pods_train_together(tmp_path: Path) -> None:
     with ExitStack() as stack:
         processes = [stack.enter_context(pods.start(index)) for index in range(2)]
         assert [process.wait(120) for process in processes] == [0, 0], pods.logs()
+    assert digest(tmp_path / "lenet") == pods.serial()
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+def test_a_pod_that_is_made_anew_goes_on_with_the_run(tmp_path: Path) -> None:
+    """A minute and a half: the launcher misses a lost pod by its heartbeats, and tells the new one where all meet."""
+    pods = Pods(tmp_path, 400)
+    with ExitStack() as stack:
+        first = stack.enter_context(pods.start(0))
+        wait_for(pods.are_met, 90)
+        second = stack.enter_context(pods.start(1))
+        wait_for(lambda: any((tmp_path / "lenet" / "checkpoints").glob("step-*")), 90)
+        kill(second)
+        again = stack.enter_context(pods.start(1))
+        assert [first.wait(150), again.wait(150)] == [0, 0], pods.logs()
     assert digest(tmp_path / "lenet") == pods.serial()
