@@ -33,13 +33,13 @@ Call = Callable[..., Output]
 def faults(call: Call, table: Mapping[str, str], **places: object) -> list[str]:
     """What is wrong with the refusal of each line: status 2, one sentence with these words, and nothing left behind in
     this folder."""
-    found = []
+    problems = []
     for line, words in table.items():
         before = sorted(Path.cwd().rglob("*"))
         output = call([word.format(**places) for word in shlex.split(line)], status=None)
         sentence = [each for each in output.err.splitlines() if not each.startswith(PROGRESS)]
         is_one = output.status == 2 and len(sentence) == 1 and sentence[0].startswith("convoy: ")
         if not is_one or words.format(**places) not in sentence[0]:
-            found.append(f"{line}: {words!r} is not what {output} says")
-        found += [f"{line} leaves {path}" for path in sorted(Path.cwd().rglob("*")) if path not in before]
-    return found
+            problems.append(f"{line}: {words!r} is not what {output} says")
+        problems += [f"{line} leaves {path}" for path in sorted(Path.cwd().rglob("*")) if path not in before]
+    return problems

@@ -62,8 +62,8 @@ def test_of_a_command_line_it_is_said_in_a_few_lines(data: Path, folder: Path, c
     assert second.endswith(".")
     changes = [line for line in rest if "(predicted)" in line]
     assert len(changes) <= 3 and all(line.startswith(f"{n}. ") for n, line in enumerate(changes, 1))
-    others = ("Another training: ", "With change ", "There was no time", "The pace changed", "An update takes")
-    assert all(line.startswith(others) for line in rest[len(changes) :])
+    beginnings = ("Another training: ", "With change ", "There was no time", "The pace changed", "An update takes")
+    assert all(line.startswith(beginnings) for line in rest[len(changes) :])
     assert not list(folder.iterdir())
 
 
@@ -116,8 +116,8 @@ def test_verify_tries_the_first_change_that_an_option_makes(
         "With change 2: convoy train lenet",
         f"Tried: {ADVICE[1].text}, 1.40 × as many samples a second when tried",
     ]
-    changed = [*words, "--set", "threads=2"]
-    assert examine.asked == [(words, 7, False), (changed, 7, True), (changed, 7, True), (words, 7, True)]
+    changed_words = [*words, "--set", "threads=2"]
+    assert examine.asked == [(words, 7, False), (changed_words, 7, True), (changed_words, 7, True), (words, 7, True)]
     monkeypatch.setattr(doctor, "_examination", Examinations(*paces))
     advice = call(f"{line} --json").document["advice"][1]
     assert advice["measured"] == pytest.approx(1.4) and advice["turns"] == list(paces)
@@ -126,9 +126,9 @@ def test_verify_tries_the_first_change_that_an_option_makes(
     output = call(line, status=1)
     assert "2. --set threads=2: 1.50" in output.out, "what was found is said though the change cannot be tried"
     assert output.err.splitlines()[-1] == "convoy: the training that was examined was killed"
-    healthy = Examinations(100.0, diagnosis=dataclasses.replace(DIAGNOSIS, advice=()))
-    monkeypatch.setattr(doctor, "_examination", healthy)
-    assert len(call(line).out.splitlines()) == 2 and len(healthy.asked) == 1
+    examine_healthy = Examinations(100.0, diagnosis=dataclasses.replace(DIAGNOSIS, advice=()))
+    monkeypatch.setattr(doctor, "_examination", examine_healthy)
+    assert len(call(line).out.splitlines()) == 2 and len(examine_healthy.asked) == 1
 
 
 REPLACED = [
@@ -149,18 +149,18 @@ def test_what_is_tried_takes_the_place_of_what_was_given() -> None:
 
 def test_the_command_that_is_printed_trains_with_the_change(data: Path, run: Path) -> None:
     line = ["lenet", "--data", str(data), "--set", "threads=1"]
-    for what, kept in ((["train", *line], line[:3]), ([str(run)], ["--recipe", str(run / "config.yaml")])):
+    for what, words_before in ((["train", *line], line[:3]), ([str(run)], ["--recipe", str(run / "config.yaml")])):
         command = doctor.with_command(what, DIAGNOSIS).command
         assert command is not None
         _, verb, *words = shlex.split(command)
-        assert (verb, words) == ("train", [*kept, "--set", "threads=2"])
+        assert (verb, words) == ("train", [*words_before, "--set", "threads=2"])
         request = doctor.request_of([], ["train", *words])
         request.check()
         assert request.recipe_of().threads == 2
     with pytest.raises(ConvoyError, match="twice"):  # the negative control: the change at the end of what was typed
         doctor.request_of([], ["train", *line, "--set", "threads=2"]).check()
-    unchangeable = dataclasses.replace(DIAGNOSIS, advice=ADVICE[:1])
-    assert doctor.with_command(["train", *line], unchangeable).command is None
+    no_option = dataclasses.replace(DIAGNOSIS, advice=ADVICE[:1])
+    assert doctor.with_command(["train", *line], no_option).command is None
 
 
 def test_sigterm_ends_it_with_a_sentence_and_a_cursor(data: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

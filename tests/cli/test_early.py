@@ -59,10 +59,10 @@ import contextlib, io, json, sys
 from convoy.cli import main
 answers = []
 for line in json.load(sys.stdin):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         status = main(line.split())
-    answers.append((status, said.getvalue(), "torch" in sys.modules))
+    answers.append((status, text.getvalue(), "torch" in sys.modules))
 json.dump(answers, sys.stdout)
 """
 WITH_THE_NETWORK = {

@@ -62,15 +62,15 @@ def test_text(call: Call) -> None:
 def test_json_yaml_page_and_trace_are_of_one_plan_which_keeps_to_what_is_fixed(tmp_path: Path, call: Call) -> None:
     out, page, trace = tmp_path / "plan.yaml", tmp_path / "plan.html", tmp_path / "step.json"
     line = f"{LINE} --fix features.*=sample"
-    found = call(f"{line} --json --out {out} --html {page} --trace {trace}").document
+    document = call(f"{line} --json --out {out} --html {page} --trace {trace}").document
     plan = Plan.parse(out)
-    assert plan == Plan.parse({key: value for key, value in found["plan"].items() if key != "text"})
+    assert plan == Plan.parse({key: value for key, value in document["plan"].items() if key != "text"})
     assert plan.mesh.num_devices == 2 and plan.strategy("features.0", "conv") == ("sample",)
     assert f"# convoy {LINE} --fix 'features.*=sample'" in out.read_text()
     assert page.read_text().startswith("<!doctype html>")
     events = json.loads(trace.read_text())["traceEvents"]
     last = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
-    assert last / 1e6 == pytest.approx(found["update_s"])
+    assert last / 1e6 == pytest.approx(document["update_s"])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["plan.html", "plan.yaml", "step.json"]
 
 
@@ -81,10 +81,10 @@ def test_stages_have_a_bubble_and_a_table(tmp_path: Path, call: Call) -> None:
     for words in ("plan stage=2", ", schedule ", "bubble ", "waiting for other stages", "begins at"):
         assert words in text
     assert "schedule" in (tmp_path / "plan.html").read_text()
-    found = call(f"{line} --json").document
+    document = call(f"{line} --json").document
     keys = {"begins", "ranks", "takes", "received_bytes", "computes_s", "waits_s", "sent_bytes", "memory"}
-    assert [set(stage) for stage in found["stages"]] == [keys] * 2
-    assert 0 < found["bubble"] < 1 and found["schedule"] in ("gpipe", "1f1b") and 1 <= found["passes"] <= 8
+    assert [set(stage) for stage in document["stages"]] == [keys] * 2
+    assert 0 < document["bubble"] < 1 and document["schedule"] in ("gpipe", "1f1b") and 1 <= document["passes"] <= 8
     for schedule in ("gpipe", "zero-bubble"):
         assert f", schedule {schedule}" in call(f"{line} --schedule {schedule}").out
     assert "the backward pass computes " in call(f"{line} --recompute").out and "backward pass computes" not in text
@@ -92,9 +92,9 @@ def test_stages_have_a_bubble_and_a_table(tmp_path: Path, call: Call) -> None:
 
 def test_plans_are_compared_and_their_devices_need_not_be_said(call: Call) -> None:
     line = "plan lenet --batch 32 --microbatches 2 --link 10gbit --score sample=2"
-    found = call(f"{line} --score owt=2 --json").document
-    assert {candidate["plan"]["text"] for candidate in found["candidates"]} == {"sample=2", "owt=2"}
-    assert found["exact"] is None and found["devices"] == 2
+    document = call(f"{line} --score owt=2 --json").document
+    assert {candidate["plan"]["text"] for candidate in document["candidates"]} == {"sample=2", "owt=2"}
+    assert document["exact"] is None and document["devices"] == 2
     slow = call(f"{line} --images-per-second 10 --json").document
     assert slow["verdict"]["kind"] == "input" and slow["update_s"] > 1.6
     assert "Input-bound" in call(f"{line} --images-per-second 10").out
@@ -115,8 +115,8 @@ def test_what_is_assumed_is_said(tmp_path: Path, call: Call) -> None:
     assert first.startswith("the size of the images for tiny:TinyNet is not known: 28×28 pixels are assumed, unless")
     assert second == "convoy: measured"
     with patch.object(plan_answer, "ASSUMED_SIZE", 28):
-        found = call("plan tiny:TinyNet --batch 16 --json").document
-    assert found["sample"] == [1, 28, 28] and any("28×28 pixels are assumed" in note for note in found["notes"])
+        document = call("plan tiny:TinyNet --batch 16 --json").document
+    assert document["sample"] == [1, 28, 28] and any("28×28 pixels are assumed" in note for note in document["notes"])
     text = call("plan tiny:TinyNet --batch 16 --image-size 28 --devices 2 --link pcie4").out
     assert "tiny:TinyNet on 2 devices, 16 samples an update, images of 1×28×28" in text and "are assumed, u" not in text
 
@@ -132,9 +132,9 @@ def test_a_recipe_gives_model_and_batch_and_one_device_runs_serially(tmp_path: P
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_ranks_of_this_machine_measure(tmp_path: Path, call: Call) -> None:
     line = "plan tiny:TinyNet --image-size 28 --devices 2 --batch 32 --microbatches 2"
-    found = call(f"{line} --json --out {tmp_path / 'plan.yaml'}").document
-    assert found["devices"] == 2
-    assert not any("assumed" in note or "not measured" in note for note in found["notes"])
+    document = call(f"{line} --json --out {tmp_path / 'plan.yaml'}").document
+    assert document["devices"] == 2
+    assert not any("assumed" in note or "not measured" in note for note in document["notes"])
     assert Plan.parse(tmp_path / "plan.yaml").mesh.num_devices == 2
 
 
@@ -159,10 +159,10 @@ def test_machines_that_are_not_at_hand_have_a_price(tmp_path: Path, call: Call) 
     for words in ("predicted, not measured", "4xv100-sxm2", "2xrtx-4090", "90 % range", priced, "held back by"):
         assert words in text
     assert "<svg" in page.read_text() and "2xrtx-4090" in page.read_text() and "mesh" in plan.read_text()
-    (found,) = call(f"{ON} --images 60000 --price 1 --json").document
-    assert found["devices"] == 4 and found["range"][0] < found["images_per_s"] < found["range"][1]
-    assert found["price"] == pytest.approx(24 * 4 * found["days"], rel=0.1, abs=0.01)
-    assert found["speedup"] <= 4.05 and found["faster_than_data_parallel"] >= 1
+    (document,) = call(f"{ON} --images 60000 --price 1 --json").document
+    assert document["devices"] == 4 and document["range"][0] < document["images_per_s"] < document["range"][1]
+    assert document["price"] == pytest.approx(24 * 4 * document["days"], rel=0.1, abs=0.01)
+    assert document["speedup"] <= 4.05 and document["faster_than_data_parallel"] >= 1
 
 
 def test_microbatches_and_schedules_of_other_machines_are_those_of_a_training(call: Call) -> None:

@@ -30,12 +30,12 @@ def rows(text: str) -> list[dict[str, str]]:
 def test_a_folder_gives_csv_in_order_and_files_give_an_object_a_line(pictures_run: Path, val: Path, call: Call) -> None:
     table = call(["predict", str(pictures_run), str(val), "--top", "2"])
     assert table.err == "" and table.out.startswith("file,rank,class,probability\n")
-    found = rows(table.out)
-    assert [row["file"] for row in found] == [file for file in pictures(val) for _ in range(2)]
-    assert [row["rank"] for row in found[:4]] == ["1", "2", "1", "2"]
-    assert {row["class"] for row in found} <= {"a", "b", "c"}
-    assert all(0 <= float(row["probability"]) <= 1 for row in found)
-    first = [row for row in found if row["rank"] == "1"]
+    lines = rows(table.out)
+    assert [row["file"] for row in lines] == [file for file in pictures(val) for _ in range(2)]
+    assert [row["rank"] for row in lines[:4]] == ["1", "2", "1", "2"]
+    assert {row["class"] for row in lines} <= {"a", "b", "c"}
+    assert all(0 <= float(row["probability"]) <= 1 for row in lines)
+    first = [row for row in lines if row["rank"] == "1"]
     right = sum(Path(row["file"]).parent.name == row["class"] for row in first)
     assert call(["eval", str(pictures_run), "--json"]).document[0]["top1"] == pytest.approx(right / len(first))
 

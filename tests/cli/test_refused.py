@@ -45,16 +45,16 @@ RUNS = {
 @pytest.fixture
 def places(data: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     tmp = tmp_path / "places"
-    found = {"tmp": tmp, "data": data, "run": run}
+    folders = {"tmp": tmp, "data": data, "run": run}
     for name in ("damaged", "unfinished", "bad_config"):
-        found[name] = shutil.copytree(run, tmp / name)
-    for state in (found["damaged"] / "checkpoints").glob("*/state/*.safetensors"):
+        folders[name] = shutil.copytree(run, tmp / name)
+    for state in (folders["damaged"] / "checkpoints").glob("*/state/*.safetensors"):
         state.write_bytes(b"")
-    weights = found["damaged"] / "weights.safetensors"
+    weights = folders["damaged"] / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    (found["damaged"] / "metrics.jsonl").write_text('{"split": "train"\n{}\n')
-    (found["unfinished"] / "weights.safetensors").unlink()
-    (found["bad_config"] / "config.yaml").write_text("model: {name: lenet\n")
+    (folders["damaged"] / "metrics.jsonl").write_text('{"split": "train"\n{}\n')
+    (folders["unfinished"] / "weights.safetensors").unlink()
+    (folders["bad_config"] / "config.yaml").write_text("model: {name: lenet\n")
     (tmp / "broken.yaml").write_text("batch: 4\nmodel: [\n")
     (tmp / "text.txt").write_text("hello")
     torch.save({"weight": os.system}, tmp / "evil.pth")
@@ -62,7 +62,7 @@ def places(data: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp / name).mkdir()
     (tmp / "study" / "bench.json").write_text('{"format": "convoy-bench", "schema": 1}')
     monkeypatch.chdir(tmp / "here")
-    return found
+    return folders
 
 
 def contents(folder: Path) -> dict[Path, int]:

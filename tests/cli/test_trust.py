@@ -34,7 +34,7 @@ VERBS = {
 
 
 @pytest.fixture
-def strange(pictures_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def stranger(pictures_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A run whose network lies in a module of elsewhere, which notes that it ran."""
     run = shutil.copytree(pictures_run, tmp_path / "run")
     config = run / "config.yaml"
@@ -51,24 +51,24 @@ def words(line: str, run: Path, picture: Path) -> list[str]:
     )
 
 
-def test_a_network_of_elsewhere_needs_a_word(strange: Path, pictures_run: Path, call: Call) -> None:
-    ran, files = strange.parent / "ran", sorted(strange.rglob("*"))
+def test_a_network_of_elsewhere_needs_a_word(stranger: Path, pictures_run: Path, call: Call) -> None:
+    ran, files = stranger.parent / "ran", sorted(stranger.rglob("*"))
     picture = pictures_run.parent / "data" / "val" / "a" / "0.png"
     for line in VERBS.values():
-        sentence = call(words(line, strange, picture), status=2).err.splitlines()[-1]
-        assert f"convoy: {strange / 'config.yaml'} names convoy_strange:Net as its network" in sentence, line
+        sentence = call(words(line, stranger, picture), status=2).err.splitlines()[-1]
+        assert f"convoy: {stranger / 'config.yaml'} names convoy_strange:Net as its network" in sentence, line
         assert "give --trust-code" in sentence, line
-        assert not ran.exists() and sorted(strange.rglob("*")) == files, line
+        assert not ran.exists() and sorted(stranger.rglob("*")) == files, line
     with pytest.raises(ConvoyError, match="trust_code=True"):
-        load_run(strange)
-    call(["report", str(strange)])
+        load_run(stranger)
+    call(["report", str(stranger)])
     assert not ran.exists(), "a report runs nothing"
 
 
 @pytest.mark.parametrize("verb", ["predict", "recipe"])
-def test_with_the_word_it_runs(verb: str, strange: Path, pictures_run: Path) -> None:
+def test_with_the_word_it_runs(verb: str, stranger: Path, pictures_run: Path) -> None:
     picture = pictures_run.parent / "data" / "val" / "a" / "0.png"
-    main([*words(VERBS[verb], strange, picture), "--trust-code"])
-    assert (strange.parent / "ran").exists()
+    main([*words(VERBS[verb], stranger, picture), "--trust-code"])
+    assert (stranger.parent / "ran").exists()
     if verb == "predict":
-        assert load_run(strange, trust_code=True).classes == ["a", "b", "c"]
+        assert load_run(stranger, trust_code=True).classes == ["a", "b", "c"]

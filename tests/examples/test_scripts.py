@@ -67,31 +67,31 @@ class Plain:
 
 
 @pytest.fixture(scope="module")
-def classified(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+def classification(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return Plain("classify.py", LOOP, tmp_path_factory.mktemp("classified"))
 
 
 @pytest.fixture(scope="module")
-def segmented(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+def segmentation(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return Plain("segment.py", SEGMENT, tmp_path_factory.mktemp("segmented"))
 
 
 @pytest.mark.parametrize("plan", ["serial", "filter=2", "owt=2"])
-def test_classification(plan: str, classified: Plain, tmp_path: Path) -> None:
-    classified.check(plan, tmp_path)
+def test_classification(plan: str, classification: Plain, tmp_path: Path) -> None:
+    classification.check(plan, tmp_path)
 
 
 @pytest.mark.parametrize("plan", ["sample=2", "height=2", pytest.param("filter=2", marks=SLOW)])
-def test_segmentation(plan: str, segmented: Plain, tmp_path: Path) -> None:
-    segmented.check(plan, tmp_path)
+def test_segmentation(plan: str, segmentation: Plain, tmp_path: Path) -> None:
+    segmentation.check(plan, tmp_path)
 
 
 def test_fine_tuning_leaves_frozen_weights_as_they_were(tmp_path: Path) -> None:
     before = tmp_path / "classified"
     run("classify_plain.py", *CLASSIFY, "--epochs", "1", "--out", str(before))
-    tuned = Plain("finetune.py", [*CLASSIFY, "--weights", str(before / "weights.pt")], tmp_path)
+    tuning = Plain("finetune.py", [*CLASSIFY, "--weights", str(before / "weights.pt")], tmp_path)
     for plan in ("sample=2", "owt=2"):
-        tuned.check(plan, tmp_path / plan)
+        tuning.check(plan, tmp_path / plan)
     weights, _ = torch.load(before / "weights.pt")
     after = torch.load(tmp_path / "weights.pt")
     same = [name for name in after if torch.equal(after[name], weights[name])]
@@ -99,20 +99,20 @@ def test_fine_tuning_leaves_frozen_weights_as_they_were(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_under_torchrun_and_going_on_under_another_plan(classified: Plain, tmp_path: Path) -> None:
+def test_under_torchrun_and_going_on_under_another_plan(classification: Plain, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "classify.py"), *LOOP, "--plan", "sample=2", "--out", str(tmp_path)]
     paths = [str(Path(convoy.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
-    assert (done.returncode, done.stdout) == (0, classified.printed), done.stderr
-    assert difference(tmp_path, classified.out) < 1e-9
+    assert (done.returncode, done.stdout) == (0, classification.printed), done.stderr
+    assert difference(tmp_path, classification.out) < 1e-9
     for plan in ("serial", "owt=2"):
-        classified.check(plan, tmp_path / plan, "--resume", str(tmp_path / "epoch-1"))
+        classification.check(plan, tmp_path / plan, "--resume", str(tmp_path / "epoch-1"))
 
 
-def test_other_updates_leave_other_weights(classified: Plain, segmented: Plain, tmp_path: Path) -> None:
+def test_other_updates_leave_other_weights(classification: Plain, segmentation: Plain, tmp_path: Path) -> None:
     run("classify_plain.py", *LOOP, "--batch", "48", "--out", str(tmp_path / "a"))
     run("segment_plain.py", *SEGMENT, "--lr", "0.01", "--out", str(tmp_path / "b"))
-    assert difference(tmp_path / "a", classified.out) > 1e-3
-    assert difference(tmp_path / "b", segmented.out) > 1e-3
+    assert difference(tmp_path / "a", classification.out) > 1e-3
+    assert difference(tmp_path / "b", segmentation.out) > 1e-3

@@ -33,18 +33,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def watched(processes: list[subprocess.Popen], pids: Callable[[], list[int]]) -> set[tuple[str, int]]:
+def listening_until_the_end(processes: list[subprocess.Popen], pids: Callable[[], list[int]]) -> set[tuple[str, int]]:
     """Where processes listen until the first ones have ended."""
-    found: set[tuple[str, int]] = set()
+    places: set[tuple[str, int]] = set()
     until = time.monotonic() + 120
     while any(process.poll() is None for process in processes):
         assert time.monotonic() < until
-        found |= listening(pids())
+        places |= listening(pids())
         time.sleep(0.05)
-    return found
+    return places
 
 
-def started(hosts: list[TestHost], commands: list[str], folder: Path) -> tuple[list[subprocess.Popen], list[Path]]:
+def start(hosts: list[TestHost], commands: list[str], folder: Path) -> tuple[list[subprocess.Popen], list[Path]]:
     """The commands on their hosts, and what they write."""
     logs = [folder / f"{host.name}-{time.monotonic_ns()}.log" for host in hosts]
     processes = []
@@ -69,16 +69,16 @@ def test_two_hosts_give_the_weights_of_one_device_and_listen_on_one_address_each
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "# node0, 1 device"
     with emulated_hosts(2, "1gbit") as hosts:
-        processes, logs = started(hosts, lines[1::2], folder)
-        found = watched(processes, lambda: [pid for host in hosts for pid in host.pids()])
+        processes, logs = start(hosts, lines[1::2], folder)
+        places = listening_until_the_end(processes, lambda: [pid for host in hosts for pid in host.pids()])
         assert [process.wait() for process in processes] == [0, 0], [log.read_text() for log in logs]
         addresses = {host.address for host in hosts}
     assert "on 2 devices (cpu), plan sample=2" in logs[0].read_text()
     assert digest(folder / out) == digest(folder / "serial")
     if options:  # torch's own, so that it is seen that the test would see it
-        assert {address for address, _ in found} - addresses
+        assert {address for address, _ in places} - addresses
     else:
-        assert {address for address, _ in found} == addresses and (hosts[0].address, 29_400) in found
+        assert {address for address, _ in places} == addresses and (hosts[0].address, 29_400) in places
 
 
 @pytest.mark.matrix
@@ -88,7 +88,7 @@ def test_a_host_that_is_cut_off_ends_like_the_others(folder: Path) -> None:
     metrics = folder / "cut/metrics.jsonl"
     commands = [str(one).replace("--rdzv-id", "--rdzv-conf read_timeout=10 --rdzv-id") for one in group.commands(train)]
     with emulated_hosts(2, "1gbit") as hosts:
-        processes, logs = started(hosts, commands, folder)
+        processes, logs = start(hosts, commands, folder)
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 9, 120)
         switch = hosts[1].namespace.replace("host1", "switch")
         subprocess.run(("ip", "-n", switch, "link", "set", "port1", "down"), check=True, timeout=20)

@@ -34,8 +34,8 @@ def wait_until(condition: Callable[[], bool], what: str, log: Path) -> None:
 def launch(cluster: Cluster, folder: Path, *options: str) -> str:
     """Submit a job on two nodes; its number."""
     words = ["-m", "convoy", "launch", "slurm", "--nodes", "2", "--name", "it's odd", "--script", "a job.sh", *options]
-    said = cluster.run(sys.executable, *words, "--submit", "--", *TRAIN.split(), "--device", "cpu", cwd=folder)
-    return said.strip().rpartition(" ")[2]
+    answer = cluster.run(sys.executable, *words, "--submit", "--", *TRAIN.split(), "--device", "cpu", cwd=folder)
+    return answer.strip().rpartition(" ")[2]
 
 
 @pytest.mark.slow
