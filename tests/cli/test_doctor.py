@@ -56,14 +56,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_of_a_command_line_it_is_said_in_a_few_lines(data: Path, folder: Path, call: Call) -> None:
-    line = f"doctor train tiny:TinyNet --data {data} --seconds 8 --set threads=1 --batch 24"
+    line = f"doctor train tiny:TinyNet --data {data} --seconds 5 --set threads=1 --batch 24"
     first, second, *rest = call(line).out.splitlines()
     assert first.startswith("tiny:TinyNet on one device: ") and first.endswith(" for an update of 24")
     assert second.endswith(".")
     changes = [line for line in rest if "(predicted)" in line]
     assert len(changes) <= 3 and all(line.startswith(f"{n}. ") for n, line in enumerate(changes, 1))
-    beginnings = ("Another training: ", "With change ", "There was no time", "The pace changed", "An update takes")
-    assert all(line.startswith(beginnings) for line in rest[len(changes) :])
+    assert len(rest) - len(changes) <= 5, rest  # the command, and what there was no time for
     assert not list(folder.iterdir())
 
 
