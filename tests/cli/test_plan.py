@@ -16,6 +16,7 @@ from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
 from convoy.plans.plan import Plan
+from started import ENVIRONMENT
 
 LINE = "plan lenet --devices 2 --batch 32 --microbatches 2 --link 10gbit"
 ON = "plan lenet --on 4xv100-sxm2 --batch 256"
@@ -130,7 +131,8 @@ def test_a_recipe_gives_model_and_batch_and_one_device_runs_serially(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_ranks_of_this_machine_measure(tmp_path: Path, call: Call) -> None:
+def test_ranks_of_this_machine_measure(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
     line = "plan tiny:TinyNet --image-size 28 --devices 2 --batch 32 --microbatches 2"
     document = call(f"{line} --json --out {tmp_path / 'plan.yaml'}").document
     assert document["devices"] == 2
