@@ -15,7 +15,7 @@ from cli.calls import Call, faults
 from convoy.training import RunDirectory, lock
 from started import ENVIRONMENT, wait_for
 
-TINY = "--batch 8 --image-size 28 --updates 2 --warm-up 1 --timeout 100"
+TINY = "--batch 8 --image-size 28 --updates 2 --warm-up 1 --timeout 300"
 several = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 MISTAKES = {
     "bench lenet --devices 4096": "--devices 4096 needs 4096 cores",

@@ -19,12 +19,13 @@ Start = Callable[[list[str]], Started]
 
 def hit(run: Started, rank: int, number: signal.Signals, out: Path, after: int) -> None:
     """Send a rank a signal once so many updates are done, and wait until others run in the place of all, or none."""
-    wait_for(lambda: steps(out) >= after and rank in run.ranks(), 60)
+    wait_for(lambda: steps(out) >= after and rank in run.ranks(), 120)
     before = set(run.ranks().values())
     os.kill(run.ranks()[rank], number)
-    wait_for(lambda: len(set(run.ranks().values()) - before) == len(before) or run.process.poll() is not None, 60)
+    wait_for(lambda: len(set(run.ranks().values()) - before) == len(before) or run.process.poll() is not None, 120)
 
 
+@pytest.mark.timeout(300)
 def test_ranks_that_are_killed_or_stand_still_are_replaced_while_restarts_are_left_and_the_run_can_be_gone_on_with(
     serial: Path, data: Path, tmp_path: Path, start: Start
 ) -> None:
@@ -33,7 +34,7 @@ def test_ranks_that_are_killed_or_stand_still_are_replaced_while_restarts_are_le
     run = start(command(data, out, *options, epochs=UPDATES))
     hit(run, 1, signal.SIGKILL, out, 5)
     hit(run, 1, signal.SIGSTOP, out, 12)
-    wait_for(lambda: steps(out) >= 20, 60)
+    wait_for(lambda: steps(out) >= 20, 120)
     ranks = run.ranks()
     os.kill(ranks[0], signal.SIGKILL)
     output, errors = run.end(90)
