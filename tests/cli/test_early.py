@@ -1,111 +1,124 @@
-"""What can be refused at once is: before ranks are started, data are opened or a cluster is emulated."""
+"""What can be refused at once is: before torch is loaded, ranks are started, data are opened or clusters emulated."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from convoy.cli import main
-from convoy.training import load_recipe
-from convoy.training.build import divisible_sizes, on_meta
-from convoy.training.set_up import check_devices
+from cli.calls import Call, faults
+from convoy.cli.app import VERBS
+from convoy.cli.launch import LAUNCHERS
 
-TRAIN = "train lenet --data {tmp}/two.yaml"
-BENCH = "bench lenet --data {tmp}/nowhere"
-WRONG = {
-    "a place below a file": (f"{TRAIN} --out {{tmp}}/file/run", "cannot write to"),
-    "the same for several devices": (f"{TRAIN} --devices 2 --out {{tmp}}/file/run", "cannot write to"),
-    "a folder of others": (f"{TRAIN} --devices 2 --out {{tmp}}", "is not empty"),
-    "more devices than samples": (f"{TRAIN} --devices 64 --batch 32", "cannot be divided over 64 devices"),
-    "fewer microbatches than devices, with batch norm": (
-        "train resnet18 --data {tmp}/two.yaml --devices 2 --batch 32",
-        "a batch of 32 is 1 microbatch, and 2 devices need 2: add --microbatches 2",
-    ),
-    "the same with reproducible bits": (f"{TRAIN} --devices 2 --batch 32 --reproducible", "add --microbatches 2"),
-    "the same where they are said": (f"{TRAIN} --devices 2 --batch 32 --set microbatches=1", "add --microbatches 2"),
-    "a plan for no layer": (
-        f"{TRAIN} --plan {{tmp}}/plan.yaml",
-        "did you mean features.*?",
-    ),
-    "more parts than filters": (f"{TRAIN} --plan filter=20", "only 6 output channels for the 20 ranks"),
-    "a plan of other devices": (f"{TRAIN} --devices 2 --plan sample=3", "is for 3 devices, but 2 run"),
-    "shares of other parts": (f"{TRAIN} --devices 2 --shares 1,2,3", "--shares names 3 parts"),
-    "shares of devices": (f"{TRAIN} --plan sample=2,filter=2 --shares 1,1,1,1", "into 2: give 2 numbers"),
-    "shares of no plan": (f"{TRAIN} --devices 2 --plan auto --shares 1,2,3", "no plan on 2 devices divides it"),
-    "a study below a file": (f"{BENCH} --out {{tmp}}/file/study", "--out"),
-    "a study with wrong shares": (f"{BENCH} --emulate {{tmp}}/two.yaml --shares half", "--shares half"),
-    "a study on too many devices": (f"{BENCH} --emulate {{tmp}}/two.yaml --devices 3", "--emulate has 2"),
-    "a plan for a file below a file": ("plan lenet --devices 2 --out {tmp}/file/plan.yaml", "--out"),
-    "a plan with wrong shares": ("plan lenet --devices 2 --shares 1,2,3", "no plan on 2 devices divides it"),
+HELP = ["--help", *(f"{verb} --help" for verb in VERBS), *(f"launch {name} --help" for name in LAUNCHERS)]
+LENET = "train lenet --data mnist-mini"
+WITHOUT_TORCH = {
+    "train lenet --nonsense": "no such option",
+    "train lenet --deivces 2": "no such option --deivces: did you mean --device or --devices? see convoy train --help",
+    "train lenet --data missing": "data set missing does not exist",
+    f"{LENET} --plan smaple=2": "smaple is no strategy",
+    f"{LENET} --plan sample=3 --devices 2": "is for 3 devices, but 2 run",
+    f"{LENET} --plan auto --devices 2 --shares 1,2,3": "no plan on 2 devices divides it",
+    f"{LENET} --plan sample=2,filter=2 --shares 1,1,1,1": "into 2: give 2 numbers",
+    f"{LENET} --out .": "is not empty",
+    f"{LENET} --out file": "is a file",
+    f"{LENET} --out file/run --devices 2": "cannot write to",
+    f"{LENET} --recipe none/such.yaml": "there is no recipe file none/such.yaml",
+    f"{LENET} --weights none.pth": "weights file none.pth does not exist",
+    "train mine:net:work.py --data mnist-mini --set batch=x": "batch is x",
+    "train no/such:net --data mnist-mini": "names no module",
+    "train none --extend 8": "none is no run directory: --extend needs the run to make longer",
+    "train --resume --out none": "holds no run to go on with",
+    "train runs/frist --resume": "did you mean runs/first?",
+    "train runs/second --resume": "nothing was trained in runs/second yet",
+    "train runs/other --resume": "start it anew, without --resume",
+    "export runs/none --to x.bin": "end it in .onnx or .pt2",
+    "predict none file": "none is no run directory",
+    "predict none missing.png": "there is no picture or folder missing.png",
+    "eval none --json --csv": "give one of them",
+    "report none": "none is no run directory",
+    "data pack none packed": "data set none does not exist",
+    "doctor none": "none is no run directory: name one, or write convoy doctor train MODEL",
+    "doctor train lenet --data missing --verify": "data set missing does not exist",
+    "doctor train lenet --seconds nan": "--seconds nan is no time",
+    "plan": "nothing to plan",
+    "plan lenet --fix fc1": "'fc1' fixes nothing",
+    "plan lenet --fix fc1=fitler": "fitler is no strategy",
+    "plan lenet --score sample=2 --score sample=3": "--score sample=3 is for 3 devices, but --score sample=2 for 2",
+    "plan lenet --score sample=2 --fix *=filter": "--fix is for a search",
+    "plan lenet --out file/plan.yaml": "--out file/plan.yaml cannot be written",
+    "bench lenet --set batches=3": "batches is unknown",
+    "bench lenet --plans sample=3 --devices 1,2": "--devices has no 3",
+    "bench lenet --emulate two.yaml --devices 3": "the cluster of --emulate has 2",
+    "bench lenet --out file/study": "--out file/study cannot be written",
+    "launch hosts a:1,b:1 -- lenet --batch many": "is not a valid integer",
 }
-COSTLY = ("convoy.launch.start", "convoy.training.set_up.open_data", "convoy.bench.command.open_data")
+CODE = """
+import contextlib, io, json, sys
+from convoy.cli import main
+answers = []
+for line in json.load(sys.stdin):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        status = main(line.split())
+    answers.append((status, text.getvalue(), "torch" in sys.modules))
+json.dump(answers, sys.stdout)
+"""
+WITH_THE_NETWORK = {
+    "train lenet --data two.yaml --plan filter=20": "only 6 output channels for the 20 ranks",
+    "train lenet --data two.yaml --plan plan.yaml": "did you mean features.*?",
+    "train lenet --data two.yaml --devices 2 --batch 32 --reproducible": "add --microbatches 2",
+    "train resnet18 --data two.yaml --devices 2 --batch 32": "is 1 microbatch, and 2 devices need 2: add --micro",
+    "train lenet --data two.yaml --devices 2 --out .": "is not empty",
+    "train lenet --data two.yaml --devices 64 --batch 32": "cannot be divided over 64 devices",
+    "bench lenet --data nowhere --emulate two.yaml --shares half": "--shares half",
+}
 
 
 @pytest.fixture
-def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command line runs, if it does nothing costly."""
-
-    def costly(*_: object, **__: object) -> None:
-        raise AssertionError("something costly was begun")
-
-    for name in (*COSTLY, "convoy.bench.command.emulate"):
-        monkeypatch.setattr(name, costly)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "plan.yaml").write_text("mesh: {a: 2}\nlayers: {feature.*: {a: filter}}\n")
     (tmp_path / "two.yaml").write_text("devices: {count: 2, speed: 0.5}\nlinks: {rate: 1gbit}\n")
+    for name in ("first", "second"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").write_text("")
     return tmp_path
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_it_is_refused_at_once(case: str, tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line, words = WRONG[case]
-    before = sorted(tmp.rglob("*"))
-    assert main(line.format(tmp=tmp).split()) == 2
-    assert words in capsys.readouterr().err
-    assert sorted(tmp.rglob("*")) == before
+def test_help_and_mistakes_do_not_wait_for_torch(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    lines = [*HELP, *WITHOUT_TORCH, "plan lenet --fix fc=filter"]
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], input=json.dumps(lines), capture_output=True, text=True, timeout=100, check=True
+    )
+    *answers, (status, sentence, has_torch) = json.loads(done.stdout)
+    assert [(status, has_torch) for status, _, has_torch in answers[: len(HELP)]] == [(0, False)] * len(HELP)
+    for answer, line in zip(answers[len(HELP) :], WITHOUT_TORCH, strict=True):
+        assert (answer[0], answer[2], answer[1].count("\n")) == (2, False, 1), (line, answer)
+        assert WITHOUT_TORCH[line] in answer[1], (line, answer)
+    assert status == 2 and "matches no layer" in sentence and "measuring" not in sentence
+    assert has_torch, "the negative control: what needs the network loads torch"
+    assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("case", ["the same for several devices", "shares of other parts"])
-def test_without_the_checks_it_would_not_be(
-    case: str, tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def nothing_costly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def costly(*_: object, **__: object) -> None:
+        raise AssertionError("something costly was begun")
+
+    for name in ("launch.start", "training.set_up.open_data", "bench.command.open_data", "bench.command.emulate"):
+        monkeypatch.setattr(f"convoy.{name}", costly)
+
+
+@pytest.mark.usefixtures("folder", "nothing_costly")
+def test_what_the_network_shows_is_refused_before_anything_costly_is_begun(
+    call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("check_run", "check_devices"):
+    assert faults(call, WITH_THE_NETWORK) == []
+    for name in ("check_run", "check_devices"):  # the negative control
         monkeypatch.setattr(f"convoy.cli.train_run.{name}", lambda *_: None)
     monkeypatch.setattr("convoy.cli.requests.TrainRequest.check", lambda _: None)
-    assert main(WRONG[case][0].format(tmp=tmp).split()) == 1
-    assert "something costly was begun" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "plan", ["owt=4", "filter=4", "auto", "{mesh: {a: 4}, layers: {conv: {a: sample}, '*': {a: filter}}}"]
-)
-def test_what_depends_on_the_layers_is_not_refused_early(plan: str) -> None:
-    recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", "batch=32"])
-    parallel = recipe.parallel.model_copy(update={"plan": plan})
-    check_devices(recipe.model_copy(update={"parallel": parallel}), 4)
-
-
-@pytest.mark.parametrize("batch_norm", ["sync", "microbatch"])
-def test_microbatches_become_smaller_where_nothing_depends_on_them(batch_norm: str) -> None:
-    net = {"sync": "resnet18", "microbatch": "lenet"}[batch_norm]
-    recipe = load_recipe("default", [f"model.name={net}", "data.path=nowhere", "batch=32", f"batch_norm={batch_norm}"])
-    model = on_meta(recipe)
-    assert model is not None
-    sizes, said = divisible_sizes(recipe, model, 3)
-    assert sizes == (11, 11, 10)
-    assert said is not None and "3 microbatches of 11 samples at most, not 1 of 32" in said
-    assert divisible_sizes(recipe, model, 1) == ((32,), None)
-    for key, value in (("reproducible", True), ("microbatch", 31)):
-        assert len(divisible_sizes(recipe.model_copy(update={key: value}), model, 3)[0]) < 3
-    check_devices(recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"devices": 2})}), 2)
-
-
-def test_nothing_to_resume_says_what_to_do(tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp / "runs/first").mkdir(parents=True)
-    assert main(["train", "runs/first", "--resume"]) == 2
-    assert "nothing was trained in runs/first yet" in capsys.readouterr().err
-    (tmp / "runs/first/config.yaml").write_text("")
-    assert main(["train", "runs/frist", "--resume"]) == 2
-    assert "did you mean runs/first?" in capsys.readouterr().err
-    assert main(["train", "runs/other", "--resume"]) == 2
-    assert "start it anew, without --resume" in capsys.readouterr().err
+    assert "something costly was begun" in call("train lenet --data two.yaml --devices 2 --out .", status=1).err

@@ -1,5 +1,5 @@
-"""What reaches a run on two devices of this host from outside: other users, signals, the end of a terminal, and what
-cleans the temporary directory."""
+"""What reaches a run on two devices of this host from outside: other users, signals, the end of a terminal, a folder or
+processes that go away, and what cleans the temporary directory."""
 
 import json
 import os
@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from cli.calls import UPDATES
 from emulated_hosts import listening
-from processes import family, variable
-from started import ENVIRONMENT, Started, command, steps, wait_for
-from tiny import write_mnist
+from processes import alive, children, family, variable
+from started import ENVIRONMENT, Started, command, curve, digest, finish, resume, steps, wait_for
+from tiny import write_pictures
 
 pytestmark = pytest.mark.slow
+Start = Callable[[list[str]], Started]
 
 OUTSIDER = """
 import os, sys, threading, time
@@ -44,92 +46,143 @@ def answering(ports: list[int]) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mnist(tmp_path_factory.mktemp("launcher") / "data")
-
-
-@pytest.fixture
-def long(data: Path, tmp_path: Path) -> list[str]:
-    return command(data, tmp_path / "run", epochs="4000ba")
-
-
 def status(out: Path) -> str:
     return str(json.loads((out / "summary.json").read_text())["status"])
 
 
-def test_nobody_finds_a_store_and_without_its_folder_the_launcher_still_tells_its_ranks(
-    long: list[str], tmp_path: Path, start: Callable[[list[str]], Started]
+def test_a_terminal_that_is_closed_stops_the_run_which_goes_on_by_another_plan_as_on_one_device(
+    serial: Path, data: Path, tmp_path: Path, start: Start
 ) -> None:
-    run = start([*long, "--devices", "2"])
-    wait_for(lambda: steps(tmp_path / "run") >= 2, 120)
-    pids = family(run.process.pid)
+    out = tmp_path / "run"
+    run = start(command(data, out, "--devices", "2", epochs=UPDATES))
+    wait_for(lambda: steps(out) >= 3, 120)
+    run.process.send_signal(signal.SIGHUP)
+    output, errors = run.end(60)
+    assert (run.process.returncode, errors) == (1, ""), output + errors
+    assert "SIGHUP: stopped and saved after" in output and status(out) == "stopped" and steps(out) < 60
+    finish(resume(out, "--devices", "3", "--shares", "3,3,2"))
+    assert digest(out) == digest(serial)
+    assert curve(out) == curve(serial)
+    assert (out / "evaluation.json").read_text() == (serial / "evaluation.json").read_text()
+    assert json.loads((out / "summary.json").read_text())["devices"] == 3
+
+
+def test_nobody_finds_a_store_and_a_run_by_nohup_outlives_its_terminal_and_the_folder_of_its_launcher(
+    data: Path, tmp_path: Path, start: Start
+) -> None:
+    out = tmp_path / "run"
+    run = start(["nohup", *command(data, out, "--devices", "2", epochs="4000ba")])
+    wait_for(lambda: steps(out) >= 2, 120)
     assert listening([run.process.pid]) == set()
-    found = listening(pids)
-    assert {address for address, _ in found} == {"127.0.0.1"}  # gloo's
+    ports = listening(family(run.process.pid))
+    assert {address for address, _ in ports} == {"127.0.0.1"}  # gloo's
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        mine = listener.getsockname()[1]
-        kept = dist.TCPStore(
-            "127.0.0.1", mine, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
-        assert answering([*(port for _, port in found), mine]) == [mine]
-        del kept
-    scores = [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in (run.process.pid, *run.ranks().values())]
-    assert all(
-        int(score) > int(scores[0]) for score in scores[1:]
-    )  # where memory lacks, the launcher is left to say so
+        assert answering([*(port for _, port in ports), port]) == [port]
+        del store
+    pids = (run.process.pid, *run.ranks().values())
+    launcher, *ranks = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in pids)
+    assert min(ranks) > launcher  # which is left to say so where memory lacks
     folder = Path(variable(run.ranks()[0], "CONVOY_LAUNCH") or "")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    run.process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    before = steps(out)
+    wait_for(lambda: steps(out) > before, 30)
     shutil.rmtree(folder)
     run.process.send_signal(signal.SIGTERM)
     output, errors = run.end(60)
     assert (run.process.returncode, errors) == (1, ""), output + errors
-    assert "SIGTERM: stopped and saved after" in output and status(tmp_path / "run") == "stopped"
+    assert "SIGTERM: stopped and saved after" in output and status(out) == "stopped"
 
 
-@pytest.mark.parametrize("devices", ["1", "2"])
-def test_a_terminal_that_is_closed_stops_the_run_and_it_saves(
-    long: list[str], tmp_path: Path, devices: str, start: Callable[[list[str]], Started]
-) -> None:
-    run = start([*long, "--devices", devices])
-    wait_for(lambda: steps(tmp_path / "run") >= 2, 120)
-    run.process.send_signal(signal.SIGHUP)
-    output, errors = run.end(60)
-    assert (run.process.returncode, errors) == (1, ""), output + errors
-    assert "SIGHUP: stopped and saved after" in output and status(tmp_path / "run") == "stopped"
+ENDS = [
+    (None, signal.SIGINT, 0, "SIGINT: stopped at once, without saving"),
+    (None, signal.SIGQUIT, 1, "SIGQUIT: stopped at once"),
+    (
+        0,
+        signal.SIGKILL,
+        0,
+        "rank 0 failed: it was ended by SIGKILL; the machine may be out of memory; nothing was saved yet",
+    ),
+    (1, signal.SIGTERM, 1, "rank 1 failed: it was ended by SIGTERM; nothing was saved yet"),
+]
+"""To which rank, or the launcher; what, and after how many updates; and what is said."""
 
 
-def test_who_asked_for_no_end_by_the_terminal_has_none(long: list[str], tmp_path: Path) -> None:
-    """`nohup` has the launcher, and so its ranks, ignore it."""
-    run = subprocess.Popen(
-        ["nohup", *long, "--devices", "2"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        wait_for(lambda: steps(tmp_path / "run") >= 2, 120)
-        run.send_signal(signal.SIGHUP)
-        time.sleep(1)
-        seen = steps(tmp_path / "run")
-        wait_for(lambda: steps(tmp_path / "run") > seen, 30)
-        run.send_signal(signal.SIGTERM)
-        assert "SIGTERM: stopped and saved after" in run.communicate(timeout=60)[0]
-    finally:
-        run.kill()
-        run.communicate()
-
-
-@pytest.mark.parametrize(
-    ("to_rank", "number", "said"),
-    [
-        (True, signal.SIGTERM, "rank 1 failed: it was ended by SIGTERM; nothing was saved yet\n"),
-        (False, signal.SIGQUIT, "SIGQUIT: stopped at once\n"),
-    ],
-)
+@pytest.mark.parametrize(("rank", "number", "after", "sentence"), ENDS, ids=["ctrl-c", "quit", "killed", "terminated"])
 def test_what_ends_without_saving_says_by_what(
-    long: list[str], start: Callable[[list[str]], Started], to_rank: bool, number: int, said: str
+    data: Path, tmp_path: Path, start: Start, rank: int | None, number: int, after: int, sentence: str
 ) -> None:
-    run = start([*long, "--devices", "2"])
-    wait_for(lambda: len(run.ranks()) == 2, 60)
-    wait_for(lambda: steps(Path(long[-1])) >= 1, 120)
-    os.kill(run.ranks()[1] if to_rank else run.process.pid, number)
-    assert run.end(60)[1] == said
+    out = tmp_path / "run"
+    run = start(command(data, out, "--devices", "2", epochs="4000ba"))
+    wait_for(lambda: len(run.ranks()) == 2 and steps(out) >= after, 120)
+    os.kill(run.process.pid if rank is None else run.ranks()[rank], number)
+    assert run.end(60)[1] == f"{sentence}\n"
     assert run.process.returncode == 1
+    assert out.exists() or not after
+
+
+def test_ctrl_c_after_the_last_update_leaves_the_report_to_be_written(data: Path, tmp_path: Path, start: Start) -> None:
+    out = tmp_path / "run"
+    run = start(command(data, out, "--devices", "2", epochs="4ba"))
+    assert run.process.stdout is not None and run.process.stderr is not None
+    assert any(line.startswith("test accuracy") for line in run.process.stdout)
+    run.process.send_signal(signal.SIGINT)
+    rest = run.process.stdout.read()
+    assert run.process.wait(60) == 0, run.process.stderr.read()
+    assert f"report: {out}" in rest and (out / "report.html").exists()
+
+
+def test_nothing_outlives_the_starting_process(data: Path, tmp_path: Path, start: Start) -> None:
+    out = tmp_path / "run"
+    run = start(command(data, out, "--devices", "2", "--workers", "1", epochs="4000ba"))
+    wait_for(lambda: steps(out) >= 1, 180)
+    everyone = family(run.process.pid)[1:]
+    assert len(everyone) > 2
+    run.process.kill()
+    run.process.wait()
+    wait_for(lambda: not any(map(alive, everyone)), 30)
+
+
+def test_a_folder_that_is_removed_is_not_made_anew(data: Path, tmp_path: Path, start: Start) -> None:
+    """Nor with restarts left: the run would begin anew in silence."""
+    out = tmp_path / "run"
+    options = ("--devices", "2", "--max-restarts", "2", "--set", "evaluate_every=100000ba")
+    run = start(command(data, out, *options, epochs="100000ba"))
+    wait_for(lambda: steps(out) > 1, 120)
+    shutil.rmtree(out)
+    errors = run.end(60)[1]
+    assert run.process.returncode == 1
+    assert f"{out} is not the folder any more that this run writes to" in errors.splitlines()[-1]
+    assert "it was removed; nothing is there now" in errors and "start again" not in errors
+    assert not out.exists()
+
+
+def loaders(pid: int) -> list[int]:
+    """The last ones of the tree below a process: those that the server of its workers has made."""
+    below = children(pid)
+    if below:
+        return [each for child in below for each in loaders(child)]
+    return [pid] if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+
+
+def test_processes_that_load_and_are_stopped_are_named_and_do_not_stay(tmp_path: Path, start: Start) -> None:
+    out, data = tmp_path / "run", write_pictures(tmp_path / "data", size=(90, 70))
+    options = ["--timeout", "6s", "--workers", "2", "--set", "evaluate_every=100000ba"]
+    options += ["--set", "data.image_size=28", "--set", "data.resize=32"]
+    run = start(command(data, out, *options, epochs="100000ba"))
+    wait_for(lambda: steps(out) > 1, 120)
+    pids = loaders(run.process.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    errors = run.end(60)[1]
+    assert run.process.returncode == 1
+    first = next(line for line in errors.splitlines() if "moved for" in line)
+    assert "(--timeout): update " in first and "waiting for data (process " in first
+    assert any(f"process {pid}, which is stopped, has not " in first for pid in pids) and " train/" in first
+    assert status(out) == "failed"
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)

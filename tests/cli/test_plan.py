@@ -1,331 +1,214 @@
-"""`convoy plan` and `convoy profile`, as a person calls them."""
+"""`convoy plan`, for devices at hand and for others (`--on`), and `convoy profile`, as a person calls them."""
 
 import json
 import os
-import subprocess
-import sys
-from html.parser import HTMLParser
+import re
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from convoy.cli import main, plan_answer
+from cli.calls import Call, faults
+from convoy.cli import plan_answer
 from convoy.errors import ConvoyError
 from convoy.planner.cost.device import Device
 from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Times
 from convoy.plans.plan import Plan
-from convoy.units import extra
+from started import ENVIRONMENT
 
-LINE = ["plan", "lenet", "--devices", "2", "--batch", "32", "--microbatches", "2", "--link", "10gbit"]
+LINE = "plan lenet --devices 2 --batch 32 --microbatches 2 --link 10gbit"
+ON = "plan lenet --on 4xv100-sxm2 --batch 256"
+MISTAKES = {
+    "plan lenet --devices 4 --batch 2": "too small for 4 devices",
+    "plan lenet --devices 2 --link 0gbit": "'0gbit' is no link",
+    "plan lenet --devices 2 --score auto": "leave --score out",
+    "plan lenet --devices 2 --score none.yaml": "there is no plan file none.yaml",
+    "plan lenet --devices 16 --batch 16 --microbatches 16 --score filter=16 --link pcie4": "6",
+    "plan lenet --devices 2 --memory-limit much": "--memory-limit much is no size",
+    "plan lenet --devices 2 --memory-limit 1kB --batch 32 --link pcie4": "no plan fits",
+    "plan lenet --devices 2 --memory-limit 1kB --batch 32 --link pcie4 --score sample=2": "than the 1 kB there are",
+    "plan lenet --devices 2 --batch 32 --link pcie4 --images-per-second nan": "--images-per-second is nan",
+    "plan lenet --batch 32 --cores-per-device -1": "--cores-per-device is -1",
+    "plan lenet --batch 80 --devices 40 --link 10gbit --score stage=40": "--score stage=40: the network has ",
+    "plan alexnet --image-size 16 --batch 4": "cannot train on images of 3×16×16",
+    "plan lenet --precision fp8": "precision",
+    "plan lenet --out missing/plan.yaml": "there is no folder missing",
+    "plan lenet --html .": "is a folder",
+    "plan lenet --device tpu": "--device tpu",
+    "plan lenet --on 2xt4 --price cheap": "no list of numbers",
+    "plan lenet --on 2xt4 --devices 2": "--devices is for devices at hand",
+    "plan lenet --on 2x(2xt4) --between string": "is no link",
+    "plan lenet --on 2xt4 --images 0": "at least 1",
+    "plan lenet --score sample=2 --schedule gpipe": "--schedule is for plans with stages, and --score names none",
+    "plan lenet --schedule quick": "--schedule is quick, but must be 1f1b",
+    "plan lenet --on 2xt4 --score sample=3": "--score sample=3 is for 3 devices, but 2xt4 has 2",
+    "plan lenet --on 512xt4": "too small for 512 devices",
+    "plan lenet --between 10gbit": "name one with --on",
+    "plan lenet --on 2xt4 --catalog /nowhere.yaml": "there is no devices file",
+    "plan lenet --on 2xt4 --recompute": "--recompute is not for --on",
+    "plan lenet --on 2xt4 --compare 200xt4": "too small for the 200 devices of 200xt4",
+    "plan lenet --on k20 --batch 4000000": "more than the",
+}
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def own_store(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CONVOY_CACHE", str(cache))
-
-
-def said(capsys: pytest.CaptureFixture[str], *line: str, status: int = 0) -> str:
-    capsys.readouterr()
-    assert main(list(line)) == status
-    out, err = capsys.readouterr()
-    return out if status == 0 else err
-
-
-def test_text(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, *LINE)
+def test_text(call: Call) -> None:
+    text = call(LINE).out
     assert text.startswith("lenet on 2 devices, 32 samples an update")
-    for words in (
-        "plan ",
-        "speed-up",
-        "memory",
-        "what if",
-        "next best",
-        "classifier.4",
-        "the links are assumed: 10gbit",
-    ):
+    for words in ("plan ", "speed-up", "memory", "what if", "next best", "classifier.4", "are assumed: 10gbit"):
         assert words in text
 
 
-def test_stages_have_a_bubble_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["plan", "lenet", "--batch", "32", "--microbatches", "8", "--link", "10gbit", "--score", "stage=2"]
-    text = said(capsys, *line, "--html", str(tmp_path / "plan.html"))
+def test_json_yaml_page_and_trace_are_of_one_plan_which_keeps_to_what_is_fixed(tmp_path: Path, call: Call) -> None:
+    out, page, trace = tmp_path / "plan.yaml", tmp_path / "plan.html", tmp_path / "step.json"
+    line = f"{LINE} --fix features.*=sample"
+    document = call(f"{line} --json --out {out} --html {page} --trace {trace}").document
+    plan = Plan.parse(out)
+    assert plan == Plan.parse({key: value for key, value in document["plan"].items() if key != "text"})
+    assert plan.mesh.num_devices == 2 and plan.strategy("features.0", "conv") == ("sample",)
+    assert f"# convoy {LINE} --fix 'features.*=sample'" in out.read_text()
+    assert page.read_text().startswith("<!doctype html>")
+    events = json.loads(trace.read_text())["traceEvents"]
+    last = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert last / 1e6 == pytest.approx(document["update_s"])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["plan.html", "plan.yaml", "step.json"]
+
+
+def test_stages_have_a_bubble_and_a_table(tmp_path: Path, call: Call) -> None:
+    line = "plan lenet --batch 32 --microbatches 8 --link 10gbit --score stage=2"
+    text = call(f"{line} --html {tmp_path / 'plan.html'}").out
     assert text.startswith("lenet on 2 devices, 32 samples an update")
     for words in ("plan stage=2", ", schedule ", "bubble ", "waiting for other stages", "begins at"):
         assert words in text
     assert "schedule" in (tmp_path / "plan.html").read_text()
-    found = json.loads(said(capsys, *line, "--json"))
+    document = call(f"{line} --json").document
     keys = {"begins", "ranks", "takes", "received_bytes", "computes_s", "waits_s", "sent_bytes", "memory"}
-    assert [set(stage) for stage in found["stages"]] == [keys] * 2
-    assert 0 < found["bubble"] < 1 and found["schedule"] in ("gpipe", "1f1b") and 1 <= found["passes"] <= 8
+    assert [set(stage) for stage in document["stages"]] == [keys] * 2
+    assert 0 < document["bubble"] < 1 and document["schedule"] in ("gpipe", "1f1b") and 1 <= document["passes"] <= 8
     for schedule in ("gpipe", "zero-bubble"):
-        assert f", schedule {schedule}" in said(capsys, *line, "--schedule", schedule)
-    again = said(capsys, *line, "--recompute")
-    assert "the backward pass computes " in again and "the backward pass computes " not in text
-    error = said(capsys, *line[:-1], "stage=40", "--devices", "40", "--batch", "80", status=2)
-    assert error.startswith("convoy: --score stage=40: the network has ") and "at which a stage can begin" in error
+        assert f", schedule {schedule}" in call(f"{line} --schedule {schedule}").out
+    assert "the backward pass computes " in call(f"{line} --recompute").out and "backward pass computes" not in text
 
 
-@pytest.mark.slow
-def test_json_yaml_page_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, page, trace = tmp_path / "plan.yaml", tmp_path / "plan.html", tmp_path / "step.json"
-    found = json.loads(said(capsys, *LINE, "--json", "--out", str(out), "--html", str(page), "--trace", str(trace)))
-    assert Plan.parse(out) == Plan.parse({key: value for key, value in found["plan"].items() if key != "text"})
-    assert f"# convoy {' '.join(LINE)}" in out.read_text()
-    assert page.read_text().startswith("<!doctype html>")
-    events = json.loads(trace.read_text())["traceEvents"]
-    last = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
-    assert last / 1e6 == pytest.approx(found["update_s"])
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["plan.html", "plan.yaml", "step.json"]
+def test_plans_are_compared_and_their_devices_need_not_be_said(call: Call) -> None:
+    line = "plan lenet --batch 32 --microbatches 2 --link 10gbit --score sample=2"
+    document = call(f"{line} --score owt=2 --json").document
+    assert {candidate["plan"]["text"] for candidate in document["candidates"]} == {"sample=2", "owt=2"}
+    assert document["exact"] is None and document["devices"] == 2
+    slow = call(f"{line} --images-per-second 10 --json").document
+    assert slow["verdict"]["kind"] == "input" and slow["update_s"] > 1.6
+    assert "Input-bound" in call(f"{line} --images-per-second 10").out
 
 
-@pytest.mark.slow
-def test_the_plan_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "plan.yaml"
-    said(capsys, *LINE, "--out", str(out), "--fix", "features.*=sample")
-    plan = Plan.parse(out)
-    assert plan.mesh.num_devices == 2
-    assert plan.strategy("features.0", "conv") == ("sample",)
-
-
-@pytest.mark.slow
-def test_plans_of_ones_own_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(said(capsys, *LINE, "--score", "sample=2", "--score", "owt=2", "--json"))
-    assert {candidate["plan"]["text"] for candidate in found["candidates"]} == {"sample=2", "owt=2"}
-    assert found["exact"] is None
-
-
-@pytest.mark.slow
-def test_slow_input_is_what_holds_a_plan_up(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(said(capsys, *LINE, "--score", "sample=2", "--images-per-second", "10", "--json"))
-    assert found["verdict"]["kind"] == "input"
-    assert found["update_s"] > 1.6
-    assert "Input-bound" in said(capsys, *LINE, "--score", "sample=2", "--images-per-second", "10")
-
-
-@pytest.mark.slow
-def test_devices_follow_from_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["plan", "lenet", "--batch", "32", "--score", "filter=2", "--link", "pcie4", "--json"]
-    assert json.loads(said(capsys, *line))["devices"] == 2
-
-
-@pytest.mark.slow
-def test_a_batch_of_one_microbatch_says_why_samples_stay_together(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "plan", "lenet", "--devices", "2", "--batch", "32", "--microbatches", "1", "--link", "pcie4")
+def test_what_is_assumed_is_said(tmp_path: Path, call: Call) -> None:
+    number = 4 * (os.cpu_count() or 1)
+    text = call(f"plan lenet --devices {number} --batch 128 --microbatches {number}").out
+    assert "were not measured" in text and "each device is taken to be as this one" in text
+    text = call("plan lenet --devices 2 --batch 32 --microbatches 1 --link pcie4").out
     assert text.startswith("the batch is 1 microbatch, which stay whole")  # before the plan
     assert "--microbatches 2 would" in text
-
-
-def test_one_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "plan.html"
-    text = said(capsys, "plan", "lenet", "--batch", "16", "--html", str(page))
-    assert "plan serial" in text
-    assert "on</span> <bdi>1 device</bdi>" in page.read_text()
-
-
-@pytest.mark.slow
-def test_a_recipe_gives_model_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(said(capsys, "plan", "--recipe", "lenet-mnist", "--json"))
-    assert (found["model"], found["batch"]) == ("lenet", 64)
-
-
-@pytest.mark.slow
-def test_a_factory_of_ones_own_with_one_channel(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(
-        capsys, "plan", "tiny:TinyNet", "--batch", "16", "--image-size", "28", "--devices", "2", "--link", "pcie4"
-    )
-    assert "tiny:TinyNet on 2 devices, 16 samples an update, images of 1×28×28" in text
-    assert "pixels are assumed" not in text
-
-
-def test_the_size_that_is_assumed_is_said_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     with (
         patch.object(plan_answer, "ASSUMED_SIZE", 28),
         patch.object(plan_answer, "workload_of_recipe", side_effect=ConvoyError("measured")),
     ):
-        assert main(["plan", "tiny:TinyNet", "--batch", "16"]) == 2
-    first, second = capsys.readouterr().err.splitlines()
+        first, second = call("plan tiny:TinyNet --batch 16", status=2).err.splitlines()
     assert first.startswith("the size of the images for tiny:TinyNet is not known: 28×28 pixels are assumed, unless")
     assert second == "convoy: measured"
     with patch.object(plan_answer, "ASSUMED_SIZE", 28):
-        found = json.loads(said(capsys, "plan", "tiny:TinyNet", "--batch", "16", "--json"))
-    assert found["sample"] == [1, 28, 28]
-    assert any("28×28 pixels are assumed" in note for note in found["notes"])
+        document = call("plan tiny:TinyNet --batch 16 --json").document
+    assert document["sample"] == [1, 28, 28] and any("28×28 pixels are assumed" in note for note in document["notes"])
+    text = call("plan tiny:TinyNet --batch 16 --image-size 28 --devices 2 --link pcie4").out
+    assert "tiny:TinyNet on 2 devices, 16 samples an update, images of 1×28×28" in text and "are assumed, u" not in text
 
 
-def test_given_plans_respect_the_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    error = said(capsys, *LINE, "--score", "sample=2", "--memory-limit", "1kB", status=2)
-    assert "the plan sample=2 does not fit: it needs" in error and "more than the 1 kB there are" in error
-
-
-def test_an_alternative_that_is_not_slower_is_as_fast() -> None:
-    assert [extra(number) for number in (1.2e-3, 0.0, -2.6e-3)] == ["+1.20 ms", "as fast", "as fast"]
-
-
-@pytest.mark.slow
-def test_more_devices_than_there_are_say_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    number = str(4 * (os.cpu_count() or 1))
-    text = said(capsys, "plan", "lenet", "--devices", number, "--batch", "128", "--microbatches", number)
-    assert "were not measured" in text
-    assert "each device is taken to be as this one" in text
-
-
-@pytest.mark.slow
-def test_ranks_of_this_machine_measure(tmp_path: Path, cache: Path) -> None:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one core")
-    out = tmp_path / "plan.yaml"
-    line = ["plan", "lenet", "--devices", "2", "--batch", "32", "--microbatches", "2", "--json", "--out", str(out)]
-    environment = os.environ | {"CONVOY_CACHE": str(cache)}
-    found = subprocess.run(
-        [sys.executable, "-m", "convoy", *line],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["devices"] == 2
-    assert not any("assumed" in note or "not measured" in note for note in json.loads(found.stdout)["notes"])
-    assert Plan.parse(out).mesh.num_devices == 2
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("plan", "nothing to plan"),
-        ("plan lenett", "did you mean lenet"),
-        ("plan lenet --devices 0", "--devices is 0"),
-        ("plan lenet --devices 4 --batch 2", "too small for 4 devices"),
-        ("plan lenet --devices 2 --link string", "'string' is no link"),
-        ("plan lenet --devices 2 --link 0gbit", "'0gbit' is no link"),
-        ("plan lenet --devices 2 --batch 32 --link 10gbit --fix head.*=filter", "matches no layer"),
-        ("plan lenet --devices 2 --batch 32 --link 10gbit --fix classifier.*", "fixes nothing"),
-        ("plan lenet --devices 2 --batch 32 --link 10gbit --fix classifier.*=filer", "filer"),
-        ("plan lenet --devices 2 --score sample=4", "--score sample=4 is for 4 devices"),
-        ("plan lenet --devices 2 --score auto", "leave --score out"),
-        ("plan lenet --devices 2 --score smaple=2", "smaple"),
-        ("plan lenet --devices 2 --score none.yaml", "there is no plan file none.yaml"),
-        ("plan lenet --devices 2 --score sample=2 --fix *=sample", "--fix is for a search"),
-        ("plan lenet --devices 16 --batch 16 --microbatches 16 --score filter=16 --link pcie4", "6"),
-        ("plan lenet --devices 2 --memory-limit much", "--memory-limit much is no size"),
-        ("plan lenet --devices 2 --memory-limit 1kB --batch 32 --link pcie4", "no plan fits"),
-        ("plan lenet --devices 2 --batch 32 --link pcie4 --images-per-second 0", "--images-per-second is 0"),
-        ("plan lenet --devices 2 --batch 32 --link pcie4 --images-per-second nan", "--images-per-second is nan"),
-        ("plan lenet --batch 32 --cores-per-device 0", "--cores-per-device is 0"),
-        ("plan lenet --batch 32 --cores-per-device -1", "--cores-per-device is -1"),
-        ("plan alexnet --image-size 16 --batch 4", "cannot train on images of 3×16×16"),
-        ("plan lenet --precision fp8", "precision"),
-        ("plan lenet --out missing/plan.yaml", "there is no folder missing"),
-        ("plan lenet --html .", "is a folder"),
-        ("plan failing:Nothing", "failing:Nothing"),
-        ("plan lenet --device tpu", "--device tpu"),
-    ],
-)
-def test_mistakes_are_one_sentence(line: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    before = Path.cwd()
-    os.chdir(tmp_path)
-    try:
-        error = said(capsys, *line.split(), status=2)
-    finally:
-        os.chdir(before)
-    lines = [each for each in error.splitlines() if not each.startswith(("profiling", "measuring", "searching"))]
-    assert len(lines) == 1 and lines[0].startswith("convoy: ")
-    assert words in lines[0]
-    assert not any(tmp_path.iterdir())
-
-
-class Page(HTMLParser):
-    """What a page holds, and what it would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.loads: list[str] = []
-        self.boxes = 0
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = dict(attributes)
-        if tag not in ("meta", "link", "br", "img"):
-            self.open.append(tag)
-        self.loads += [value or "" for name, value in attributes if name in ("src", "href") and tag != "a"]
-        self.boxes += tag == "g" and "box" in (given.get("class") or "").split()
-
-    def handle_endtag(self, tag: str) -> None:
-        while self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-@pytest.mark.slow
-def test_the_page_holds_everything_and_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_gives_model_and_batch_and_one_device_runs_serially(tmp_path: Path, call: Call) -> None:
     page = tmp_path / "plan.html"
-    line = ["plan", "odd_names:net", "--batch", "8", "--image-size", "12", "--devices", "2", "--link", "pcie4"]
-    said(capsys, *line, "--html", str(page))
-    text = page.read_text()
-    assert "<b>bold</b>" not in text
-    parsed = Page()
-    parsed.feed(text)
-    assert all(load.startswith("data:") for load in parsed.loads)
-    assert any("<b>bold</b>" in each for each in parsed.texts)
-    assert parsed.boxes == 3
+    text = call(f"plan --recipe lenet-mnist --html {page}").out
+    assert text.startswith("lenet on 1 device, 64 samples an update") and "plan serial" in text
+    assert "on</span> <bdi>1 device</bdi>" in page.read_text()
 
 
 @pytest.mark.slow
-def test_profile_lists_what_was_measured_and_forgets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
-    assert "nothing is kept" in said(capsys, "profile")
-    assert json.loads(said(capsys, "profile", "--json")) == []
-    assert "nothing is kept" in said(capsys, "profile", "nowhere", status=2)
-    said(capsys, "plan", "lenet", "--batch", "8")
-    assert "convoy profile lists" in said(capsys, "profile", "nowhere", status=2)
-    devices = json.loads(said(capsys, "profile", "--json"))
-    assert len(devices) == 1 and devices[0]["pieces"] > 3
-    assert "just now" in said(capsys, "profile")
-    pieces = json.loads(said(capsys, "profile", "1", "--json"))
-    assert len(pieces) == devices[0]["pieces"]
-    assert pieces == json.loads(said(capsys, "profile", devices[0]["key"], "--json"))
-    assert "conv 8×" in said(capsys, "profile", "1")
-    assert "forgot 1 device" in said(capsys, "profile", "--clear", "1")
-    assert "nothing is kept" in said(capsys, "profile")
-    assert "forgot 0 devices" in said(capsys, "profile", "--clear")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_ranks_of_this_machine_measure(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    line = "plan tiny:TinyNet --image-size 28 --devices 2 --batch 32 --microbatches 2"
+    document = call(f"{line} --json --out {tmp_path / 'plan.yaml'}").document
+    assert document["devices"] == 2
+    assert not any("assumed" in note or "not measured" in note for note in document["notes"])
+    assert Plan.parse(tmp_path / "plan.yaml").mesh.num_devices == 2
 
 
-def test_profile_says_what_came_from_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_mistakes_are_one_sentence(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert faults(call, MISTAKES) == []
+
+
+def test_the_page_holds_everything_and_escapes_names(tmp_path: Path, call: Call) -> None:
+    path = tmp_path / "plan.html"
+    call(f"plan odd_names:net --batch 8 --image-size 12 --devices 2 --link pcie4 --html {path}")
+    page = path.read_text()
+    assert "<b>bold</b>" not in page and "&lt;b&gt;bold&lt;/b&gt;" in page
+    assert re.findall(r'<(?!a )[^>]* (?:src|href)="(?!data:)[^"]*', page) == []
+    assert len(re.findall(r'<g [^>]*class="[^"]*\bbox\b', page)) == 3
+
+
+def test_machines_that_are_not_at_hand_have_a_price(tmp_path: Path, call: Call) -> None:
+    page, plan = tmp_path / "page.html", tmp_path / "plan.yaml"
+    text = call(f"{ON} --compare 2xrtx-4090 --price 2,0.3 --html {page} --out {plan}").out
+    priced = "days and price, in the currency of --price, of "
+    for words in ("predicted, not measured", "4xv100-sxm2", "2xrtx-4090", "90 % range", priced, "held back by"):
+        assert words in text
+    assert "<svg" in page.read_text() and "2xrtx-4090" in page.read_text() and "mesh" in plan.read_text()
+    (document,) = call(f"{ON} --images 60000 --price 1 --json").document
+    assert document["devices"] == 4 and document["range"][0] < document["images_per_s"] < document["range"][1]
+    assert document["price"] == pytest.approx(24 * 4 * document["days"], rel=0.1, abs=0.01)
+    assert document["speedup"] <= 4.05 and document["faster_than_data_parallel"] >= 1
+
+
+def test_microbatches_and_schedules_of_other_machines_are_those_of_a_training(call: Call) -> None:
+    line = "plan resnet18 --image-size 32 --on 4xv100-sxm2 --batch 64"
+    assert (
+        "over 16 samples, so that each device has a microbatch: training does so with --microbatches 4"
+        in call(line).out
+    )
+    assert "batch norm takes its statistics" not in call(f"{line} --microbatches 4").out
+    line = "plan lenet --on 2xt4 --batch 64 --score stage=2"
+    assert ", schedule 1f1b" in call(line).out
+    assert ", schedule zero-bubble" in call(f"{line} --schedule zero-bubble").out
+
+
+def test_a_device_may_be_described_or_measured_by_oneself(tmp_path: Path, call: Call) -> None:
+    path, measured = tmp_path / "mine.yaml", tmp_path / "measured.yaml"
+    path.write_text("mine: {generation: ada, processors: 60, fp32: 20, memory_gb: 16, gbytes_per_s: 500}\n")
+    line = f"plan lenet --on 2x(2xmine) --between 25gbit --catalog {path} --batch 64"
+    assert "2x(2xmine) over 25gbit" in call(line).out
+    call(f"profile cpu --export {measured}")
+    name = measured.read_text().partition(":")[0]
+    assert f"2x{name}" in call(f"plan lenet --on 2x{name} --catalog {measured} --batch 64").out
+
+
+def test_profile_lists_what_was_measured_or_came_from_runs_and_forgets_it(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
+    call("plan lenet --batch 8 --no-store")
+    assert not any(tmp_path.iterdir())
+    assert "nothing is kept" in call("profile").out and call("profile --json").document == []
+    assert "nothing is kept" in call("profile nowhere", status=2).err
     store, device = ProfileStore(), Device("Some CPU", "2.13", "0.1", 1)
     small, large = (
         LocalOp("copy", "", (Operand((size,), "float32"),), (Operand((size,), "float32"),)) for size in (3, 5)
     )
     store.put(device, {small: Times(1e-3, 0.0), large: Times(2e-3, 0.0)})
     store.put(device, {small: Times(3e-3, 0.0)}, "run")
-    (found,) = json.loads(said(capsys, "profile", "--json"))
-    assert (found["pieces"], found["from_runs"]) == (2, 1)
-    assert "from runs" in said(capsys, "profile")
-    pieces = json.loads(said(capsys, "profile", "1", "--json"))
+    assert "convoy profile lists" in call("profile nowhere", status=2).err
+    (row,) = call("profile --json").document
+    assert (row["pieces"], row["from_runs"]) == (2, 1)
+    text = call("profile").out
+    assert "from runs" in text and "just now" in text
+    pieces = call("profile 1 --json").document
     assert [(piece["source"], piece["forward_s"]) for piece in pieces] == [("run", 3e-3), ("profiling", 2e-3)]
-    assert "a run" in said(capsys, "profile", "1")
-
-
-@pytest.mark.slow
-def test_no_store_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
-    said(capsys, "plan", "lenet", "--batch", "8", "--no-store")
-    assert not any(tmp_path.iterdir())
+    assert pieces == call(f"profile {row['key']} --json").document and "a run" in call("profile 1").out
+    assert "forgot 1 device" in call("profile --clear 1").out and "forgot 0 devices" in call("profile --clear").out

@@ -48,11 +48,11 @@ def test_what_launchers_leave_is_swept_and_nothing_else(tmp_path: Path, monkeypa
         link = tmp_path / "convoy-launch-link"
         link.symlink_to(victim)
         os.utime(link, (0, 0), follow_symlinks=False)
-        with private_folder() as own:
-            assert stat.S_IMODE(own.stat().st_mode) == 0o700
-            left = {living, victim, young, link, own} | ({theirs} if os.geteuid() == 0 else set())
+        with private_folder() as folder:
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            left = {living, victim, young, link, folder} | ({theirs} if os.geteuid() == 0 else set())
             assert set(tmp_path.iterdir()) == left and killed not in left
-        assert not own.exists()
+        assert not folder.exists()
     finally:
         for each in launchers:
             each.kill()

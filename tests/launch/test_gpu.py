@@ -39,40 +39,30 @@ def watch(folder: Path, monkeypatch: pytest.MonkeyPatch, driver: int, script: st
 
 
 def test_a_gpu_that_throttles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = watch(tmp_path, monkeypatch, 2025)
-    load = found.read(lambda pid: pid in (os.getpid(), 79))
+    reader = watch(tmp_path, monkeypatch, 2025)
+    load = reader.read(lambda pid: pid in (os.getpid(), 79))
     assert load is not None
     assert load.throttled_s == {"sw_power_cap": 0.0, "sw_thermal_slowdown": 2.0}
     assert load.others_busy == 0.4
     assert load.others == (GpuProcess("render", 77, 100 * 2**20), GpuProcess("python", 78, 0))
     assert "-i GPU-1 --query-gpu=utilization.gpu," in (tmp_path / "asked").read_text()
-    again = found.read(lambda pid: True)
+    again = reader.read(lambda pid: True)
     assert again is not None and again.throttled_s["sw_thermal_slowdown"] == 0  # since the reading before
 
 
-def test_older_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = watch(tmp_path, monkeypatch, 2023).read(lambda pid: True)
-    assert load is not None
-    assert (load.throttled_s, load.others_busy) == ({}, 0.0)  # no others, so it was not looked at
-    load = watch(tmp_path, monkeypatch, 2020).read(lambda pid: True)
-    assert load is not None
-    assert load.throttled_s == {}
-
-
-def test_processes_of_another_name_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = watch(tmp_path, monkeypatch, 2023)
+def test_older_drivers_and_processes_of_another_name_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver in (2023, 2020):
+        reader = watch(tmp_path, monkeypatch, driver)
+        load = reader.read(lambda pid: True)
+        assert load is not None and (load.throttled_s, load.others_busy) == ({}, 0.0)  # no others: not looked at
     (tmp_path / "processes").write_text("4711, python, 900\n")
-    load = found.read(lambda pid: False)
-    assert load is not None
-    assert load.others == ()
+    load = reader.read(lambda pid: False)
+    assert load is not None and load.others == ()
 
 
-@pytest.mark.parametrize("script", ["#!/bin/sh\nexit 9\n", "#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\necho\n", "gone"])
-def test_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def test_where_nobody_answers_there_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in (None, torch.device("cpu"), torch.device("cuda", 63)):
+        assert HostWatch(device).read().gpu is None
     monkeypatch.setattr(gpu, "_TIMEOUT_S", 0.1)
-    assert watch(tmp_path, monkeypatch, 2025, script).read(lambda pid: False) is None
-
-
-@pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("cuda", 63)])
-def test_no_gpu(device: torch.device | None) -> None:
-    assert HostWatch(device).read().gpu is None
+    for script in ("#!/bin/sh\nexit 9\n", "#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\necho\n", "gone"):
+        assert watch(tmp_path, monkeypatch, 2025, script).read(lambda pid: False) is None

@@ -11,26 +11,20 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.emulated.quota import made_groups
-from convoy.errors import ConvoyError
 from convoy.launch import host
 from convoy.launch.host import HostWatch, OtherProcess
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's counters")
 # It is busy until it has had a core for a while, however many others have it as well, and says what it saw: of
 # every process, as on a machine with much to do a share may be small.
-SECONDS = 0.3
 WATCHED = """
-import json, os, sys, time
+import json, sys, time
 from dataclasses import asdict
 from convoy.launch import host
 from convoy.launch.host import HostWatch
 host.LEAST_CORES = 0.0
-group, ours, seconds = sys.argv[1], [int(pid) for pid in sys.argv[2].split()], float(sys.argv[3])
-if group:
-    open(f"{group}/cgroup.procs", "w").write(str(os.getpid()))
-watch = HostWatch(ours=ours)
-until = time.process_time() + seconds
+watch = HostWatch(ours=[int(pid) for pid in sys.argv[1].split()])
+until = time.process_time() + 0.3
 while time.process_time() < until:
     sum(range(1000))
 load = watch.read()
@@ -40,13 +34,10 @@ print(json.dumps({**asdict(load), "got": load.cpu_s / (load.cpu_s + waited)}))
 BUSY = "print(flush=True)\nwhile True: sum(range(1000))"
 
 
-def watched(
-    core: int | None, group: str = "", ours: str = "", environment: Mapping[str, str] = {}, seconds: float = SECONDS
-) -> dict[str, Any]:
+def watched(core: int, ours: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """What is seen; `others` by their numbers."""
-    pinned = [] if core is None else ["taskset", "-c", str(core)]
     done = subprocess.run(
-        [*pinned, sys.executable, "-c", WATCHED, group, ours, str(seconds)],
+        ["taskset", "-c", str(core), sys.executable, "-c", WATCHED, ours],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -76,53 +67,16 @@ def core() -> int:
 
 
 @LINUX
-def test_a_process_on_the_same_core_is_named(core: int) -> None:
-    with busy(core) as pid:
-        load = watched(core)
-    assert load["cores"] == 1
-    assert load["waited_s"] > 0.3 * load["cpu_s"]
-    assert load["got"] < 0.7
-    assert load["others"][pid] > 0
-    assert load["others_cores"] > 0
-
-
-@LINUX
-@pytest.mark.parametrize("known_by", ["number", "variables"])
-def test_a_rank_of_the_same_run_is_not(core: int, known_by: str) -> None:
-    run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if known_by == "variables" else {}
+def test_a_process_on_the_same_core_is_named_unless_it_is_a_rank_of_the_same_run(core: int) -> None:
+    run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with busy(core, run) as pid:
-        load = watched(core, ours=str(pid) if known_by == "number" else "", environment=run)
-    assert load["waited_s"] > 0.3 * load["cpu_s"]
-    assert pid not in load["others"]
-    assert load["run_cores"] > 0
-
-
-@LINUX
-def test_a_rank_of_another_run_is_named(core: int) -> None:
-    with busy(core, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}) as pid:
-        load = watched(core, environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2"})
-    assert load["others"][pid] > 0
-
-
-@LINUX
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_process_on_another_core_is_not(core: int) -> None:
-    with busy(max(os.sched_getaffinity(0))) as pid:
-        load = watched(core)
-    assert not load["others"].get(pid)
-
-
-@LINUX
-def test_a_quota_is_seen() -> None:
-    try:
-        with made_groups("convoy-watch-", [0.05]) as groups:  # less than is to be had beside many others
-            load = watched(None, str(groups[0]), seconds=0.05)
-    except ConvoyError as error:
-        pytest.skip(str(error))
-    assert load["cores"] == pytest.approx(0.05)
-    assert load["throttled_s"] > 0
-    assert load["waited_s"] >= load["throttled_s"]
-    assert load["got"] < 0.6
+        for numbers, environment in (("", run | {"MASTER_PORT": "2"}), (str(pid), {}), ("", run)):
+            is_foreign = environment.get("MASTER_PORT") == "2"
+            load = watched(core, numbers, environment)
+            assert load["cores"] == 1
+            assert load["waited_s"] > 0.3 * load["cpu_s"] and load["got"] < 0.7
+            assert (load["others"].get(pid, 0) > 0) == is_foreign
+            assert load["others_cores"] > 0 if is_foreign else load["run_cores"] > 0
 
 
 def made(machine: Path, files: Mapping[str, str]) -> Path:
@@ -198,21 +152,13 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
     assert watch.read().waited_s == 1  # since the reading before
 
 
-def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
+def test_a_machine_that_says_nothing_or_something_else(tmp_path: Path) -> None:
     load = HostWatch(machine=tmp_path).read()
     assert (load.waited_s, load.throttled_s, load.others_cores, load.memory_pressure_s) == (None,) * 4
     assert (load.others, load.swapped_bytes, load.gpu) == ((), 0, None)
-
-
-def test_a_machine_that_says_something_else(tmp_path: Path) -> None:
     garbled = ("stat", "vmstat", "self/task/1/schedstat", "self/cgroup", "pressure/memory", "12/stat", "self/environ")
     for text in ("", "?", "0 0 0", "cpu0 x\n"):
         load = HostWatch(machine=made(tmp_path, {f"proc/{name}": text for name in garbled})).read()
         assert load.others == ()
-
-
-def test_variables_that_are_no_text(tmp_path: Path) -> None:
-    machine = made(tmp_path, {"proc/stat": ""})
-    (machine / "proc/self").mkdir(exist_ok=True)
-    (machine / "proc/self/environ").write_bytes(b"NAME=M\xfcller\0MASTER_ADDR=here\0")
-    assert HostWatch(machine=machine).read().others == ()
+    (tmp_path / "proc/self/environ").write_bytes(b"NAME=M\xfcller\0MASTER_ADDR=here\0")  # which is no text
+    assert HostWatch(machine=tmp_path).read().others == ()
