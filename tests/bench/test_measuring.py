@@ -1,6 +1,5 @@
 """What measures: the ranks' processes, a stopwatch by a clock that the test moves, peers, and the planner's row."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -31,7 +30,6 @@ from convoy.bench.study import recipe_for
 from convoy.bench.training_runs import Heard
 from convoy.comm.collectives import waits
 from convoy.comm.position import current
-from convoy.data import DataConfig, Order, open_data, training_batches
 from convoy.engine.profiling import CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError
 from convoy.planner import make_plan
@@ -170,8 +168,13 @@ def test_failures_have_reasons_and_the_standard_output_stays_clean(capfd: pytest
     assert capfd.readouterr().out == ""
 
 
-def load_pictures(folder: Path, say: Say) -> None:
-    """Hang while a process loads pictures, whose number is written beside this one's."""
+STARTS_A_RANK = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from convoy.bench.processes import RankSlot, run_ranks
+from convoy.data import DataConfig, Order, open_data, training_batches
+
+def load_pictures(folder, say):
     config = DataConfig(path=str(folder), workers=1)
     data = open_data(config)
     batches = training_batches(data, config, Order(len(data.train), 8, 0), first_update=0, num_updates=9, seed=0)
@@ -181,23 +184,17 @@ def load_pictures(folder: Path, say: Say) -> None:
     (folder / "unfinished").rename(folder / "numbers")
     time.sleep(100)
 
-
-STARTS_A_RANK = """
-import sys
-from pathlib import Path
-from convoy.bench.processes import RankSlot, run_ranks
-from bench.test_measuring import load_pictures
-
 if __name__ == "__main__":
     run_ranks(load_pictures, [RankSlot(0, 1)], Path(sys.argv[1]))
 """
+"""Its rank hangs while a process loads pictures for it, whose number is written beside its own."""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 def test_nothing_outlives_whoever_started_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "starts.py").write_text(STARTS_A_RANK)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     runs = {}
     try:
         for end in (signal.SIGKILL, signal.SIGINT):

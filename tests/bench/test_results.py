@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.made_study import AUTO, MADE, RECIPE, add_measurement, document, new_store, ranks, write_study, write_trainings
+from bench.made_study import (
+    AUTO,
+    MADE,
+    RECIPE,
+    add_measurement,
+    document,
+    new_store,
+    ranks,
+    write_study,
+    write_trainings,
+)
 from convoy.bench.configuration import configurations
 from convoy.bench.curves import Convergence, convergence
 from convoy.bench.page import write_files
@@ -92,7 +102,9 @@ def test_slower_than_one_device_and_faster_than_the_ideal_is_said(tmp_path: Path
         study = exact(tmp_path / str(number), {"serial on 1": one, "sample=2 on 2": two}, weak=weak)
         words = " ".join(remarks(*study)).replace(SPACE, " ")
         starts = ("Slower than", "Not told apart", "Efficiency above")
-        assert [start for start in starts if start in words] == [start for start in starts if sentence.startswith(start)]
+        assert [start for start in starts if start in words] == [
+            start for start in starts if sentence.startswith(start)
+        ]
         assert sentence in words
 
 
