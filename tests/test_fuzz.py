@@ -40,57 +40,11 @@ from data.made import encoded, picture, tar_members, write_cifar, write_mnist, w
 
 LONGEST = 1_000
 """Characters of a sentence about what was typed, however long that was."""
-WORDS = [
-    "sample",
-    "filter",
-    "channel",
-    "height",
-    "width",
-    "replicate",
-    "owt",
-    "serial",
-    "auto",
-    "mesh",
-    "layers",
-    "conv",
-    "fc1",
-    "*",
-    "features.*",
-    "~",
-    "~x",
-    "~root",
-    "sgd",
-    "adamw",
-    "cosine",
-    "null",
-    "true",
-    "false",
-    ".nan",
-    ".inf",
-    "1e999",
-    "-1",
-    "0",
-    "2",
-    "3.5",
-    "07",
-    "90ep",
-    "10ba",
-    "5%",
-    "2d",
-    "lenet",
-    "timm:",
-    "os:system",
-    "a.b:c",
-]
-MARKS = [
-    *"=,:;{}[]()\"'&*!|>%@`#~?/\\.-+ \t\n\r\x00\x1b\x7f\u202e\udcff\ufeffé图",
-    "~x/",
-    "../",
-    "- ",
-    ": ",
-    "${",
-    "<<",
-]
+PLAIN = """sample filter channel height width replicate owt serial auto mesh layers conv fc1 * features.* ~ ~x ~root sgd
+adamw cosine null true false .nan .inf 1e999 -1 0 2 3.5 07 90ep 10ba 5% 2d lenet timm: os:system a.b:c"""
+WORDS = PLAIN.split()
+MARKS = [*"=,:;{}[]()\"'&*!|>%@`#~?/\\.-+ \t\n\r\x00\x1b\x7f\u202e\udcff\ufeffé图", "~x/", "../", "- "]
+MARKS += [": ", "${", "<<"]
 KEYS = ["", ".", "..", "model.name.x", *all_keys(Recipe)]
 VALID = """mesh: {sample: 2, filter: 2}
 layers:
@@ -185,24 +139,8 @@ def test_a_home_of_nobody_is_a_sentence(capsys: pytest.CaptureFixture[str], monk
 
 # What stands in files: readers of data sets, runs and pictures, in a process of their own that may be ended.
 
-ODD: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2**31,
-    2**63,
-    2**200,
-    1e308,
-    float("nan"),
-    "",
-    "../x",
-    "x" * 2_000,
-    [],
-    {},
-    [[]],
-]
+ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 2**200, 1e308, float("nan"), "", "../x", "x" * 2_000]
+ODD += [[], {}, [[]]]
 INTEGERS = [0, 1, 2, 127, 128, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 
 
@@ -318,19 +256,8 @@ def make_yaml(folder: Path) -> None:
 
 
 def forge_yaml(draw: random.Random, folder: Path) -> None:
-    extra = [
-        "&a ",
-        "*a",
-        "<<: *a",
-        "!!binary ",
-        "!!set ",
-        "!!omap ",
-        "!!timestamp ",
-        "? ",
-        "--- ",
-        "%YAML 1.1\n",
-        "[" * 99,
-    ]
+    extra = ["&a ", "*a", "<<: *a", "!!binary ", "!!set ", "!!omap ", "!!timestamp ", "? ", "--- ", "[" * 99]
+    extra.append("%YAML 1.1\n")
     content = (folder / "x.yaml").read_text()
     for _ in range(draw.randrange(1, 9)):
         at = draw.randrange(len(content) + 1)
