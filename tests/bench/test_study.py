@@ -193,21 +193,23 @@ def test_rows_that_do_not_run_are_named_and_others_are_measured(
             raise WRONG[plan]
         return ranks(0.1, len(slots))
 
-    def outcomes(devices: list[int], plans: list[str], updates: int | None) -> list[tuple[str, int, str | None]]:
-        """Of each row how often it was measured, or why it was not; what is told is about those that fail."""
+    Outcome = tuple[str, int, str | None]
+
+    def outcomes(devices: list[int], plans: list[str], updates: int | None) -> tuple[int | None, list[Outcome]]:
+        """Updates of the study, and of each row how often it was measured, or why it was not, which is told."""
         store, lines = new_store(tmp_path / f"{devices} {plans} {updates}", updates=updates), list[str]()
         rows = store.add(configurations(devices, plans, []))
         command.MeasuringSchedule(RECIPE, rows, store, RankSlots(1, []), predict=False, tell=lines.append)()
         assert lines == [f"{row.where}: {row.failed}" for row in rows if row.failed]
-        assert store.plan_of(rows[-1]) == "filter=2" and store.study.updates == (updates or store.study.updates)
-        return [(row.key, len(row.visits), row.failed) for row in rows]
+        assert store.plan_of(rows[-1]) == "filter=2"
+        return store.study.updates, [(row.key, len(row.visits), row.failed) for row in rows]
 
     monkeypatch.setattr(command, "run_ranks", run_ranks)
     sample = ("sample=2 on 2", 0, "too few microbatches: give more")
-    for updates in (None, 7):
-        serial = ("serial on 1", 0, "rank 0 failed: full")
-        assert outcomes([1, 2], ["sample", "filter"], updates) == [serial, sample, ("filter=2 on 2", 1, None)]
-    assert outcomes([2], ["sample", "auto"], None) == [sample, ("auto on 2", 1, None)]
+    for updates, number in ((None, 20), (7, 7)):
+        rows = [("serial on 1", 0, "rank 0 failed: full"), sample, ("filter=2 on 2", 1, None)]
+        assert outcomes([1, 2], ["sample", "filter"], updates) == (number, rows)
+    assert outcomes([2], ["sample", "auto"], 7) == (7, [sample, ("auto on 2", 1, None)])
     with pytest.raises(ConvoyError, match="give more"):
         outcomes([2], ["sample"], None)
 

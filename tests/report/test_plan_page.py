@@ -103,5 +103,5 @@ def test_few_round_times_whole_rows_and_the_end_of_names() -> None:
     shown = shown_height(tops)
     assert shown is not None and not any(top < shown - 12 < top + 50 for top in tops)  # between two rows
     assert name_in("features.2", "max_pool", 24) == "features.2 · max_pool"
-    assert name_in("inception3a.branch2.0.conv", "", 16) == "…a.branch2.0.conv"[:1] + "a.branch2.0.conv"[-15:]
+    assert name_in("inception3a.branch2.0.conv", "", 16) == "….branch2.0.conv"
     assert short(2e-3) == "2 ms"
