@@ -9,7 +9,7 @@ from PIL import Image
 
 from bench.made_study import document, write_study, write_trainings
 from convoy.bench.page import write_files
-from convoy.bench.plots import PLOT, legend_above, legend_room
+from convoy.bench.plots import legend_room
 from convoy.bench.remarks import doubts, remarks
 from convoy.bench.results import Results
 from convoy.bench.store import Store
@@ -81,23 +81,6 @@ def test_a_busy_machine_is_doubted_before_its_numbers(tmp_path: Path) -> None:
     assert html.index("The machine was busy") < html.index("Best speed-up")
 
 
-LONG = ["sample=4, shares auto", "sample=2, shares auto", "sample=2,filter=2, shares auto"]
-
-
-def right_edge(words: list[str], columns: int) -> float:
-    """Of a legend, as a part of the picture's width."""
-    with ax.house_style():
-        figure = ax.new_figure(ax.TOP + PLOT + ax.BOTTOM)
-        axes = ax.add_axes(figure, "a picture", "devices")
-        handles = [axes.plot([0, 1], [0, 1])[0] for _ in words]
-        legend_above(axes, handles, words, columns, ax.LEFT)
-        figure.draw_without_rendering()
-        return float(axes.get_legend().get_window_extent().x1 / figure.bbox.x1)
-
-
 def test_a_legend_has_as_many_columns_as_fit() -> None:
-    for words, number in ((["one device", "sample=2, shares auto", "filter=2"], 2), (LONG, 1)):
-        columns, above = legend_room(words, 2)
-        assert columns == number
-        assert right_edge(words, columns) <= 1 < right_edge(LONG, 2)
-        assert above - ax.TOP == pytest.approx(15 * (-(-len(words) // columns) - 1))
+    short, long = ["one device", "sample=2, shares auto", "filter=2"], ["sample=2,filter=2, shares auto"] * 3
+    assert legend_room(short, 2) == (2, ax.TOP + 15) and legend_room(long, 2) == (1, ax.TOP + 30)

@@ -193,9 +193,7 @@ def test_rows_that_do_not_run_are_named_and_others_are_measured(
             raise WRONG[plan]
         return ranks(0.1, len(slots))
 
-    Outcome = tuple[str, int, str | None]
-
-    def outcomes(devices: list[int], plans: list[str], updates: int | None) -> tuple[int | None, list[Outcome]]:
+    def outcomes(devices: list[int], plans: list[str], updates: int | None) -> tuple[int | None, list[Any]]:
         """Updates of the study, and of each row how often it was measured, or why it was not, which is told."""
         store, lines = new_store(tmp_path / f"{devices} {plans} {updates}", updates=updates), list[str]()
         rows = store.add(configurations(devices, plans, []))

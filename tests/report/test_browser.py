@@ -34,7 +34,7 @@ def trainings_page(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "dark"), [(400, False), (820, True), (1600, True)])
+@pytest.mark.parametrize(("width", "dark"), [(400, False), (1600, True)])
 def test_pages_are_whole_quiet_and_fit(tmp_path: Path, width: int, dark: bool) -> None:
     for make, plots in ((run_page, 6), (study_page, 5), (trainings_page, 2)):
         found, console = look(make(tmp_path / make.__name__), tmp_path / "profile", width=width, dark=dark)
