@@ -185,17 +185,23 @@ WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": R
 def test_rows_that_do_not_run_are_named_and_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_ranks(function: Any, slots: Any, task: Any, *_: Any, **__: Any) -> Any:
+    keeps: list[bool] = []
+
+    def run_ranks(function: Any, slots: Any, task: Any, *rest: Any, **_: Any) -> Any:
         if function is command.forecast:
+            keeps.append(rest[-1])
             return [Forecast(auto=f"filter={len(slots)}")]
         plan = task.recipe.parallel.plan or f"sample={len(slots)}"
         if plan in WRONG:
             raise WRONG[plan]
         return ranks(0.1, len(slots))
 
-    def outcomes(devices: list[int], plans: list[str], updates: int | None) -> tuple[int | None, list[Any]]:
+    def outcomes(
+        devices: list[int], plans: list[str], updates: int | None, cluster: str = ""
+    ) -> tuple[int | None, list[Any]]:
         """Updates of the study, and of each row how often it was measured, or why it was not, which is told."""
-        store, lines = new_store(tmp_path / f"{devices} {plans} {updates}", updates=updates), list[str]()
+        folder, lines = tmp_path / f"{devices} {plans} {updates} {cluster}", list[str]()
+        store = new_store(folder, updates=updates, cluster=cluster)
         rows = store.add(configurations(devices, plans, []))
         command.MeasuringSchedule(RECIPE, rows, store, RankSlots(1, []), predict=False, tell=lines.append)()
         assert lines == [f"{row.where}: {row.failed}" for row in rows if row.failed]
@@ -207,7 +213,9 @@ def test_rows_that_do_not_run_are_named_and_others_are_measured(
     for updates, number in ((None, 20), (7, 7)):
         rows = [("serial on 1", 0, "rank 0 failed: full"), sample, ("filter=2 on 2", 1, None)]
         assert outcomes([1, 2], ["sample", "filter"], updates) == (number, rows)
-    assert outcomes([2], ["sample", "auto"], 7) == (7, [sample, ("auto on 2", 1, None)])
+    for cluster in ("", "emulated"):  # whose times are not kept
+        assert outcomes([2], ["sample", "auto"], 7, cluster) == (7, [sample, ("auto on 2", 1, None)])
+    assert keeps == [True, False]
     with pytest.raises(ConvoyError, match="give more"):
         outcomes([2], ["sample"], None)
 
