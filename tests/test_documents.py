@@ -1,3 +1,9 @@
+"""Files that people write are YAML 1.2 or refused by name; files that Convoy writes are whole or not there."""
+
+import errno
+import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -5,37 +11,26 @@ import pytest
 
 from convoy.documents import dump, parse, read_mapping
 from convoy.errors import ConvoyError
+from convoy.files import to_json, unwritable, write_atomically, write_json
+
+VALUES: dict[str, Any] = {
+    "1e-3": 1e-3, "1E5": 1e5, ".5": 0.5, "5.": 5.0, "-2": -2, "090": 90, "0x10": "0x10", "1_000": "1_000", "no": "no",
+    "on": "on", "True": True, "false": False, "null": None, "~": None, "": None, "1:30": "1:30", "1.2.3": "1.2.3",
+    "2026-01-01": "2026-01-01", "'1'": "1", "[1, a, 2.5]": [1, "a", 2.5],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-3", 1e-3), ("1E5", 1e5), (".5", 0.5), ("5.", 5.0), ("-2", -2), ("090", 90), ("0x10", "0x10"),
-        ("1_000", "1_000"), ("no", "no"), ("on", "on"), ("True", True), ("false", False),
-        ("null", None), ("~", None), ("", None),
-        ("1:30", "1:30"), ("2026-01-01", "2026-01-01"), ("1.2.3", "1.2.3"), ("'1'", "1"),
-        ("[1, a, 2.5]", [1, "a", 2.5]),
-    ],
-)  # fmt: skip
-def test_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
-    read = parse(text, "test")
-    assert read == value
-    assert type(read) is type(value)
+def test_values_are_those_of_yaml_1_2_and_read_back_the_same() -> None:
+    for text, value in VALUES.items():
+        assert repr(parse(text, "test")) == repr(value), text
+    for value in (*VALUES, *VALUES.values(), 1e300, 0.1, 1, "a: b", "é", [1, "2"]):
+        assert repr(parse(dump({"key": value}), "test")["key"]) == repr(value)
 
 
-@pytest.mark.parametrize(
-    "value", [1e-3, 1e300, 0.1, 1, "1e-3", "1", "no", "null", "~", "", True, None, "a: b", "é", [1, "2"]]
-)
-def test_what_is_written_reads_back_the_same(value: Any) -> None:
-    read = parse(dump({"key": value}), "test")["key"]
-    assert read == value
-    assert type(read) is type(value)
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+@pytest.mark.timeout(60)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for text, words in (
         ("a: 1\nb: [1\n", "line 3"),
         ("a: 1\na: 2\n", "line 2: the key a is twice"),
         ("a: 1\n\tb: 2\n", "line 2"),
@@ -52,31 +47,48 @@ def test_what_is_written_reads_back_the_same(value: Any) -> None:
         ("a: !!timestamp x", "without tag:yaml.org,2002:timestamp"),
         ("!!bool x: 1", "write the value itself"),
         ("a: " + "x" * 2**20, "more than 1,048,576 characters"),
-    ],
-)
-def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(ConvoyError, match=words) as caught:
-        read_mapping(path, "recipe")
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.timeout(20)
-def test_files_that_are_none(tmp_path: Path) -> None:
+    ):
+        path.write_text(text)
+        with pytest.raises(ConvoyError, match=words) as caught:
+            read_mapping(path, "recipe")
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff\xfe")
-    for path, words in [
+    for name, words in (
         ("/dev/zero", "more than 1,048,576 characters"),
         ("absent.yaml", "there is no recipe file"),
         ("", "is a folder"),
         ("picture.yaml", "UTF-8"),
         ("a\0b", "null byte"),
-    ]:
+    ):
         with pytest.raises(ConvoyError, match=words):
-            read_mapping(tmp_path / path, "recipe")
+            read_mapping(tmp_path / name, "recipe")
+    path.write_text("# nothing\n")
+    assert read_mapping(path, "recipe") == {}
 
 
-def test_an_empty_file_is_an_empty_recipe(tmp_path: Path) -> None:
-    (tmp_path / "empty.yaml").write_text("# nothing\n")
-    assert read_mapping(tmp_path / "empty.yaml", "recipe") == {}
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    assert json.loads(to_json({"a": math.nan, "b": [math.inf, 1.5], "c": "é"})) == {
+        "a": None,
+        "b": [None, 1.5],
+        "c": "é",
+    }
+    path = tmp_path / "x.json"
+    write_json(path, 1)
+
+    def fail(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        write_atomically(path, fail)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+    assert path.read_text() == "1\n"
+
+
+def test_whether_a_folder_can_be_written_is_tried_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert unwritable(tmp_path) is None and unwritable(tmp_path / "a" / "b") is None
+    assert unwritable(tmp_path / "file") == unwritable(tmp_path / "file" / "run") == os.strerror(errno.ENOTDIR)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    if Path("/proc/self").is_dir():  # nobody, whatever his rights, makes a folder there
+        assert unwritable(Path("/proc/nowhere/run")) is not None

@@ -8,17 +8,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError, MachineError, MeetingError
-from convoy.failure import (
-    AGENTS,
-    Failure,
-    cause,
-    failure_of,
-    leave_word,
-    place_of,
-    read_failures,
-    text_of,
-    word_in,
-)
+from convoy.failure import AGENTS, Failure, cause, failure_of, leave_word, place_of, read_failures, text_of, word_in
 from convoy.training.config import Duration
 
 
@@ -29,11 +19,18 @@ def fail(rank: int, error: BaseException) -> Failure:
         return failure_of(rank, raised)
 
 
-def test_a_mistake_is_one_sentence_and_an_error_has_its_rank_and_traceback() -> None:
+def test_a_failure_is_a_sentence_a_status_and_where_it_is_an_error_a_traceback() -> None:
     mistake, error = fail(1, ConvoyError("the data is missing: look for it")), fail(1, KeyError("x"))
     assert (mistake.text(), mistake.status) == ("convoy: the data is missing: look for it", 2)
     assert re.match(r"rank 1 failed: KeyError: 'x' \(test_failure\.py, line \d+, in fail\)\nTraceback", error.text())
     assert error.status == 1
+    meeting = fail(1, MeetingError("rank 1 cannot join the others"))  # they may when they are started again
+    assert meeting.text() == "rank 1 failed: rank 1 cannot join the others"
+    assert (meeting.status, meeting.final) == (1, False)
+    machine = fail(1, MachineError("a process that loads pictures died"))  # which is nobody's mistake
+    assert machine.text() == "rank 1 failed: a process that loads pictures died"
+    assert machine.text(verbose=True).startswith(f"{machine.text()}\nTraceback")
+    assert (machine.kind, machine.status, machine.final) == ("error", 1, False)
 
 
 def test_the_place_is_the_last_in_code_of_ones_own() -> None:
@@ -46,61 +43,39 @@ def test_the_place_is_the_last_in_code_of_ones_own() -> None:
     assert place is not None and re.fullmatch(r"test_failure\.py, line \d+, in mine", place)
     with pytest.raises(ValueError, match="is not a duration") as caught:
         Duration.parse("long")
-    within_convoy = caught.value.with_traceback(caught.tb.tb_next)  # as the command line has it
-    assert place_of(within_convoy) is None
+    assert place_of(caught.value.with_traceback(caught.tb.tb_next)) is None  # as the command line has it
 
 
-def test_ranks_that_did_not_meet_may_when_they_are_started_again() -> None:
-    failure = fail(1, MeetingError("rank 1 cannot join the others"))
-    assert failure.text() == "rank 1 failed: rank 1 cannot join the others"
-    assert (failure.status, failure.final) == (1, False)
+LOST = "[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"
 
 
-def test_what_a_machine_did_is_no_mistake() -> None:
-    failure = fail(1, MachineError("a process that loads pictures died"))
-    assert failure.text() == "rank 1 failed: a process that loads pictures died"
-    assert failure.text(verbose=True).startswith(f"{failure.text()}\nTraceback")
-    assert (failure.kind, failure.status, failure.final) == ("error", 1, False)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3",
-        "Application timeout caused pair closure; Connection reset by peer",
-    ],
-)
-def test_the_loss_of_another_rank_is_not_the_cause(text: str) -> None:
-    lost, error = fail(0, RuntimeError(text)), fail(1, KeyError("x"))
-    killed = Failure(2, "killed", "it was ended by SIGKILL", "", lost.time + 9)
-    assert lost.kind == "lost"
-    assert cause([lost, killed]) == killed
-    assert cause([lost, killed, error]) == error
+def test_the_loss_of_another_rank_is_not_the_cause_and_the_first_is(tmp_path: Path) -> None:
+    for text in (LOST, "Application timeout caused pair closure; Connection reset by peer"):
+        lost, error = fail(0, RuntimeError(text)), fail(1, KeyError("x"))
+        killed = Failure(2, "killed", "it was ended by SIGKILL", "", lost.time + 9)
+        assert lost.kind == "lost"
+        assert cause([lost, killed]) == killed and cause([lost, killed, error]) == error
+    step = MachineError("the step failed")
+    step.__cause__ = RuntimeError(LOST)
+    assert text_of([fail(0, step)], [killed]) == killed.text()
     assert cause([]) is None
-
-
-def test_the_first_of_several_is_said(tmp_path: Path) -> None:
     first, second = fail(1, KeyError("x")), fail(0, ConvoyError("y"))
     for failure in (second, first):
         failure.write(tmp_path)
     assert cause(read_failures(tmp_path)) == first
 
 
-@pytest.mark.parametrize(
-    ("errors", "said"),
-    [
-        ([ConvoyError("no plan"), ConvoyError("no plan")], "convoy: no plan"),
-        ([ConvoyError("no plan")], "convoy: no plan"),
-        ([ConvoyError("no plan"), ConvoyError("no file")], "convoy: rank 0: no plan"),
-        ([RuntimeError("Connection closed by peer"), ConvoyError("no file")], "convoy: rank 1: no file"),
-        ([MeetingError("cannot join"), ConvoyError("no file")], "rank 0 failed: cannot join"),
+def test_torchrun_says_the_cause_and_its_rank_where_others_say_something_else() -> None:
+    plan, file, meeting = ConvoyError("no plan"), ConvoyError("no file"), MeetingError("cannot join")
+    for errors, text in (
+        ([plan, plan], "convoy: no plan"),
+        ([plan], "convoy: no plan"),
+        ([plan, file], "convoy: rank 0: no plan"),
+        ([RuntimeError("Connection closed by peer"), file], "convoy: rank 1: no file"),
+        ([meeting, file], "rank 0 failed: cannot join"),
         ([], None),
-    ],
-)
-def test_torchrun_says_the_cause_and_its_rank_where_others_say_something_else(
-    errors: list[Exception], said: str | None
-) -> None:
-    assert text_of([fail(rank, error) for rank, error in enumerate(errors)]) == said
+    ):
+        assert text_of([fail(rank, error) for rank, error in enumerate(errors)]) == text
 
 
 def test_what_a_rank_leaves_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +87,3 @@ def test_what_a_rank_leaves_is_read_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert word_in(tmp_path / "0" / "error.json") == failure
     (tmp_path / "other.json").write_text('{"message": "theirs", "timestamp": 1}')
     assert word_in(tmp_path / "other.json") is None and word_in("<N/A>") is None
-
-
-def test_a_rank_that_lost_another_is_not_the_cause_whatever_it_raises() -> None:
-    error = MachineError("the step failed")
-    error.__cause__ = RuntimeError("Connection closed by peer")
-    killed = Failure(1, "killed", "it was ended by SIGKILL", "", 0)
-    assert text_of([fail(0, error)], [killed]) == killed.text()

@@ -40,46 +40,11 @@ from data.made import encoded, picture, tar_members, write_cifar, write_mnist, w
 
 LONGEST = 1_000
 """Characters of a sentence about what was typed, however long that was."""
-WORDS = [
-    "sample",
-    "filter",
-    "channel",
-    "height",
-    "width",
-    "replicate",
-    "owt",
-    "serial",
-    "auto",
-    "mesh",
-    "layers",
-    "conv",
-]
-WORDS += [
-    "fc1",
-    "*",
-    "features.*",
-    "~",
-    "~x",
-    "~root",
-    "sgd",
-    "adamw",
-    "cosine",
-    "null",
-    "true",
-    "false",
-    ".nan",
-    ".inf",
-]
-WORDS += ["1e999", "-1", "0", "2", "3.5", "07", "90ep", "10ba", "5%", "2d", "lenet", "timm:", "os:system", "a.b:c"]
-MARKS = [
-    *"=,:;{}[]()\"'&*!|>%@`#~?/\\.-+ \t\n\r\x00\x1b\x7f\u202e\udcff\ufeffé图",
-    "~x/",
-    "../",
-    "- ",
-    ": ",
-    "${",
-    "<<",
-]
+PLAIN = """sample filter channel height width replicate owt serial auto mesh layers conv fc1 * features.* ~ ~x ~root sgd
+adamw cosine null true false .nan .inf 1e999 -1 0 2 3.5 07 90ep 10ba 5% 2d lenet timm: os:system a.b:c"""
+WORDS = PLAIN.split()
+MARKS = [*"=,:;{}[]()\"'&*!|>%@`#~?/\\.-+ \t\n\r\x00\x1b\x7f\u202e\udcff\ufeffé图", "~x/", "../", "- "]
+MARKS += [": ", "${", "<<"]
 KEYS = ["", ".", "..", "model.name.x", *all_keys(Recipe)]
 VALID = """mesh: {sample: 2, filter: 2}
 layers:
@@ -121,11 +86,8 @@ def attempts(draw: random.Random, folder: Path) -> Iterator[tuple[str, Callable[
     yield f"file {document!r}", lambda: Plan.parse(str(file))
     fix = draw.choice((text(draw), broken(draw, "classifier.*=filter")))
     yield fix, lambda: parse_fix(fix)
-    changes = [change(draw) for _ in range(draw.randrange(1, 3))]
-    yield (
-        str(changes),
-        lambda: check_names(load_recipe("default", ["model.name=lenet", "data.path=mnist-mini", *changes])),
-    )
+    changes = ["model.name=lenet", "data.path=mnist-mini", *(change(draw) for _ in range(draw.randrange(1, 3)))]
+    yield str(changes), lambda: check_names(load_recipe("default", changes))
     name = text(draw, 5)
     yield name, lambda: load_recipe(name, ["data.path=mnist-mini"])
     recipe = broken(draw, "model: {name: lenet}\noptimizer: {name: sgd, lr: 0.1}\nepochs: 3ep\nbatch: 32\n")
@@ -134,126 +96,75 @@ def attempts(draw: random.Random, folder: Path) -> Iterator[tuple[str, Callable[
     yield f"recipe {recipe!r}", lambda: load_recipe(str(other), ["data.path=mnist-mini"])
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("CONVOY_FUZZ", "100"))))
-def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(seed: int, tmp_path: Path) -> None:
+def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(tmp_path: Path) -> None:
     """CONVOY_FUZZ=1000 tries more."""
-    for typed, attempt in attempts(random.Random(seed), tmp_path):
-        try:
-            attempt()
-        except ConvoyError as error:
-            assert 0 < len(str(error)) <= LONGEST, typed
-        except Exception as error:
-            raise AssertionError(f"{type(error).__name__} for {typed!r}") from error
+    for seed in range(int(os.environ.get("CONVOY_FUZZ", "100"))):
+        for typed, attempt in attempts(random.Random(seed), tmp_path):
+            try:
+                attempt()
+            except ConvoyError as error:
+                assert 0 < len(str(error)) <= LONGEST, typed
+            except Exception as error:
+                raise AssertionError(f"{type(error).__name__} for {typed!r}, seed {seed}") from error
 
 
-LONG = "x" * 5_000
+TRAIN = ["train", "lenet", "--data", "mnist-mini"]
+LONG, NOBODY = "x" * 5_000, "~no-such-user/x"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train", LONG, "--data", "mnist-mini"],
-        ["train", "lenet", "--data", LONG],
-        ["train", "lenet", "--data", "mnist-mini", "--plan", f"{LONG}=2"],
-        ["train", "lenet", "--data", "mnist-mini", "--plan", f"sample=2,{LONG}"],
-        ["train", "lenet", "--data", "mnist-mini", "--recipe", LONG],
-        ["train", "lenet", "--data", "mnist-mini", "--set", LONG],
-        ["train", "lenet", "--data", "mnist-mini", "--set", f"{LONG}=1"],
-        ["train", "lenet", "--data", "mnist-mini", "--set", f"batch={'x ' * 5_000}"],
-        ["train", "lenet", "--data", "mnist-mini", "--weights", LONG],
-        ["train", "lenet", "--data", "mnist-mini", "--out", f"{LONG}/y"],
-        ["train", "lenet", "--data", "mnist-mini", f"--{LONG}"],
-        ["plan", "lenet", "--fix", LONG],
-        ["plan", "lenet", "--link", LONG],
-        ["plan", "lenet", "--memory-limit", LONG],
-        ["bench", "lenet", "--devices", LONG],
-        ["bench", "lenet", "--plans", LONG],
-        ["eval", LONG],
-        [LONG],
-    ],
-)
-def test_what_is_long_is_not_repeated(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert 0 < len(said) <= LONGEST and said.count("\n") == 1
+def test_what_is_long_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = [["--set", LONG], ["--set", f"{LONG}=1"], ["--set", f"batch={'x ' * 5_000}"], [f"--{LONG}"]]
+    files = [["--recipe", LONG], ["--weights", LONG], ["--out", f"{LONG}/y"]]
+    plans = [["--plan", f"{LONG}=2"], ["--plan", f"sample=2,{LONG}"]]
+    lines = [[*TRAIN, *words] for words in (*changes, *files, *plans)]
+    lines += [["plan", "lenet", option, LONG] for option in ("--fix", "--link", "--memory-limit")]
+    lines += [["bench", "lenet", option, LONG] for option in ("--devices", "--plans")]
+    for line in (*lines, ["train", LONG, *TRAIN[2:]], [*TRAIN[:3], LONG], ["eval", LONG], [LONG]):
+        assert main(line) == 2
+        sentence = capsys.readouterr().err
+        assert 0 < len(sentence) <= LONGEST and sentence.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train", "lenet", "--data", "~no-such-user/x"],
-        ["train", "lenet", "--data", "mnist-mini", "--plan", "~no-such-user/x"],
-        ["train", "lenet", "--data", "mnist-mini", "--plan", "~no-such-user.yaml"],
-        ["train", "lenet", "--data", "mnist-mini", "--recipe", "~no-such-user/x"],
-        ["train", "lenet", "--data", "mnist-mini", "--weights", "~no-such-user/x"],
-        ["train", "lenet", "--data", "mnist-mini", "--out", "~no-such-user/x"],
-        ["plan", "lenet", "--score", "~no-such-user/x"],
-        ["plan", "lenet", "--out", "~no-such-user/x"],
-        ["bench", "lenet", "--emulate", "~no-such-user/x"],
-        ["eval", "~no-such-user/x"],
-    ],
-)
-def test_a_home_of_nobody_is_a_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert "there is no such user: write the path in full" in capsys.readouterr().err
-
-
-def test_without_a_home_a_path_has_to_be_written_in_full(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_home_of_nobody_is_a_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [[*TRAIN, option, NOBODY] for option in ("--plan", "--recipe", "--weights", "--out")]
+    lines += [["plan", "lenet", "--score", NOBODY], ["plan", "lenet", "--out", NOBODY], ["eval", NOBODY]]
+    for line in (*lines, [*TRAIN, "--plan", "~no-such-user.yaml"], ["bench", "lenet", "--emulate", NOBODY]):
+        assert main(line) == 2
+        assert "there is no such user: write the path in full" in capsys.readouterr().err
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("os.getuid", lambda: 123_456_789)
-    assert main(["train", "lenet", "--data", "~/x"]) == 2
+    assert main([*TRAIN[:3], "~/x"]) == 2
     assert "HOME is not set" in capsys.readouterr().err
 
 
 # What stands in files: readers of data sets, runs and pictures, in a process of their own that may be ended.
 
-ODD: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2**31,
-    2**63,
-    2**200,
-    1e308,
-    float("nan"),
-    "",
-    "../x",
-    "x" * 2_000,
-    [],
-    {},
-    [[]],
-]
+ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 2**200, 1e308, float("nan"), "", "../x", "x" * 2_000]
+ODD += [[], {}, [[]]]
 INTEGERS = [0, 1, 2, 127, 128, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
 
 
 def damaged(draw: random.Random, content: bytes) -> bytes:
     """Some bytes changed, put in, left out, or cut off."""
-    found = bytearray(content)
+    result = bytearray(content)
     for _ in range(draw.choice((1, 1, 2, 5, 20))):
-        at = draw.randrange(len(found) + 1)
-        number = draw.choice(INTEGERS)
+        at, number = draw.randrange(len(result) + 1), draw.choice(INTEGERS)
         size = draw.choice([size for size in (1, 2, 4, 8) if number < 256**size])
         part = number.to_bytes(size, draw.choice(("little", "big")))
-        match draw.randrange(8):
-            case 0:
-                found[at : at + 1] = draw.randbytes(1)
-            case 1 | 2:
-                found[at : at + size] = part
-            case 3:
-                found[at:at] = part
-            case 4:
-                del found[at : at + draw.choice((1, 4, 100))]
-            case 5:
-                found[at:at] = found[at : at + draw.choice((1, 8, 100))] * draw.choice((1, 2, 50))
-            case 6:
-                found[at : at + 1] = bytes([found[at] ^ 1 << draw.randrange(8)]) if at < len(found) else b""
-            case _ if draw.random() < 0.3:
-                del found[at:]
-    return bytes(found)
+        length, part = draw.choice(
+            [
+                (1, draw.randbytes(1)),
+                (size, part),
+                (size, part),
+                (0, part),
+                (draw.choice((1, 4, 100)), b""),
+                (0, result[at : at + draw.choice((1, 8, 100))] * draw.choice((1, 2, 50))),
+                (1, bytes(byte ^ 1 << draw.randrange(8) for byte in result[at : at + 1])),
+                (len(result) if draw.random() < 0.3 else 0, b""),
+            ]
+        )
+        result[at : at + length] = part
+    return bytes(result)
 
 
 def forged(draw: random.Random, value: Any) -> Any:
@@ -340,26 +251,13 @@ def make_parquet(folder: Path) -> None:
 
 def make_yaml(folder: Path) -> None:
     folder.mkdir()
-    text = (
-        "model: {name: lenet, options: {a: [1, 2.5, 1e-3]}}\noptimizer:\n  name: sgd\n  lr: 0.1\nclasses:\n- a\n- 'b'\n"
-    )
-    (folder / "x.yaml").write_text(text)
+    text = "model: {name: lenet, options: {a: [1, 2.5, 1e-3]}}\noptimizer:\n  name: sgd\n  lr: 0.1\n"
+    (folder / "x.yaml").write_text(text + "classes:\n- a\n- 'b'\n")
 
 
 def forge_yaml(draw: random.Random, folder: Path) -> None:
-    extra = [
-        "&a ",
-        "*a",
-        "<<: *a",
-        "!!binary ",
-        "!!set ",
-        "!!omap ",
-        "!!timestamp ",
-        "? ",
-        "--- ",
-        "%YAML 1.1\n",
-        "[" * 99,
-    ]
+    extra = ["&a ", "*a", "<<: *a", "!!binary ", "!!set ", "!!omap ", "!!timestamp ", "? ", "--- ", "[" * 99]
+    extra.append("%YAML 1.1\n")
     content = (folder / "x.yaml").read_text()
     for _ in range(draw.randrange(1, 9)):
         at = draw.randrange(len(content) + 1)
@@ -381,10 +279,8 @@ def forge_checkpoint(draw: random.Random, folder: Path) -> None:
     text = json.dumps(forged(draw, header)).encode()
     shard.write_bytes(draw.choice((len(text), len(text), *INTEGERS)).to_bytes(8, "little") + text + content[-32:])
     checksums = {shard.name: hashlib.sha256(shard.read_bytes()).hexdigest()}
-    values, names = (
-        forged(draw, {"loop": {"progress": {}}}),
-        forged(draw, checksums) if draw.random() < 0.3 else checksums,
-    )
+    values = forged(draw, {"loop": {"progress": {}}})
+    names = forged(draw, checksums) if draw.random() < 0.3 else checksums
     with suppress(TypeError, ValueError):  # JSON does not have that
         write_record(folder, draw.choice((3, 3, *ODD)), draw.choice(("x", "x", *ODD)), values, names)
 

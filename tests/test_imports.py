@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 PACKAGE = "convoy"
@@ -80,23 +78,13 @@ def upwards(found: Imports, order: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.fixture(scope="module")
-def all_imports() -> Imports:
-    return imports(SOURCE)
-
-
-def test_no_module_imports_itself_in_a_circle(all_imports: Imports) -> None:
+def test_nothing_imports_in_a_circle_and_folders_only_from_those_above_them() -> None:
+    all_imports = imports(SOURCE)
     assert len(all_imports) > 200
     assert circle(all_imports) == []
-
-
-def test_no_rooms_of_a_folder_import_each_other_in_a_circle(all_imports: Imports) -> None:
     folders = [path for path in SOURCE.rglob("*") if (path / "__init__.py").exists() and path.name != PACKAGE]
     for folder in folders:
         assert circle(rooms(all_imports, _name(folder.relative_to(SOURCE)))) == []
-
-
-def test_folders_import_only_from_those_above_them(all_imports: Imports) -> None:
     order = house((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
     assert sorted(order) == sorted(path.parent.name for path in (SOURCE / PACKAGE).glob("*/__init__.py"))
     assert upwards(all_imports, order) == []
@@ -110,20 +98,13 @@ def write(source: Path, **modules: str) -> Path:
     return source
 
 
-def test_a_circle_through_a_function_is_found(tmp_path: Path) -> None:
+def test_circles_and_imports_from_below_are_found(tmp_path: Path) -> None:
     later = "def read():\n    from convoy.one import document\n"
-    found = imports(write(tmp_path, one__cluster=later, one__document="from convoy.one.cluster import Cluster\n"))
-    assert set(circle(found)) == {"convoy.one.cluster", "convoy.one.document"}
-
-
-def test_a_circle_of_rooms_is_found(tmp_path: Path) -> None:
+    graph = imports(write(tmp_path / "a", one__cluster=later, one__document="from convoy.one.cluster import Cluster\n"))
+    assert set(circle(graph)) == {"convoy.one.cluster", "convoy.one.document"}
     first = {"one__a__x": "import convoy.one.b.y\n", "one__a__z": ""}
-    found = imports(write(tmp_path, **first, one__b__y="", one__b__w="from convoy.one.a import z\n"))
-    assert circle(found) == []
-    assert set(circle(rooms(found, "convoy.one"))) == {"a", "b"}
-
-
-def test_an_import_from_a_folder_below_is_found(tmp_path: Path) -> None:
-    found = imports(write(tmp_path, one__x="def go():\n    from convoy.two.y import z\n", two__y="z = 1\n"))
-    assert upwards(found, ["one", "two"]) == ["convoy.one.x imports convoy.two.y"]
-    assert upwards(found, ["two", "one"]) == []
+    graph = imports(write(tmp_path / "b", **first, one__b__y="", one__b__w="from convoy.one.a import z\n"))
+    assert circle(graph) == [] and set(circle(rooms(graph, "convoy.one"))) == {"a", "b"}
+    graph = imports(write(tmp_path / "c", one__x="def go():\n    from convoy.two.y import z\n", two__y="z = 1\n"))
+    assert upwards(graph, ["one", "two"]) == ["convoy.one.x imports convoy.two.y"]
+    assert upwards(graph, ["two", "one"]) == []

@@ -1,3 +1,5 @@
+"""The processes that tests run on: what they return, and what is told of those that fail."""
+
 import importlib
 import os
 import time
@@ -15,56 +17,37 @@ def _sum(scale):
     return x
 
 
-def _fail(rank):
+def _fail(rank, how):
     if dist.get_rank() == rank:
-        raise ValueError("as asked")
-    dist.barrier()
-
-
-def _hang():
-    if dist.get_rank() == 1:
-        time.sleep(60)
-
-
-def _die():
-    if dist.get_rank() == 0:
+        if how == "raise":
+            raise ValueError("as asked")
+        if how == "hang":
+            time.sleep(60)
         os._exit(3)
-    dist.barrier()
+    if how != "hang":
+        dist.barrier()
 
 
 def _variables():
     return os.environ["RANK"], dist.is_initialized()
 
 
-def test_every_rank_runs_with_its_own_number():
+def test_every_rank_runs_with_its_own_number_after_a_failure_too():
+    assert run_ranks(_variables, 2, join=False) == [("0", False), ("1", False)]
+    assert "RANK" not in os.environ
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 failed.*as asked"):
+        run_ranks(_fail, 2, 1, "raise")
     for world in (2, 3, 2):
         assert run_ranks(_sum, world, 1.0) == [sum(range(1, world + 1))] * world
 
 
-def test_a_failing_rank_is_named_and_the_next_run_works():
-    with pytest.raises(RankFailed, match=r"(?s)rank 1 failed.*as asked"):
-        run_ranks(_fail, 2, 1)
-    assert run_ranks(_sum, 2, 0.0) == [1, 1]
-
-
 @pytest.mark.slow
-def test_hanging_and_dead_ranks_are_named():
-    with pytest.raises(RankFailed, match=r"(?s)on 2 ranks.*rank 1 did not.*_hang"):
-        run_ranks(_hang, 2, timeout=2)
+def test_hanging_and_dead_ranks_are_named_and_the_time_to_load_is_not_counted(tmp_path, monkeypatch):
+    with pytest.raises(RankFailed, match=r"(?s)on 2 ranks.*rank 1 did not.*_fail"):
+        run_ranks(_fail, 2, 1, "hang", timeout=2)
     with pytest.raises(RankFailed, match="rank 0 died with exit status 3"):
-        run_ranks(_die, 2)
-
-
-def test_without_joining_only_the_variables_are_set():
-    assert run_ranks(_variables, 2, join=False) == [("0", False), ("1", False)]
-    assert "RANK" not in os.environ
-
-
-@pytest.mark.slow
-def test_the_time_to_load_a_module_is_not_counted(tmp_path, monkeypatch):
-    """Nor that to start a process: where many do so, it is longer than a test."""
+        run_ranks(_fail, 2, 0, "die")
     lines = ["import multiprocessing, time", "if multiprocessing.parent_process() is not None:", "    time.sleep(4)"]
     (tmp_path / "loads_slowly.py").write_text("\n".join([*lines, "def one():", "    return 1", ""]))
     monkeypatch.syspath_prepend(tmp_path)
-    loads_slowly = importlib.import_module("loads_slowly")
-    assert run_ranks(loads_slowly.one, 2, timeout=3, join=False) == [1, 1]
+    assert run_ranks(importlib.import_module("loads_slowly").one, 2, timeout=3, join=False) == [1, 1]

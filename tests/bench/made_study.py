@@ -7,30 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from convoy.bench import records
 from convoy.bench.configuration import configurations
-from convoy.bench.records import (
-    Configuration,
-    Evaluation,
-    Forecast,
-    Made,
-    Measurement,
-    PlanPrediction,
-    RankTimes,
-    StudyFacts,
-    TableOptions,
-    Training,
-)
+from convoy.bench.records import Configuration, Evaluation, Forecast, Made, RankTimes, StudyFacts, TableOptions
 from convoy.bench.store import Store
 from convoy.bench.study import plain_recipe
 from convoy.training import Recipe, load_recipe
 
 MACHINE = {"machine": "A processor", "convoy": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cores": 4}
 AUTO = "mesh: {gpu: 4}\nlayers:\n  features.*: {gpu: sample}\n  '*': {gpu: filter}\n"
-
-
 RECIPE = load_recipe("default", ["model.name=lenet", "data.path=mnist-mini", "batch=64"])
-
-
 MADE = Made(shape=(1, 28, 28), classes=10)
 
 
@@ -51,9 +37,10 @@ def study(recipe: Recipe = RECIPE, /, **changes: Any) -> StudyFacts:
 
 def new_store(folder: Path, **changes: Any) -> Store:
     """A store of which a call of the command has begun."""
-    store = Store.open(folder, study(**changes), {"machine": "", "cores": 2})
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store.open(folder, study(**changes), MACHINE)
     store.table = TableOptions(epochs=2, dataset_size=6400)
-    store.begin("", "")
+    store.begin("convoy bench lenet", "2026-11-22T09:00:00+00:00")
     return store
 
 
@@ -77,9 +64,9 @@ def ranks(
     ]
 
 
-def add_measurement(row: Configuration, round_: int, found: list[RankTimes]) -> None:
-    loss = sum(rank.loss for rank in found)
-    row.visits.append(Measurement(round=round_, wall_s=1.5, loss=loss, ranks=found))
+def add_measurement(row: Configuration, number: int, times: list[RankTimes]) -> None:
+    loss = sum(rank.loss for rank in times)
+    row.visits.append(records.Measurement(round=number, wall_s=1.5, loss=loss, ranks=times))
 
 
 def seconds_of(row: Configuration) -> float:
@@ -112,17 +99,17 @@ def write_study(
     for number in devices:
         texts = {row.plan for row in rows if row.kind == "convoy" and row.devices == number}
         named = {AUTO if text == "auto" else str(text): text for text in texts}
-        one = PlanPrediction(seconds=0.095 / number, parts={"compute": 0.09 / number}, memory=10**8)
+        one = records.PlanPrediction(seconds=0.095 / number, parts={"compute": 0.09 / number}, memory=10**8)
         auto = AUTO if number > 1 else None
         store.put_forecast(number, Forecast(auto=auto, predictions=dict.fromkeys(named, one), notes=["a note"]))
     noise = np.random.default_rng(0)
-    for round_ in range(1, rounds + 1):
+    for number in range(1, rounds + 1):
         for row in rows:
             if row.key in failed:
                 row.failed = "a layer cannot be divided: use fewer devices"
             elif row.key not in waiting:
-                own = seconds_of(row) * max(0.1, 1 + spread * noise.standard_normal())
-                add_measurement(row, round_, ranks(own, row.devices, peer=row.kind in ("ddp", "fabric")))
+                seconds = seconds_of(row) * max(0.1, 1 + spread * noise.standard_normal())
+                add_measurement(row, number, ranks(seconds, row.devices, peer=row.kind in ("ddp", "fabric")))
     store.spent(100.0, 20.0)
     store.save()
     return folder
@@ -131,14 +118,8 @@ def write_study(
 def write_trainings(
     folder: Path, *, apart: float = 1e-3, same: Sequence[str] = (), finished: bool = True, failed: Sequence[str] = ()
 ) -> Path:
-    """Trainings in the folder of a study: falling errors, that of each row after the first by `apart` higher in the
-    middle.
-
-    Args:
-        same: keys of rows that end with the very curve and weights of the first.
-        finished: whether they came to their ends.
-        failed: keys of rows that could not be trained.
-    """
+    """Trainings in the folder of a study: falling errors, in the middle `apart` higher with each row after the first;
+    the rows of `same` end with the very curve and weights of the first."""
     store = Store.open(folder, study(), {})
     store.begin_training(5.0)
     rows = [row for row in store.configurations if row.kind == "convoy"]
@@ -155,7 +136,7 @@ def write_trainings(
             for place in range(1, 11)
         ]
         weights = f"{0 if not off else number:064x}" if finished else ""
-        row.training = Training(
+        row.training = records.Training(
             run="run", finished=finished, wall_s=60.0, images=10_000, sha256=weights, evaluations=evaluations
         )
         if row.key in failed:
@@ -166,5 +147,5 @@ def write_trainings(
 
 
 def document(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "bench.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((folder / "bench.json").read_text())
+    return content

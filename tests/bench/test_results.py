@@ -1,111 +1,111 @@
-"""The numbers of the table, from a document whose numbers are known."""
+"""The numbers and sentences of a table and of curves, from documents whose numbers are known."""
 
 import csv
 import io
+import json
+import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from bench.made_study import AUTO, MADE, RECIPE, add_measurement, new_store, ranks, write_study
-from convoy import units
+from bench.made_study import (
+    AUTO,
+    MADE,
+    RECIPE,
+    add_measurement,
+    document,
+    new_store,
+    ranks,
+    write_study,
+    write_trainings,
+)
 from convoy.bench.configuration import configurations
+from convoy.bench.curves import Convergence, convergence
 from convoy.bench.page import write_files
-from convoy.bench.records import Forecast, PlanPrediction
-from convoy.bench.remarks import _above_ideal, _one_device, _over, remarks
-from convoy.bench.results import Results
+from convoy.bench.records import Forecast, PlanPrediction, Training
+from convoy.bench.remarks import convergence_remarks, missing, remarks
+from convoy.bench.results import Results, repeatability
 from convoy.bench.store import Store
 from convoy.bench.study import plain_recipe
-from convoy.bench.table import csv_of, latex_text, lines, plus_minus, records
+from convoy.bench.table import (
+    convergence_latex,
+    convergence_lines,
+    convergence_records,
+    csv_of,
+    curve_records,
+    escaped,
+    latex_text,
+    lines,
+    plus_minus,
+    records,
+)
+from convoy.bench.training_runs import add_evaluations, recipe_for_training
+from convoy.units import SPACE
 
 
-def found(folder: Path) -> Results:
-    return Results(Store.read(folder))
-
-
-def exact(folder: Path, times: dict[str, list[float]], **changes: object) -> Results:
-    """A study of `one device` and `sample=2` with the times of its rounds."""
+def exact(folder: Path, times: dict[str, list[float]], **changes: object) -> tuple[Store, Results]:
+    """A study of one device and two, with the times of its rounds by key."""
     store = new_store(folder, **changes)
     rows = {row.key: row for row in configurations([1, 2], ["sample"], ["ddp"])}
     for row in store.add([rows[key] for key in times]):
-        for number, each in enumerate(times[row.key], 1):
-            add_measurement(row, number, ranks(each, row.devices, peer=row.kind == "ddp"))
+        for number, seconds in enumerate(times[row.key], 1):
+            add_measurement(row, number, ranks(seconds, row.devices, peer=row.kind == "ddp"))
     store.spent(10.0, 1.0)
-    return Results(store)
+    return store, Results(store)
 
 
-def test_speed_up_efficiency_days(tmp_path: Path) -> None:
-    one, two = exact(tmp_path, {"serial on 1": [0.2, 0.1, 0.3], "sample=2 on 2": [0.125, 0.1, 0.2]}).rows
+def test_speed_up_efficiency_and_days(tmp_path: Path) -> None:
+    _, results = exact(tmp_path / "a", {"serial on 1": [0.2, 0.1, 0.3], "sample=2 on 2": [0.125, 0.1, 0.2]})
+    one, two = results.rows
     assert (one.seconds, two.seconds) == (0.2, 0.125)
-    assert two.images_per_s == pytest.approx(64 / 0.125)
-    assert two.speedup == pytest.approx(1.6)
-    assert two.efficiency == pytest.approx(0.8)
+    assert (two.images_per_s, two.speedup, two.efficiency) == pytest.approx((64 / 0.125, 1.6, 0.8))
     assert two.days == pytest.approx(2 * 6400 / 512 / 86_400)
-    assert (one.speedup, one.speedup_spread) == (1, None)
-    assert two.speedup_spread is not None
+    assert (one.speedup, one.speedup_spread) == (1, None) and two.speedup_spread is not None
+    assert sum(two.parts.values()) == pytest.approx(two.seconds)
+    assert two.parts["communication"] == pytest.approx(0.0125)  # of the busiest rank
+    assert two.memory == 10**8 + 1  # of the one that needs most
+    weak = exact(tmp_path / "b", {"serial on 1": [0.2], "sample=2 on 2": [0.25]}, weak=True)[1].rows[1]
+    assert (weak.batch, weak.speedup) == (128, pytest.approx(1.6))
+    unequal = exact(tmp_path / "c", {"serial on 1": [0.2], "sample=2 on 2": [0.16]}, speeds=[0.8, 0.4])[1].rows[1]
+    assert (unequal.ideal, unequal.efficiency) == pytest.approx((1.5, 1.25 / 1.5))
 
 
-def test_weak_scaling_counts_images(tmp_path: Path) -> None:
-    _, two = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [0.25]}, weak=True).rows
-    assert two.batch == 128
-    assert two.speedup == pytest.approx(1.6)
-
-
-def test_speed_up_is_over_the_fastest_on_one_device(tmp_path: Path) -> None:
-    three = exact(tmp_path, {"serial on 1": [0.2], "torch on 1": [0.1], "sample=2 on 2": [0.08]})
+def test_speed_up_is_over_the_fastest_on_one_device_or_else_the_first_row(tmp_path: Path) -> None:
+    three = exact(tmp_path / "a", {"serial on 1": [0.2], "torch on 1": [0.1], "sample=2 on 2": [0.08]})[1]
     assert three.reference is not None and three.reference.kind == "torch"
     assert [row.speedup for row in three.rows] == pytest.approx([0.5, 1, 1.25])
-
-
-def test_without_one_device_speed_up_is_over_the_first_row_and_efficiency_is_not_known(tmp_path: Path) -> None:
-    two = exact(tmp_path, {"sample=2 on 2": [0.2], "ddp on 2": [0.1]})
+    store, two = exact(tmp_path / "b", {"sample=2 on 2": [0.2], "ddp on 2": [0.05]})
     assert two.reference is not None and two.reference.label == "sample=2"
-    assert [row.speedup for row in two.rows] == pytest.approx([1, 2])
+    assert [row.speedup for row in two.rows] == pytest.approx([1, 4])
     assert {row.efficiency for row in two.rows} == {None}
-    assert "speed-up is over sample=2 on 2 devices and efficiency not known" in _over(two)
-    assert not _above_ideal(two, weak=False)
+    assert two.rows[1].parts["communication"] == pytest.approx(0.005)  # by which a peer takes longer with exchanges
+    words = " ".join(remarks(store, two))
+    assert "speed-up is over sample=2 on 2 devices and efficiency not known" in words and "above 100" not in words
 
 
-@pytest.mark.parametrize(
-    ("rounds", "said"),
-    [
-        ([0.4, 0.41, 0.4], "Slower than one device: sample=2 on 2."),
-        ([0.21, 0.1, 0.4], "Not told apart from one device, by their ±: sample=2 on 2;"),
-        ([0.1, 0.101, 0.1], ""),
-        ([0.4], "Slower than one device: sample=2 on 2."),
-    ],
-)
-def test_slower_is_what_is_so_beyond_its_spread(tmp_path: Path, rounds: list[float], said: str) -> None:
-    sentence = _one_device(exact(tmp_path, {"serial on 1": [0.2] * len(rounds), "sample=2 on 2": rounds}))
-    assert sentence.startswith(said) and bool(sentence) == bool(said)
+BESIDE_ONE: list[tuple[list[float], list[float], bool, str]] = [
+    ([0.2] * 3, [0.4, 0.41, 0.4], False, "Slower than one device: sample=2 on 2."),
+    ([0.2] * 3, [0.21, 0.1, 0.4], False, "Not told apart from one device, by their ±: sample=2 on 2;"),
+    ([0.2], [0.4], False, "Slower than one device: sample=2 on 2."),
+    ([0.2], [0.09], False, "Efficiency above 100 % (sample=2 on 2): a device's smaller part of the work may fit"),
+    ([0.2], [0.18], True, "Efficiency above 100 % (sample=2 on 2): one device alone was slow when it was measured"),
+    ([0.2], [0.0999], False, ""),  # 100 % in the table
+    ([0.2] * 3, [0.11, 0.111, 0.11], False, ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "weak", "said"),
-    [
-        (0.09, False, "Efficiency above 100 % (sample=2 on 2): a device's smaller part of the work may fit its caches"),
-        (0.18, True, "Efficiency above 100 % (sample=2 on 2): one device alone was slow when it was measured"),
-        (0.0999, False, ""),  # 100 % in the table
-        (0.11, False, ""),
-    ],
-)
-def test_more_than_the_ideal_is_explained(tmp_path: Path, seconds: float, weak: bool, said: str) -> None:
-    study = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [seconds]}, weak=weak)
-    sentence = _above_ideal(study, weak).replace(units.SPACE, " ")
-    assert sentence.startswith(said) and bool(sentence) == bool(said)
-
-
-@pytest.mark.slow
-def test_what_is_above_the_ideal_is_named_beside_the_table(tmp_path: Path) -> None:
-    for plan, above in (("filter", False), ("sample", True)):  # speed-ups of 1.6 and 1.9, where 1.7 is ideal
-        folder = write_study(tmp_path / plan, devices=(1, 2), plans=[plan], peers=(), speeds=[1.0, 0.7])
-        assert any("Efficiency above" in sentence for sentence in write_files(folder).remarks) is above
-        assert ("Efficiency above" in (folder / "report.html").read_text(encoding="utf-8")) is above
-
-
-def test_efficiency_of_unequal_devices_is_by_their_speeds(tmp_path: Path) -> None:
-    _, two = exact(tmp_path, {"serial on 1": [0.2], "sample=2 on 2": [0.16]}, speeds=[0.8, 0.4]).rows
-    assert two.ideal == pytest.approx(1.5)
-    assert two.efficiency == pytest.approx(1.25 / 1.5)
+def test_slower_than_one_device_and_faster_than_the_ideal_is_said(tmp_path: Path) -> None:
+    for number, (one, two, weak, sentence) in enumerate(BESIDE_ONE):
+        study = exact(tmp_path / str(number), {"serial on 1": one, "sample=2 on 2": two}, weak=weak)
+        words = " ".join(remarks(*study)).replace(SPACE, " ")
+        starts = ("Slower than", "Not told apart", "Efficiency above")
+        assert [start for start in starts if start in words] == [
+            start for start in starts if sentence.startswith(start)
+        ]
+        assert sentence in words
 
 
 def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> None:
@@ -116,106 +116,209 @@ def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> No
         for number, rank in enumerate(measured):
             rank.microbatches = 3 - number
         add_measurement(row, 1, measured)
-    all_rows = Results(store)
-    assert all_rows.alone == pytest.approx((320, 160))
-    assert all_rows.reference is not None and all_rows.reference.label == "one device"
-    even, auto = all_rows.rows[2:]
+    results = Results(store)
+    assert results.alone == pytest.approx((320, 160))
+    assert results.reference is not None and results.reference.label == "one device"
+    even, auto = results.rows[2:]
     assert (even.ideal, even.efficiency) == pytest.approx((1.5, 2 / 3))
     assert auto.efficiency == pytest.approx(64 / 0.15 / 480)
-    said = " ".join(remarks(store, all_rows)).replace("\u202f", " ")
-    assert "480 together" in said and "sample=2 67 %, sample=2, shares auto 89 %" in said
-    assert "sample=2, shares auto is 1.33 times as fast as even parts, with 3, 2 microbatches" in said
+    words = " ".join(remarks(store, results)).replace(SPACE, " ")
+    assert "480 together" in words and "sample=2 67 %, sample=2, shares auto 89 %" in words
+    assert "sample=2, shares auto is 1.33 times as fast as even parts, with 3, 2 microbatches" in words
 
 
 def predicted_in(seconds: float) -> PlanPrediction:
     return PlanPrediction(seconds=seconds, parts={}, memory=1)
 
 
-def test_only_even_parts_are_predicted(tmp_path: Path) -> None:
-    def predicted(folder: Path, own: object) -> tuple[list[float | None], str]:
-        parallel = RECIPE.parallel.model_copy(update={"shares": own})
-        store = new_store(folder, recipe=plain_recipe(RECIPE.model_copy(update={"parallel": parallel}), MADE))
+def test_predictions_are_of_the_parts_that_ran(tmp_path: Path) -> None:
+    for shares, seconds in ((None, 0.05), ("auto", None)):
+        parallel = RECIPE.parallel.model_copy(update={"shares": shares})
+        recipe = plain_recipe(RECIPE.model_copy(update={"parallel": parallel}), MADE)
+        store = new_store(tmp_path / str(shares), recipe=recipe)
         for row in store.add(configurations([1, 2], ["sample"], [], ["", "auto"], alone=2)):
             add_measurement(row, 1, ranks(0.1, row.devices))
-        for devices, plan in ((1, "serial"), (2, "sample=2")):
-            store.put_forecast(devices, Forecast(predictions={plan: predicted_in(0.1 / devices)}))
-        found = Results(store)
-        return [row.predicted for row in found.rows], " ".join(remarks(store, found))
-
-    even, said = predicted(tmp_path / "even", None)
-    assert even == [0.1, None, 0.05, None]
-    assert "Predictions are of even parts of the batch; not predicted: sample=2, shares auto on 2." in said
-    assert predicted(tmp_path / "own", "auto")[0] == [0.1, None, None, None]
-
-
-def test_the_planners_parts_are_predicted_as_such(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
+        store.put_forecast(1, Forecast(predictions={"serial": predicted_in(0.1)}))
+        store.put_forecast(2, Forecast(predictions={"sample=2": predicted_in(0.05)}))
+        results = Results(store)
+        assert [row.predicted for row in results.rows] == [0.1, None, seconds, None]
+        words = "Predictions are of even parts of the batch; not predicted: sample=2, shares auto on 2."
+        assert shares or words in " ".join(remarks(store, results))
+    store = new_store(tmp_path / "planner")
     for row in store.add(configurations([1, 2], ["sample", "auto"], [], ["", "auto"], alone=2)):
         add_measurement(row, 1, ranks(0.1, row.devices))
     predictions = {"sample=2": predicted_in(0.06), "auto": predicted_in(0.05)}
     store.put_forecast(2, Forecast(auto="sample=2", auto_shares=[3, 1], predictions=predictions))
-    found = Results(store)
-    assert [(row.label, row.predicted, row.uneven) for row in found.rows[2:]] == [
+    results = Results(store)
+    assert [(row.label, row.predicted, row.uneven) for row in results.rows[2:]] == [
         ("sample=2", 0.06, False), ("sample=2, shares auto", None, True),
         ("auto", 0.05, True), ("auto, shares auto", None, True),
     ]  # fmt: skip
-    said = " ".join(remarks(store, found))
-    assert (
-        "Predictions are of even parts of the batch, that of auto of the planner's own; not predicted: sample" in said
-    )
-    assert "sample=2, shares auto is" in said and "auto: sample=2 is" not in said
+    sentences = " ".join(remarks(store, results))
+    assert "of even parts of the batch, that of auto of the planner's own; not predicted: sample" in sentences
+    assert "sample=2, shares auto is" in sentences and "auto: sample=2 is" not in sentences
 
 
-def test_parts_add_up_and_are_those_of_the_busiest_rank(tmp_path: Path) -> None:
-    row = exact(tmp_path, {"sample=2 on 2": [0.1]}).rows[0]
-    assert sum(row.parts.values()) == pytest.approx(row.seconds)
-    assert row.parts["communication"] == pytest.approx(0.01)
-    assert row.memory == 10**8 + 1
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study with a row that failed and one that waits."""
+    return write_study(tmp_path_factory.mktemp("study"), waiting=["sample=4 on 4"], failed=["filter=4 on 4"])
 
 
-def test_what_a_peer_exchanges_is_what_it_takes_longer(tmp_path: Path) -> None:
-    row = exact(tmp_path, {"ddp on 2": [0.1]}).rows[0]
-    assert row.parts["communication"] == pytest.approx(0.01)
-
-
-def test_predictions_belong_to_the_plan_that_ran(tmp_path: Path) -> None:
-    rows = {row.key: row for row in found(write_study(tmp_path)).rows}
+def test_tables_have_every_measured_row_with_its_plan_and_prediction(folder: Path) -> None:
+    store = Store.read(folder)
+    results = Results(store)
+    rows = {row.key: row for row in results.rows}
     auto = rows["auto on 4"]
-    assert auto.plan == AUTO
-    assert auto.predicted == pytest.approx(0.095 / 4)
+    assert (auto.plan, auto.predicted) == (AUTO, pytest.approx(0.095 / 4))
     assert auto.error == pytest.approx(0.095 / 4 / auto.seconds - 1)
     assert rows["ddp on 4"].predicted is None
+    read = list(csv.DictReader(io.StringIO(csv_of(records(results)))))
+    assert len(read) == len(results.rows) == 10 and float(read[0]["step_s"]) == results.rows[0].seconds
+    latex = latex_text(results, store)
+    assert latex.count(r"\\") == 11 and r"100\,\%" in latex and r"$\pm$" in latex
+    assert all(isinstance(cell, str) for line in lines(results) for cell in line.values())
+    times = [(0.0123, 0.0004), (1.5, 0.05), (2e-5, None)]
+    assert [plus_minus(*time) for time in times] == ["12.3 ± 0.4 ms", "1.50 ± 0.05 s", "20.0 µs"]
 
 
-def test_tables(tmp_path: Path) -> None:
-    all_rows = found(write_study(tmp_path))
-    read = list(csv.DictReader(io.StringIO(csv_of(records(all_rows)))))
-    assert len(read) == len(all_rows.rows) == 12
-    assert float(read[0]["step_s"]) == all_rows.rows[0].seconds
-    latex = latex_text(all_rows, Store.read(tmp_path))
-    assert latex.count(r"\\") == 13 and r"100\,\%" in latex and r"$\pm$" in latex
-    assert all(isinstance(cell, str) for line in lines(all_rows) for cell in line.values())
-
-
-def test_a_time_and_its_spread_have_one_unit() -> None:
-    assert plus_minus(0.0123, 0.0004) == "12.3 ± 0.4 ms"
-    assert plus_minus(1.5, 0.05) == "1.50 ± 0.05 s"
-    assert plus_minus(2e-5, None) == "20.0 µs"
-
-
-@pytest.mark.slow
-def test_what_is_said_of_it(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, waiting=["sample=4 on 4"], failed=["filter=4 on 4"])
-    said = " ".join(write_files(folder).remarks)
+def test_what_a_study_says_of_itself(folder: Path) -> None:
+    sentences = " ".join(write_files(folder).remarks).replace(SPACE, " ")
     for words in (
-        "1 core of A processor",
-        "the machine has 4, and 4 devices at most",
-        "medians over 5 rounds",
-        "The measuring took 1",
-        "20 % planning".replace(" %", "\u202f%"),
-        "the same number in all rows",
-        "over the fastest row on one device: ",
-        "filter=4 on 4 devices was not measured: a layer cannot be divided",
-        "Not measured yet: sample=4 on 4 devices",
-    ):
-        assert words in said, said
+        "1 core of A processor", "the machine has 4, and 4 devices at most", "medians over 5 rounds",
+        "The measuring took 1", "20 % planning", "the same number in all rows", "over the fastest row on one device: ",
+        "filter=4 on 4 devices was not measured: a layer cannot be divided", "Not measured yet: sample=4 on 4 devices",
+    ):  # fmt: skip
+        assert words in sentences, sentences
+
+
+def test_spreadsheets_find_no_formula_and_latex_no_command() -> None:
+    def read(text: str) -> dict[str, str]:
+        rows = [{"configuration": text, "step_s": -0.5, "plan": None}]
+        (row,) = csv.DictReader(io.StringIO(csv_of(rows), newline=""))
+        return row
+
+    for text in ("=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)"):
+        assert read(text) == {"configuration": f"'{text}", "step_s": "-0.5", "plan": ""}
+    for text in ("sample=2", "auto: conv by sample", 'a "quoted", name', "two\nlines"):
+        assert read(text)["configuration"] == text
+    assert csv_of([{"configuration": "\t=1\r=2\x1b"}]) == "configuration\n\\t=1\\r=2\\x1b\n"
+    assert escaped(r"\input{/etc/passwd}") == r"\textbackslash{}input\{/etc/passwd\}"
+    assert escaped("50% & $x_1^2$ #~") == r"50\% \& \$x\_1\textasciicircum{}2\$ \#\textasciitilde{}"
+    assert escaped("a\n\nb\x1b") == r"a\textbackslash{}n\textbackslash{}nb\textbackslash{}x1b"
+
+
+def test_the_same_measured_twice_differs_by_less_in_95_of_100_cases() -> None:
+    for rounds in (3, 5, 9, 20):
+        random, within = np.random.default_rng(rounds), 0
+        for _ in range(1000):
+            one, other = random.normal(100, 3, (2, rounds))
+            spread = repeatability(one)
+            assert spread is not None
+            within += abs(statistics.median(one) - statistics.median(other)) < spread
+        assert 0.90 < within / 1000 < 0.99
+    random = np.random.default_rng(0)
+    pairs = [(random.normal(100, 1, 5), random.normal(105, 1, 5)) for _ in range(500)]
+    assert sum(abs(statistics.median(a) - statistics.median(b)) > (repeatability(a) or 0) for a, b in pairs) > 400
+    assert repeatability([1.0]) is None and repeatability([2.0, 2.0]) == 0
+
+
+# How far the curves of a study are from each other.
+
+
+def curves_of(
+    folder: Path, change: Callable[[list[dict[str, Any]]], None] = lambda trainings: None, **changes: Any
+) -> Convergence:
+    """Curves of one device, sample=2 and filter=2, after a change of what is written of their trainings."""
+    if not folder.exists():
+        write_trainings(write_study(folder, devices=(1, 2), plans=("sample", "filter"), peers=()), **changes)
+    written = document(folder)
+    change([row["training"] for row in written["configurations"]])
+    (folder / "bench.json").write_text(json.dumps(written))
+    curves = convergence(Store.read(folder))
+    assert curves is not None
+    return curves
+
+
+def test_the_largest_distance_is_over_all_evaluations_and_rows(tmp_path: Path) -> None:
+    curves = curves_of(tmp_path / "study")
+    assert curves.reference is not None and curves.reference.label == "one device"
+    (_, distance) = max(curves.compared, key=lambda pair: pair[1].error)
+    assert [curve.label for curve, _ in curves.compared] == ["sample=2", "filter=2"]
+    assert (distance.error, distance.error_at) == (pytest.approx(2e-3), 500)
+    assert (distance.loss, distance.loss_at) == (pytest.approx(4e-3), 400)
+    words = " ".join(convergence_remarks(curves)).replace(SPACE, " ")
+    assert "never farther from the serial run's than 0.20 points (filter=2, after 500 updates)" in words
+    assert "the test loss never farther than 0.0040 (filter=2, after 400), over 10 evaluations" in words
+    assert "No final weights are the reference's bit for bit" in words and "one image is 0.010 points" in words
+    rows = list(csv.DictReader(io.StringIO(csv_of(convergence_records(curves)))))
+    assert [float(row["distance_error"] or 0) for row in rows] == pytest.approx([0, 1e-3, 2e-3])
+    assert len(curve_records(curves)) == 30
+    assert convergence_latex(curves, Store.read(tmp_path / "study")).count(r"\\") == 4
+
+
+def test_bits_are_said_as_such(tmp_path: Path) -> None:
+    def weights(curves: Convergence) -> list[str]:
+        return [line["final weights"] for line in convergence_lines(curves)]
+
+    same = curves_of(tmp_path / "same", same=["sample=2 on 2", "filter=2 on 2"])
+    words = " ".join(convergence_remarks(same))
+    assert "distance 0" in words and "to the last bit" in words and "To compare" not in words
+    assert f"The final weights of all 3 configurations are the same bit for bit: SHA-256 {0:064x}" in words
+    one = curves_of(tmp_path / "one", same=["sample=2 on 2"])
+    words = " ".join(convergence_remarks(one))
+    assert "The final weights of sample=2 are the reference's bit for bit" in words
+    assert "those of filter=2 are not" in words
+    assert weights(one) == ["the reference", "the same bits", "other bits"]
+
+    def same_curves(trainings: list[dict[str, Any]]) -> None:
+        for training in trainings:
+            training["evaluations"] = trainings[0]["evaluations"]
+
+    alike = curves_of(tmp_path / "alike", same_curves, apart=1e-15)
+    assert "are the same bit for bit" not in " ".join(convergence_remarks(alike))
+    assert weights(alike) == ["the reference", "other bits", "other bits"]
+
+
+def test_only_curves_that_share_evaluations_are_compared(tmp_path: Path) -> None:
+    def between(trainings: list[dict[str, Any]]) -> None:
+        for evaluation in trainings[2]["evaluations"]:
+            evaluation["step"] += 50
+
+    def fewer(trainings: list[dict[str, Any]]) -> None:
+        trainings[2]["evaluations"] = trainings[1]["evaluations"][:4]
+
+    def infinite(trainings: list[dict[str, Any]]) -> None:
+        for evaluation in trainings[2]["evaluations"]:
+            evaluation["loss"] = None
+
+    curves = curves_of(tmp_path / "study", between, same=["sample=2 on 2", "filter=2 on 2"])
+    words = " ".join(convergence_remarks(curves))
+    assert "in all 10 evaluations of 2 configurations" in words
+    assert "Not compared, as no evaluation was after as many updates: filter=2." in words
+    words = " ".join(convergence_remarks(curves_of(tmp_path / "study", fewer)))
+    assert "in all 4 to 10 evaluations of all 3 configurations" in words
+    curves = curves_of(tmp_path / "study", infinite)
+    assert len(convergence_lines(curves)) == len(curves.curves) == 2
+    unfinished = curves_of(tmp_path / "other", finished=False, failed=["filter=2 on 2"])
+    first, second = missing(unfinished)
+    assert first == "filter=2 on 2 devices was not trained: a layer is odd: use another."
+    assert "one device on 1 device, sample=2 on 2 devices; the same command goes on" in second
+    assert [curve.label for curve in unfinished.curves] == ["one device", "sample=2"]
+
+
+def test_trainings_are_timed_without_evaluations_and_short_ones_evaluated_often(tmp_path: Path) -> None:
+    metrics = [
+        {"split": "train", "step": 10, "images_per_s": 100.0, "time_s": 5.0},
+        {"split": "test", "step": 15, "top1": 0.5, "loss": 1.0, "images": 40, "time_s": 50.0},
+        {"split": "train", "step": 20, "images_per_s": 50.0, "time_s": 90.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
+    training = Training()
+    add_evaluations(training, tmp_path, batch=20)
+    (evaluation,) = training.evaluations
+    assert (evaluation.step, evaluation.error, evaluation.loss, evaluation.train_s) == (15, 0.5, 1.0, 4.0)
+    assert (training.images, training.sha256) == (40, "")
+    recipes = [recipe_for_training(RECIPE, *args) for args in ((3, False), (3, True), (30, False), (0.5, True))]
+    assert [str(recipe.evaluate_every) for recipe in recipes[:3]] == ["5%", "1ep", "1ep"]
+    assert str(recipes[3].epochs) == "0.5ep"

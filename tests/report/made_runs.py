@@ -35,39 +35,24 @@ def metrics(
     for step in range(1, updates + 1):
         time += batch / 2000
         images += 1
+        place = {"step": step, "epoch": step / per_epoch}
         lost = nan_from is not None and step >= nan_from
         if step % every == 0:
             loss = 2.3 * (1 + step / 4) ** -0.9 * (1 + 0.15 * noise.standard_normal())
-            lines.append(
-                {
-                    "split": "train",
-                    "step": step,
-                    "epoch": step / per_epoch,
-                    "loss": None if lost else loss,
-                    "top1": 0.1 if lost else max(0.0, min(1.0, 1 - 0.4 * loss)),
-                    "lr": 0.05 * (1 + math.cos(math.pi * step / updates)),
-                    "images_per_s": 2000 * (1 + 0.05 * noise.standard_normal()),
-                    "data_wait_s": 0.01 * images * batch / 2000,
-                    "time_s": time,
-                }
-            )
+            line = {"loss": None if lost else loss, "top1": 0.1 if lost else max(0.0, min(1.0, 1 - 0.4 * loss))}
+            rates = {"lr": 0.05 * (1 + math.cos(math.pi * step / updates)), "time_s": time}
+            rates |= {
+                "images_per_s": 2000 * (1 + 0.05 * noise.standard_normal()),
+                "data_wait_s": 0.01 * images * batch / 2000,
+            }
+            lines.append({"split": "train", **place, **line, **rates})
             images = 0
         if step % per_epoch == 0 or step == updates:
             time += 0.4
             loss = 2.3 * (1 + step / 4) ** -0.8
-            lines.append(
-                {
-                    "split": "test",
-                    "step": step,
-                    "epoch": step / per_epoch,
-                    "loss": None if lost else loss,
-                    "top1": 0.1 if lost else 1 - 0.3 * loss,
-                    "top5": 0.5 if lost else 1 - 0.03 * loss,
-                    "images": 1000,
-                    "images_per_s": 2500.0,
-                    "time_s": time,
-                }
-            )
+            right = {"top1": 0.1, "top5": 0.5} if lost else {"top1": 1 - 0.3 * loss, "top5": 1 - 0.03 * loss}
+            line = {"loss": None if lost else loss, **right, "images": 1000, "images_per_s": 2500.0, "time_s": time}
+            lines.append({"split": "test", **place, **line})
     return lines
 
 

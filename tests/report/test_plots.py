@@ -1,6 +1,12 @@
+"""The curves of a run, as drawings and inside the page; tables of confusion, and pictures."""
+
+import base64
+import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import matplotlib as mpl
 import numpy as np
@@ -8,124 +14,93 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
+from convoy.errors import ConvoyError
 from convoy.report import axes
+from convoy.report.confusion import Confusion
+from convoy.report.pages import LARGEST, inline_svg, read_picture
 from convoy.report.plots import data_wait_shares, draw_panels, in_pieces
 from convoy.report.run_directory import read_run
+from convoy.training.records import EvaluationFile
 from report.made_runs import CONFIG, complete_run, metrics, write_run
 
 NAMES = ["loss-updates", "loss-time", "error-updates", "error-time", "learning-rate", "speed"]
 
 
-def draw_curves(run: Path) -> dict[str, Figure]:
-    return {panel.name: panel.figure for panel in draw_panels(read_run(run)) if panel.figure is not None}
+def draw(folder: Path, lines: list[dict[str, Any]], config: str = CONFIG) -> dict[str, Figure]:
+    """The figures of a run with these metrics, by name."""
+    panels = draw_panels(read_run(write_run(folder, lines=lines, config=config)))
+    return {panel.name: panel.figure for panel in panels if panel.figure is not None}
 
 
-def curve(run: Path, name: str, label: str) -> Any:
-    drawn = draw_curves(run)[name].axes[0]
-    return next(line for line in drawn.lines if line.get_label() == label)
+def curve(figure: Figure, label: str) -> Any:
+    return next(line for line in figure.axes[0].lines if line.get_label() == label)
 
 
-def test_all_curves_are_drawn_and_can_be_saved(tmp_path: Path) -> None:
-    figures = draw_curves(complete_run(tmp_path))
-    assert list(figures) == NAMES
-    figures["loss-time"].savefig(tmp_path / "loss.svg")
-    figures["loss-time"].savefig(tmp_path / "loss.png")
-    with Image.open(tmp_path / "loss.png") as picture:
-        assert picture.size == (680, 504)
-
-
-def test_plots_leave_global_state_alone(tmp_path: Path) -> None:
+def test_curves_hold_the_numbers_of_the_file_and_leave_global_state_alone(tmp_path: Path) -> None:
     before = mpl.rcParams.copy()
-    draw_curves(complete_run(tmp_path))
-    assert mpl.rcParams.copy() == before
-    assert "matplotlib.pyplot" not in sys.modules
-
-
-def test_curves_hold_the_numbers_of_the_file(tmp_path: Path) -> None:
     lines = metrics()
-    run = complete_run(tmp_path, lines=lines)
+    lines[5]["loss"] = None
     test = [line for line in lines if line["split"] == "test"]
-    drawn = curve(run, "error-updates", "test")
-    np.testing.assert_allclose(drawn.get_xdata(), [line["step"] for line in test])
-    np.testing.assert_allclose(drawn.get_ydata(), [100 * (1 - line["top1"]) for line in test])
-    np.testing.assert_allclose(curve(run, "loss-time", "test").get_xdata(), [line["time_s"] for line in test])
-
-
-def test_train_and_test_differ_in_color_and_in_line_style(tmp_path: Path) -> None:
-    drawn = draw_curves(complete_run(tmp_path))["error-updates"].axes[0]
-    named = [line for line in drawn.lines if not line.get_label().startswith("_")]
+    figures = draw(tmp_path, lines)
+    assert list(figures) == NAMES
+    error = figures["error-updates"]
+    np.testing.assert_allclose(curve(error, "test").get_xdata(), [line["step"] for line in test])
+    np.testing.assert_allclose(curve(error, "test").get_ydata(), [100 * (1 - line["top1"]) for line in test])
+    times = curve(figures["loss-time"], "test").get_xdata()
+    np.testing.assert_allclose(times, [line["time_s"] for line in test])
+    assert (
+        np.isnan(curve(figures["loss-updates"], "train").get_ydata()).sum() == 1
+    )  # a loss that is not finite is a gap
+    named = [line for line in error.axes[0].lines if not str(line.get_label()).startswith("_")]
     assert [line.get_label() for line in named] == ["train", "test"]
     assert len({line.get_color() for line in named}) == 2
     assert len({(str(line._unscaled_dash_pattern), line.get_marker()) for line in named}) == 2
+    figures["loss-time"].savefig(tmp_path / "loss.png")
+    with Image.open(tmp_path / "loss.png") as picture:
+        assert picture.size == (680, 504)
+    assert mpl.rcParams.copy() == before and "matplotlib.pyplot" not in sys.modules
+    averaged = draw(tmp_path / "ema", metrics(), f"{CONFIG}ema: {{decay: 0.99}}\n")
+    assert len(curve(averaged["error-updates"], "test, averaged weights").get_xdata()) == 4
 
 
-def test_evaluations_of_averaged_weights_are_called_so(tmp_path: Path) -> None:
-    run = complete_run(tmp_path)
-    (run / "config.yaml").write_text(f"{CONFIG}ema: {{decay: 0.99}}\n")
-    for name in ("loss-time", "error-updates"):
-        assert len(curve(run, name, "test, averaged weights").get_xdata()) == 4
-
-
-def test_a_loss_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
-    lines = metrics()
-    lines[5]["loss"] = None
-    losses = curve(complete_run(tmp_path, lines=lines), "loss-updates", "train").get_ydata()
-    assert np.isnan(losses).sum() == 1
-
-
-def test_a_single_point_is_drawn_as_a_dot(tmp_path: Path) -> None:
-    drawn = draw_curves(write_run(tmp_path, lines=metrics()[:1]))["loss-updates"].axes[0]
-    assert [line.get_marker() for line in drawn.lines if len(line.get_xdata()) == 1 and line.get_marker() != ""][
-        -1
-    ] == "o"
-
-
-def test_a_long_run_is_drawn_in_pieces_that_keep_mean_range_and_gaps() -> None:
+def test_little_odd_or_no_numbers_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
+    one = draw(tmp_path / "one", metrics()[:1])["loss-updates"].axes[0].lines
+    assert [line.get_marker() for line in one if len(line.get_xdata()) == 1 and line.get_marker() != ""][-1] == "o"
+    zero = dict.fromkeys(("step", "loss", "lr", "images_per_s", "data_wait_s", "time_s"), 0)
+    assert list(draw(tmp_path / "zero", [{"split": "train", "top1": 1.0, **zero}])) == NAMES
+    timeless = draw(tmp_path / "timeless", [{**line, "time_s": None} for line in metrics()])
+    assert list(timeless) == ["loss-updates", "error-updates", "learning-rate"]
+    nothing = draw_panels(read_run(write_run(tmp_path / "nothing")))
+    assert {(panel.figure, panel.description) for panel in nothing} == {(None, "Nothing has been recorded yet.")}
     x, y = np.arange(1000.0), np.arange(1000.0)
     y[999] = np.nan
     middle, mean, low, high = in_pieces(x, y, pieces=300)
-    assert len(mean) == 300
-    assert (mean[0], low[0], high[0]) == (1.0, 0.0, 2.0)
+    assert (len(mean), mean[0], low[0], high[0]) == (300, 1.0, 0.0, 2.0)
     assert np.isnan(mean[-1]) and np.isfinite(middle[-1])
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "low", "high"),
-    [(1.1, 0.7, 0.676, 1.124), (1.1, 0.2, 0.0, 1.188), (0.5, 0.5, 0.0, 0.54), (1.0, 1.001, 0.9993994, 1.0016006)],
-)
-def test_a_curve_uses_the_height_of_its_panel(
-    tmp_path: Path, first: float, last: float, low: float, high: float
-) -> None:
-    lines = [
-        {"split": "train", "step": step, "loss": float(loss)}
-        for step, loss in enumerate(np.linspace(first, last, 30), start=1)
-    ]
-    drawn = draw_curves(write_run(tmp_path, lines=lines))["loss-updates"].axes[0]
-    assert drawn.get_yscale() == "linear"
-    assert drawn.get_ylim() == pytest.approx((low, high), abs=1e-9)
+def falling(values: Any, key: str) -> list[dict[str, Any]]:
+    return [{"split": "train", "step": step, key: float(value)} for step, value in enumerate(values, start=1)]
 
 
-def test_an_error_of_zero_stays_on_the_axis(tmp_path: Path) -> None:
+def test_axes_fit_what_they_show(tmp_path: Path) -> None:
+    for first, last, low, high in (
+        (1.1, 0.7, 0.676, 1.124), (1.1, 0.2, 0.0, 1.188), (0.5, 0.5, 0.0, 0.54), (1.0, 1.001, 0.9993994, 1.0016006),
+    ):  # fmt: skip
+        shown = draw(tmp_path / f"{last}", falling(np.linspace(first, last, 30), "loss"))["loss-updates"].axes[0]
+        assert shown.get_yscale() == "linear" and shown.get_ylim() == pytest.approx((low, high), abs=1e-9)
     lines = metrics()
     lines[-2]["top1"], lines[-1]["top1"] = 1.0, 0.999
-    drawn = draw_curves(complete_run(tmp_path, lines=lines))["error-updates"].axes[0]
-    assert drawn.get_yscale() == "symlog"
-    assert drawn.get_ylim()[0] == 0
-    assert drawn.get_yticks()[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("rates", "scale"),
-    [
-        ([0.1] * 5 + [0.01] * 5 + [0.001] * 5, "log"),
-        (np.linspace(0.1, 0, 15), "linear"),
-        ([0.05, 0.03, 0.0001, 0.00001], "linear"),
-        ([0.1] * 5, "linear"),
-    ],
-)
-def test_a_learning_rate_that_falls_by_factors_has_a_logarithmic_axis(tmp_path: Path, rates: Any, scale: str) -> None:
-    lines = [{"split": "train", "step": step, "lr": float(rate)} for step, rate in enumerate(rates, start=1)]
-    assert draw_curves(write_run(tmp_path, lines=lines))["learning-rate"].axes[0].get_yscale() == scale
+    error = draw(tmp_path / "error", lines)["error-updates"].axes[0]  # an error of zero stays on the axis
+    assert (error.get_yscale(), error.get_ylim()[0], error.get_yticks()[0]) == ("symlog", 0, 0)
+    for number, (rates, scale) in enumerate(
+        [([0.1] * 5 + [0.01] * 5 + [0.001] * 5, "log"), (np.linspace(0.1, 0, 15), "linear"), ([0.1] * 5, "linear"),
+         ([0.05, 0.03, 0.0001, 0.00001], "linear")],
+    ):  # fmt: skip
+        shown = draw(tmp_path / f"rate {number}", falling(rates, "lr"))["learning-rate"].axes[0]
+        assert shown.get_yscale() == scale
+    units = [axes.time_unit(seconds)[1] for seconds in (50, 119, 120, 7200, 172_800)]
+    assert units == ["seconds", "seconds", "minutes", "hours", "days"]
 
 
 def test_data_wait_is_a_share_of_the_training_time(tmp_path: Path) -> None:
@@ -134,32 +109,86 @@ def test_data_wait_is_a_share_of_the_training_time(tmp_path: Path) -> None:
         {"split": "test", "step": 10, "time_s": 5.0},
         {"split": "train", "step": 20, "images_per_s": 640.0, "data_wait_s": 0.2, "time_s": 7.0},
     ]
-    np.testing.assert_allclose(data_wait_shares(read_run(write_run(tmp_path, lines=lines))), [0.25, 0.1])
-    no_batch = CONFIG.replace("batch: 128\n", "")
-    np.testing.assert_allclose(
-        data_wait_shares(read_run(write_run(tmp_path, lines=lines, config=no_batch))), [0.25, 0.04]
-    )
+    for config, shares in ((CONFIG, [0.25, 0.1]), (CONFIG.replace("batch: 128\n", ""), [0.25, 0.04])):
+        np.testing.assert_allclose(data_wait_shares(read_run(write_run(tmp_path, lines=lines, config=config))), shares)
 
 
-def test_values_that_make_no_sense_are_gaps_and_no_crash(tmp_path: Path) -> None:
-    line = {"split": "train", "step": 0, "loss": 0.0, "top1": 1.0, "lr": 0.0, "images_per_s": 0.0, "data_wait_s": 0.0}
-    figures = draw_curves(write_run(tmp_path, lines=[{**line, "time_s": 0.0}]))
-    assert list(figures) == NAMES
+def test_drawings_have_the_pages_colors_ids_of_their_own_and_names(tmp_path: Path) -> None:
+    panels = draw_panels(read_run(complete_run(tmp_path)))
+    drawings = [inline_svg(one.figure, one.name, one.title, "a <b>") for one in panels if one.figure is not None]
+    roots = [ElementTree.fromstring(drawing) for drawing in drawings]
+    ids = [[node.attrib["id"] for node in root.iter() if "id" in node.attrib] for root in roots]
+    assert sum(map(len, ids)) == len(set().union(*ids))
+    for drawing, names in zip(drawings, ids, strict=True):
+        assert "var(--train)" in drawing and "font-family" not in drawing
+        assert not re.search(r"(fill|stroke): *(#|rgb|black|white)", drawing)
+        references = set(re.findall(r'(?:href="#|url\(#)([^)"]+)', drawing))
+        assert references and references <= set(names)
+    texts = {node.attrib.get("id"): node.text for node in roots[0]}
+    assert [texts[name] for name in roots[0].attrib["aria-labelledby"].split()] == ["Loss over updates", "a <b>"]
+    assert roots[0].attrib["role"] == "img" and "width" not in roots[0].attrib
+    figure = Figure()
+    figure.text(0, 0, "x", color="#123456")
+    with pytest.raises(KeyError, match="#123456"):
+        inline_svg(figure, "x", "x", "x")
 
 
-def test_without_times_there_are_still_updates(tmp_path: Path) -> None:
-    lines = [{**line, "time_s": None} for line in metrics()]
-    assert list(draw_curves(write_run(tmp_path, lines=lines))) == ["loss-updates", "error-updates", "learning-rate"]
+def confusion(table: Any) -> Confusion:
+    names = [f"class {place}" for place in range(len(table))]
+    return Confusion(EvaluationFile(classes=names, confusion=np.array(table).tolist()))
 
 
-def test_a_run_without_metrics_has_no_curves_but_says_so(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    assert draw_curves(run) == {}
-    assert {panel.description for panel in draw_panels(read_run(run))} == {"Nothing has been recorded yet."}
+def test_confusion_has_shades_recall_precision_f1_and_pairs() -> None:
+    rows = confusion([[8, 2, 0], [0, 10, 0], [0, 0, 0]]).matrix()
+    assert rows is not None and [(row.recall, row.images) for row in rows] == [(0.8, 10), (1.0, 10), (None, 0)]
+    assert [cell.shade for cell in rows[0].cells[:2]] == pytest.approx([0.8, 1.0])  # 1 is the largest mistake of all
+    assert rows[0].cells[1].text == "class 0 taken for class 1: 2"
+    classes = confusion([[8, 2, 0, 0], [1, 9, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]).classes()
+    assert [(one.images, one.recall, one.precision, one.mostly) for one in classes] == [
+        (10, 0.8, 8 / 12, "class 1"), (10, 0.9, 9 / 11, "class 0"), (0, None, None, ""), (3, 0.0, None, "class 0"),
+    ]  # fmt: skip
+    assert classes[0].f1 == pytest.approx(2 * 0.8 * (8 / 12) / (0.8 + 8 / 12))
+    assert [one.f1 for one in classes[2:]] == [None, None]
+    pairs = confusion([[8, 2, 0], [5, 90, 5], [0, 9, 1]]).pairs(3)
+    assert [(pair.true[-1], pair.predicted[-1], pair.count) for pair in pairs] == [
+        ("2", "1", 9),
+        ("1", "0", 5),
+        ("1", "2", 5),
+    ]
+    assert pairs[0].share == pytest.approx(0.9)
+    perfect = confusion(np.eye(3, dtype=int) * 5)
+    assert perfect.pairs(8) == perfect.hardest(8) == [] and perfect.matrix() is not None
+    table = np.eye(1000, dtype=int) * 50
+    table[7, 7], table[7, 3] = 20, 30
+    (hardest,) = confusion(table).hardest(12)
+    assert (hardest.name, hardest.recall, hardest.mostly) == ("class 7", 0.4, "class 3")
+    assert confusion(table).matrix() is None
 
 
-@pytest.mark.parametrize(
-    ("seconds", "unit"), [(50, "seconds"), (119, "seconds"), (120, "minutes"), (7200, "hours"), (172_800, "days")]
-)
-def test_time_has_the_unit_that_fits(seconds: float, unit: str) -> None:
-    assert axes.time_unit(seconds)[1] == unit
+def test_a_picture_becomes_a_png_inside_the_page(tmp_path: Path) -> None:
+    Image.new("RGB", (28, 20), (250, 10, 10)).save(tmp_path / "a.png")
+    picture = read_picture(tmp_path, "a.png")
+    assert picture is not None and (picture.width, picture.height, picture.coarse) == (28, 20, True)
+    head, _, body = picture.uri.partition(",")
+    assert head == "data:image/png;base64"
+    assert Image.open(io.BytesIO(base64.b64decode(body))).getpixel((3, 3)) == (250, 10, 10)
+    for mode in ("1", "L", "LA", "P", "RGBA", "I;16", "CMYK"):
+        name = "a.jpg" if mode == "CMYK" else "a.png"
+        Image.new(mode, (600, 300)).save(tmp_path / name)
+        picture = read_picture(tmp_path, name)
+        assert picture is not None
+        assert (picture.width, picture.height, picture.coarse) == (LARGEST, LARGEST // 2, False)
+    assert read_picture(tmp_path, "none.png") is None and read_picture(tmp_path, None) is None
+
+
+def test_a_corrupt_picture_and_one_outside_the_run_are_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "a.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing more")
+    with pytest.raises(ConvoyError, match=r"a\.png is not a readable"):
+        read_picture(run, "a.png")
+    Image.new("L", (8, 8)).save(tmp_path / "private.png")
+    (run / "link.png").symlink_to(tmp_path / "private.png")
+    for name in ("link.png", "../private.png"):
+        with pytest.raises(ConvoyError, match="outside the run directory"):
+            read_picture(run, name)

@@ -1,4 +1,4 @@
-"""Predicted beside measured in the report of a run: drawn, in numbers, and quiet where there is nothing."""
+"""Predicted beside measured, and the speed-up, in the report of a run; quiet where there is nothing."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from convoy import units
-from convoy.errors import ConvoyError
 from convoy.planner.comparison import GRADIENTS, Both, Comparison, Group
-from convoy.report.prediction import compared
-from convoy.report.report import write_report
-from convoy.report.run_directory import read_run
-from report.made_runs import complete_run, summary
+from convoy.report.prediction import Compared, compared
+from convoy.report.remarks import about, bench_command
+from convoy.report.report import render
+from convoy.report.run_directory import Run, read_run
+from report.made_runs import ENVIRONMENT, summary, write_run
+from report.pages import harmless
 
 
 def comparison(predicted: bool = True, **changes: Any) -> Comparison:
@@ -44,125 +44,94 @@ def comparison(predicted: bool = True, **changes: Any) -> Comparison:
     return Comparison(**values)
 
 
-def with_prediction(folder: Path, found: Comparison | dict[str, Any]) -> Path:
-    run = complete_run(folder)
-    document = found.to_document() if isinstance(found, Comparison) else found
-    (run / "prediction.json").write_text(json.dumps(document), encoding="utf-8")
-    return run
+def predicted_run(folder: Path, found: Comparison | None, **results: Any) -> Run:
+    run = write_run(folder, results=summary(**results), environment={**ENVIRONMENT, "run": "runs/my first"})
+    if found is not None:
+        (run / "prediction.json").write_text(json.dumps(found.to_document()), encoding="utf-8")
+    return read_run(run)
 
 
-def test_stages_have_a_table_with_what_was_measured(tmp_path: Path) -> None:
-    stages = [Group(f"stage {number}", Both(None, 0.012), Both(None, number * 1e-3), (number,)) for number in (1, 2)]
-    run = with_prediction(tmp_path, comparison(stages=tuple(stages)))
-    facts = {"forward": 8192, "backward": 4096, "parameters": 12_345, "gradients": 12_345, "activations": 10**6}
-    one = {"layer": "conv1", "ranks": [0], "takes": [], **facts}
-    other = {"layer": "fc<b>", "ranks": [1, 2], "takes": ["pool"], **facts}
-    found = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    (run / "summary.json").write_text(json.dumps({**found, "stages": [one, other]}), encoding="utf-8")
-    html = write_report(run).read_text(encoding="utf-8")
-    words = ["Takes the output of", "conv1", "fc&lt;b&gt;", "1, 2", "pool", "8.19 kB", "4.1 kB", "12.3 kB", "1 MB"]
-    assert all(word in html for word in [*words, "Computes", "12.0 ms", "1.00 ms", "2.00 ms"])
-    (run / "prediction.json").unlink()
-    shown = write_report(run).read_text(encoding="utf-8")
-    assert "fc&lt;b&gt;" in shown and "Computes" not in shown
-    (run / "summary.json").write_text(json.dumps(found), encoding="utf-8")
-    assert "Takes the output of" not in write_report(run).read_text(encoding="utf-8")
+def section(folder: Path, found: Comparison) -> Compared:
+    """The page's section on an update."""
+    result = compared(predicted_run(folder, found).prediction)
+    assert result is not None
+    return result
 
 
 def test_all_of_it_is_on_the_page(tmp_path: Path) -> None:
-    html = write_report(with_prediction(tmp_path, comparison())).read_text(encoding="utf-8")
+    html = render(predicted_run(tmp_path, comparison()))
+    shown = harmless(html).words
     for words in (
-        "An update, predicted and measured",
-        "An update took 17.0 ms, the median of 55; 34.0 ms were predicted (+100 %).",
-        "those of rank 1, each the median of 3 other updates that were watched: they add up to 17.0 ms.",
-        "learnt the times of 11 pieces",
-        "features.0",
-        "22.0 ms",
-        "waiting for messages",
-        GRADIENTS,
-    ):
-        assert words in html, words
-    assert "<b>fc</b>" not in html and "&lt;b&gt;fc&lt;/b&gt;" in html
-    assert "<i>so</i>" not in html
-    assert "packing for messages" not in html.split("<body>")[1]  # nothing was packed
+        "An update took 17.0 ms, the median of 55; 34.0 ms were predicted (+100 %).", "predicted and measured",
+        "those of rank 1, each the median of 3 other updates that were watched: they add up to 17.0 ms.", "features.0",
+        "learnt the times of 11 pieces", "22.0 ms", "waiting for messages", GRADIENTS, "<b>fc</b>",
+    ):  # fmt: skip
+        assert words in shown, words
+    assert "packing for messages" not in shown and "<i>so</i>" not in html  # nothing was packed
+    alone = harmless(render(predicted_run(tmp_path / "alone", comparison(predicted=False)))).words
+    assert "An update took 17.0 ms, the median of 55." in alone and "predicted and measured" not in alone
+    short = comparison(update=Both(1e-3, None), parts={}, groups=(), timed=0, watched=0)
+    for name, found in (("short", short), ("none", None)):
+        assert 'id="update"' not in render(predicted_run(tmp_path / name, found))
 
 
-def test_bars_are_shares_of_the_longest(tmp_path: Path) -> None:
-    found = compared(read_run(with_prediction(tmp_path, comparison())).prediction)
-    assert found is not None
-    first, second = found.whole.tracks
+def test_bars_are_shares_of_the_longest_and_sums_say_what_is_missing(tmp_path: Path) -> None:
+    whole = section(tmp_path / "whole", comparison())
+    first, second = whole.whole.tracks
     assert [sum(width for _, width, _ in track.parts) for track in (first, second)] == pytest.approx([100, 50])
-    longest = found.groups[0]
+    longest = whole.groups[0]
     assert [(key, width) for key, width, _ in longest.tracks[0].parts] == [
         ("forward", pytest.approx(100 * 18 / 22)),
         ("transfer", pytest.approx(100 * 4 / 22)),
     ]
     assert (longest.predicted, longest.measured, longest.difference) == ("22.0 ms", "11.0 ms", "+100 %")
-
-
-def test_what_was_not_predicted_is_not_off_by_anything(tmp_path: Path) -> None:
     parts = {"input": Both(0.0, 9e-3), "forward": Both(1e-3, 2e-3), "backward": Both(None, 6e-3)}
-    found = compared(read_run(with_prediction(tmp_path, comparison(parts=parts))).prediction)
-    assert found is not None and (found.sum, found.whole.measured) == ("17.0 ms", "17.0 ms")
-    assert [row.difference for row in found.parts] == ["", "-50 %", ""]
+    some = section(tmp_path / "some", comparison(parts=parts))
+    assert (some.sum, some.whole.measured) == ("17.0 ms", "17.0 ms")
+    assert [row.difference for row in some.parts] == ["", "-50 %", ""]  # what was not predicted is off by nothing
+    measured = section(tmp_path / "measured", comparison(predicted=False))
+    assert not measured.both and [track.name for track in measured.whole.tracks] == ["measured"]
+    for update, why in (
+        (13e-3, ", as watching takes time too"),
+        (17.1e-3, ""),
+        (20e-3, ", as no two updates are alike"),
+    ):
+        total = section(tmp_path / str(update), comparison(update=Both(None, update)))
+        assert (total.whole.name, total.whole.measured, total.sum) == ("All parts", "17.0 ms", f"17.0 ms{why}")
 
 
-def test_without_a_prediction_there_is_what_was_measured(tmp_path: Path) -> None:
-    run = with_prediction(tmp_path, comparison(predicted=False))
-    found = compared(read_run(run).prediction)
-    assert found is not None and not found.both
-    assert [track.name for track in found.whole.tracks] == ["measured"]
-    html = write_report(run).read_text(encoding="utf-8")
-    assert "An update took 17.0 ms, the median of 55." in html
-    assert "predicted and measured" not in html
+def test_stages_have_a_table_with_what_was_measured(tmp_path: Path) -> None:
+    groups = [Group(f"stage {number}", Both(None, 0.012), Both(None, number * 1e-3), (number,)) for number in (1, 2)]
+    facts = {"forward": 8192, "backward": 4096, "parameters": 12_345, "gradients": 12_345, "activations": 10**6}
+    first = {"layer": "conv1", "ranks": [0], "takes": [], **facts}
+    stages = [first, {"layer": "fc<b>", "ranks": [1, 2], "takes": ["pool"], **facts}]
+    shown = harmless(render(predicted_run(tmp_path, comparison(stages=tuple(groups)), stages=stages))).words
+    assert "fc<b>" in shown and "12.0 ms" in shown and "2.00 ms" in shown and "Computes" in shown
+    unmeasured = harmless(render(predicted_run(tmp_path / "unmeasured", comparison(), stages=stages))).words
+    assert "fc<b>" in unmeasured and "Takes the output of" in unmeasured and "Computes" not in unmeasured
+    assert "Takes the output of" not in render(predicted_run(tmp_path / "none", comparison()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("update", "why"),
-    [(13e-3, ", as watching takes time too"), (17.1e-3, ""), (20e-3, ", as no two updates are alike")],
-)
-def test_parts_that_add_up_to_another_time_say_why(tmp_path: Path, update: float, why: str) -> None:
-    run = with_prediction(tmp_path, comparison(update=Both(None, update)))
-    found = compared(read_run(run).prediction)
-    assert found is not None
-    assert (found.whole.name, found.whole.measured, found.sum) == ("All parts", "17.0 ms", f"17.0 ms{why}")
-    assert f"they add up to 17.0 ms{why}." in write_report(run).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("one", "said"),
-    [
-        (34e-3, "An update took 17.0 ms, and 34.0 ms were predicted of one device: 2 devices were 2.00 times as fast"),
+def test_it_is_said_whether_several_devices_were_faster_and_how_to_find_out(tmp_path: Path) -> None:
+    took = "An update took 17.0 ms, and 34.0 ms were predicted of one device: 2 devices were 2.00 times as fast"
+    open_question = "Whether 2 devices were faster than one was not measured. This measures it:"
+    for one, sentence in (
+        (34e-3, took),
         (17.1e-3, "2 devices were as fast as one."),
         (8.5e-3, "2 devices were slower than one, which would need 50 % of the time."),
-        (None, "Whether 2 devices were faster than one was not measured. This measures it:"),
-    ],
-)
-def test_it_is_said_whether_several_devices_were_faster(tmp_path: Path, one: float | None, said: str) -> None:
-    right = comparison(update=Both(17e-3, 17e-3), one_device_s=one)
-    run = with_prediction(tmp_path, right)
-    (run / "summary.json").write_text(json.dumps(summary(devices=2, plan="sample=2")), encoding="utf-8")
-    html = write_report(run).read_text(encoding="utf-8").replace(units.SPACE, " ")
-    assert said in html
-    assert ("convoy bench lenet" in html) == (one is None)
-    wrong = comparison(update=Both(9e-3, 17e-3), one_device_s=one)
-    (run / "prediction.json").write_text(json.dumps(wrong.to_document()), encoding="utf-8")
-    html = write_report(run).read_text(encoding="utf-8")
-    assert ("That is in doubt: the prediction of the plan itself was off by -47 %." in html) == (one is not None)
-    assert "convoy bench lenet" in html
-
-
-@pytest.mark.slow
-def test_a_run_that_was_not_looked_at_says_nothing(tmp_path: Path) -> None:
-    short = comparison(update=Both(1e-3, None), parts={}, groups=(), timed=0, watched=0)
-    html = write_report(with_prediction(tmp_path, short)).read_text(encoding="utf-8")
-    assert 'id="update"' not in html
-    assert 'id="update"' not in write_report(complete_run(tmp_path / "other")).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("change", [{"version": 2}, {"update": {"measured_s": -1.0}}, {"groups": 3}])
-def test_what_cannot_be_read_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
-    run = with_prediction(tmp_path, {**comparison().to_document(), **change})
-    with pytest.raises(ConvoyError, match=r"prediction\.json"):
-        write_report(run)
+        (None, open_question),
+    ):
+        right = comparison(update=Both(17e-3, 17e-3), one_device_s=one)
+        run = predicted_run(tmp_path / f"right {one}", right, devices=2, plan="sample=2")
+        assert sentence in about(run)[-1].replace("\u202f", " ") and bool(bench_command(run)) == (one is None)
+        wrong = comparison(update=Both(9e-3, 17e-3), one_device_s=one)
+        run = predicted_run(tmp_path / f"wrong {one}", wrong, devices=2, plan="sample=2")
+        doubt = "That is in doubt: the prediction of the plan itself was off by -47 %."
+        assert (doubt in about(run)[-1].replace("\u202f", " ")) == (one is not None) and bench_command(run)
+    command = "convoy bench lenet --data mnist-mini --recipe 'runs/my first/config.yaml' --devices 1,2 --plans "
+    for plan, word in (("sample=2", "sample=2"), ("gpu=2: features.* gpu:sample; *", "'runs/my first/plan.yaml'")):
+        run = predicted_run(tmp_path / plan[:4], None, devices=2, plan=plan)
+        assert bench_command(run) == command + word
+        words = harmless(render(run)).words
+        assert open_question in words and command + word in words
+    assert "convoy bench" not in render(predicted_run(tmp_path / "one", None))

@@ -1,218 +1,175 @@
+"""The page of a run: what stands on it, that it is harmless, and what it says of a run's state and result."""
+
 import base64
+import contextlib
 import gzip
-import hashlib
+import json
 import os
-import re
-from html.parser import HTMLParser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from convoy import units
+from convoy.doctor.advice import Advice
+from convoy.doctor.diagnosis import Diagnosis
 from convoy.errors import ConvoyError
 from convoy.report import pages
 from convoy.report.pages import running
-from convoy.report.report import write_report
+from convoy.report.remarks import about, remarks
+from convoy.report.report import render, write_report
+from convoy.report.run_directory import read_run
+from convoy.training.lock import locked
 from report.made_runs import CONFIG, DIGITS, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
-
-EVIL = "<script>alert('ship')</script>"
-VOID = {"meta", "link", "img", "br", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """The elements, texts and addresses of a page; notices tags that do not match."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.stack: list[str] = []
-        self.feed(html)
-        assert self.stack == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.stack[-1:] not in (["style"], ["script"]):
-            self.text += data.replace(units.SPACE, " ")
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.elements if name == tag]
-
-    @property
-    def words(self) -> str:
-        return " ".join(self.text.split())
+from report.pages import HOSTILE, Page, harmless
 
 
 def page(run: Path) -> Page:
-    return Page(write_report(run).read_text(encoding="utf-8"))
+    return Page(render(read_run(run)))
 
 
-def test_a_complete_run_has_every_part(tmp_path: Path) -> None:
+def words_of(folder: Path, **files: Any) -> str:
+    """All words on the page of a run that has these files: without metrics it has no plots, which take a second."""
+    return page(write_run(folder, **files)).words
+
+
+def test_a_complete_run_has_every_part_and_the_same_bytes_again(tmp_path: Path) -> None:
     run = complete_run(tmp_path, results=summary(notes=["The head was replaced."]))
-    assert write_report(run) == run / "report.html"
-    found = page(run)
+    report = write_report(run)
+    content = report.read_bytes()
+    assert report == run / "report.html" and write_report(run).read_bytes() == content
+    shown = harmless(content.decode())
     for part in (
-        "lenet on mnist-mini",
-        "Finished",
-        "2 min 14 s",
-        "61,706",
-        "lenet recognizes 93.4 % of 1,000 test images after 4 epochs in 2 min 14 s on 1 device.",
-        "Every class in numbers (10)",
-        "Precision",
-        "833 kFLOP",
-        "median; 1.2 % of the time waiting for data",
-        "One epoch is 31 updates.",
-        "Most confused pairs",
-        "0.2 · 128 / 256",
-        "linear scaling rule: Goyal et al., 2017",
-        "32, 32, 32, 32",
-        "The head was replaced.",
-        "convoy train lenet --data mnist-mini --out runs/first",
-        "label_smoothing: 0.0",
-        "2026-03-01 10:00 UTC",
-        "2.13.0",
-    ):
-        assert part in found.words, part
-    assert len(found.all("svg")) == 6
-    assert len(found.all("img")) == 6
-    assert all(image["alt"] for image in found.all("img"))
-    assert len([cell for cell in found.all("td") if (cell.get("class") or "").startswith("right")]) == 10
-
-
-def test_the_page_asks_nothing_of_a_network(tmp_path: Path) -> None:
-    found = page(complete_run(tmp_path))
-    addresses = [
-        value or ""
-        for _, attributes in found.elements
-        for name, value in attributes.items()
-        if name in {"src", "href", "srcset", "action", "poster", "data", "xlink:href"}
-    ]
-    assert addresses
-    assert all(address.startswith(("data:", "#")) for address in addresses)
-    html = (tmp_path / "first" / "report.html").read_text()
-    assert not re.search(r"url\((?!#)|@import", html)
-    (policy,) = [meta["content"] for meta in found.all("meta") if "http-equiv" in meta]
-    assert policy is not None and policy.startswith("default-src 'none'")
-    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"'sha256-{digest}'" in policy
+        "lenet on mnist-mini", "Finished", "2 min 14 s", "61,706", "Every class in numbers (10)", "Precision",
+        "lenet recognizes 93.4 % of 1,000 test images after 4 epochs in 2 min 14 s on 1 device.", "833 kFLOP",
+        "median; 1.2 % of the time waiting for data", "One epoch is 31 updates.", "Most confused pairs",
+        "0.2 · 128 / 256", "linear scaling rule: Goyal et al., 2017", "32, 32, 32, 32", "The head was replaced.",
+        "convoy train lenet --data mnist-mini --out runs/first", "label_smoothing: 0.0", "2026-03-01 10:00 UTC",
+    ):  # fmt: skip
+        assert part in shown.words, part
+    assert len(shown.all("svg")) == len(shown.all("img")) == 6
+    assert all(image["alt"] for image in shown.all("img"))
+    assert len([cell for cell in shown.all("td") if (cell.get("class") or "").startswith("right")]) == 10
+    (run / "mistakes" / "00.png").unlink()
+    (run / "metrics.jsonl").unlink()
+    assert "picture missing" in page(run).words and len(page(run).all("img")) == 5
 
 
 def test_names_of_strangers_are_text_and_nothing_else(tmp_path: Path) -> None:
-    final = evaluation([EVIL, '" onmouseover="alert(1)', "</style><img src=http://x.org/a.png>"])
-    final["mistakes"][0]["name"] = EVIL
-    found = page(
-        complete_run(
-            tmp_path,
-            config=CONFIG + f'note: "{EVIL}"\n"{EVIL}": 1\n',
-            final=final,
-            results=summary(
-                model=EVIL,
-                data=EVIL,
-                bad_images=[{"name": f"train/{EVIL}.png", "reason": EVIL, "split": EVIL}],
-                derived=[{"name": EVIL, "value": EVIL, "formula": EVIL, "source": EVIL}],
-                notes=[EVIL],
-            ),
-            environment={**ENVIRONMENT, "command": EVIL, "machine": EVIL, EVIL: {EVIL: [EVIL]}},
-        )
+    everything = " ".join(HOSTILE)
+    final = evaluation(HOSTILE)
+    for mistake, name in zip(final["mistakes"], HOSTILE, strict=False):
+        mistake["name"] = name
+    lines = [name for name in HOSTILE if name.isascii() and name.isprintable()]
+    results = summary(
+        model=everything,
+        data=everything,
+        bad_images=[{"name": name, "reason": name, "split": name} for name in [*HOSTILE, os.fsdecode(b"ship\xff.png")]],
+        derived=[{"name": name, "value": name, "formula": name, "source": name} for name in HOSTILE],
+        notes=HOSTILE,
     )
-    assert len(found.all("script")) == 1
-    assert found.text.count(EVIL) >= 15
-    assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
-    assert len(found.all("img")) == 6
+    environment = {**ENVIRONMENT, "command": everything, "machine": everything, everything: HOSTILE}
+    config = CONFIG + "note: |\n  " + "\n  ".join(lines) + '\n"<script>": 1\n'
+    files = {"config": config, "final": final, "results": results, "environment": environment}
+    shown = harmless(write_report(write_run(tmp_path, **files)).read_text(encoding="utf-8"))
+    assert shown.text.count("<script>alert(1)</script>") >= 15 and len(shown.all("img")) == 6
+    assert r"\x1b[2J" in shown.text and r"\u202egnp.exe" in shown.text and r"ship\udcff.png" in shown.text
 
 
-def test_a_name_that_is_no_unicode_is_written_all_the_same(tmp_path: Path) -> None:
-    bad = [{"name": os.fsdecode(b"ship\xff.png"), "reason": "truncated", "split": "train"}]
-    assert r"ship\udcff.png" in page(complete_run(tmp_path, results=summary(bad_images=bad))).text
+def test_a_run_of_nothing_but_a_configuration_or_one_line_has_a_page(tmp_path: Path) -> None:
+    alone = page(write_run(tmp_path / "alone"))
+    for sentence in ("No metrics have been recorded yet", "There is no final evaluation yet.", "was not recorded."):
+        assert sentence in alone.words
+    assert alone.all("svg") == []
+    tests = [line for line in metrics() if line["split"] == "test"]
+    for number, lines in enumerate((metrics()[:1], tests)):
+        assert page(write_run(tmp_path / str(number), lines=lines)).all("svg")
+    cat = evaluation(["cat"], mistakes=0)
+    assert "Every class in numbers (1)" in words_of(tmp_path / "cat", final=cat)
 
 
-def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
-    run = complete_run(tmp_path)
-    assert write_report(run).read_bytes() == write_report(run).read_bytes()
+def test_a_run_that_did_not_end_well_says_how_to_go_on_once(tmp_path: Path) -> None:
+    stopped = summary(status="stopped", steps=28, top1=None, top5=None, loss=None, best_top1=None, best_step=None)
+    words = words_of(tmp_path / "stopped", results=stopped)
+    assert "Stopped early" in words and "stopped after 28 of 124 updates (23 %)" in words and "not tested yet" in words
+    for error, ends in (
+        ("KeyError: <b>", "KeyError: <b>; --resume goes on from its last checkpoint."),
+        ("ended by SIGKILL; --resume goes on from the newest", "ended by SIGKILL; --resume goes on from the newest."),
+    ):
+        words = words_of(tmp_path / error[:3], results=summary(status="failed", error=error, steps=31))
+        assert "report Failed" in words and f"The run failed after 31 of 124 updates (25 %): {ends}" in words
 
 
-def test_a_run_of_nothing_but_a_configuration_has_a_page(tmp_path: Path) -> None:
-    found = page(write_run(tmp_path))
-    assert "No metrics have been recorded yet" in found.words
-    assert "There is no final evaluation yet." in found.words
-    assert "The command was not recorded." in found.words
-    assert found.all("svg") == []
+@pytest.mark.parametrize(
+    ("state", "word", "sentence"),
+    [
+        ("training", "Running", "The run was still going on when this page was written."),
+        ("killed", "Broken off", "as one does that is killed; --resume goes on from its last checkpoint."),
+        ("unknown", "Running", "or had been killed: then --resume goes on from its last checkpoint."),
+    ],
+)
+def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path, state: str, word: str, sentence: str) -> None:
+    run = write_run(tmp_path, results=summary(status="running", steps=31))
+    with contextlib.ExitStack() as stack:
+        if state != "unknown":
+            stack.enter_context(locked(run))
+        if state == "killed":
+            stack.close()
+        words = page(run).words
+    assert f"report {word}" in words and sentence in words
 
 
-def test_a_run_that_was_stopped_before_its_first_test_says_so(tmp_path: Path) -> None:
-    results = summary(status="stopped", steps=28, top1=None, top5=None, loss=None, best_top1=None, best_step=None)
-    found = page(write_run(tmp_path, lines=metrics(updates=28)[:-1], results=results))
-    assert "Stopped early" in found.words
-    assert "stopped after 28 of 124 updates (23 %)" in found.words
-    assert "not tested yet" in found.words
-    assert len(found.all("svg")) == 6
+def test_restarts_are_named(tmp_path: Path) -> None:
+    first = {"started": "2026-03-01T10:05:00+00:00", "after": 1200, "devices": 2, "plan": "sample=2"}
+    second = {"started": "2026-03-01T10:09:00+00:00", "after": 1340, "devices": 3, "plan": "<b>"}
+    words = words_of(tmp_path / "two", environment={**ENVIRONMENT, "restarts": [first, second]})
+    joined = words.replace(" ", "")
+    assert "Startedagain(2)WhenAfterupdatesDevicesPlan2026-03-0110:05UTC1,2002sample=2" in joined
+    assert "2026-03-0110:09UTC1,3403<b>" in joined
+    assert words.count("sample=2") == 1  # not among the facts on the machine once more
+    moved = {**ENVIRONMENT, "restarts": [first, {**first, "data": "/mnt/<b>"}]}
+    joined = words_of(tmp_path / "moved", environment=moved).replace(" ", "")
+    assert "DevicesPlanData2026" in joined and "sample=2/mnt/<b>" in joined
+    for name, damaged in (("none", []), ("word", "often"), ("words", ["once", None]), ("empty", [{}])):
+        words = words_of(tmp_path / name, environment={**ENVIRONMENT, "restarts": damaged})
+        assert ("Started again" in words) is (name == "empty")
 
 
-@pytest.mark.parametrize("lines", [metrics()[:1], [line for line in metrics() if line["split"] == "test"]])
-def test_one_split_or_one_line_is_enough(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
-    assert page(write_run(tmp_path, lines=lines)).all("svg")
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_is_said_in_words(tmp_path: Path) -> None:
-    found = page(complete_run(tmp_path, lines=metrics(nan_from=70)))
-    assert "The training loss was not a finite number (NaN or infinite) in 14 of 31 lines" in found.words
-    assert "first at update 72" in found.words
-    assert "The test loss was not a finite number" in found.words
-    assert "not a finite number" not in page(complete_run(tmp_path)).words
-
-
-def test_bad_images_are_counted_and_named(tmp_path: Path) -> None:
-    bad = [{"name": f"train/{place:03d}.jpg", "reason": "truncated", "split": "train"} for place in range(250)]
-    found = page(complete_run(tmp_path, results=summary(bad_images=bad)))
-    assert "250 images could not be read and were skipped." in found.words
-    assert "train/199.jpg" in found.words
-    assert "train/200.jpg" not in found.words
-    assert "all of them in summary.json" in found.words
-
-
-def test_a_thousand_classes_give_pairs_instead_of_a_matrix(tmp_path: Path) -> None:
-    names = [f"n{number:08d}" for number in range(1000)]
-    run = complete_run(tmp_path, final=evaluation(names, each=50))
-    found = page(run)
-    assert "A matrix of 1,000 classes does not fit on a page" in found.words
-    assert "Hardest classes" in found.words
-    assert (run / "report.html").stat().st_size < 300_000
-
-
-def test_a_slow_loader_soft_targets_and_a_cut_line_are_remarked(tmp_path: Path) -> None:
+def test_what_was_odd_is_remarked(tmp_path: Path) -> None:
     config = CONFIG.replace("label_smoothing: 0.0", "label_smoothing: 0.1")
-    run = complete_run(tmp_path, config=config, results=summary(data_wait_share=0.31))
+    run = write_run(tmp_path, config=config, lines=metrics(nan_from=70), results=summary(data_wait_share=0.31))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"split": "tr')
-    words = page(run).words
-    assert "waited for data in 31 % of its time" in words
-    assert "Label smoothing of 0.1" in words
-    assert "cut off in the middle of writing" in words
+    sentences = " ".join(remarks(read_run(run))).replace("\u202f", " ")
+    for words in (
+        "The training loss was not a finite number (NaN or infinite) in 14 of 31 lines", "first at update 72",
+        "The test loss was not a finite number", "waited for data in 31 % of its time", "Label smoothing of 0.1",
+        "cut off in the middle of writing",
+    ):  # fmt: skip
+        assert words in sentences
+    assert remarks(read_run(complete_run(tmp_path / "calm"))) == []
 
 
-def test_a_missing_picture_leaves_a_place(tmp_path: Path) -> None:
-    run = complete_run(tmp_path)
-    (run / "mistakes" / "00.png").unlink()
-    found = page(run)
-    assert "picture missing" in found.words
-    assert len(found.all("img")) == 5
+def test_long_lists_are_cut_folded_or_replaced(tmp_path: Path) -> None:
+    bad = [{"name": f"train/{place:03d}.jpg", "reason": "truncated", "split": "train"} for place in range(250)]
+    names = [f"n{number:08d}" for number in range(1000)]
+    many = page(write_run(tmp_path, results=summary(bad_images=bad), final=evaluation(names, each=50)))
+    assert (
+        "250 images could not be read and were skipped." in many.words and "all of them in summary.json" in many.words
+    )
+    assert "train/199.jpg" in many.words and "train/200.jpg" not in many.words
+    assert "A matrix of 1,000 classes does not fit on a page" in many.words and "Hardest classes" in many.words
+    assert len(many.html) < 300_000
+    for number, tag in ((12, "<details open>"), (13, "<details>")):
+        html = page(write_run(tmp_path / str(number), final=evaluation(names[:number]))).html
+        assert html[: html.index("Every class in numbers")].rstrip().endswith(f"{tag}\n    <summary>")
+    unnamed = evaluation(["cat", "dog"])
+    unnamed["mistakes"][0] |= {"label": 1, "predicted": 2}
+    assert "dog, taken for class 2" in page(write_run(tmp_path / "unnamed", final=unnamed)).html
 
 
 def test_the_raw_metrics_can_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = complete_run(tmp_path)
+    run = complete_run(tmp_path, lines=metrics()[:1])
     raw = (run / "metrics.jsonl").read_bytes()
 
     def download() -> tuple[str | None, bytes]:
@@ -225,73 +182,61 @@ def test_the_raw_metrics_can_be_downloaded(tmp_path: Path, monkeypatch: pytest.M
     assert (name, gzip.decompress(packed)) == ("metrics.jsonl.gz", raw)
 
 
-def test_a_report_that_cannot_be_made_leaves_the_old_one_and_no_rest(tmp_path: Path) -> None:
-    run = complete_run(tmp_path)
-    before = write_report(run).read_bytes()
-    (run / "summary.json").write_text("{")
-    with pytest.raises(ConvoyError, match=r"summary\.json, line 1"):
-        write_report(run)
-    assert (run / "report.html").read_bytes() == before
-
-
-def test_a_full_disk_leaves_the_old_report_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = complete_run(tmp_path)
-    before = write_report(run).read_bytes()
-    files = sorted(run.iterdir())
+def test_a_report_that_cannot_be_made_leaves_the_old_one_and_no_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path)
+    before, files = write_report(run).read_bytes(), sorted(run.iterdir())
 
     def fail(self: Path, content: bytes) -> int:
         with self.open("wb") as file:
             file.write(content[:100])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    with pytest.raises(ConvoyError, match=r"report\.html cannot be written \(No space left on device\)"):
-        write_report(run)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", fail)
+        with pytest.raises(ConvoyError, match=r"report\.html cannot be written \(No space left on device\)"):
+            write_report(run)
     assert sorted(run.iterdir()) == files
+    (run / "summary.json").write_text("{")
+    with pytest.raises(ConvoyError, match=r"summary\.json, line 1"):
+        write_report(run)
     assert (run / "report.html").read_bytes() == before
 
 
-@pytest.mark.slow
-def test_two_classes_and_one_class_are_fine(tmp_path: Path) -> None:
-    for names in (["cat"], ["cat", "dog"], DIGITS + DIGITS):
-        assert "Most confused pairs" in page(
-            complete_run(tmp_path, final=evaluation(names, mistakes=0))
-        ).words or names == ["cat"]
-
-
-def test_options_stay_in_one_line() -> None:
+def test_notes_come_after_the_result_and_remarks_before(tmp_path: Path) -> None:
+    results = summary(notes=["checkpoint every 619 updates: --resume"], status="stopped")
+    html = page(write_run(tmp_path, results=results, final=evaluation(DIGITS))).html
+    parts = ("The run was stopped", 'class="about"', 'class="tiles"', 'id="mistakes"', "every 619 upd", 'id="derived"')
+    places = [html.index(part) for part in parts]
+    assert places == sorted(places)
     assert running("go on: --resume, --max-restarts 2 <b>") == (
         'go on: <span class="nowrap">--resume</span>, <span class="nowrap">--max-restarts</span> 2 &lt;b&gt;'
     )
     assert running("a--b and -- and resnet18-cifar") == "a--b and -- and resnet18-cifar"
 
 
-def test_notes_come_after_the_result_and_remarks_before(tmp_path: Path) -> None:
-    run = complete_run(tmp_path, results=summary(notes=["checkpoint every 619 updates"], status="stopped"))
-    html = write_report(run).read_text(encoding="utf-8")
-    places = [html.index(part) for part in ("The run was stopped", 'class="about"', 'class="tiles"', 'id="mistakes"')]
-    assert places == sorted(places)
-    assert places[-1] < html.index("checkpoint every 619 updates") < html.index('id="derived"')
+WAITS = "Training waits for pictures for 40 % of its time."
+WORKERS = Advice("workers", "--workers 2", ("--workers", "2"), 1.62, WAITS)
+BATCH = Advice("batch", "--batch 256", ("--batch", "256"), 1.2, "The batch is too small.", another_training=True)
+SPLIT = {"forward": 0.02, "backward": 0.04}
+DIAGNOSIS = Diagnosis("lenet", "mnist-mini", 1, "serial", 128, 2000.0, 0.064, SPLIT, WAITS, (WORKERS, BATCH))
 
 
-def test_the_classes_of_many_are_folded(tmp_path: Path) -> None:
-    names = [f"class {number}" for number in range(13)]
-    for few, final in ((True, evaluation(names[:12])), (False, evaluation(names))):
-        html = write_report(complete_run(tmp_path, final=final)).read_text(encoding="utf-8")
-        before = html[: html.index("Every class in numbers")]
-        assert before.rstrip().endswith("<details open>\n    <summary>" if few else "<details>\n    <summary>")
-
-
-def test_of_several_devices_it_is_said_how_to_find_out_whether_they_were_faster(tmp_path: Path) -> None:
-    environment = {**ENVIRONMENT, "run": "runs/my first"}
-    results = summary(devices=2, plan="sample=2")
-    found = page(complete_run(tmp_path, results=results, environment=environment))
-    assert "Whether 2 devices were faster than one was not measured. This measures it:" in found.words
-    command = "convoy bench lenet --data mnist-mini --recipe 'runs/my first/config.yaml' --devices 1,2 --plans sample=2"
-    assert command in found.words
-    results["plan"] = "gpu=2: features.* gpu:sample; * gpu:filter"
-    assert (
-        "--plans 'runs/my first/plan.yaml'"
-        in page(complete_run(tmp_path, results=results, environment=environment)).words
-    )
-    assert "convoy bench" not in page(complete_run(tmp_path, results=summary())).words
+def test_what_held_the_run_back_is_said_after_the_result(tmp_path: Path) -> None:
+    run = write_run(tmp_path, results=summary(data_wait_share=0.4))
+    assert any("waited for data" in line for line in remarks(read_run(run)))
+    first = f"{WAITS} What would help most: --workers 2: 1.62 × as many samples a second (predicted)."
+    for diagnosis, sentence in (
+        (DIAGNOSIS, first),
+        (replace(DIAGNOSIS, sentence="None of the changes helps.", advice=()), "None of the changes helps."),
+        (replace(DIAGNOSIS, updates=(406, 1500)), f"In updates 406 to 1,500: {first}"),
+        (
+            replace(DIAGNOSIS, sentence="<script>x</script> has the cores.", advice=()),
+            "<script>x</script> has the cores.",
+        ),
+    ):
+        (run / "diagnosis.json").write_text(json.dumps(diagnosis.to_document()), encoding="utf-8")
+        assert about(read_run(run))[1] == sentence
+        assert sentence in harmless(page(run).html).text
+        assert not any("waited for data" in line for line in remarks(read_run(run)))

@@ -1,0 +1,259 @@
+"""The rows that a command asks for, the file that keeps what was measured, and the course of a study."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.made_study import MACHINE, MADE, RECIPE, document, new_store, ranks, study, write_study, write_trainings
+from convoy.bench import command
+from convoy.bench.configuration import configurations
+from convoy.bench.processes import RankFailed, RankSlots
+from convoy.bench.records import Forecast, Made
+from convoy.bench.results import Results
+from convoy.bench.store import Store
+from convoy.bench.study import assumed, best_reach, plain_recipe, reach, recipe_for, too_coarse
+from convoy.errors import ConvoyError
+from convoy.training import load_recipe
+from convoy.units import SPACE
+
+ROWS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "a plan without a size is on all devices": (
+        ([1, 2, 4], ["sample", "sample=2,filter=2", "owt", "auto"], []),
+        "one device/1; sample=2/2; owt=2/2; auto/2; sample=4/4; sample=2,filter=2/4; owt=4/4; auto/4",
+    ),
+    "the planner may be asked for one number of devices only": (
+        ([1, 2, 4], ["sample", "auto=4"], [], ["", "auto"]),
+        "one device/1; sample=2/2; sample=2, shares auto/2; sample=4/4; sample=4, shares auto/4; auto/4; "
+        "auto, shares auto/4",
+    ),
+    "peers come with plain PyTorch on one device": (
+        ([1, 2], ["sample"], ["ddp", "accelerate"]),
+        "one device/1; plain PyTorch/1; sample=2/2; DistributedDataParallel/2; accelerate/2",
+    ),
+    "what stands there twice is two rows": (
+        ([1, 1, 2], ["sample", "sample=2"], []),
+        "one device/1; one device (row 2)/1; sample=2/2; sample=2 (row 2)/2",
+    ),
+    "plans that divide samples have a row for each share": (
+        ([1, 2, 3], ["sample", "filter"], ["ddp"], ["", "auto", "3,2,1"]),
+        "one device/1; plain PyTorch/1; sample=2/2; sample=2, shares auto/2; filter=2/2; DistributedDataParallel/2; "
+        "sample=3/3; sample=3, shares auto/3; sample=3, shares 3,2,1/3; filter=3/3; DistributedDataParallel/3",
+    ),
+    "numbers are for plans with so many parts, not so many devices": (
+        ([4], ["sample", "sample=2,filter=2", "filter=2,owt=2"], [], ["3,1", "3,3,2,2"]),
+        "sample=4, shares 3,3,2,2/4; sample=2,filter=2, shares 3,1/4; filter=2,owt=2, shares 3,1/4",
+    ),
+    "the planner can be bound to numbers that some plan has": (
+        ([4], ["auto"], [], ["3,1", "3,3,2,2", "3,2,1", "1"]),
+        "auto, shares 3,1/4; auto, shares 3,3,2,2/4",
+    ),
+    "devices of unequal speed are measured alone": (
+        ([1, 3], ["sample"], [], ["", "auto"], 3),
+        "one device/1; device 2 alone/1; device 3 alone/1; sample=3/3; sample=3, shares auto/3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "labels"), ROWS.values(), ids=ROWS)
+def test_the_rows_of_a_study(arguments: tuple[Any, ...], labels: str) -> None:
+    *positional, alone = arguments if len(arguments) == 5 else (*arguments, 1)
+    rows = configurations(*positional, alone=alone)
+    assert "; ".join(f"{row.label}/{row.devices}" for row in rows) == labels
+    assert len({row.key for row in rows}) == len(rows)
+
+
+def test_a_file_is_a_plan_and_mistakes_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("mesh: {a: 2, b: 2}\nlayers:\n  conv: {a: filter}\n  '*': {a: sample, b: filter}\n")
+    row = configurations([1, 4], [str(path)], [])[1]
+    assert row.devices == 4 and "mesh" in (row.plan or "")
+    for plan, words in (
+        ("sample=3", "--devices has no 3"),
+        ("auto=3", "--devices has no 3"),
+        ("auto=0", "write auto, or auto=4"),
+        ("auto=two", "write auto, or auto=4"),
+        ("smaple", "smaple"),
+        ("sample,filter", "sample needs a number"),
+    ):
+        with pytest.raises(ConvoyError, match=words):
+            configurations([1, 2], [plan], [])
+
+
+def test_what_is_assumed_of_pictures_and_too_coarse_parts_is_said() -> None:
+    recipe = load_recipe("default", ["model.name=tiny:TinyNet", "data.path=mnist-mini"])
+    small, large = (Made(shape=(1, size, size), classes=10) for size in (28, 224))
+    assert "1×224×224 and 10 classes are assumed (--image-size" in assumed(recipe, large, None)
+    assert assumed(recipe, small, 28) == assumed(RECIPE, small, None) == ""
+    cases = [((2, 2, 1), (1.0, 1.0, 0.5)), ((5, 5, 5), (1.0, 1.0, 0.5)), ((4, 4), (1.0, 3.0))]
+    assert [reach(*case) for case in cases] == pytest.approx([1.0, 0.6, 0.5])
+    assert [best_reach(num, (1.0, 1.0, 0.5)) for num in (2, 8, 10)] == pytest.approx([0, 0.8, 1])
+    sentence = too_coarse(128, 4, (0.6, 0.6, 0.3)).replace(SPACE, " ")
+    assert "128 in 4 microbatches lets devices of speed 1.0 : 1.0 : 0.50 reach 80 %" in sentence
+    assert "--set microbatches=5 allows 100 %" in sentence
+    assert too_coarse(128, 5, (0.6, 0.6, 0.3)) == ""
+    assert too_coarse(4, 4, (1.0, 0.9, 0.45)).endswith("raise --batch.")
+
+
+def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
+    before = document(write_study(tmp_path, failed=["filter=2 on 2"]))
+    store = Store.open(tmp_path, study(updates=None), {})
+    store.save()
+    assert document(tmp_path) == before and store.study.updates == 4
+    _, failed, _ = store.add(configurations([2], ["sample", "filter", "owt"], []))
+    assert failed.failed is None  # it is tried again
+    assert [row.key for row in store.configurations] == [
+        *(row["key"] for row in before["configurations"]),
+        "owt=2 on 2",
+    ]
+
+
+def test_another_study_machine_or_length_is_refused(tmp_path: Path) -> None:
+    write_trainings(write_study(tmp_path))
+    other_seed = plain_recipe(RECIPE.model_copy(update={"seed": 7}), MADE)
+    for changes, machine, words in (
+        ({"weak": True}, {}, "weak=False and not True"),
+        ({"cores_per_device": 2}, {}, "cores_per_device=1 and not 2"),
+        ({"updates": 5}, {}, "updates=4 and not 5"),
+        ({"recipe": other_seed}, {}, "recipe.seed=0 and not 7"),
+        ({}, {"machine": "Another processor"}, "measured with machine=A processor and not Another processor: give ano"),
+        ({}, {"torch": "2.14.0"}, "measured with torch=2.13.0 and not 2.14.0"),
+        ({}, {"cores": 8}, "measured with cores=4 and not 8"),
+    ):
+        with pytest.raises(ConvoyError, match=words):
+            Store.open(tmp_path, study(**changes), MACHINE | machine)
+    store = Store.open(tmp_path, study(), MACHINE | {"timm": "1.0"})
+    store.begin_training(5.0)
+    with pytest.raises(ConvoyError, match="trainings of 5 epochs, which --train-epochs 6"):
+        store.begin_training(6.0)
+
+
+def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConvoyError, match="give the folder of a study"):
+        Store.read(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(ConvoyError, match="holds a training run"):
+        Store.open(tmp_path / "run", study(), MACHINE)
+    whole = json.dumps(document(write_study(tmp_path, devices=(1, 2), plans=["sample"], rounds=1)))
+    texts = {"{": "corrupt", "[]": "no study of convoy bench", '{"format": "convoy-bench", "schema": 99}': "schema 99"}
+    holder: Any
+    for path, words in (
+        (["study"], "it has no study"),
+        (["study", "recipe", "microbatch"], r"it has no study\.recipe\.microbatch"),
+        (["sessions", 0, "wall_s"], r"it has no sessions\[0\]\.wall_s"),
+        (
+            ["configurations", 1, "visits", 0, "ranks", 0, "memory"],
+            r"no configurations\[1\]\.visits\[0\]\.ranks\[0\]\.m",
+        ),
+    ):
+        holder = damaged = json.loads(whole)
+        for key in path[:-1]:
+            holder = holder[key]
+        del holder[path[-1]]
+        texts[json.dumps(damaged)] = words
+    for text, words in texts.items():
+        (tmp_path / "bench.json").write_text(text)
+        with pytest.raises(ConvoyError, match=words):
+            Store.read(tmp_path)
+
+
+def test_the_planners_shares_are_those_of_its_own_row_alone(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    rows = store.add(configurations([4], ["sample", "auto"], [], ["", "auto", "3,1"]))
+    labels = ["sample=4 on 4", "sample=4 on 4, shares auto", "auto on 4", "auto on 4, shares auto"]
+    assert [row.key for row in rows] == [*labels, "auto on 4, shares 3,1"]
+
+    def runs() -> list[tuple[str | None, str]]:
+        return [(store.plan_of(row), store.shares_of(row)) for row in rows]
+
+    even = [("sample=4", ""), ("sample=4", "auto")]
+    assert runs() == [*even, *even, ("sample=4", "3,1")]
+    store.put_forecast(4, Forecast(auto="sample=4", auto_shares=[3, 2, 2, 1], bound={"3,1": "sample=2,filter=2"}))
+    store.put_forecast(4, Forecast(notes=["another call, which chose nothing"]))
+    assert runs() == [*even, ("sample=4", "3,2,2,1"), ("sample=4", "auto"), ("sample=2,filter=2", "3,1")]
+    recipes = [recipe_for(RECIPE, study(), row, *run) for row, run in zip(rows, runs(), strict=True)]
+    assert [recipe.parallel.shares for recipe in recipes] == [None, "auto", (3, 2, 2, 1), "auto", (3, 1)]
+    store.put_forecast(4, Forecast(auto="owt=4"))
+    assert runs()[2] == ("owt=4", "")
+
+
+WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": RankFailed("rank 0 failed: full\nmore")}
+
+
+def test_rows_that_do_not_run_are_named_and_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeps: list[bool] = []
+
+    def run_ranks(function: Any, slots: Any, task: Any, *rest: Any, **_: Any) -> Any:
+        if function is command.forecast:
+            keeps.append(rest[-1])
+            return [Forecast(auto=f"filter={len(slots)}")]
+        plan = task.recipe.parallel.plan or f"sample={len(slots)}"
+        if plan in WRONG:
+            raise WRONG[plan]
+        return ranks(0.1, len(slots))
+
+    def outcomes(
+        devices: list[int], plans: list[str], updates: int | None, cluster: str = ""
+    ) -> tuple[int | None, list[Any]]:
+        """Updates of the study, and of each row how often it was measured, or why it was not, which is told."""
+        folder, lines = tmp_path / f"{devices} {plans} {updates} {cluster}", list[str]()
+        store = new_store(folder, updates=updates, cluster=cluster)
+        rows = store.add(configurations(devices, plans, []))
+        command.MeasuringSchedule(RECIPE, rows, store, RankSlots(1, []), predict=False, tell=lines.append)()
+        assert lines == [f"{row.where}: {row.failed}" for row in rows if row.failed]
+        assert store.plan_of(rows[-1]) == "filter=2"
+        return store.study.updates, [(row.key, len(row.visits), row.failed) for row in rows]
+
+    monkeypatch.setattr(command, "run_ranks", run_ranks)
+    sample = ("sample=2 on 2", 0, "too few microbatches: give more")
+    for updates, number in ((None, 20), (7, 7)):
+        rows = [("serial on 1", 0, "rank 0 failed: full"), sample, ("filter=2 on 2", 1, None)]
+        assert outcomes([1, 2], ["sample", "filter"], updates) == (number, rows)
+    for cluster in ("", "emulated"):  # whose times are not kept
+        assert outcomes([2], ["sample", "auto"], 7, cluster) == (7, [sample, ("auto on 2", 1, None)])
+    assert keeps == [True, False]
+    with pytest.raises(ConvoyError, match="give more"):
+        outcomes([2], ["sample"], None)
+
+
+def test_a_training_that_a_signal_stopped_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(tmp_path)
+    rows = store.add(configurations([1, 2], ["sample", "filter"], []))
+    store.spent(100.0, 20.0)
+    store.begin_training(1.0)
+    ends: list[Any] = [[None], ["SIGTERM"] * 2, RankFailed("rank 1 failed: a fault\nTraceback"), [None] * 2, [None] * 2]
+    trained: list[tuple[str, bool]] = []
+    lines: list[str] = []
+
+    def run_ranks(function: Any, slots: Any, task: Any, out: Path, line: str, keep: bool, **_: Any) -> list[str | None]:
+        trained.append((str(task.recipe.parallel.plan), keep))
+        end: list[str | None] | RankFailed = ends.pop(0)
+        if isinstance(end, RankFailed):
+            raise end
+        return end
+
+    def train() -> list[tuple[bool, str | None]]:
+        command.TrainingRuns(RECIPE, rows, store, RankSlots(1, []), tell=lines.append)()
+        return [(row.training.finished, row.training.failed) for row in rows if row.training is not None]
+
+    monkeypatch.setattr(command, "run_ranks", run_ranks)
+    assert train() == [(True, None), (False, None), (False, "rank 1 failed: a fault")]
+    assert lines == [
+        "the training of sample=2 on 2 devices was stopped by SIGTERM; the same command goes on",
+        "filter=2 on 2 devices was not trained: rank 1 failed: a fault",
+    ]
+    assert train() == [(True, None)] * 3
+    assert trained == [(plan, True) for plan in ("serial", "sample=2", "filter=2", "sample=2", "filter=2")]
+    (session,) = store.sessions
+    assert session.training_s > 0 and session.planning_s == 20.0
+    assert session.wall_s == pytest.approx(100.0 + session.training_s, abs=2e-3)
+    assert Results(store).wall == pytest.approx(100.0, abs=2e-3)
+    emulated = new_store(tmp_path / "emulated", cluster="emulated")
+    emulated.begin_training(1.0)
+    ends.append([None, None])
+    command.TrainingRuns(RECIPE, emulated.add(configurations([2], ["sample"], [])), emulated, RankSlots(1, []))()
+    assert trained[-1] == ("sample=2", False)  # what emulated devices take is not kept
