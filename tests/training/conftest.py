@@ -25,6 +25,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _switches_as_before() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # the call imports much
+        torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.set_num_threads(threads)
