@@ -50,7 +50,7 @@ class Trained:
 
     outcome: Outcome
     said: list[str]
-    session: Session
+    session: Session | None  # of rank 0
 
 
 def recipe_of(data: Path, settings: Settings) -> Recipe:
@@ -79,7 +79,7 @@ def trained(
     with as_before() as patch:
         patch.setattr(TrainingStep, "__call__", failing)
         outcome = train(recipe, out, device=device, ranks=ranks, reporter=console, on_start=sessions.append, **options)
-    return Trained(outcome, console.said, sessions[0])
+    return Trained(outcome, console.said, sessions[0] if sessions else None)
 
 
 def refusals(data: Path, out: Path, cases: list[Settings]) -> list[str]:

@@ -1,0 +1,173 @@
+"""The optimizers against their papers' formulas, written down once more in float64."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.errors import ConvoyError
+from convoy.training.optimizers import (
+    AdamWConfig,
+    LambConfig,
+    LarsConfig,
+    OptimizerConfig,
+    SgdConfig,
+    create_optimizer,
+    learning_rate,
+)
+
+RATES = [0.5, 0.5, 0.25, 0.25, 0.1, 0.05]
+Update = Callable[[Tensor, Tensor, dict[str, Tensor], float, int], Tensor]
+
+
+def network() -> nn.Module:
+    """A convolution with norm and bias; a weight whose norm is above 10; a weight that is 0; one without gradient."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5), nn.Linear(5, 3), nn.Linear(3, 3)
+    )
+    net.double()
+    with torch.no_grad():
+        net[3].weight.mul_(50 / net[3].weight.norm())
+        net[4].weight.zero_()
+    net[5].weight.requires_grad_(False)
+    return net
+
+
+def gradients(net: nn.Module, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    return {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.1 for name, p in named}
+
+
+def trained(net: nn.Module, config: OptimizerConfig, resume_at: int = -1) -> dict[str, Tensor]:
+    optimizer = create_optimizer(net, config, lr=1.0)
+    parameters = dict(net.named_parameters())
+    for step, lr in enumerate(RATES):
+        if step == resume_at:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = create_optimizer(net, config, lr=1.0)
+            optimizer.load_state_dict(saved)
+        for name, gradient in gradients(net, step).items():
+            parameters[name].grad = gradient.clone()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+def expected(net: nn.Module, update: Update) -> dict[str, Tensor]:
+    weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    state: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
+    for step, lr in enumerate(RATES):
+        for name, gradient in gradients(net, step).items():
+            weights[name] = update(weights[name], gradient, state[name], lr, step + 1)
+    return weights
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return max(((a[name] - b[name]).norm() / (1e-30 + b[name].norm())).item() for name in a)
+
+
+def sgd(momentum: float, decay: float, nesterov: bool) -> Update:
+    def update(w: Tensor, g: Tensor, state: dict[str, Tensor], lr: float, step: int) -> Tensor:
+        g = g + (decay if w.ndim > 1 else 0) * w
+        v = state["v"] = momentum * state.get("v", torch.zeros_like(w)) + g
+        return w - lr * (g + momentum * v if nesterov else v)
+
+    return update
+
+
+def lars(momentum: float, decay: float, trust: float, nesterov: bool = False) -> Update:
+    """You, Gitman and Ginsburg, 2017, algorithm 1, with the momentum correction of Goyal et al., 2017, remark 2."""
+
+    def update(w: Tensor, g: Tensor, state: dict[str, Tensor], lr: float, step: int) -> Tensor:
+        if w.ndim > 1:
+            local = trust * w.norm() / (g.norm() + decay * w.norm()) if w.norm() > 0 else 1.0
+            g = local * (g + decay * w)
+        v = state["v"] = momentum * state.get("v", torch.zeros_like(w)) + g
+        return w - lr * (g + momentum * v if nesterov else v)
+
+    return update
+
+
+def lamb(beta1: float, beta2: float, eps: float, decay: float, all_adapt: bool = False) -> Update:
+    """You et al., 2020, algorithm 2 with φ(z) = z, without the correction of the moments (version 3 of the paper)."""
+
+    def update(w: Tensor, g: Tensor, state: dict[str, Tensor], lr: float, step: int) -> Tensor:
+        m = state["m"] = beta1 * state.get("m", torch.zeros_like(w)) + (1 - beta1) * g
+        v = state["v"] = beta2 * state.get("v", torch.zeros_like(w)) + (1 - beta2) * g**2
+        r = m / (v.sqrt() + eps)
+        if w.ndim <= 1 and not all_adapt:
+            return w - lr * r
+        r = r + decay * w
+        ratio = w.norm() / (r.norm() + eps) if w.norm() > 0 else 1.0
+        return w - lr * ratio * r
+
+    return update
+
+
+def adamw(beta1: float, beta2: float, eps: float, decay: float) -> Update:
+    def update(w: Tensor, g: Tensor, state: dict[str, Tensor], lr: float, step: int) -> Tensor:
+        m = state["m"] = beta1 * state.get("m", torch.zeros_like(w)) + (1 - beta1) * g
+        v = state["v"] = beta2 * state.get("v", torch.zeros_like(w)) + (1 - beta2) * g**2
+        direction = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
+        return w * (1 - lr * (decay if w.ndim > 1 else 0)) - lr * direction
+
+    return update
+
+
+CASES = {
+    "sgd": (SgdConfig(name="sgd", lr=1, weight_decay=0.01), sgd(0.9, 0.01, False)),
+    "nesterov": (SgdConfig(name="sgd", lr=1, weight_decay=0.01, nesterov=True), sgd(0.9, 0.01, True)),
+    "adamw": (AdamWConfig(name="adamw", lr=1, weight_decay=0.1), adamw(0.9, 0.999, 1e-8, 0.1)),
+    "lars": (LarsConfig(name="lars", lr=1, weight_decay=0.01), lars(0.9, 0.01, 0.001)),
+    "lars, nesterov": (LarsConfig(name="lars", lr=1, weight_decay=0.01, nesterov=True), lars(0.9, 0.01, 0.001, True)),
+    "lars, no decay": (LarsConfig(name="lars", lr=1, trust_coefficient=0.02), lars(0.9, 0.0, 0.02)),
+    "lars, no momentum": (LarsConfig(name="lars", lr=1, momentum=0, weight_decay=0.01), lars(0.0, 0.01, 0.001)),
+    "lamb": (LambConfig(name="lamb", lr=1, weight_decay=0.01), lamb(0.9, 0.999, 1e-6, 0.01)),
+    "lamb, all decay": (
+        LambConfig(name="lamb", lr=1, weight_decay=0.01, decay_norm_and_bias=True),
+        lamb(0.9, 0.999, 1e-6, 0.01, all_adapt=True),
+    ),
+    "lamb, no decay": (LambConfig(name="lamb", lr=1, weight_decay=0), lamb(0.9, 0.999, 1e-6, 0.0)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_updates_are_those_of_the_paper_and_the_state_resumes_exactly(case: str) -> None:
+    config, update = CASES[case]
+    want, found = expected(network(), update), trained(network(), config)
+    assert largest_difference(found, want) < 1e-12
+    assert torch.equal(found["5.weight"], network()[5].weight)  # it has no gradient
+    resumed = trained(network(), config, resume_at=3)
+    assert all(torch.equal(found[name], tensor) for name, tensor in resumed.items())
+
+
+def test_another_formula_is_noticed() -> None:
+    for case, broken in (
+        ("sgd", sgd(0.9, 0.01, True)),
+        ("adamw", adamw(0.9, 0.999, 1e-8, 0.0)),
+        ("lars", lars(0.9, 0.01, 0.0011)),
+        ("lars", lars(0.9, 0.0, 0.001)),
+        ("lamb", lamb(0.9, 0.999, 1e-6, 0.0)),
+        ("lamb", lamb(0.9, 0.999, 1e-6, 0.01, all_adapt=True)),
+    ):
+        assert largest_difference(trained(network(), CASES[case][0]), expected(network(), broken)) > 1e-6
+
+
+def test_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ConvoyError, match="Flatten has no parameter that can be trained"):
+        create_optimizer(nn.Flatten(), SgdConfig(name="sgd", lr=1), 1.0)
+
+
+def test_the_learning_rate_of_a_batch() -> None:
+    """Goyal et al., 2017: 0.1 for 256 is 3.2 for 8,192; timm: the square root for Adam-like optimizers."""
+    assert learning_rate(SgdConfig(name="sgd", base_lr=0.1), 8192) == pytest.approx(3.2)
+    assert learning_rate(LarsConfig(name="lars", base_lr=0.1), 8192) == pytest.approx(3.2)
+    assert learning_rate(AdamWConfig(name="adamw", base_lr=0.1), 1024) == pytest.approx(0.2)
+    assert learning_rate(LambConfig(name="lamb", base_lr=0.1), 8192) == pytest.approx(0.1 * math.sqrt(32))
+    assert learning_rate(SgdConfig(name="sgd", lr=0.1), 8192) == 0.1
