@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from convoy.comm.stage_links import StageLinks
 from convoy.engine.stage import Stage
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
-from convoy.training import RunDirectory, set_up
+from convoy.training import RunDirectory, division, set_up
 from convoy.training import checkpoint_interval as when
 from convoy.training.checkpoint_interval import Young
 from convoy.training.division import Division
+from convoy.training.environment import join_ranks
+from convoy.training.input import InputPipeline
 from convoy.training.parallel import Method
 from ranks import run_ranks
 from training.scenarios import Settings, drop_checkpoints, refusals, store_of, summary
@@ -295,6 +298,43 @@ def test_local_sgd_is_saved_where_its_weights_are_averaged_anyway(data: Path, tm
         return run_ranks(_saved_by_the_clock, 3, data, out, seldom | OFTEN, True)[0].digest
 
     assert any(saved_at_any_update(attempt) != never.digest for attempt in range(4))  # the clock says when
+
+
+# Devices that are not equally fast
+
+
+def _with_a_slow_rank(data: Path, out: Path, settings: Settings) -> Ended:
+    """Rank 1 has a slow way to its pictures."""
+    with as_before() as patch:
+        patch.setattr(division, "STRETCH_S", 0.0)
+        prepare, rank = InputPipeline.__call__, join_ranks()[0].rank
+
+        def late(self: InputPipeline, *args: Any) -> object:
+            time.sleep(0.02 * rank)
+            return prepare(self, *args)
+
+        patch.setattr(InputPipeline, "__call__", late)
+        return train_here(data, out, settings)
+
+
+def test_a_slow_rank_is_named_in_the_log(data: Path, tmp_path: Path) -> None:
+    first, *_ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", {"epochs": "50ba", "log_every": "10ba"})
+    assert any(sentence.startswith("rank 1 on host ") and " is slow: " in sentence for sentence in first.said)
+
+
+@slow
+@pytest.mark.parametrize("reproducible", ["true", "false"])
+def test_measured_shares_change_no_number(data: Path, tmp_path: Path, reproducible: str) -> None:
+    settings = {"epochs": "10ba", "reproducible": reproducible}
+    (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    settings |= {"parallel.shares": "auto"}
+    found, _ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", settings, timeout=120)
+    (sentence,) = {sentence for sentence in found.said if sentence.startswith("shares ")}
+    assert "of 8 microbatches from update 8 on, by measured times of" in sentence
+    assert int(sentence.split()[1].partition(",")[0]) > 4, sentence
+    assert not any("approximate" in each for each in found.said)
+    assert apart(found, serial) < 1e-4
+    assert (found.digest == serial.digest) == (reproducible == "true")
 
 
 # The schedule zero-bubble, in float64

@@ -424,7 +424,7 @@ def stretches(
 ) -> list[int]:
     """The stretches in which somebody is named, where ranks have these parts of the batch."""
     ranks = Ranks()
-    monkeypatch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
+    patch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
     judge = SlowRanks(ranks)
     said = [judge.look(each, 20, 2.5 * max(each), division) for each in seconds]
     assert all(" is slow: its part of an update takes it " in sentence for sentence in said if sentence)
