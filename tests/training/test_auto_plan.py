@@ -1,0 +1,245 @@
+"""`--plan auto` in a run: what the planner says runs, after a race where that is close, and changes no number."""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from convoy.comm.memory import NEEDS_LESS
+from convoy.comm.ranks import Ranks
+from convoy.data import Batch, open_data
+from convoy.errors import ConvoyError, TooLargeError
+from convoy.planner import Planned, make_plan, measured
+from convoy.planner.cost.costs import HostCost
+from convoy.planner.cost.device import device_memory
+from convoy.planner.measured import Measurements
+from convoy.planner.planner import Race, score
+from convoy.planner.planner import _raced as raced_by
+from convoy.planner.workload import Workload
+from convoy.plans.place import Placement
+from convoy.plans.plan import Plan
+from convoy.training import Session, auto_plan, load_recipe
+from convoy.training.auto_plan import measure_input
+from convoy.training.parallel import StagedTraining
+from convoy.training.step import TrainingStep
+from ranks import run_ranks
+from training.scenarios import session
+
+FILTERS, SAMPLES, STAGES = (Plan.parse(text) for text in ("filter=2", "sample=2", "stage=2"))
+RAN_OUT = f"rank 1 ran out of memory while racing {{}}; {NEEDS_LESS}"
+slow = pytest.mark.slow
+
+
+def planned(data: Path, cache: Path, *settings: str) -> Session:
+    with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
+        return session(data, "parallel.plan=auto", *settings)
+
+
+def far(found: Session, data: Path, *settings: str) -> float:
+    """How far the weights are after three updates from those under plain `sample`."""
+    ends = []
+    for each in (found, session(data, "parallel.plan=sample=2", *settings)):
+        step = each.step()
+        for update, batch in enumerate(each.batches(0, 3)):
+            step(batch, update)
+        ends.append({name: each.network.whole(name, x).clone() for name, x in each.model.state_dict().items()})
+    return max(float((ends[0][n] - x).abs().max()) for n, x in ends[1].items() if x.is_floating_point())
+
+
+def predicting(*plans: Plan) -> Callable[..., Planned]:
+    """A planner that predicts the first of these plans to be fastest, then the next, and knows no others."""
+
+    def planner(*args: Any, race: Race, **options: Any) -> Planned:
+        found = make_plan(*args, plans=plans, **options)
+        by_plan = {scored.plan: scored for scored in found.candidates}
+        found = replace(found, candidates=tuple(by_plan[plan] for plan in plans))
+        measurements = Measurements(args[0], args[2])
+        return raced_by(found, (), args[2], race, measurements, lambda what: None, lambda seconds: True)
+
+    return planner
+
+
+Found = tuple[str, list[str], float, int]
+"""A plan, the notes, how far the weights are from those under `sample`, and how many updates of `filter` raced."""
+
+
+def raced(data: Path, cache: Path, times: tuple[float, ...], out_of_memory: dict[str, int]) -> Found:
+    """A race in which updates take these seconds, or where plans run out of memory on rank 1: when they are tried out
+    alone, or in that update."""
+    step, updates = TrainingStep.__call__, list[str]()
+
+    def stepping(self: TrainingStep, batch: Batch, update: int) -> object:
+        plan = str(self.network.engine.plan)
+        updates.append(plan)
+        if self.network.engine.groups.rank == 1 and out_of_memory.get(plan, -1) == update:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, batch, update)
+
+    def trying_out(workload: Workload, placement: Placement, rank: int) -> None:
+        if "alone" in out_of_memory and rank == 1 and placement.mesh == FILTERS.mesh:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    remaining, own = list(times), auto_plan.update_seconds
+
+    def seconds(*args: Any, **options: Any) -> float:
+        return remaining.pop(0) if times else own(*args, **options)
+
+    with (
+        patch.object(auto_plan, "make_plan", predicting(FILTERS, SAMPLES)),
+        patch.object(auto_plan, "measure_input", lambda *args: None),
+        patch.object(TrainingStep, "__call__", stepping),
+        patch.object(auto_plan, "try_out", trying_out),
+        patch.object(auto_plan, "update_seconds", seconds),
+    ):
+        try:
+            found = planned(data, cache)
+        except ConvoyError as error:
+            return "", [str(error)], 0.0, 0
+    raced_updates = updates.count("filter=2")
+    return str(found.plan), found.notes, far(found, data), raced_updates
+
+
+@pytest.mark.parametrize("times", [(1.0, 2.0), pytest.param((2.0, 1.0), marks=slow)])
+def test_the_winner_of_the_race_runs(data: Path, tmp_path: Path, times: tuple[float, ...]) -> None:
+    for plan, notes, distance, _ in run_ranks(raced, 2, data, tmp_path, times, {}):
+        assert plan == ("filter=2" if times[0] == 1 else "sample=2") and distance < 1e-5
+        assert any("in a race over" in note and f"filter=2 {times[0]:.0f},000.0 ms" in note for note in notes), notes
+
+
+@slow
+def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path: Path) -> None:
+    for plan, notes, distance, _ in run_ranks(raced, 2, data, tmp_path, (), {"filter=2": 1}):
+        assert plan == "sample=2" and distance < 1e-5
+        assert f"filter=2 left the race: {RAN_OUT.format('filter=2')}" in notes
+    for plan, notes, _, updates in run_ranks(raced, 2, data, tmp_path, (), {"alone": 0}):
+        assert (plan, updates) == ("sample=2", 0)  # others do not wait for it
+        assert f"filter=2 left the race: {RAN_OUT.format('filter=2')}" in notes
+    for _, notes, *_ in run_ranks(raced, 2, data, tmp_path, (), {"filter=2": 1, "sample=2": 1}):
+        assert notes == [RAN_OUT.format("sample=2")]
+
+
+def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int, str, float]:
+    """Passes and schedule of a run for which the planner says stages, and how far it is from plain `sample`."""
+
+    def planner(*args: object, **options: object) -> Planned:
+        found = make_plan(*args, plans=[SAMPLES], **options)  # type: ignore[arg-type]
+        workload = found.workload.through(2, passes)
+        asked = replace(found.workload, in_passes=lambda number: workload, schedules=(schedule,))
+        return replace(found, candidates=(score(asked, STAGES, found.costs, passes),))
+
+    with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda *args: None):
+        found = planned(data, cache, "microbatch=4")
+    assert isinstance(found.network, StagedTraining)
+    return len(found.division.passes(found.merge)), found.network.schedule, far(found, data, "microbatch=4")
+
+
+@pytest.mark.parametrize(("passes", "schedule"), [(4, "gpipe"), pytest.param(2, "zero-bubble", marks=slow)])
+def test_stages_run_in_the_passes_and_the_order_that_were_predicted(
+    data: Path, tmp_path: Path, passes: int, schedule: str
+) -> None:
+    for num, order, distance in run_ranks(in_stages, 2, data, tmp_path, passes, schedule):
+        assert (num, order) == (passes, schedule) and distance < 1e-5
+
+
+def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
+    """A run on devices of which the second is said to take twice as long, beside one that divides evenly."""
+    with (
+        patch.object(auto_plan, "make_plan", predicting(SAMPLES)),
+        patch.object(measured, "slowdowns_of", lambda *of: (0.5, 1.5)),
+    ):
+        found = planned(data, cache, "batch=48")
+    (row,) = [row for row in found.derived if row.name == "microbatches of each part"]
+    return row.formula, found.division.counts, far(found, data, "batch=48")
+
+
+@slow
+def test_devices_that_are_not_equally_fast_share_by_their_speed(data: Path, tmp_path: Path) -> None:
+    for rule, counts, distance in run_ranks(by_speed, 2, data, tmp_path):
+        assert counts == (5, 1) and distance < 1e-5
+        assert rule == "6 over 2, by the speeds that the planner measured"
+
+
+def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> tuple[str, str, bool]:
+    """The plan, what is said, and whether anything that was measured is kept."""
+    cost = patch.object(auto_plan, "measure_input", lambda *args: HostCost(per_sample=input_s))
+    try:
+        with cost if input_s else nullcontext():
+            found = planned(data, cache, *settings)
+    except TooLargeError as error:
+        return "", str(error), False
+    returns = isinstance(found.network, StagedTraining) and found.network.engine.returns_memory
+    notes = [*found.notes, *(["freed memory is given back"] if returns else [])]
+    return str(found.plan), " ".join(notes), any(cache.rglob("*.sqlite"))
+
+
+def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(notes_of, 2, data, tmp_path / "once", 1.0)
+    assert first[0] == second[0] and first[2]
+    assert "plan auto: " in first[1] and "Input-bound" in first[1] and "of memory a device" in first[1]
+    for plan, notes, kept in run_ranks(notes_of, 2, data, tmp_path / "bits", None, "reproducible=true"):
+        assert plan == "sample=2" and "reproducible runs divide samples alone" in notes and not kept
+
+
+def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
+    def said(plan: str, limit: str, *settings: str) -> str:
+        changes = (f"parallel.plan={plan}", f"parallel.memory_limit={limit}", *settings)
+        (_, first, _), (_, second, _) = run_ranks(notes_of, 2, data, tmp_path, None, *changes)
+        assert first == second
+        return first
+
+    assert re.match(r"no plan fits.*what the network itself computes takes most", said("auto", "10kB"))
+    assert "within 90 MB of memory a device, as --memory-limit says" in said("auto", "90MB")
+    assert "memory" not in said("sample=2", "90MB")
+    assert said("stage=2", "90MB").endswith("freed memory is given back")
+    assert "that cannot be captured" in said("sample=2", "90MB", "model.name=tiny:TinyUnseen")
+    for plan in ("sample=2", "stage=2"):
+        needed = {}
+        for name in ("sgd", "adamw", "plain"):
+            more = ("optimizer.momentum=0", "optimizer.nesterov=false") if name == "plain" else ()
+            refused = said(plan, "1kB", *(more or (f"optimizer.name={name}",)))
+            assert f"the plan {plan} needs " in refused and "--memory-limit is 1kB" in refused
+            needed[name] = float(re.search(r"needs ([\d.]+) kB on a device", refused)[1])
+        weights = needed["sgd"] - needed["plain"]
+        assert weights > 0  # the state of its optimizer: all are rounded to kB
+        assert needed["adamw"] - needed["plain"] == pytest.approx(2 * weights, abs=2.0)
+
+
+def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convoy.planner.cost.device.free_memory", lambda: 2**34)  # what is free changes all the time
+    (alone, _), (shared, source) = (device_memory(torch.device("cpu"), number) for number in (1, 4))
+    assert shared == pytest.approx(alone / 4) and alone == pytest.approx(0.9 * 2**34)
+    assert "over 4 devices" in source and "nine tenths" in source
+
+
+def test_the_input_is_timed_for_one_ranks_samples_and_not_for_long(data: Path) -> None:
+    changes = [f"data.path={data}", "model.name=lenet", "batch=16", "data.workers=0"]
+    recipe, now, cpu = load_recipe("default", changes), [0.0], torch.device("cpu")
+    opened = open_data(recipe.data, None)
+
+    def timed() -> HostCost | None:
+        return measure_input(recipe, opened, cpu, Ranks())
+
+    real = timed()
+    assert real is not None and real.per_sample > 0
+    for seconds in (0.32, 2.0):
+
+        def batches(*args: object, num_updates: int, seconds: float = seconds, **options: object):  # type: ignore[no-untyped-def]
+            for _ in range(num_updates):
+                now[0] += seconds
+                images = torch.zeros(16, 1, 28, 28, dtype=torch.uint8)
+                yield Batch(images, torch.zeros(16, dtype=torch.int64), torch.arange(16))
+
+        with (
+            patch.object(auto_plan, "training_batches", batches),
+            patch.object(auto_plan.time, "perf_counter", lambda: now[0]),
+        ):
+            found = timed()
+        assert found is not None and found.per_sample == pytest.approx(seconds / 16) and not found.beside
+    with patch.object(auto_plan, "_seconds", side_effect=ConvoyError("train/3.png is no picture")):
+        assert timed() is None  # the training tells of it
