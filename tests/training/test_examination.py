@@ -233,7 +233,7 @@ def test_one_device_is_examined(data: Path, tmp_path: Path) -> None:
     assert batches > 0 and facts.evaluation_s == pytest.approx(0.1 * batches / 2 + 0.5 * 1.0)  # half save the best
     assert facts.checkpoint_s == pytest.approx(1.0) and facts.checkpoint_every == 1
     assert said[:3] == ["timing updates", "timing pictures", "timing an evaluation"]
-    assert [advice.cause for advice in Diagnosis.of(facts).advice if advice.cause != "busy"][0] == "checkpoint"
+    assert next(advice.cause for advice in Diagnosis.of(facts).advice if advice.cause != "busy") == "checkpoint"
     seldom = ("checkpoint.every=1000000000ba", "evaluate_every=100000ba")
     ((facts, said, *_),) = run_ranks(examined, 1, data, tmp_path, seldom, False)
     assert facts.checkpoint_s is None and "timing checkpoints" not in said

@@ -1,0 +1,141 @@
+"""Updates recorded and replayed give the bits of updates that run, and say so; what cannot be replayed is named."""
+
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from convoy.errors import ConvoyError
+from convoy.models import create
+from convoy.planner import Workload
+from convoy.training import auto_plan
+from convoy.training.environment import join_ranks
+from convoy.training.recipe import load_recipe
+from convoy.training.set_up import set_up
+from convoy.training.workloads import workload_of_recipe
+from ranks import run_ranks
+from replayed import BrokenGraph, ReplayedGraph, recording
+from tiny import TinyNet
+from training.scenarios import session as session_of
+
+Bits = tuple[dict[str, Tensor], list[float], list[str]]
+ALL = ("optimizer.base_lr=0.1", "ema={decay: 0.9}", "clip_norm=0.5", "epochs=20ba", "batch=16", "microbatch=4")
+
+
+def train(data: Path, record: type[ReplayedGraph] | None, *settings: str) -> Bits:
+    """Weights and buffers, and EMA's, after twenty updates; their losses; what was said of recording."""
+    ranks, device = join_ranks()
+    with recording(record) if record else nullcontext():
+        choices = [f"data.path={data}", "model.name=tiny:TinyNet", *ALL, *settings]
+        session = set_up(load_recipe("default", choices), device, ranks=ranks, keep=False)
+        step, averaged, said, losses = session.step(), session.state.averaged, list[str](), list[float]()
+        step.records = True
+        if record:
+            assert step.recorded is not None
+            step.recorded.tell = said.append
+        session.model.train()
+        with closing(session.batches(0, 20)) as batches:
+            for update, batch in enumerate(batches):
+                losses.append(float(sum(step(batch, update).losses)))
+                averaged.update(session.model)
+        state = {name: x.clone() for name, x in session.model.state_dict().items()}
+        state |= {f"average of {n}": x.clone() for n, x in session.state.contents({})[0] if "average" in n}
+        return state, losses, said
+
+
+def both(data: Path, cases: list[tuple[str, ...]], graph: type[ReplayedGraph]) -> list[tuple[bool, list[str]]]:
+    """Whether bits are the same, and what was said, for each of some settings."""
+    found = []
+    for settings in cases:
+        eager, replayed = (train(data, record, *settings) for record in (None, graph))
+        alike = eager[1] == replayed[1] and all(torch.equal(x, replayed[0][name]) for name, x in eager[0].items())
+        found.append((alike, replayed[2]))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2"])
+def test_replayed_updates_have_the_bits_of_updates_that_run(data: Path, plan: str) -> None:
+    """Other pictures, labels, random keys and learning rates in each; dropout, EMA, clipping, the scale of fp16."""
+    at = f"parallel.plan={plan}"
+    cases = {
+        "serial": [(at, "batch_norm=microbatch"), (at, "batch_norm=sync"), (at, "precision=fp16")],
+        "sample=2": [(at, "batch_norm=microbatch"), (at, "batch_norm=local")],
+        "filter=2": [(at, "batch_norm=sync")],
+    }[plan]
+    for found in run_ranks(both, 1 if plan == "serial" else 2, data, cases, ReplayedGraph):
+        for alike, (sentence,) in found:
+            assert alike and sentence.startswith("updates are replayed as a CUDA graph"), sentence
+            assert "has the same bits" in sentence
+
+
+def test_a_recording_that_breaks_off_leaves_no_trace(data: Path) -> None:
+    """Neither of gradients that were to be added nor of what batch norm had noted."""
+    for ((alike, (sentence,)),) in run_ranks(both, 2, data, [("batch_norm=microbatch",)], BrokenGraph):
+        assert alike and "not recorded as CUDA graphs: it breaks off" in sentence
+
+
+class Frozen(TinyNet):
+    """Does what a recording would freeze or cannot hold."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1, kind: str = "") -> None:
+        super().__init__(num_classes, in_channels)
+        self.kind, self.count = kind, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.count += 1
+        found: Any = super().forward(x)
+        if not self.training:
+            return found
+        logits, aux = found
+        if self.kind == "counter":
+            logits = logits * (1 + 0.1 * self.count)
+        elif self.kind == "constant":
+            logits = logits + torch.tensor([float(self.count)])
+        elif self.kind == "replaced":
+            self.offset = torch.full((10,), 0.1) * x.mean().detach()
+            logits = logits + self.__dict__.get("before", self.offset)
+            self.before = self.offset
+        elif self.kind == "read":
+            logits = logits * float(aux.detach().mean())
+        elif self.kind == "branch":
+            logits = logits + 0 if self.count % 2 else logits
+        return logits, aux
+
+
+NAMED = {
+    "counter": "mul changes from update to update, by a number of Python's (test_recorded.py:",
+    "constant": "takes another tensor in each update (test_recorded.py:",
+    "replaced": "takes another tensor in each update (test_recorded.py:",
+    "read": "the host reads a number or a size back from the device (test_recorded.py:",
+    "branch": "operations",
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_what_a_replay_would_freeze_is_named(data: Path, kind: str) -> None:
+    network = ("model.name=training.test_recorded:Frozen", f"model.options={{kind: {kind}}}")
+    _, _, (sentence,) = train(data, ReplayedGraph, "parallel.plan=serial", *network)
+    assert NAMED[kind] in sentence
+
+
+def planned(data: Path, *settings: str) -> str:
+    """What is said of a plan that is to be found; whether updates are recorded then stands in place of a plan."""
+
+    def stop(workload: Workload, *_: Any, **__: Any) -> Any:
+        raise ConvoyError(f"recorded: {workload.recorded}")
+
+    with recording(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_plan, "make_plan", stop)
+        return " ".join(session_of(data, "parallel.plan=auto", *settings).notes)
+
+
+def test_a_plan_is_chosen_for_updates_as_they_will_run(data: Path) -> None:
+    for settings, recorded in (((), True), (("cuda_graphs=off",), False)):
+        assert all(f"recorded: {recorded}" in notes for notes in run_ranks(planned, 2, data, *settings))
+        recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", "batch=16", *settings])
+        with recording():
+            cpu = torch.device("cpu")
+            assert workload_of_recipe(recipe, create("lenet"), (1, 28, 28), 2, cpu).recorded == recorded
