@@ -1,15 +1,19 @@
 """Updates recorded and replayed give the bits of updates that run, and say so; what cannot be replayed is named."""
 
-from contextlib import closing, nullcontext
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from convoy.engine.recorded import Recorded, distance
 from convoy.errors import ConvoyError
 from convoy.models import create
+from convoy.ops.context import StepContext
 from convoy.planner import Workload
 from convoy.training import auto_plan
 from convoy.training.environment import join_ranks
@@ -139,3 +143,93 @@ def test_a_plan_is_chosen_for_updates_as_they_will_run(data: Path) -> None:
         with recording():
             cpu = torch.device("cpu")
             assert workload_of_recipe(recipe, create("lenet"), (1, 28, 28), 2, cpu).recorded == recorded
+
+
+# One recorded function by itself
+
+
+class Forgetful:
+    """Keeps nothing alive, as a CUDA graph does not; what it recorded has run already."""
+
+    def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+        return work()
+
+    def replay(self) -> None:
+        pass
+
+
+def calls(
+    net: nn.Module, runs: list[int], told: list[str], factor: Callable[[int], Any] = lambda step: 1, broken: int = -1
+) -> Callable[[int], None]:
+    """A recorded function of a network, which breaks off once; each run of it is noted."""
+
+    def function(step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+        runs.append(step)
+        if len(runs) == broken + 1:
+            raise KeyboardInterrupt
+        loss = net(inputs[0] * factor(len(runs))).sum()
+        loss.backward()
+        return [loss.detach()]
+
+    recorded = Recorded(function, net, StepContext(), Forgetful, tell=told.append)
+
+    def call(step: int) -> None:
+        net.zero_grad()
+        with suppress(KeyboardInterrupt):
+            recorded(step, [torch.ones(2, 3)])
+
+    call.recorded = recorded  # type: ignore[attr-defined]
+    return call
+
+
+def test_a_recording_keeps_what_it_reads_until_it_is_forgotten() -> None:
+    constants, runs = [torch.ones(3)], list[int]()
+    call = calls(nn.Linear(3, 1), runs, [], lambda step: constants[0])
+    for step in range(6):
+        call(step)
+    assert call.recorded.is_recorded and runs == [0, 1, 2, 3, 4, 4, 3]  # type: ignore[attr-defined]
+    constant = weakref.ref(constants.pop())
+    assert constant() is not None
+    call.recorded.forget()  # type: ignore[attr-defined]
+    assert constant() is None
+
+
+@pytest.mark.parametrize("change", ["weight", "freeze", "mode", "buffer"])
+def test_a_network_that_is_no_longer_as_recorded_runs_as_ever(change: str) -> None:
+    net, runs = nn.Sequential(nn.Linear(3, 2), nn.Identity()), list[int]()
+    net[1].register_buffer("offset", torch.ones(2))
+    call = calls(net, runs, [])
+    for step in range(7):
+        call(step)
+    assert runs[-1] == 3
+    if change == "weight":
+        net[0].weight.data = net[0].weight.data.clone()
+    elif change == "freeze":
+        net[0].bias.requires_grad_(False)
+    elif change == "mode":
+        net[1].eval()
+    else:
+        net[1].offset = net[1].offset.clone()
+    call(7)
+    assert runs[-1] == 7
+
+
+def test_a_call_that_breaks_off_proves_nothing() -> None:
+    """What changes from update to update is noticed all the same; what does not is recorded later."""
+    for broken, changes in ((1, 1e-3), (2, 1e-3), (3, 1e-3), (4, 0.0)):
+        told = list[str]()
+        call = calls(nn.Linear(3, 1), [], told, lambda step, changes=changes: 1 + changes * step, broken)
+        for step in range(9):
+            call(step)
+        (sentence,) = told
+        assert ("mul changes from update to update" if changes else "are replayed as a CUDA graph") in sentence
+
+
+def test_numbers_that_are_none_count_where_only_one_side_has_them() -> None:
+    """As gradients of a loss that is scaled too much have them."""
+    nan, inf = float("nan"), float("inf")
+    first = [torch.tensor([nan, inf, 2.0]), torch.tensor([inf])]
+    assert distance([torch.tensor([nan, inf, 3.0]), torch.tensor([inf])], first) == 0.5
+    assert distance([torch.tensor([nan, inf, 2.0]), torch.tensor([inf])], first) < 1e-300
+    assert distance([torch.tensor([1.0, inf, 2.0]), torch.tensor([inf])], first) == inf
+    assert distance([torch.tensor([nan, inf, 2.0]), torch.tensor([1.0])], first) == inf
