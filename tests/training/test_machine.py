@@ -387,7 +387,7 @@ def test_it_is_told_while_the_main_thread_computes() -> None:
 
     with Interrupt(tell=tell) as interrupt:
         # One call without Python in it, in which the signal comes and which waits until it was told.
-        ctypes.CDLL(None).system(f"kill -USR2 {os.getpid()}; timeout 20 head -c 1 <&{here} >/dev/null".encode())
+        ctypes.CDLL(None).system(f"kill -USR2 {os.getpid()}; timeout 20 head -c 1 </dev/fd/{here} >/dev/null".encode())
         assert interrupt.signal == "SIGUSR2"
     assert told == [("SIGUSR2", None)]
     for end in (here, there):

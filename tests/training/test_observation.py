@@ -86,10 +86,10 @@ def observed(
     clock = [DeviceClock(found.device, ticking(1e-3))] if by_clock else []
     observation = Observation(found, *clock)
     run(found, updates, observation)
+    watched = [sum(segment.seconds for segment in one.segments()) for one in observation._watched]
     scored = predicted(found) if predicts else None
     with patch("convoy.launch.host.HostLoad.is_disturbed", disturbed):
         comparison = observation.conclude(scored, store, folder / "trace.json")
-    watched = [sum(segment.seconds for segment in one.segments()) for one in observation._watched]
     learned = ProfileStore(folder / "store").times(measuring(found.recipe, found.device, found.ranks.num))
     knows = found.plan is not None and found.ranks.num > 1
     if knows:

@@ -33,8 +33,9 @@ def train(data: Path, record: type[ReplayedGraph] | None, *settings: str) -> Bit
     """Weights and buffers, and EMA's, after twenty updates; their losses; what was said of recording."""
     ranks, device = join_ranks()
     with recording(record) if record else nullcontext():
-        choices = [f"data.path={data}", "model.name=tiny:TinyNet", *ALL, *settings]
-        session = set_up(load_recipe("default", choices), device, ranks=ranks, keep=False)
+        choices = {"data.path": data, "model.name": "tiny:TinyNet"} | dict(each.split("=", 1) for each in settings)
+        recipe = [*ALL, *(f"{key}={value}" for key, value in choices.items())]
+        session = set_up(load_recipe("default", recipe), device, ranks=ranks, keep=False)
         step, averaged, said, losses = session.step(), session.state.averaged, list[str](), list[float]()
         step.records = True
         if record:

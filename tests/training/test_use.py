@@ -381,7 +381,7 @@ def test_the_same_is_counted_as_sample_by_sample_with_ties_too(levels: int) -> N
     labels = torch.randint(8, (500,), generator=random)
     probability, predicted = logits.softmax(1).max(1)
     wrong = [i for i in range(500) if predicted[i] != labels[i]]
-    worst = sorted(wrong, key=lambda i: (-probability[i].item(), i))[:NUM_MISTAKES]
+    worst = sorted(wrong, key=lambda i: (-probability[i].item(), -i))[:NUM_MISTAKES]
     for size in (1, 64, 500):
         tally = EvaluationTally(torch.zeros(8, 8, dtype=torch.int64))
         for batch, rows in batches(logits, labels, size):
