@@ -185,6 +185,7 @@ def test_other_values_with_checksums_that_fit_are_refused(
         store = store_of(shutil.copytree(run, tmp_path / forged))
         last = store.load(store.steps()[-1])
         store.save(replace(last, values=last.values | change if change else {}))
+        capsys.readouterr()
         assert main(["train", str(tmp_path / forged), "--resume"]) == 2
         said = capsys.readouterr().err
         assert said.startswith(f"convoy: the checkpoint of update {last.step} holds other values than Convoy writes")
