@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from convoy.comm.memory import NEEDS_LESS
-from convoy.comm.ranks import Ranks
-from convoy.data import Batch, open_data
+from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
 from convoy.planner.cost.costs import HostCost
@@ -24,8 +23,7 @@ from convoy.planner.planner import _raced as raced_by
 from convoy.planner.workload import Workload
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
-from convoy.training import Session, auto_plan, load_recipe
-from convoy.training.auto_plan import measure_input
+from convoy.training import Session, auto_plan
 from convoy.training.parallel import StagedTraining
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
@@ -215,31 +213,3 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> No
     (alone, _), (shared, source) = (device_memory(torch.device("cpu"), number) for number in (1, 4))
     assert shared == pytest.approx(alone / 4) and alone == pytest.approx(0.9 * 2**34)
     assert "over 4 devices" in source and "nine tenths" in source
-
-
-def test_the_input_is_timed_for_one_ranks_samples_and_not_for_long(data: Path) -> None:
-    changes = [f"data.path={data}", "model.name=lenet", "batch=16", "data.workers=0"]
-    recipe, now, cpu = load_recipe("default", changes), [0.0], torch.device("cpu")
-    opened = open_data(recipe.data, None)
-
-    def timed() -> HostCost | None:
-        return measure_input(recipe, opened, cpu, Ranks())
-
-    real = timed()
-    assert real is not None and real.per_sample > 0
-    for seconds in (0.32, 2.0):
-
-        def batches(*args: object, num_updates: int, seconds: float = seconds, **options: object):  # type: ignore[no-untyped-def]
-            for _ in range(num_updates):
-                now[0] += seconds
-                images = torch.zeros(16, 1, 28, 28, dtype=torch.uint8)
-                yield Batch(images, torch.zeros(16, dtype=torch.int64), torch.arange(16))
-
-        with (
-            patch.object(auto_plan, "training_batches", batches),
-            patch.object(auto_plan.time, "perf_counter", lambda: now[0]),
-        ):
-            found = timed()
-        assert found is not None and found.per_sample == pytest.approx(seconds / 16) and not found.beside
-    with patch.object(auto_plan, "_seconds", side_effect=ConvoyError("train/3.png is no picture")):
-        assert timed() is None  # the training tells of it

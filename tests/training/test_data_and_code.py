@@ -239,9 +239,8 @@ def written(**changes: Any) -> list[list[str]]:
     return json.loads(json.dumps(code))  # as a checkpoint gives it back
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_the_first_layer_that_differs_is_named() -> None:
+    for changes, words in (
         ({"act": nn.ReLU}, "layer act was silu and is relu"),
         ({"drop": 0.5}, "layer drop was dropout(p=0.1, training=True) and is dropout(p=0.5, training=True)"),
         ({"eps": 1e-3}, "layer norm was batch_norm(training=True, momentum=0.1, eps=1e-05) and is batch_norm("),
@@ -249,10 +248,8 @@ def written(**changes: Any) -> list[list[str]]:
         ({"scale": 2.0}, "the network itself, mul, takes other tensors than it took"),
         ({"skip": True}, "conv2d((2, 2), (1, 1), (1, 1), 1) of layer conv comes where mean((2, 3)) of the network"),
         ({"more": [torch.tanh]}, "the network itself was mul and is tanh"),
-    ],
-)
-def test_the_first_layer_that_differs_is_named(changes: dict[str, Any], words: str) -> None:
-    assert difference(written(), written(**changes)).startswith(words)
+    ):
+        assert difference(written(), written(**changes)).startswith(words)
 
 
 def test_what_computes_the_same_is_the_same_and_a_call_more_or_less_is_named() -> None:

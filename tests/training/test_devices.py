@@ -5,13 +5,13 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from convoy.comm.stage_links import StageLinks
-from convoy.engine.stage import Stage
+from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, division, set_up
@@ -377,42 +377,40 @@ def test_zero_bubble_trains_and_goes_on_as_one_device_does(
     assert distance(tmp_path / "wrong", tmp_path / "serial") > 1e-6
 
 
-def _messages(forgets: bool, *given: Any) -> list[list[str]]:
-    """What this rank does in each update, in its order: asks for gradients of a part, sends values of one."""
-    updates: list[list[str]] = []
-    with as_before() as patch:
-        begin, send, receive, finish = Stage.begin_update, StageLinks.send, StageLinks.receive, StageLinks.finish
-
-        def begin_update(stage: Stage, *order: Any) -> Any:
-            updates.append([])
-            return begin(stage, *order)
-
-        def sent(links: StageLinks, key: Any, values: Any, part: int, back: bool = False) -> None:
-            updates[-1] += [] if back else ["sends"]
-            send(links, key, values, part, back)
-
-        def asked(links: StageLinks, *values: Any, back: bool = False) -> Any:
-            updates[-1] += ["asks"] if back else []
-            return receive(links, *values, back=back)
-
-        patch.setattr(Stage, "begin_update", begin_update)
-        patch.setattr(StageLinks, "send", sent)
-        patch.setattr(StageLinks, "receive", asked)
-        if forgets:
-            patch.setattr(StageLinks, "finish", lambda links, same_loss: finish(links, same_loss=False))
-        train_here(*given)
-    return [messages for messages in updates if "asks" in messages]
+SABOTAGES: dict[str, tuple[Any, str, Any]] = {
+    "nobody gets what others have updated": (sharded, "start_gather", lambda elements, group: Mock()),
+    "a checkpoint's state is not taken over": (ShardedOptimizer, "load_state_dict", lambda self, state: None),
+    "the norm is of whatever lies in .grad": (GradientReducer, "own_gradients", lambda self: {}),
+}
 
 
-@pytest.mark.parametrize("forgets", [False, pytest.param(True, marks=slow)])
-def test_the_first_stage_asks_for_gradients_before_it_sends_what_they_answer(
-    data: Path, tmp_path: Path, forgets: bool
+def _sharing(data: Path, out: Path, settings: Settings, after: int | None, sabotage: str) -> list[float] | None:
+    """A run whose optimizer's state is divided over the ranks, however small it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "_WORTH", 1)
+        steps, step = [], ShardedOptimizer.step
+        patch.setattr(ShardedOptimizer, "step", lambda self: (steps.append(1), step(self))[1])
+        if sabotage:
+            patch.setattr(*SABOTAGES[sabotage])
+        ended = train_until(data, out, settings, after)
+    assert steps
+    return ended and ended.curve
+
+
+@pytest.mark.parametrize("sabotage", ["", *SABOTAGES])
+def test_an_optimizer_that_is_divided_trains_and_goes_on_as_a_whole_one(
+    data: Path, tmp_path: Path, sabotage: str
 ) -> None:
-    settings = DOUBLE | {"microbatch": "2", "parallel.plan": "stage=2", "parallel.schedule": "zero-bubble"}
-    first, *others = run_ranks(_messages, 2, forgets, data, tmp_path / "run", settings)[0]
-    parts = first.count("sends")
-    assert first[:parts] == ["sends"] * parts, "how gradients lie is not known yet"
-    assert parts > 3 and len(others) == 5
-    for messages in others:
-        assert messages.count("asks") == messages.count("sends") == parts
-        assert (messages[:8] == ["asks", "sends"] * 3 + ["sends"] * 2) is not forgets
+    settings = DOUBLE | {"optimizer.name": "adamw", "optimizer.lr": "0.01", "clip_norm": "0.05"}
+    settings |= {"checkpoint.every": "2ba"}
+    run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    for after in (5, None):
+        run_ranks(_sharing, 2, data, tmp_path / "run", settings, after, sabotage)
+    if sabotage:
+        assert distance(tmp_path / "run", tmp_path / "serial") > 1e-6
+        return
+    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
+    drop_checkpoints(tmp_path / "run", 4)  # its state goes on as a whole one
+    (tmp_path / "run" / "weights.safetensors").unlink()
+    run_ranks(train_here, 1, data, tmp_path / "run", settings, True)
+    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9

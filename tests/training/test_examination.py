@@ -449,30 +449,3 @@ def random_numbers(data: Path) -> list[bool]:
 
 def test_random_numbers_go_on(data: Path) -> None:
     assert run_ranks(random_numbers, 2, data) == [[True, True]] * 2
-
-
-def compared(data: Path, times: list[tuple[float, ...]]) -> list[tuple[str, float]]:
-    """The first argument of what is tried, where each rank would try others, and what it is compared with."""
-    found, seconds = session(data), []
-
-    def offers(of: Session, taken: float) -> list[Change]:
-        return [Change("batch", (f"--batch {of.ranks.rank}",)), *[Change("plan", ())] * of.ranks.rank]
-
-    for before, changed, after in times:
-        each = iter((before, after))
-        with (
-            patch.object(trials, "changes", offers),
-            patch.object(trials, "_seconds", lambda *_, each=each: next(each)),
-            patch.object(trials, "_by_all", lambda *_, changed=changed: changed),
-        ):
-            _, (trial,) = try_changes(found, set_up, Budget(found.ranks))
-        seconds.append((trial.arguments[0], trial.before_s))
-    return seconds
-
-
-def test_beside_which_time_a_change_counts_and_all_ranks_try_the_same(data: Path) -> None:
-    times = [(1.0, 0.5, 1.2), (1.4, 0.5, 1.0), (1.0, 1.1, 1.2)]
-    counts = [1.1, 1.0, 1.0]  # the machine's speed drifts; it was another machine; no gain beside one of them
-    for found in run_ranks(compared, 2, data, times):
-        assert [argument for argument, _ in found] == ["--batch 0"] * 3
-        assert [seconds for _, seconds in found] == pytest.approx(counts)

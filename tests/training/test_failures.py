@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -200,28 +199,6 @@ def test_the_end_says_where_it_began(data: Path, tmp_path: Path, num: int, plan:
         assert (" on rank 0 on host " in said) == (num > 1)
         assert said.endswith("(the newest checkpoint is of update 6)") and "(--set on_nan=skip)" in said
     assert stands(tmp_path / "run")[:2] == ("failed", said)
-
-
-def test_the_end_is_said_even_where_it_cannot_be_traced_back(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    networks: list[weakref.ref[Session]] = []
-    again: list[tuple[bool, str | None]] = []
-    check = Loop._check_loss
-
-    def checked(self: Loop, loss: float) -> None:
-        networks.append(weakref.ref(self.session))
-        check(self, loss)
-
-    def out_of_memory(session: Session, *_: object) -> str:
-        again.append((all(each() is None for each in networks), session.recipe.parallel.plan))
-        raise torch.cuda.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(Loop, "_check_loss", checked)
-    monkeypatch.setattr(running, "trace_back", out_of_memory)
-    with pytest.raises(finite.NotFiniteError, match="the loss became nan by update 7"):
-        train_here(data, tmp_path / "run", SKIP | {"on_nan": "stop", "parallel.plan": "auto"})
-    assert networks and again == [(True, "serial")]  # the first network is gone by then
 
 
 def test_no_checkpoint_holds_what_is_not_finite(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

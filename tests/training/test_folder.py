@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -109,12 +110,12 @@ def test_a_file_system_without_locks_keeps_nobody_out_and_that_is_said(
     assert said == [f"the file system of {tmp_path} knows no locks: see to it that no other process trains there"]
 
 
-@pytest.mark.parametrize(("folder", "file"), [(0o755, 0o600), (0o775, 0o660), (0o777, 0o666)])
-def test_only_those_who_could_train_there_can_open_it(tmp_path: Path, folder: int, file: int) -> None:
-    tmp_path.chmod(folder)
+def test_only_those_who_could_train_there_can_open_it(tmp_path: Path) -> None:
     (tmp_path / lock.NAME).touch(0o644)  # as it was made before
-    with lock.locked(tmp_path):
-        assert (tmp_path / lock.NAME).stat().st_mode & 0o777 == file
+    for folder, file in ((0o755, 0o600), (0o775, 0o660), (0o777, 0o666)):
+        tmp_path.chmod(folder)
+        with lock.locked(tmp_path):
+            assert (tmp_path / lock.NAME).stat().st_mode & 0o777 == file
 
 
 def _moved(run: Path) -> None:
@@ -128,28 +129,25 @@ def _replaced(run: Path) -> None:
     shutil.rmtree(run.with_name("there"))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda run: None, ""),
-        (shutil.rmtree, "after 7 updates: it was removed; nothing is there now$"),
-        (_moved, "it was moved; go on with convoy train .*/there --resume$"),
-        (_replaced, "it was removed; there is now notes$"),
-        (lambda run: (run / lock.NAME).unlink(), "its .lock was removed; there is now config.yaml$"),
-    ],
-)
-def test_a_folder_that_has_gone_is_noticed(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
-    run = RunDirectory(tmp_path / "run")
-    run.create("seed: 0\n", {})
-    run.environment.unlink()
-    with run.lock():
-        change(run.path)
-        if not words:
-            run.check_there(7)
-            return
-        with pytest.raises(GoneError, match=words):
-            run.check_there(7)
-    run.check_there(7)  # of no interest any more
+GONE: list[tuple[Callable[[Path], object], str]] = [
+    (lambda run: None, ""),
+    (shutil.rmtree, "after 7 updates: it was removed; nothing is there now$"),
+    (_moved, "it was moved; go on with convoy train .*/there --resume$"),
+    (_replaced, "it was removed; there is now notes$"),
+    (lambda run: (run / lock.NAME).unlink(), "its .lock was removed; there is now config.yaml$"),
+]
+
+
+def test_a_folder_that_has_gone_is_noticed(tmp_path: Path) -> None:
+    for number, (change, words) in enumerate(GONE):
+        run = RunDirectory(tmp_path / str(number) / "run")
+        run.create("seed: 0\n", {})
+        run.environment.unlink()
+        with run.lock():
+            change(run.path)
+            with pytest.raises(GoneError, match=words) if words else nullcontext():
+                run.check_there(7)
+        run.check_there(7)  # of no interest any more
 
 
 ALREADY = {
@@ -219,23 +217,17 @@ def test_weights_are_written_one_after_the_other(tmp_path: Path) -> None:
     assert all(torch.equal(found[n], tensor) and found[n].dtype == tensor.dtype for n, tensor in wanted.items())
 
 
-@pytest.mark.parametrize(
-    ("error", "explained"),
-    [
+def test_what_is_wrong_with_a_disk_is_said_of_its_own_folder_only(tmp_path: Path) -> None:
+    for error, explained in (
         (OSError(errno.ENOSPC, "No space left on device"), True),
-        (None, True),  # a file of the folder
+        (PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "metrics.jsonl")), True),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), False),
         (OSError("image file is truncated"), False),
         (PermissionError(errno.EACCES, "Permission denied", "/elsewhere/picture"), False),
-    ],
-)
-def test_what_is_wrong_with_a_disk_is_said_of_its_own_folder_only(
-    tmp_path: Path, error: OSError | None, explained: bool
-) -> None:
-    error = error or PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "metrics.jsonl"))
-    with pytest.raises((ConvoyError, OSError)) as raised, disk_explained(tmp_path):
-        raise error
-    assert str(raised.value).startswith(f"cannot write to {tmp_path} ") if explained else raised.value is error
+    ):
+        with pytest.raises((ConvoyError, OSError)) as raised, disk_explained(tmp_path):
+            raise error
+        assert str(raised.value).startswith(f"cannot write to {tmp_path} ") if explained else raised.value is error
 
 
 # Two starts

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy
 from convoy import processor
@@ -36,10 +35,8 @@ from convoy.training import Recipe, choose_device, defaults, environment, load_r
 from convoy.training.build import merged, probed
 from convoy.training.defaults import Settled, has_bf16, settle
 from convoy.training.environment import join_ranks
-from convoy.training.finite import FiniteGuard
 from convoy.training.interrupt import Interrupt, Stop
 from convoy.training.metrics import MetricsWriter
-from convoy.training.parallel import TrainedNetwork
 from convoy.training.precision import Scaler, check_precision, set_numerics
 from ranks import run_ranks
 from training.scenarios import config, summary, trained, weights
@@ -162,46 +159,6 @@ def test_the_kernels_of_an_optimizer_may_change_on_the_way(data: Path, tmp_path:
         session = trained(data, out, settings | {"optimizer.fused": after}, resume=True).session
         assert session is not None and bool(session.state.optimizer.param_groups[0]["fused"]) == (after == "true")
         torch.testing.assert_close(weights(out), weights(tmp_path / "whole"), rtol=1e-4, atol=1e-6)
-
-
-class Reads(TorchDispatchMode):
-    """Counts numbers that are read from a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_guarded_update_is_read_once_and_the_scale_where_ranks_differ() -> None:
-    model = create("resnet18", num_classes=10)
-    guard = FiniteGuard(TrainedNetwork(model, None, CPU, model, False), Ranks(), gradients=True)
-    for bad in (None, float("nan"), float("inf")):
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 1e30)  # finite, though its sum of squares is not
-        if bad is not None:
-            model.fc.bias.grad[3] = bad
-        with Reads() as reads:
-            assert guard.passes([torch.tensor(1.0), torch.tensor(2.0)]) == (bad is None)
-        assert reads.count == 1
-    model.zero_grad()  # a rank without samples
-    assert guard.passes([]) and not guard.passes([torch.tensor(1.0), torch.tensor(float("nan"))])
-    for apart in (False, True):
-        weight = torch.ones(2, requires_grad=True)
-        scaler, optimizer = Scaler(CPU, "fp16", bool if apart else None), torch.optim.SGD([weight], lr=1.0)
-        scaler.scale(weight.sum()).backward()
-        with Reads() as reads:
-            scaler.unscale_(optimizer)
-        assert reads.count == apart
-    stage = torch.ones(2, requires_grad=True)  # of a stage without the loss, whose gradient comes scaled
-    scaler, optimizer = Scaler(CPU, "fp16", bool), torch.optim.SGD([stage], lr=1.0)
-    stage.grad = torch.full_like(stage, 65536.0)
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert stage.tolist() == [0.0, 0.0]
 
 
 def test_what_a_pass_keeps_is_counted_in_its_precision_and_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from convoy import models
-from convoy.checkpoint.files import Checkpoint
 from convoy.comm.ranks import Ranks
 from convoy.engine import microbatch_sizes, prepare
-from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
-from convoy.engine.gradients.buckets import pieces_of
+from convoy.engine.gradients import GradientReducer
 from convoy.errors import ConvoyError
 from convoy.models import create
 from convoy.ops.statistics import RunningStatistics
@@ -30,7 +27,6 @@ from convoy.training.derived import num_microbatches
 from convoy.training.division import Division, SlowRanks, divide, soonest
 from convoy.training.parallel import Method, ParallelNetwork, TrainedNetwork
 from convoy.training.set_up import parts_of
-from convoy.training.state import RunState
 from convoy.training.workloads import workload_of_recipe
 from ranks import run_ranks
 from tiny import TinyDepth
@@ -320,100 +316,6 @@ def test_no_network_of_the_registry_is_taken_for_coupled_and_those_that_are_are_
     for kind, (_, coupled) in ENDS.items() if name == "lenet" else ():
         merge, why = merge_of(End(kind), 3, 8)
         assert (merge, why) == one if coupled else merge == 4, kind
-
-
-# An optimizer whose state is divided over ranks
-
-
-def _run(plan: str, worth: int) -> tuple[RunState, bool]:
-    """A network under the plan, its optimizer divided if that is worth while from so many bytes on."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 5)).double()
-    example = torch.zeros(2, 3, 4, 4, dtype=torch.float64)
-    network = ParallelNetwork(model, Plan.parse(plan), example, batch_norm="sync", seed=0, method=Method())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "_WORTH", worth)
-        optimizer = network.share(AdamW(model.parameters(), lr=0.01))
-    state = RunState(network, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-    return state, isinstance(optimizer, ShardedOptimizer)
-
-
-def _pack(state: RunState, step: int) -> Checkpoint:
-    tensors, values = state.contents({})
-    return Checkpoint(step, "run", dict(tensors), values)
-
-
-def _train(state: RunState, updates: range) -> None:
-    network = state.network
-    division = divide((2,) * 4, network.engine.num_sample_ranks)
-    (piece,) = division.passes(4)
-    network.divide(division, 1)
-    images = torch.randn(10, 8, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for update in updates:
-        state.optimizer.zero_grad()
-        network.enter(update, piece)
-        part = piece.parts[network.engine.sample_rank]
-        network.backward(network.forward(images[update][list(part)]).square().sum().div(8), last=True)
-        network.finish_update()
-        network.clip(0.05)
-        state.optimizer.step()
-
-
-class _Nothing:
-    def wait(self) -> None:
-        pass
-
-
-def _take_first_pieces(self: ShardedOptimizer, state: dict[str, Any], load: Any = ShardedOptimizer.load_state_dict):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "own_piece", lambda elements, group: pieces_of(elements, group)[0])
-        load(self, state)
-
-
-SABOTAGES: dict[str, tuple[Any, str, Any]] = {
-    "nobody gets what others have updated": (sharded, "start_gather", lambda elements, group: _Nothing()),
-    "a checkpoint's state is not taken over": (ShardedOptimizer, "load_state_dict", lambda self, state: None),
-    "every rank takes the first rank's piece": (ShardedOptimizer, "load_state_dict", _take_first_pieces),
-    "the norm is of whatever lies in .grad": (GradientReducer, "own_gradients", lambda self: {}),
-}
-
-
-def _compare(plan: str, sabotages: list[str]) -> list[float]:
-    """How far a divided optimizer is from a whole one: as it is, and sabotaged."""
-    whole, divided = _run(plan, 2**60)
-    assert not divided
-    _train(whole, range(2))
-    half = copy.deepcopy(_pack(whole, 2))
-    _train(whole, range(2, 4))
-    end, found = _pack(whole, 4), []
-    for sabotage in ["", *sabotages]:
-        with pytest.MonkeyPatch.context() as patch:
-            if sabotage:
-                patch.setattr(*SABOTAGES[sabotage])
-            state, divided = _run(plan, 1)
-            assert divided
-            _train(state, range(2))
-            errors = [_distance(_pack(state, 2).tensors, half.tensors)]
-            other, _ = _run(plan, 1)
-            other.unpack(half)
-            for one in (state, other):
-                _train(one, range(2, 4))
-                errors.append(_distance(_pack(one, 4).tensors, end.tensors))
-        found.append(max(errors))
-    return found
-
-
-def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max().clamp(min=1e-300)) for name in a)
-
-
-@pytest.mark.parametrize("plan", ["sample=2", "sample=2,filter=2"])
-def test_a_divided_optimizer_trains_and_saves_as_a_whole_one(plan: str) -> None:
-    sabotages = list(SABOTAGES) if plan == "sample=2" else []
-    for exact, *wrong in run_ranks(_compare, Plan.parse(plan).mesh.num_devices, plan, sabotages):
-        assert exact < 1e-10 and len(wrong) == len(sabotages)
-        assert all(error > 1e-6 for error in wrong), wrong
 
 
 # Which rank is called slow, and when

@@ -1,6 +1,7 @@
 """Recipes: what they say and leave open, what follows from them, and mistakes in them, one sentence each."""
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 
@@ -68,17 +69,16 @@ def test_what_has_no_effect_is_noted() -> None:
     assert default("checkpoint.mtbf=30min").notes() == []
 
 
-@pytest.mark.parametrize("mix", ["mixup", "cutmix"])
-def test_mixing_without_partners_is_noted_and_refused_where_it_is_asked_for(tmp_path: Path, mix: str) -> None:
+def test_mixing_without_partners_is_noted_and_refused_where_it_is_asked_for(tmp_path: Path) -> None:
     path, alone = tmp_path / "mine.yaml", ["batch=12", "microbatch=1"]
-    path.write_text(f"model: {{name: lenet}}\ndata: {{path: mnist-mini, mix: {{{mix}: 0.2}}}}\n")
-    words = f"data.mix.{mix} has no effect: a microbatch of one sample has no other to mix it with"
+    path.write_text("model: {name: lenet}\ndata: {path: mnist-mini, mix: {mixup: 0.2}}\n")
+    words = "data.mix.mixup has no effect: a microbatch of one sample has no other to mix it with"
     assert load_recipe(str(path)).notes() == load_recipe(str(path), ["batch=12", "microbatches=11"]).notes() == []
     assert load_recipe(str(path), alone).notes()[0].startswith(words)
     assert load_recipe(str(path), ["batch=12", "microbatches=12"]).notes()[0].startswith(words)
     with pytest.raises(ConvoyError, match=words):
-        default(f"data.mix.{mix}=0.2", *alone)
-    default(f"data.mix.{mix}=0", *alone)
+        default("data.mix.mixup=0.2", *alone)
+    default("data.mix.mixup=0", *alone)
 
 
 def test_checkpoints_of_before_the_decoder_are_still_those_of_their_recipe() -> None:
@@ -215,15 +215,13 @@ def test_what_is_wrong_is_one_sentence_with_the_key_and_the_way_out(tmp_path: Pa
 # What follows
 
 
-@pytest.mark.parametrize(
-    ("text", "updates"),
-    [("90ep", 900), ("0.25ep", 3), ("0.01ep", 1), ("5000ba", 5000), (1.5, 15), ("5%", 10), ("0.1%", 0), ("0%", 0)],
-)
-def test_durations_are_counted_in_weight_updates(text: str | float, updates: int) -> None:
-    assert Duration.parse(text).updates(10, total=200) == updates
-    assert isinstance(text, float) or str(Duration.parse(text)) == text
+def test_durations_are_counted_in_weight_updates() -> None:
     adapter = TypeAdapter(Duration)
-    assert isinstance(text, float) or adapter.dump_python(adapter.validate_python(text), mode="json") == text
+    updates = {"90ep": 900, "0.25ep": 3, "0.01ep": 1, "5000ba": 5000, "5%": 10, "0.1%": 0, "0%": 0}
+    for text, number in updates.items():
+        assert Duration.parse(text).updates(10, total=200) == number
+        assert str(Duration.parse(text)) == adapter.dump_python(adapter.validate_python(text), mode="json") == text
+    assert Duration.parse(1.5).updates(10) == 15
     assert [Duration.parse(f"{n / 10}ep").updates(30) for n in range(1, 10)] == [3 * n for n in range(1, 10)]
     assert Duration(5, "ep").longer_than(Duration(4, "ep")) and not Duration(5000, "ba").longer_than(Duration(1, "ep"))
 
@@ -264,10 +262,9 @@ def test_every_quantity_says_how_and_why() -> None:
     assert {(b, m): num_microbatches(default(f"batch={b}", f"microbatch={m}")) for b, m in sizes} == sizes
 
 
-@pytest.mark.parametrize("log_every", ["auto", "20ba", "7ba"])
-def test_lines_of_metrics_come_often_enough_and_the_last_is_not_of_a_few_updates(log_every: str) -> None:
+def test_lines_of_metrics_come_often_enough_and_the_last_is_not_of_a_few_updates() -> None:
     every = {1: 1, 49: 1, 186: 3, 187: 3, 203: 4, 620: 12, 999: 19, 1000: 20, 450_000: 20}
-    for total, interval in every.items():
+    for log_every, (total, interval) in itertools.product(("auto", "20ba", "7ba"), every.items()):
         found = resolve(default("data.path=x", f"epochs={total}ba", f"log_every={log_every}"), 60_000)
         assert log_every != "auto" or found.log_every == interval
         made = [done for done in range(1, min(total, 5000) + 1) if found.logged(done)]

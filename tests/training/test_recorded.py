@@ -195,8 +195,12 @@ def test_a_recording_keeps_what_it_reads_until_it_is_forgotten() -> None:
     assert constant() is None
 
 
-@pytest.mark.parametrize("change", ["weight", "freeze", "mode", "buffer"])
-def test_a_network_that_is_no_longer_as_recorded_runs_as_ever(change: str) -> None:
+def test_a_network_that_is_no_longer_as_recorded_runs_as_ever() -> None:
+    for change in ("weight", "freeze", "mode", "buffer"):
+        changed(change)
+
+
+def changed(change: str) -> None:
     net, runs = nn.Sequential(nn.Linear(3, 2), nn.Identity()), list[int]()
     net[1].register_buffer("offset", torch.ones(2))
     call = calls(net, runs, [])

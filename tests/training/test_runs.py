@@ -138,20 +138,17 @@ def test_merged_and_single_microbatches_train_alike_and_other_statistics_do_not(
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+def test_where_something_is_wrong_nothing_is_made(data: Path, tmp_path: Path) -> None:
+    for settings, words in (
         ({"model.name": "tiny:Unfit"}, "logits"),
         ({"batch": "1000"}, "batch"),
         ({"model.name": "alexnet"}, "alexnet"),
         ({"parallel.local_sgd": "2", "ema.decay": "0.9"}, "ema averages the weights of every update, but local_sgd"),
         ({"model.name": "tiny:tiny_scripted"}, "the network is TorchScript"),
-    ],
-)
-def test_where_something_is_wrong_nothing_is_made(data: Path, tmp_path: Path, settings: Settings, words: str) -> None:
-    with pytest.raises(ConvoyError, match=words):
-        trained(data, tmp_path / "run", settings)
-    assert not (tmp_path / "run").exists()
+    ):
+        with pytest.raises(ConvoyError, match=words):
+            trained(data, tmp_path / "run", settings)
+        assert not (tmp_path / "run").exists()
 
 
 def test_what_cannot_be_reproducible_is_refused_in_a_sentence(data: Path, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from convoy.data import Batch, evaluation_batches
 from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
-from convoy.training import load_recipe
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally
 from convoy.training.input import InputPipeline
@@ -397,30 +396,6 @@ def test_the_same_is_counted_as_sample_by_sample_with_ties_too(levels: int) -> N
         for one in found.mistakes:
             assert one.picture.flatten().view(torch.int32).item() == one.sample
             assert (one.label, one.predicted) == (labels[one.sample], predicted[one.sample])
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_gpu_has_the_next_batch_before_one_is_counted(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    random, happened = torch.Generator().manual_seed(0), list[str]()
-    logits, labels = torch.randn(20, 8, generator=random), torch.randint(8, (20,), generator=random)
-
-    class Network(nn.Module):
-        def forward(self, samples: Tensor) -> Tensor:
-            happened.append("passed")
-            return logits[samples]
-
-    class Counting(EvaluationTally):
-        def add(self, batch: Batch, logits: Tensor) -> None:
-            happened.append("counted")
-            super().add(batch, logits)
-
-    pipeline = type("Pipeline", (), {"device": torch.device(device), "__call__": lambda self, batch: batch.samples})()
-    monkeypatch.setattr(evaluation, "EvaluationTally", Counting)
-    parts = [batch for batch, _ in batches(logits, labels, 7)]
-    found = evaluation.evaluate(Network(), parts, pipeline, 8, load_recipe("default", ["model.name=lenet"]))
-    assert int(found.confusion.sum()) == 20
-    one_late = ["passed", "passed", "counted", "passed", "counted", "counted"]
-    assert happened == (one_late if device == "cuda" else ["passed", "counted"] * 3)
 
 
 class Streams:
