@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from convoy.cli import main
+from convoy.cli.requests import new_length
 from convoy.errors import ConvoyError
-from convoy.training import load_recipe
+from convoy.training import RunDirectory, load_recipe
+from convoy.training.config import Duration
 from convoy.training.set_up import set_up
+from ranks import run_ranks
 from tiny import NUM_TEST, TinyNet, write_mnist
 from training.scenarios import (
     Settings,
     change_json,
+    config,
     digest,
     drop_checkpoints,
     lines,
@@ -23,6 +28,7 @@ from training.scenarios import (
     trained,
     weights,
 )
+from whole_runs import train_here
 
 TOTAL = 12
 SHORT = {"epochs": "3ep"}
@@ -172,7 +178,8 @@ def test_a_longer_run_ends_as_one_of_that_length_and_leaves_the_old_one_as_it_wa
     longer = EXACT | FLAT | NEW | {"extends": str(old), "checkpoint.every": "100ba"}
     said = trained(data, new, longer).said
     assert any(sentence.startswith(f"begins with the state of {old} after 10 updates; the") for sentence in said), said
-    assert digest(new) == digest(whole)
+    two = run_ranks(train_here, 2, data, tmp_path / "two", longer)[0]
+    assert digest(new) == digest(whole) == two.digest
     assert before == {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
     # Its curves begin with the old one's, which was evaluated at its end too.
     assert [step for (step,) in lines(new, "step", split="train")] == list(range(1, 19))
@@ -188,8 +195,50 @@ def test_a_longer_run_ends_as_one_of_that_length_and_leaves_the_old_one_as_it_wa
     assert digest(new) == digest(whole)
 
 
-def test_a_longer_run_needs_the_same_data(data: Path, tmp_path: Path) -> None:
-    trained(data, tmp_path / "old", OLD)
-    less = write_mnist(tmp_path / "less", num_train=72)
-    with pytest.raises(ConvoyError, match="the data are not those that"):
-        trained(less, tmp_path / "new", NEW | {"extends": str(tmp_path / "old")})
+REFUSED = {
+    "--batch 12": "was trained with batch=24, so a run that extends it cannot",
+    "--set optimizer.name=adamw --lr 0.1": "--weights",
+    "--seed 3": "seed=0, so a run that extends it cannot have seed=3",
+    "--epochs 3": "--epochs contradicts --extend",
+    "--recipe lenet-mnist": "--recipe contradicts --extend",
+    "--resume": "--extend begins a new run: go on with that one by",
+    "--extend long": "--extend: 'long' is not a duration: write epochs as 90ep",
+    "--extend 0": "--extend 0 is no length to train on for",
+    "--extend 5%": "--extend 5% is no length to train on for",
+    "--data {less}": "the data are not those that",
+}
+
+
+def test_the_command_makes_a_run_longer_or_says_why_not(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, less = tmp_path / "old", write_mnist(tmp_path / "less", num_train=72)
+    trained(data, old, {"epochs": "2ep"})
+    before = sorted(tmp_path.iterdir())
+
+    def refused(*options: str) -> str:
+        assert main(["train", str(old), *options]) == 2
+        assert sorted(tmp_path.iterdir()) == before
+        return capsys.readouterr().err
+
+    for options, words in REFUSED.items():
+        extend = [] if "--extend" in options else ["--extend", "1"]
+        assert words in refused(*extend, *options.format(less=less).split()), options
+    assert f"convoy train {old} --extend 6ep" in refused("--resume", "--epochs", "8")
+    (old / "checkpoints").rename(old / "away")
+    assert "has no checkpoints any more" in refused("--extend", "1")
+    (old / "away").rename(old / "checkpoints")
+    assert main(["train", str(old), "--extend", "1"]) == main(["train", str(old), "--extend", "1"]) == 0
+    assert (tmp_path / "old-extended-2" / "weights.safetensors").exists()
+    assert config(tmp_path / "old-extended")["epochs"] == "3ep" and summary(tmp_path / "old-extended")["steps"] == 12
+    change_json(old / "summary.json", lambda found: found.update(status="stopped"))
+    before = sorted(tmp_path.iterdir())
+    assert "is not finished (its summary says stopped)" in refused("--extend", "1")
+
+
+def test_lengths_in_other_units_are_counted_in_updates(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.config.write_text("model: {name: lenet}\ndata: {path: mnist-mini}\nbatch: 10\nepochs: 2ep\n")
+    run.summary_file.write_text('{"num_train": 105}')
+    assert new_length(run, "8") == new_length(run, "8ep") == Duration(10, "ep")
+    assert (new_length(run, "0.1"), new_length(run, "7ba")) == (Duration(2.1, "ep"), Duration(27, "ba"))

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import convoy.training.evaluate as evaluation
@@ -26,6 +27,7 @@ from convoy.cli import main
 from convoy.data import Batch, evaluation_batches
 from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
+from convoy.models import load_weights
 from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally
@@ -119,6 +121,31 @@ def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
     (out / "weights.safetensors").unlink()
     with pytest.raises(ConvoyError, match=r"has no weights.safetensors yet: finish the run with"):
         load_run(out)
+
+
+WEIGHT = torch.randn(3, 4)
+ODD = {
+    "sparse_coo": lambda: WEIGHT.to_sparse(),
+    "sparse_csr": lambda: WEIGHT.to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(WEIGHT, 0.1, 0, torch.qint8),
+    "on the meta device": lambda: WEIGHT.to("meta"),
+    "nested": lambda: torch.nested.nested_tensor([WEIGHT[0], WEIGHT[1]]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_odd_tensors_in_a_file_of_weights_are_named(tmp_path: Path) -> None:
+    net = nn.Linear(4, 3)
+    before = net.weight.clone()
+    for kind, made in ODD.items():
+        torch.save({"weight": made(), "bias": torch.zeros(3)}, tmp_path / "odd.pth")
+        with pytest.raises(ConvoyError, match=rf"weight in .*odd\.pth is {kind}, and weights are plain numbers: save "):
+            load_weights(net, tmp_path / "odd.pth")
+    for odd in (WEIGHT.to(torch.complex64), WEIGHT.to(torch.int8), WEIGHT > 0):
+        save_file({"weight": odd, "bias": torch.zeros(3)}, tmp_path / "odd.safetensors")
+        with pytest.raises(ConvoyError, match=r"weight is 3x4 of .* where the net has 3x4"):
+            load_weights(net, tmp_path / "odd.safetensors")
+    assert torch.equal(net.weight, before)
 
 
 @pytest.fixture(scope="module")
