@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
 from convoy.ops.postponed import PostponedGradients
@@ -22,6 +23,7 @@ from convoy.training.environment import join_ranks
 from convoy.training.input import InputPipeline
 from convoy.training.parallel import Method
 from ranks import run_ranks
+from tiny import TinyDouble
 from training.scenarios import Settings, drop_checkpoints, refusals, store_of, summary
 from whole_runs import Ended, as_before, train_here, train_until
 
@@ -377,6 +379,14 @@ def test_zero_bubble_trains_and_goes_on_as_one_device_does(
     assert distance(tmp_path / "wrong", tmp_path / "serial") > 1e-6
 
 
+class Wide(TinyDouble):
+    """Has a weight that is worth dividing."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.head = nn.Sequential(nn.Linear(8 * 49, 300), nn.ReLU(), nn.Linear(300, num_classes)).double()
+
+
 SABOTAGES: dict[str, tuple[Any, str, Any]] = {
     "nobody gets what others have updated": (sharded, "start_gather", lambda elements, group: Mock()),
     "a checkpoint's state is not taken over": (ShardedOptimizer, "load_state_dict", lambda self, state: None),
@@ -401,8 +411,8 @@ def _sharing(data: Path, out: Path, settings: Settings, after: int | None, sabot
 def test_an_optimizer_that_is_divided_trains_and_goes_on_as_a_whole_one(
     data: Path, tmp_path: Path, sabotage: str
 ) -> None:
-    settings = DOUBLE | {"optimizer.name": "adamw", "optimizer.lr": "0.01", "clip_norm": "0.05"}
-    settings |= {"checkpoint.every": "2ba"}
+    settings = {"model.name": "training.test_devices:Wide", "epochs": "6ba", "checkpoint.every": "2ba"}
+    settings |= {"optimizer.name": "adamw", "optimizer.lr": "0.01", "clip_norm": "0.05"}
     run_ranks(train_here, 1, data, tmp_path / "serial", settings)
     for after in (5, None):
         run_ranks(_sharing, 2, data, tmp_path / "run", settings, after, sabotage)
