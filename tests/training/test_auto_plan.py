@@ -122,6 +122,23 @@ def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path
         assert notes == [RAN_OUT.format("sample=2")]
 
 
+def last_of_four(data: Path, cache: Path) -> list[str]:
+    """The notes of a race in which plain `sample` is predicted to be slowest of four."""
+    plans = (FILTERS, Plan.parse("height=2"), Plan.parse("width=2"), SAMPLES)
+    with (
+        patch.object(auto_plan, "make_plan", predicting(*plans)),
+        patch.object(auto_plan, "update_seconds", lambda *args, **options: 1.0),
+    ):
+        return planned(data, cache).notes
+
+
+@slow
+def test_plain_sample_always_races(data: Path, tmp_path: Path) -> None:
+    for notes in run_ranks(last_of_four, 2, data, tmp_path):
+        (race,) = [note for note in notes if "in a race over" in note]
+        assert "filter=2" in race and "height=2" in race and "sample=2" in race
+
+
 def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int, str, float]:
     """Passes and schedule of a run for which the planner says stages, and how far it is from plain `sample`."""
 
