@@ -305,14 +305,14 @@ def test_local_sgd_is_saved_where_its_weights_are_averaged_anyway(data: Path, tm
 # Devices that are not equally fast
 
 
-def _with_a_slow_rank(data: Path, out: Path, settings: Settings) -> Ended:
+def _with_a_slow_rank(data: Path, out: Path, settings: Settings, seconds: float) -> Ended:
     """Rank 1 has a slow way to its pictures."""
     with as_before() as patch:
         patch.setattr(division, "STRETCH_S", 0.0)
         prepare, rank = InputPipeline.__call__, join_ranks()[0].rank
 
         def late(self: InputPipeline, *args: Any) -> object:
-            time.sleep(0.02 * rank)
+            time.sleep(seconds * rank)
             return prepare(self, *args)
 
         patch.setattr(InputPipeline, "__call__", late)
@@ -320,7 +320,7 @@ def _with_a_slow_rank(data: Path, out: Path, settings: Settings) -> Ended:
 
 
 def test_a_slow_rank_is_named_in_the_log(data: Path, tmp_path: Path) -> None:
-    first, *_ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", {"epochs": "50ba", "log_every": "10ba"})
+    first, *_ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", {"epochs": "50ba", "log_every": "10ba"}, 0.02)
     assert any(sentence.startswith("rank 1 on host ") and " is slow: " in sentence for sentence in first.said)
 
 
@@ -330,7 +330,7 @@ def test_measured_shares_change_no_number(data: Path, tmp_path: Path, reproducib
     settings = {"epochs": "10ba", "reproducible": reproducible}
     (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
     settings |= {"parallel.shares": "auto"}
-    found, _ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", settings, timeout=120)
+    found, _ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", settings, 0.1, timeout=120)
     (sentence,) = {sentence for sentence in found.said if sentence.startswith("shares ")}
     assert "of 8 microbatches from update 8 on, by measured times of" in sentence
     assert int(sentence.split()[1].partition(",")[0]) > 4, sentence
