@@ -211,11 +211,11 @@ def examined(
         The facts, what was said, the batches of evaluations, and how long it took.
     """
     folder.mkdir(exist_ok=True)
-    os.chdir(folder)
     found, said, batches = session(data, *settings), list[str](), itertools.count()
     limits = Budget(found.ranks, 40.0, began=0.0, say=lambda what, *_: said.append(what.split(",")[0]))
     with made_time(*CLOCKS) as clock, cores_as_before(), BROKEN[broken], ExitStack() as stack:
         each_s = update_s * (1 + found.ranks.rank)
+        stack.enter_context(contextlib.chdir(folder))
         hook = register_optimizer_step_pre_hook(lambda *_: clock.sleep(each_s))  # in sessions of trials too
         stack.callback(hook.remove)
         add = clock.before(EvaluationTally.add, lambda: each_s + 0 * next(batches))
@@ -398,11 +398,11 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
         other.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(2.0))
         return other
 
-    os.chdir(folder)
     with (
         made_time(budget, trials, step, profiling) as clock,
         patch.object(trials, "changes", lambda *_: iter([LAST, ALONE, batch, threads])),
         cores_as_before(),
+        contextlib.chdir(folder),
     ):
         found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
         cores = own_cores()
