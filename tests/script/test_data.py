@@ -17,7 +17,7 @@ from convoy.data import Order
 from convoy.errors import ConvoyError
 from convoy.script import ranks as script_ranks
 from convoy.script.data import BatchSampler, evaluate
-from ranks import RankFailed, run_ranks
+from ranks import run_ranks
 from small_nets import Dense
 
 
@@ -25,18 +25,20 @@ def tiny(plan: str) -> nn.Module:
     return convoy.parallelize(nn.Sequential(nn.Flatten(), nn.Linear(4, 6)), plan, torch.zeros(2, 4))
 
 
-def drawn(plan: str, epochs: list[tuple[int, ...]], options: dict[str, Any]) -> list[list[list[int]]]:
-    """A sampler's batches in some epochs."""
-    sampler = BatchSampler(tiny(plan), **options)
-    found = []
-    for epoch in epochs:
-        sampler.set_epoch(*epoch)
-        found.append(list(sampler))
-        assert len(sampler) == len(found[-1]) + sum(epoch[1:])
+def drawn(plan: str, epochs: list[tuple[int, ...]], cases: list[dict[str, Any]]) -> list[list[list[list[int]]]]:
+    """Samplers' batches in some epochs."""
+    net, found = tiny(plan), []
+    for options in cases:
+        sampler, batches = BatchSampler(net, **options), []
+        for epoch in epochs:
+            sampler.set_epoch(*epoch)
+            batches.append(list(sampler))
+            assert len(sampler) == len(batches[-1]) + sum(epoch[1:])
+        found.append(batches)
     return found
 
 
-def whole(parts: list[list[list[int]]]) -> list[list[int]]:
+def whole(*parts: list[list[int]]) -> list[list[int]]:
     """The global batches of one epoch: the ranks' parts one after another."""
     return [list(chain(*each)) for each in zip(*parts, strict=True)]
 
@@ -46,77 +48,87 @@ SHUFFLED = {"num_samples": 22, "global_batch": 6, "shuffle": True, "seed": 3}
 
 def test_ranks_divide_the_batches_of_one_device_and_of_the_trainer() -> None:
     epochs = [(0,), (1,), (1, 2), (1, 3)]
-    alone = drawn("serial", epochs, SHUFFLED)
+    (alone,) = drawn("serial", epochs, [SHUFFLED])
     order = Order(22, 6, seed=3)
     assert alone[0] + alone[1] == [order.update(k)[1].tolist() for k in range(6)]
     assert alone[2:] == [alone[1][2:], []]
-    for options, sizes in ((SHUFFLED, [3, 3]), (SHUFFLED | {"shares": (3, 1)}, [5, 1])):
-        ranks = run_ranks(drawn, 2, "sample=2", epochs, options)
-        assert [whole([found[i] for found in ranks]) for i in range(len(epochs))] == alone
-        assert [[len(part) for part in found[0]] for found in ranks] == [[size] * 3 for size in sizes]
-
-
-def test_ranks_that_share_samples_get_the_same_ones() -> None:
-    first, second = run_ranks(drawn, 2, "filter=2", [(0,)], SHUFFLED)
-    assert first == second == drawn("serial", [(0,)], SHUFFLED)
-    ranks = run_ranks(drawn, 4, "sample=2,filter=2", [(0,)], SHUFFLED)
-    assert ranks[0] == ranks[1]
-    assert ranks[2] == ranks[3]
-    assert [whole([ranks[0][0], ranks[2][0]])] == first
-
-
-def drawn_once(cases: list[dict[str, Any]]) -> list[list[list[int]]]:
-    return [drawn("sample=2", [(0,)], options)[0] for options in cases]
+    first, second = run_ranks(drawn, 2, "sample=2", epochs, [SHUFFLED, SHUFFLED | {"shares": (3, 1)}])
+    for case, sizes in enumerate(([3, 3], [5, 1])):
+        assert [whole(a, b) for a, b in zip(first[case], second[case], strict=True)] == alone
+        assert [[len(part) for part in found[case][0]] for found in (first, second)] == [[size] * 3 for size in sizes]
+    ranks = [found[0][0] for found in run_ranks(drawn, 4, "sample=2,filter=2", epochs[:1], [SHUFFLED])]
+    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]  # ranks that share samples get the same ones
+    assert whole(ranks[0], ranks[2]) == alone[0]
 
 
 def test_every_sample_comes_once_and_no_part_is_empty() -> None:
     sizes = [(22, 6), (24, 6), (13, 4), (3, 2), (2, 100), (7, 2), (5, 3)]
     more: list[dict[str, Any]] = [{}, {"shares": (5, 1)}, {"shuffle": True, "drop_last": False}]
     cases = [{"num_samples": num, "global_batch": batch} | options for num, batch in sizes for options in more]
-    for options, *parts in zip(cases, *run_ranks(drawn_once, 2, cases), strict=True):
+    for options, *parts in zip(cases, *run_ranks(drawn, 2, "sample=2", [(0,)], cases), strict=True):
         num, batch = options["num_samples"], options["global_batch"]
-        batches = whole(parts)
+        batches = whole(*(part for (part,) in parts))
         samples = list(chain(*batches))
         assert (sorted(samples) if "shuffle" in options else samples) == list(range(num))
-        assert all(part for each in parts for part in each)
+        assert all(part for (each,) in parts for part in each)
         assert max(map(len, batches)) - min(map(len, batches)) <= 1
         assert max(map(len, batches)) <= max(batch, 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"num_samples": 1, "global_batch": 8}, "num_samples=1 cannot be divided over 2 ranks .* at least 2"),
-        ({"num_samples": 9, "global_batch": 1}, "global_batch=1 cannot be divided over 2 ranks"),
-        ({"num_samples": 9, "global_batch": 0}, "global_batch=0 must be a whole number of at least 1"),
-        ({"num_samples": 9, "global_batch": 4.0}, "global_batch=4.0 must be a whole number"),
-        ({"num_samples": 9, "global_batch": 4, "shares": (1, 1, 1)}, r"shares=\(1, 1, 1\) must be 2 positive numbers"),
-        ({"num_samples": 9, "global_batch": 4, "shares": (1, 0)}, "must be 2 positive numbers"),
-        ({"num_samples": 9, "global_batch": 10, "shuffle": True}, "global_batch=10 is larger than the data set"),
-    ],
-)
-def test_impossible_samplers_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(RankFailed, match=f"ConvoyError: BatchSampler: .*{says}"):
-        run_ranks(drawn, 2, "sample=2", [(0,)], options)
+SAMPLERS: list[tuple[dict[str, Any], str]] = [
+    ({"num_samples": 1, "global_batch": 8}, "num_samples=1 cannot be divided over 2 ranks .* at least 2"),
+    ({"num_samples": 9, "global_batch": 1}, "global_batch=1 cannot be divided over 2 ranks"),
+    ({"num_samples": 9, "global_batch": 0}, "global_batch=0 must be a whole number of at least 1"),
+    ({"num_samples": 9, "global_batch": 4.0}, "global_batch=4.0 must be a whole number"),
+    ({"num_samples": 9, "global_batch": 4, "shares": (1, 1, 1)}, r"shares=\(1, 1, 1\) must be 2 positive numbers"),
+    ({"num_samples": 9, "global_batch": 4, "shares": (1, 0)}, "must be 2 positive numbers"),
+    ({"num_samples": 9, "global_batch": 10, "shuffle": True}, "global_batch=10 is larger than the data set"),
+]
+UNLIKE = {"num_samples": "has 2[01] samples where this one has 2[01]", "seed": "another global_batch, shuffle, seed, "}
+LOADERS = {
+    "uneven": "rank 1 has no more batches where rank 0 has one",
+    "repeats": "DistributedSampler repeats samples",
+    "leaves out": "leaves out 1 of the 9 samples",
+    "nothing": "the loader gave no batch",
+}
 
 
-def differing(name: str) -> None:
-    options = {"num_samples": 20, "global_batch": 4, "seed": 0}
-    BatchSampler(tiny("sample=2"), **(options | {name: options[name] + dist.get_rank()}))
+def refused() -> None:
+    """What cannot be is refused on every rank."""
+    net, rank = tiny("sample=2"), dist.get_rank()
+    for options, says in SAMPLERS:
+        with pytest.raises(ConvoyError, match=f"BatchSampler: .*{says}"):
+            BatchSampler(net, **options)
+    for name, says in UNLIKE.items():
+        options = {"num_samples": 20, "global_batch": 4, "seed": 0}
+        with pytest.raises(ConvoyError, match=says):
+            BatchSampler(net, **(options | {name: options[name] + rank}))
+    pairs = TensorDataset(torch.zeros(9, 4), torch.zeros(9, dtype=torch.int64))
+    loaders: dict[str, Any] = {
+        "uneven": DataLoader(pairs, batch_size=3 + 6 * rank),
+        "repeats": DataLoader(pairs, sampler=DistributedSampler(pairs), batch_size=2),
+        "leaves out": DataLoader(pairs, batch_sampler=BatchSampler(net, 9, 4, drop_last=True)),
+        "nothing": [],
+    }
+    for name, says in LOADERS.items():
+        with pytest.raises(ConvoyError, match=f"evaluate: .*{says}"):
+            evaluate(net, loaders[name], lambda outputs, labels: outputs.argmax(1) == labels)
 
 
-def test_samplers_that_differ_between_ranks_are_refused() -> None:
-    with pytest.raises(RankFailed, match=r"has 2[01] samples where this one has 2[01]: make it alike on all ranks"):
-        run_ranks(differing, 2, "num_samples")
-    with pytest.raises(RankFailed, match="another global_batch, shuffle, seed, drop_last or shares"):
-        run_ranks(differing, 2, "seed")
-
-
-def test_epochs_that_do_not_exist_are_refused() -> None:
-    sampler = BatchSampler(tiny("serial"), 20, 4)
+def test_samplers_and_loaders_that_would_count_wrongly_are_refused() -> None:
+    run_ranks(refused, 2)
+    net = tiny("serial")
     for wrong in ((-1,), (0, 6), (0, -1)):
         with pytest.raises(ConvoyError, match="epochs count from 0, and each has 5 batches to start from"):
-            sampler.set_epoch(*wrong)
+            BatchSampler(net, 20, 4).set_epoch(*wrong)
+    loader, words = [(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64))], r"each of the 3 samples .* shape \[\]"
+    for batches, measure, says in (
+        (loader, F.cross_entropy, words),
+        (loader, lambda outputs, labels: 1.0, "returned float"),
+        ([torch.zeros(3, 4)], F.cross_entropy, "pairs \\(inputs, targets\\)"),
+    ):
+        with pytest.raises(ConvoyError, match=says):
+            evaluate(net, batches, measure)
 
 
 def digits(samples: int = 13) -> TensorDataset:
@@ -138,77 +150,36 @@ def trained_a_little(net: nn.Module, mine: slice) -> nn.Module:
     return net
 
 
-def evaluated(plan: str, batch: int, shares: tuple[int, ...] | None) -> tuple[dict[str, float], float, list[bool]]:
-    """What Convoy finds, and its largest difference from the plain network."""
+def evaluated(plan: str, shares: tuple[int, ...] | None) -> tuple[dict[str, float], float, list[bool]]:
+    """What Convoy finds, its largest difference from the plain network, and whether layers are in its modes."""
     torch.manual_seed(0)
     serial = Dense().double()
-    example = torch.zeros(2, 3, 8, 8, dtype=torch.float64)
-    net = convoy.parallelize(copy.deepcopy(serial), plan, example)
+    net = convoy.parallelize(copy.deepcopy(serial), plan, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
     trained_a_little(serial, slice(None))
     trained_a_little(net, convoy.local_samples(net, 13))
-    loader = DataLoader(digits(), batch_sampler=BatchSampler(net, 13, batch, shares=shares))
+    loader = DataLoader(digits(), batch_sampler=BatchSampler(net, 13, 4, shares=shares))
     found = evaluate(net, loader, measures)
     assert evaluate(net, loader, lambda outputs, labels: outputs.argmax(1) == labels) == found["right"]
     images, labels = digits()[:]
-    modes = [(a.training, b.training) for a, b in zip(serial.modules(), net.modules(), strict=True)]
+    modes = [a.training == b.training for a, b in zip(serial.modules(), net.modules(), strict=True)]
     with torch.no_grad():
         want = {name: x.double().mean().item() for name, x in measures(serial.eval()(images), labels).items()}
     assert found.keys() == want.keys()
-    return found, max(abs(found[name] - want[name]) for name in want), [a == b for a, b in modes]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shares", [None, (3, 1)])
-@pytest.mark.parametrize("plan", ["sample=2", "filter=2", "sample=2,filter=2"])
-def test_evaluation_is_that_of_one_device(plan: str, shares: tuple[int, ...] | None) -> None:
-    if shares is None or plan.startswith("sample"):
-        ranks = run_ranks(evaluated, 4 if "," in plan else 2, plan, 4, shares)
-        assert all(found == ranks[0][0] and error < 1e-12 and all(modes) for found, error, modes in ranks)
-
-
-def test_evaluation_on_one_device() -> None:
-    _, error, modes = evaluated("serial", 4, None)
-    assert error < 1e-12
-    assert all(modes)
-
-
-def wrongly(case: str) -> None:
-    net = tiny("sample=2")
-    pairs = TensorDataset(torch.zeros(9, 4), torch.zeros(9, dtype=torch.int64))
-    loaders = {
-        "uneven": DataLoader(pairs, batch_size=3 + 6 * dist.get_rank()),
-        "repeats": DataLoader(pairs, sampler=DistributedSampler(pairs), batch_size=2),
-        "leaves out": DataLoader(pairs, batch_sampler=BatchSampler(net, 9, 4, drop_last=True)),
-        "nothing": [],
-    }
-    evaluate(net, loaders[case], lambda outputs, labels: outputs.argmax(1) == labels)
+    return found, max(abs(found[name] - want[name]) for name in want), modes
 
 
 @pytest.mark.parametrize(
-    ("case", "says"),
+    ("plan", "shares", "world"),
     [
-        ("uneven", "rank 1 has no more batches where rank 0 has one"),
-        ("repeats", "DistributedSampler repeats samples"),
-        ("leaves out", "leaves out 1 of the 9 samples"),
-        ("nothing", "the loader gave no batch"),
+        ("serial", None, 1),
+        ("sample=2", (3, 1), 2),
+        ("filter=2", None, 2),
+        pytest.param("sample=2,filter=2", (3, 1), 4, marks=pytest.mark.slow),
     ],
 )
-def test_loaders_that_would_count_wrongly_are_refused(case: str, says: str) -> None:
-    with pytest.raises(RankFailed, match=f"ConvoyError: evaluate: .*{says}"):
-        run_ranks(wrongly, 2, case)
-
-
-def test_measurements_that_are_not_one_for_each_sample_are_refused() -> None:
-    net = tiny("serial")
-    loader = [(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64))]
-    with pytest.raises(
-        ConvoyError, match=r"each of the 3 samples of the batch, shape \[3\], but it returned shape \[\]"
-    ):
-        evaluate(net, loader, F.cross_entropy)
-    with pytest.raises(ConvoyError, match="returned float"):
-        evaluate(net, loader, lambda outputs, labels: 1.0)  # type: ignore[arg-type,return-value]
-    with pytest.raises(ConvoyError, match="pairs \\(inputs, targets\\)"):
-        evaluate(net, [torch.zeros(3, 4)], F.cross_entropy)
+def test_evaluation_is_that_of_one_device(plan: str, shares: tuple[int, ...] | None, world: int) -> None:
+    ranks = run_ranks(evaluated, world, plan, shares)
+    assert all(found == ranks[0][0] and error < 1e-12 and all(modes) for found, error, modes in ranks)
 
 
 class TwoInputs(nn.Module):
@@ -223,8 +194,7 @@ class TwoInputs(nn.Module):
 def test_networks_of_several_inputs() -> None:
     net = convoy.parallelize(TwoInputs(), "serial", (torch.zeros(2, 4), torch.zeros(2, 4)))
     x = torch.arange(20.0).view(5, 4)
-    dataset = [((x[i], x[i] + 1), i) for i in range(5)]
-    loader = DataLoader(dataset, batch_sampler=BatchSampler(net, 5, 2))
+    loader = DataLoader([((x[i], x[i] + 1), i) for i in range(5)], batch_sampler=BatchSampler(net, 5, 2))
     found = evaluate(net, loader, lambda outputs, numbers: outputs.sum(1) + numbers)
     with torch.no_grad():
         assert found == pytest.approx((net(x, x + 1).sum(1) + torch.arange(5)).mean().item())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import convoy
 from convoy.errors import ConvoyError
 from convoy.script.loss import global_mean, penalty
-from ranks import RankFailed, run_ranks
+from ranks import run_ranks
 
 CLASSES = 6
 PLANS = [
@@ -23,7 +23,6 @@ PLANS = [
     ("owt=2", (5, 3)),
     ("sample=2,filter=2", (5, 3)),
 ]
-EVERY_PLAN = pytest.mark.parametrize(("plan", "sizes"), PLANS, ids=lambda value: str(value))
 
 
 class Segmenting(nn.Module):
@@ -204,25 +203,24 @@ def worst(ranks: list[dict[str, tuple[float, float]]]) -> tuple[float, str]:
     return max((error, name) for errors in ranks for name, pair in errors.items() for error in pair)
 
 
-@EVERY_PLAN
-def test_masked_and_weighted_means_are_those_of_one_device(plan: str, sizes: tuple[int, ...]) -> None:
+slow = pytest.mark.slow
+MOST = [*PLANS[1:4:2], PLANS[5]]
+"""Uneven samples, samples of one rank alone, and filters beside samples."""
+
+
+@pytest.mark.parametrize(("plan", "sizes"), [pytest.param(*each, marks=() if each in MOST else slow) for each in PLANS])
+def test_means_and_penalties_are_those_of_one_device(plan: str, sizes: tuple[int, ...]) -> None:
     losses = [ignoring, weighted, smoothed, two_heads, plain_mean]
     assert worst(run_ranks(compare, world(plan), TwoHeads, losses, plan, sizes)) < (1e-12,)
-
-
-@EVERY_PLAN
-def test_losses_of_pixels_are_those_of_one_device(plan: str, sizes: tuple[int, ...]) -> None:
     assert worst(run_ranks(compare, world(plan), Segmenting, [pixels, dice], plan, sizes)) < (1e-12,)
+    functions = [squares, absolute, norms, spectral, orthogonal]
+    assert worst(run_ranks(penalized, world(plan), TwoHeads, functions, plan, sizes)) < (1e-12,)
 
 
-@pytest.mark.parametrize("plan", ["owt=2", "sample=2,filter=2"])
-def test_networks_that_run_layer_by_layer(plan: str) -> None:
+@pytest.mark.parametrize("plan", ["owt=2", pytest.param("sample=2,filter=2", marks=slow)])
+def test_networks_that_run_layer_by_layer_and_losses_that_are_added_as_they_are(plan: str) -> None:
     assert worst(run_ranks(compare, world(plan), Unforeseen, [ignoring], plan, (5, 3))) < (1e-12,)
     assert worst(run_ranks(penalized, world(plan), Unforeseen, [norms], plan, (5, 3))) < (1e-12,)
-
-
-@pytest.mark.parametrize("plan", ["sample=2", "sample=2,filter=2"])
-def test_where_losses_are_added_as_they_are(plan: str) -> None:
     assert worst(run_ranks(compare, world(plan), TwoHeads, [ignoring], plan, (5, 3), "part")) < (1e-12,)
 
 
@@ -238,17 +236,12 @@ def contrasted(plan: str, sizes: tuple[int, ...]) -> float:
     return difference(net, serial)
 
 
-@pytest.mark.parametrize(("plan", "sizes"), [("sample=2", (5, 3)), ("owt=2", (4, 4)), ("filter=2", (8,))])
+@pytest.mark.parametrize(("plan", "sizes"), [("sample=2", (5, 3)), pytest.param("owt=2", (4, 4), marks=slow)])
 def test_comparisons_within_the_batch_belong_into_the_network(plan: str, sizes: tuple[int, ...]) -> None:
     assert max(run_ranks(contrasted, 2, plan, sizes)) < 1e-12
 
 
-def test_a_mean_for_each_rank_is_another_loss() -> None:
-    for errors in run_ranks(compare, 2, TwoHeads, [each_alone], "sample=2", (4, 4)):
-        assert min(errors["each_alone"]) > 1e-3
-
-
-def two_passes(together: bool) -> float:
+def two_passes() -> float:
     """Two passes of different division, and one without gradients in between."""
     torch.manual_seed(0)
     serial = TwoHeads().double()
@@ -261,39 +254,30 @@ def two_passes(together: bool) -> float:
     with torch.no_grad():
         net(data["x"])
     (2 * serial(data["x"])[1].square().sum(1).mean()).backward()
-    if together:
+    with pytest.raises(ConvoyError, match="take the mean of each pass and add the means"):
         global_mean(net, torch.cat(losses), 8.0)
     (global_mean(net, losses[0]) + global_mean(net, losses[1])).backward()
     return difference(net, serial)
 
 
 def test_every_mean_knows_its_pass() -> None:
-    assert max(run_ranks(two_passes, 2, False)) < 1e-12
+    assert max(run_ranks(two_passes, 2)) < 1e-12
 
 
-def test_values_of_differently_divided_passes_are_refused() -> None:
-    with pytest.raises(RankFailed, match="take the mean of each pass and add the means"):
-        run_ranks(two_passes, 2, True)
-
-
-def nested(kind: str, plan: str) -> float:
+def nested(plan: str) -> float:
     torch.manual_seed(0)
     net = convoy.parallelize(TwoHeads().double(), plan, torch.zeros(2, 3, 6, 6, dtype=torch.float64))
     outputs = net(torch.ones(4, 3, 6, 6, dtype=torch.float64))[1]
-    inner = global_mean(net, outputs) if kind != "penalty" else penalty(net, lambda w: w["first.weight"].sum())
-    if kind == "detached":
-        inner = inner.detach()
-    return global_mean(net, (outputs - inner).square()).item()
+    inner = global_mean(net, outputs)
+    for each in (inner, penalty(net, lambda w: w["first.weight"].sum())) if plan != "serial" else ():
+        with pytest.raises(ConvoyError, match="would count several times"):
+            global_mean(net, (outputs - each).square())
+    return global_mean(net, (outputs - (inner if plan == "serial" else inner.detach())).square()).item()
 
 
-@pytest.mark.slow
 def test_a_mean_of_what_depends_on_a_mean_is_refused() -> None:
-    for kind in ("mean", "penalty"):
-        with pytest.raises(RankFailed, match="would count several times"):
-            run_ranks(nested, 2, kind, "sample=2")
-    first, second = run_ranks(nested, 2, "detached", "sample=2")
-    assert first == second
-    assert nested("mean", "serial") > 0
+    first, second = run_ranks(nested, 2, "sample=2")
+    assert first == second and nested("serial") > 0
 
 
 def metrics() -> list:
@@ -321,16 +305,6 @@ def test_metrics_are_the_same_on_every_rank() -> None:
     assert values[4] == float("inf")
     assert values[5] != values[5]
     assert types == ("torch.float32",) * 3 + ("torch.float64",) + ("torch.float32",) * 2
-
-
-def test_wrong_values_are_refused() -> None:
-    net = convoy.parallelize(nn.Linear(4, 3), "serial", torch.zeros(2, 4))
-    with pytest.raises(ConvoyError, match="real numbers"):
-        global_mean(net, torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(ConvoyError, match="real numbers"):
-        global_mean(net, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(ConvoyError, match="not parallelized"):
-        global_mean(nn.Linear(4, 3), torch.zeros(2))
 
 
 def squares(weights: dict[str, Tensor]) -> Tensor:
@@ -385,31 +359,29 @@ def penalized_by(
     return error, difference(net, serial)
 
 
-@pytest.mark.slow
-@EVERY_PLAN
-def test_penalties_are_those_of_one_device(plan: str, sizes: tuple[int, ...]) -> None:
-    functions = [squares, absolute, norms, spectral, orthogonal]
-    assert worst(run_ranks(penalized, world(plan), TwoHeads, functions, plan, sizes)) < (1e-12,)
-
-
 @pytest.mark.parametrize(
-    ("plan", "sizes"), [("channel=2", (8,)), ("height=2", (8,)), ("replicate=2", (8,)), ("sample=2,filter=2", (5, 3))]
+    ("plan", "sizes"), [("channel=2", (8,)), ("height=2", (8,)), pytest.param("replicate=2", (8,), marks=slow)]
 )
 def test_penalties_under_more_plans(plan: str, sizes: tuple[int, ...]) -> None:
     assert worst(run_ranks(penalized, world(plan), TwoHeads, [norms], plan, sizes, "part")) < (1e-12,)
+    only = ("mean", "hid*.weight")  # some weights alone are gathered
+    assert worst(run_ranks(penalized, world(plan), TwoHeads, [orthogonal], plan, sizes, *only)) < (1e-12,)
 
 
-def test_only_some_weights_are_gathered() -> None:
-    assert worst(run_ranks(penalized, 2, TwoHeads, [orthogonal], "filter=2", (8,), "mean", "hid*.weight")) < (1e-12,)
-
-
-def test_a_penalty_of_the_ranks_own_is_another_loss() -> None:
+def test_means_and_penalties_of_each_rank_alone_are_other_losses() -> None:
+    for errors in run_ranks(compare, 2, TwoHeads, [each_alone], "sample=2", (4, 4)):
+        assert min(errors["each_alone"]) > 1e-3
     for errors in run_ranks(penalized, 2, TwoHeads, [squares], "sample=2", (4, 4), "mean", "*", True):
         assert errors["squares"][1] > 1e-3
 
 
-def test_wrong_penalties_are_refused() -> None:
+def test_wrong_values_and_penalties_are_refused() -> None:
     net = convoy.parallelize(nn.Linear(4, 3), "serial", torch.zeros(2, 4))
+    for values in (torch.zeros(2, dtype=torch.complex64), 1.0):
+        with pytest.raises(ConvoyError, match="real numbers"):
+            global_mean(net, values)  # type: ignore[arg-type]
+    with pytest.raises(ConvoyError, match="not parallelized"):
+        global_mean(nn.Linear(4, 3), torch.zeros(2))
     with pytest.raises(ConvoyError, match=r"'conv\*': their names are .*: weight, bias$"):
         penalty(net, squares, names=("weight", "conv*"))
     with pytest.raises(ConvoyError, match=r"scalar tensor, but it returned a tensor of shape \[3, 4\]"):

@@ -4,6 +4,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -70,153 +71,108 @@ def updates(
         return [*found, *convoy.state_dict(net).values()]
 
 
-def compared(plan: str, twice: bool, clip: str = "outside") -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of what is not recorded
-        results = (updates(plan, record, twice, clip=clip) for record in (ReplayedGraph, None))
-        pairs = zip(*results, strict=True)
-        # gradients that were there are added after the exchange, not before it
-        return all(torch.equal(a, b) or (twice and torch.allclose(a, b, 1e-4, 1e-5)) for a, b in pairs)
-
-
-@pytest.mark.parametrize("twice", [False, True], ids=["once", "accumulated"])
-@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2"])
-def test_replayed_passes_have_the_bits_of_passes_that_run(plan: str, twice: bool) -> None:
-    assert all(run_ranks(compared, 1 if plan == "serial" else 2, plan, twice))
-
-
-def test_a_norm_inside_is_that_of_whole_gradients() -> None:
-    assert all(run_ranks(compared, 2, "filter=2", False, "inside"))
-
-
-def compared_unlike(plan: str) -> bool:
-    results = (updates(plan, graph, unlike=UNLIKE) for graph in (ReplayedGraph, None))
-    return all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("plan", ["serial", "sample=2"])
-def test_where_any_rank_has_a_smaller_batch_all_run_as_ever(plan: str) -> None:
-    """Of 7 samples the first of two ranks has 4, as of 8."""
-    assert all(run_ranks(compared_unlike, 1 if plan == "serial" else 2, plan))
-
-
-def compared_changed(plan: str) -> bool:
-    results = (updates(plan, graph, changes=True) for graph in (ReplayedGraph, None))
-    return all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("plan", ["serial", "sample=2"])
-def test_what_changes_in_layers_is_not_frozen(plan: str) -> None:
-    assert all(run_ranks(compared_changed, 1 if plan == "serial" else 2, plan))
-
-
-def compared_broken(plan: str) -> tuple[bool, str]:
+def compared(plan: str, graph: type[ReplayedGraph], options: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the bits are the same, and what was said."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        alike = all(map(torch.equal, updates(plan, BrokenGraph), updates(plan, None)))
+        results = (updates(plan, record, **options) for record in (graph, None))
+        # gradients that were there are added after the exchange, not before it
+        close = (1e-4, 1e-5) if options.get("twice") else (0, 0)
+        alike = all(torch.allclose(a, b, *close) for a, b in zip(*results, strict=True))
     return alike, " ".join(str(one.message) for one in caught)
 
 
-@pytest.mark.parametrize("plan", ["serial", "sample=2", "filter=2"])
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("serial", {}),
+    ("sample=2", {"twice": True}),
+    ("filter=2", {"clip": "inside"}),  # a norm inside is that of whole gradients
+    ("sample=2", {"unlike": UNLIKE}),  # of 7 samples the first of two ranks has 4, as of 8
+    ("sample=2", {"changes": True}),  # what changes in layers is not frozen
+    *(
+        pytest.param(plan, options, marks=pytest.mark.slow)
+        for plan, options in (
+            ("sample=2", {}),
+            ("filter=2", {"twice": True}),
+            ("serial", {"unlike": UNLIKE}),
+            ("serial", {"changes": True}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "options"), CASES)
+def test_replayed_passes_have_the_bits_of_passes_that_run(plan: str, options: dict[str, Any]) -> None:
+    world = 1 if plan == "serial" else 2
+    assert run_ranks(compared, world, plan, ReplayedGraph, options) == [(True, "")] * world
+
+
+@pytest.mark.parametrize("plan", ["sample=2", pytest.param("filter=2", marks=pytest.mark.slow)])
 def test_a_recording_that_breaks_off_leaves_no_trace(plan: str) -> None:
-    for alike, said in run_ranks(compared_broken, 1 if plan == "serial" else 2, plan):
+    for alike, said in run_ranks(compared, 2, plan, BrokenGraph, {}):
         assert alike and "it breaks off" in said
 
 
-def test_weights_that_autocast_has_cast_before_are_not_frozen() -> None:
-    around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
-    assert all(map(torch.equal, *(updates("serial", graph, around=around) for graph in (ReplayedGraph, None))))
+def test_autocast_is_followed_and_weights_that_it_has_cast_before_are_not_frozen() -> None:
+    for first in (0, 12):  # or is switched on later
+
+        def around(first: int = first) -> Callable[[], AbstractContextManager[object]]:
+            number = itertools.count()
+            return lambda: torch.autocast("cpu", torch.bfloat16) if next(number) >= first else nullcontext()
+
+        pairs = (updates("serial", record, around=around()) for record in (ReplayedGraph, None))
+        assert all(map(torch.equal, *pairs))
 
 
-def made(change: Callable[[nn.Module], Callable[..., Tensor]]) -> str:
-    with recording(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def stepped(net: nn.Module, kind: str, calls: list[int]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A step of a loop that does what cannot be recorded."""
+    optimizer, head = torch.optim.SGD(net.parameters(), lr=0.1), nn.Linear(4, 4)
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        calls.append(1)
+        for _ in range(1 + (len(calls) // 3 if kind == "passes" else 0)):
+            logits = net(images + torch.rand_like(images) if kind == "random" else images)
+            loss = F.cross_entropy(head(logits) if kind == "module" else logits, labels)
+            loss.backward()
+        if kind == "optimizer":
+            optimizer.step()
+        return loss
+
+    return step
+
+
+NAMED = {
+    "optimizer": r"optimizer\.step\(\) is part of it",
+    "module": "a parameter is used that is none of the network's",
+    "random": "draws random numbers from torch's generator",
+    "passes": "two updates after each other|takes another tensor",
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_what_cannot_be_recorded_is_named(kind: str) -> None:
+    with recording(), pytest.warns(UserWarning, match=NAMED[kind]):
         net = convoy.parallelize(network(), "serial", example=torch.empty(4, 3, 8, 8))
-        step = convoy.recorded(net, change(net))
+        step = convoy.recorded(net, stepped(net, kind, []))
         for _ in range(6):
             step(torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64))
-    return " ".join(str(one.message) for one in caught)
 
 
-def test_a_step_of_the_optimizer_is_not_recorded() -> None:
-    def change(net: nn.Module) -> Callable[..., Tensor]:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def step(images: Tensor, labels: Tensor) -> Tensor:
-            loss = F.cross_entropy(net(images), labels)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
-    assert "optimizer.step() is part of it" in made(change)
-
-
-def test_a_parameter_of_another_module_is_named() -> None:
-    def change(net: nn.Module) -> Callable[..., Tensor]:
-        head = nn.Linear(4, 4)
-
-        def step(images: Tensor, labels: Tensor) -> Tensor:
-            loss = F.cross_entropy(head(net(images)), labels)
-            loss.backward()
-            return loss
-
-        return step
-
-    assert "a parameter is used that is none of the network's" in made(change)
-
-
-def test_random_numbers_of_torchs_own_are_named() -> None:
-    def change(net: nn.Module) -> Callable[..., Tensor]:
-        def step(images: Tensor, labels: Tensor) -> Tensor:
-            loss = F.cross_entropy(net(images + torch.rand_like(images)), labels)
-            loss.backward()
-            return loss
-
-        return step
-
-    assert "draws random numbers from torch's generator" in made(change)
-
-
-def test_more_passes_than_before_are_noticed() -> None:
-    def change(net: nn.Module) -> Callable[..., Tensor]:
-        calls: list[int] = []
-
-        def step(images: Tensor, labels: Tensor) -> Tensor:
-            calls.append(1)
-            for _ in range(1 + len(calls) // 3):
-                loss = F.cross_entropy(net(images), labels)
-                loss.backward()
-            return loss
-
-        return step
-
-    assert "two updates after each other" in made(change) or "takes another tensor" in made(change)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ((torch.empty(4, 3, 8, 8), 1), "takes tensors alone"),
-        (([torch.empty(4, 3, 8, 8)],), "takes tensors alone"),
+def test_arguments_are_tensors_without_gradients_after_the_network_and_a_function() -> None:
+    images = torch.empty(4, 3, 8, 8)
+    net = convoy.parallelize(network(), "serial", example=images)
+    for arguments, named in (
+        ((images, 1), "takes tensors alone"),
+        (([images],), "takes tensors alone"),
         ((), "takes tensors alone"),
-        ((torch.empty(4, 3, 8, 8, requires_grad=True),), "gives no gradients of its arguments"),
-    ],
-)
-def test_arguments_are_tensors_without_gradients(arguments: tuple, named: str) -> None:
-    net = convoy.parallelize(network(), "serial", example=torch.empty(4, 3, 8, 8))
-    with pytest.raises(ConvoyError, match=named):
-        convoy.recorded(net, lambda *_: None)(*arguments)
-
-
-def test_what_is_no_function_or_names_arguments_is_refused() -> None:
-    net = convoy.parallelize(network(), "serial", example=torch.empty(4, 3, 8, 8))
+        ((images.clone().requires_grad_(),), "gives no gradients of its arguments"),
+    ):
+        with pytest.raises(ConvoyError, match=named):
+            convoy.recorded(net, lambda *_: None)(*arguments)
     for net_and_function in ((lambda x: x, net), (net, torch.zeros(()))):
         with pytest.raises(ConvoyError, match=r"the network, then a function"):
             convoy.recorded(*net_and_function)
     with pytest.raises(ConvoyError, match="by position"):
-        convoy.recorded(net, net)(input=torch.empty(4, 3, 8, 8))
+        convoy.recorded(net, net)(input=images)
     assert convoy.recorded(net, net)(torch.randn(4, 3, 8, 8)).grad_fn is None
 
 
@@ -229,15 +185,6 @@ def test_in_evaluation_mode_it_runs_as_ever() -> None:
         net.eval()
         images = torch.randn(4, 3, 8, 8)
         assert torch.equal(step(images), net(images).sum())
-
-
-def test_autocast_that_is_switched_on_later_is_followed() -> None:
-    def switched_on() -> Callable[[], AbstractContextManager[object]]:
-        number = itertools.count()
-        return lambda: torch.autocast("cpu", torch.bfloat16) if next(number) >= 12 else nullcontext()
-
-    pairs = zip(*(updates("serial", record, around=switched_on()) for record in (ReplayedGraph, None)), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_batches_of_another_shape_run_as_ever() -> None:

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import re
-import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -85,9 +84,9 @@ def _anything(plan: str, path: Path) -> None:
     assert alike(load(path, net), ANYTHING)
 
 
-@pytest.mark.parametrize("plan", ["serial", "filter=2"])
-def test_values_come_back_as_they_were(plan: str, tmp_path: Path) -> None:
-    run_ranks(_anything, 1 if plan == "serial" else 2, plan, tmp_path / "x")
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    _anything("serial", tmp_path / "alone")
+    run_ranks(_anything, 2, "filter=2", tmp_path / "x")
 
 
 def test_a_checkpoint_is_json_and_the_plain_networks_tensors(tmp_path: Path) -> None:
@@ -101,21 +100,23 @@ def test_a_checkpoint_is_json_and_the_plain_networks_tensors(tmp_path: Path) -> 
     nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)).load_state_dict(tensors)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (lambda: {"x": {1, 2}}, "x is a set, which a checkpoint cannot hold"),
-        (lambda: {"x": [0, object()]}, "x/1 is a object"),
-        (lambda: {"x": {(1, 2): 3}}, "x has the key (1, 2)"),
-        (lambda: {"x": torch.eye(2).to_sparse()}, "x is a tensor of torch.float32 and torch.sparse_coo"),
-        (lambda: {"x": torch.zeros(1, dtype=torch.complex128)}, "convert it first"),
-        (lambda: {"x": [optim.SGD([torch.zeros(1)], 0.1)]}, "under a name of its own"),
-        (lambda: {"scheduler": 3}, "scheduler has no state_dict and load_state_dict: give the scheduler itself"),
-        (lambda: {"second": optim.SGD([torch.zeros(1)], 0.1)}, "holds a parameter of shape [1] that is none of"),
-    ],
-)
-def test_what_cannot_be_saved_is_named(given: Any, said: str, tmp_path: Path) -> None:
-    assert said in refused(tmp_path / "x", small(), **given())
+UNSAVED: list[tuple[dict[str, Any], str]] = [
+    ({"x": {1, 2}}, "x is a set, which a checkpoint cannot hold"),
+    ({"x": [0, object()]}, "x/1 is a object"),
+    ({"x": {(1, 2): 3}}, "x has the key (1, 2)"),
+    ({"x": torch.eye(2).to_sparse()}, "x is a tensor of torch.float32 and torch.sparse_coo"),
+    ({"x": torch.zeros(1, dtype=torch.complex128)}, "convert it first"),
+    ({"x": [optim.SGD([torch.zeros(1)], 0.1)]}, "under a name of its own"),
+    ({"scheduler": 3}, "scheduler has no state_dict and load_state_dict: give the scheduler itself"),
+    ({"second": optim.SGD([torch.zeros(1)], 0.1)}, "holds a parameter of shape [1] that is none of"),
+]
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    net = small()
+    for values, said in UNSAVED:
+        assert said in refused(tmp_path / "x", net, **values)
+    assert "pass what convoy.parallelize returned" in refused(tmp_path / "x", nn.Linear(2, 2))
     assert not any(tmp_path.iterdir())
 
 
@@ -123,8 +124,6 @@ SCHEDULERS: dict[str, Any] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
     "multi": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5]),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.5, step_size_up=3, cycle_momentum=False),
-    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "sequence": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
@@ -132,7 +131,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", list(SCHEDULERS))
+@pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedules_go_on(kind: str, tmp_path: Path) -> None:
     def run(scheduler: Any, optimizer: optim.Optimizer, epochs: int) -> list[float]:
         rates = []
@@ -241,10 +240,6 @@ def test_the_old_one_stays_until_the_new_one_is_whole(
     save(path, net, epoch=2)
     assert load(path, net) == {"epoch": 2} and listed(tmp_path) == ["x"]
     for step in ("write_shard", "write_record", "sync"):
-
-        def full(*_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, step, full)
             assert "could not be written (No space left on device)" in refused(path, net, epoch=3)
@@ -258,99 +253,43 @@ def test_what_a_killed_process_has_left_is_swept(tmp_path: Path) -> None:
     assert listed(tmp_path) == ["x"]
 
 
-def test_every_damage_is_noticed(tmp_path: Path) -> None:
-    net = small()
-    whole = tmp_path / "x"
-    save(whole, net, stepped(net), epoch=1)
-    for file in [each for each in whole.rglob("*") if each.is_file()]:
-        for damage in ("cut", "flipped", "gone"):
-            place = tmp_path / damage / file.name
-            shutil.copytree(whole, place)
-            broken = place / file.relative_to(whole)
-            content = bytearray(broken.read_bytes())
-            content[len(content) // 2] ^= 1
-            broken.write_bytes(content if damage == "flipped" else content[:-3])
-            if damage == "gone":
-                broken.unlink()
+def test_every_damage_is_noticed_and_the_next_one_takes_its_place(tmp_path: Path) -> None:
+    net, place = small(), tmp_path / "x"
+    save(place, net, stepped(net), epoch=1)
+    for file in [each for each in place.rglob("*") if each.is_file()]:
+        content = file.read_bytes()
+        middle = len(content) // 2
+        for damage in (content[:-3], content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :], None):
+            file.unlink() if damage is None else file.write_bytes(damage)
             with pytest.raises((DamagedCheckpointError, ConvoyError), match=r"damaged|no checkpoint"):
                 load(place, net)
-    shutil.copytree(whole, tmp_path / "y")
-    (tmp_path / "y" / "checkpoint.json").write_text("{")
-    save(tmp_path / "y", net, epoch=2)  # the next one takes its place
-    assert load(tmp_path / "y", net) == {"epoch": 2}
+        file.write_bytes(content)
+    (place / "checkpoint.json").write_text("{")
+    save(place, net, epoch=2)
+    assert load(place, net) == {"epoch": 2}
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_other_values_are_refused_though_the_checksums_fit(tmp_path: Path) -> None:
+    net, place = small(), tmp_path / "x"
+    save(place, net, epoch=1)
+    record = json.loads((place / "checkpoint.json").read_text())
+    tensor = {"$": "tensor", "name": "nobody"}
+    for values in (
         {},
         {"about": {}, "state": {}},
         {"about": [], "state": {"net": 1}},
-        {"about": {"net": {}}, "state": {"net": {"$": "tensor", "name": "nobody"}}},
-    ],
-)
-def test_other_values_are_refused_though_the_checksums_fit(values: dict[str, Any], tmp_path: Path) -> None:
-    net = small()
-    save(tmp_path / "x", net, epoch=1)
-    record = json.loads((tmp_path / "x" / "checkpoint.json").read_text())
-    write_record(tmp_path / "x", record["step"], record["identity"], values, record["sha256"])
-    assert re.search("holds other values|no net|damaged", refused(tmp_path / "x", net, way=load))
-
-
-def _seen_by(path: Path, seen: tuple[int, ...]) -> list[str]:
-    net = small("filter=2")
-    own = checkpoint.stamp
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "stamp", lambda folder: own(folder) if _rank(net) in seen else None)
-        save(path, net, stepped(net), epoch=4)
-    return sorted(each.name for each in (path / "state").iterdir())
+        {"about": {"net": {}}, "state": {"net": tensor}},
+    ):
+        write_record(place, record["step"], record["identity"], values, record["sha256"])
+        assert re.search("holds other values|no net|damaged", refused(place, net, way=load))
 
 
 def _rank(net: nn.Module) -> int:
     return checkpoint.network_of(net).groups.rank
 
 
-def test_ranks_that_see_the_folder_write_a_share(tmp_path: Path) -> None:
-    assert len(run_ranks(_seen_by, 2, tmp_path / "both", (0, 1))[0]) == 2
-    assert len(run_ranks(_seen_by, 2, tmp_path / "one", (0,))[0]) == 1
-    nets = {name: small() for name in ("both", "one")}
-    for name, net in nets.items():
-        assert load(tmp_path / name, net, stepped(net)) == {"epoch": 4}
-    assert alike(state_dict(nets["both"]), state_dict(nets["one"]))
-
-
-def _one_rank_cannot(path: Path) -> str:
-    net = small("sample=2")
-    save(path, net, epoch=1)
-    with pytest.MonkeyPatch.context() as patch:
-        if _rank(net) == 1:
-
-            def full(*_: Any) -> None:
-                raise OSError(28, "No space left on device")
-
-            patch.setattr(store, "write_shard", full)
-        text = refused(path, net, epoch=2)
-    assert load(path, net) == {"epoch": 1}
-    return text
-
-
-def test_a_full_disk_of_one_rank_is_said_on_all(tmp_path: Path) -> None:
-    said = run_ranks(_one_rank_cannot, 2, tmp_path / "x")
-    assert said[0] == said[1] and said[0].startswith("rank 1: ") and "No space left" in said[0]
-    assert listed(tmp_path) == ["x"]
-
-
-def _unlike(path: Path) -> list[str]:
-    net = small("filter=2")
-    optimizer, rank = optim.SGD(net.parameters(), lr=0.1), _rank(net)
-    for group in optimizer.param_groups:
-        group["lr"] += rank
-    said = [refused(path, net, optimizer), refused(path, net, mean=torch.tensor(float(rank)))]
-    said += [refused(path, net, shadow=Shadow(net)), refused(path, net, scheduler=Touchy(rank))]
-    said.append(refused(path, net, **({"a": 1, "b": 2} if rank else {"b": 2, "a": 1, "c": 3})))
-    save(path, net, loss=0.5 + rank)
-    assert load(path, net) == {"loss": 0.5}
-    return said
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
 class Shadow:
@@ -366,66 +305,91 @@ class Shadow:
         self.shadow = state["shadow"]
 
 
-def test_what_should_be_alike_on_ranks_and_is_not_is_named(tmp_path: Path) -> None:
-    first, second = run_ranks(_unlike, 2, tmp_path / "x")
-    assert first == second
-    places = ["optimizer/param_groups/0/lr", "mean", "shadow/shadow/0", "scheduler/number"]
-    for text, place in zip(first, [*places, "c"], strict=True):
-        assert text.startswith(place) and "is not the same on rank 1 as on rank 0" in text, text
-
-
-def _alone(path: Path) -> str | None:
-    net = small("filter=2")
-    if _rank(net) == 0:
-        return refused(path, net)
+def _together(folder: Path) -> tuple[list[int], str, list[str], str]:
+    """Shards where both ranks see the folder and where one does; what is said of a full disk of rank 1, of what is
+    not alike on ranks, and where rank 0 saves alone."""
+    net, own, shards = small("filter=2"), checkpoint.stamp, []
+    optimizer, rank = stepped(net), _rank(net)
+    for name, blind in (("both", -1), ("one", 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "stamp", lambda folder, blind=blind: own(folder) if rank != blind else None)
+            save(folder / name, net, optimizer, epoch=4)
+        shards.append(len(list((folder / name / "state").iterdir())))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(store, "write_shard", full)
+        no_room = refused(folder / "both", net, epoch=2)
+    assert load(folder / "both", net, optimizer) == {"epoch": 4}
+    optimizer.param_groups[0]["lr"] += rank
+    unlike = [refused(folder / "x", net, optimizer), refused(folder / "x", net, mean=torch.tensor(float(rank)))]
+    unlike += [refused(folder / "x", net, shadow=Shadow(net)), refused(folder / "x", net, scheduler=Touchy(rank))]
+    unlike.append(refused(folder / "x", net, **({"a": 1, "b": 2} if rank else {"b": 2, "a": 1, "c": 3})))
+    save(folder / "x", net, loss=0.5 + rank)
+    assert load(folder / "x", net) == {"loss": 0.5}
+    if rank == 0:
+        return shards, no_room, unlike, refused(folder / "y", net)
     with pytest.raises(ConvoyError) as caught:
         net(torch.ones(2, 3, 4, 4))
-    return str(caught.value)
+    return shards, no_room, unlike, str(caught.value)
 
 
-def test_rank_zero_alone_is_told(tmp_path: Path) -> None:
-    for text in run_ranks(_alone, 2, tmp_path / "x"):
-        assert "all ranks call convoy.save together" in text
-    assert not any(tmp_path.iterdir())
+def test_ranks_save_together_and_what_goes_wrong_on_one_is_said_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(_together, 2, tmp_path)
+    assert first[:3] == second[:3] and sorted(listed(tmp_path)) == ["both", "one", "x"]
+    shards, no_room, unlike, _ = first
+    assert shards == [2, 1]
+    assert no_room.startswith("rank 1: ") and "No space left" in no_room
+    places = ["optimizer/param_groups/0/lr", "mean", "shadow/shadow/0", "scheduler/number", "c"]
+    for text, place in zip(unlike, places, strict=True):
+        assert text.startswith(place) and "is not the same on rank 1 as on rank 0" in text, text
+    assert all("all ranks call convoy.save together" in alone for *_, alone in (first, second))
+    nets = {name: small() for name in ("both", "one")}
+    assert all(load(tmp_path / name, net, stepped(net)) == {"epoch": 4} for name, net in nets.items())
+    assert alike(state_dict(nets["both"]), state_dict(nets["one"]))
 
 
-class Pair(nn.Module):
+class Tied(nn.Module):
+    """Two layers with one weight, and a buffer that is not saved."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 5, 3)
-        self.last = nn.Linear(20, 2)
+        self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((48,), 0.1), persistent=False)
+        self.register_buffer("shift", torch.zeros(48))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).flatten(1))
+        return self.second(self.first(x.flatten(1)) * self.scale + self.shift)
 
 
-def _two_networks(plan: str, path: Path, write: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _everything(plan: str, path: Path, write: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """A second network, its copy of before, its optimizer, a plain module and a scale go with the first."""
     net = small(plan)
     torch.manual_seed(1 if write else 2)
-    critic = convoy.parallelize(Pair(), plan, example=torch.zeros(2, 3, 4, 4))
-    table = nn.Embedding(2, 3)
+    critic = convoy.parallelize(Tied(), plan, example=torch.zeros(2, 3, 4, 4))
+    average, table = copy.deepcopy(critic), nn.Embedding(2, 3)
     judge = stepped(critic, optim.AdamW) if write else optim.AdamW(critic.parameters(), 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0 if write else 2.0)
+    rest = {"critic": critic, "average": average, "judge": judge, "table": table, "scaler": scaler}
     if write:
         with torch.no_grad():
             table.weight.fill_(4.0)
-        save(path, net, stepped(net), critic=critic, judge=judge, table=table)
+        save(path, net, stepped(net), **rest)
     else:
-        assert load(path, net, critic=critic, judge=judge, table=table) == {}
-        assert (table.weight == 4).all()
-    return state_dict(critic), optimizer_state_dict(critic, judge)
+        assert load(path, net, **rest) == {}
+        assert (table.weight == 4).all() and scaler.state_dict()["scale"] == 8.0
+    return state_dict(critic), state_dict(average), optimizer_state_dict(critic, judge)
 
 
-def test_a_second_network_and_its_optimizer_go_with_the_first(tmp_path: Path) -> None:
-    saved = run_ranks(_two_networks, 2, "filter=2", tmp_path / "x", True)[0]
-    for plan, world in {"serial": 1, "sample=2": 2}.items():
-        assert all(alike(saved, found) for found in run_ranks(_two_networks, world, plan, tmp_path / "x", False))
+def test_whatever_goes_with_the_network_goes_to_every_plan(tmp_path: Path) -> None:
+    saved = run_ranks(_everything, 2, "filter=2", tmp_path / "x", True)[0]
+    assert set(saved[0]) == {"first.weight", "first.bias", "second.weight", "second.bias", "shift"}
+    assert not alike(saved[0], saved[1])
+    for plan, world in {"serial": 1, "sample=2": 2, "channel=2": 2}.items():
+        assert all(alike(saved, found) for found in run_ranks(_everything, world, plan, tmp_path / "x", False))
     whole = load(tmp_path / "x", small())
-    assert whole.keys() == {"critic", "judge", "table"}
-    assert alike(dict(whole["critic"]), dict(saved[0])) and alike(whole["judge"], saved[1])
-
-
-def test_networks_that_are_not_parallelized_are_named(tmp_path: Path) -> None:
-    assert "pass what convoy.parallelize returned" in refused(tmp_path / "x", nn.Linear(2, 2))
+    assert whole.keys() == {"critic", "average", "judge", "table", "scaler"}
+    assert alike(dict(whole["critic"]), dict(saved[0])) and alike(whole["judge"], saved[2])
 
 
 def _by_torch(plan: str, folder: Path, write: bool) -> dict[str, Tensor]:
@@ -444,40 +408,5 @@ def _by_torch(plan: str, folder: Path, write: bool) -> dict[str, Tensor]:
 
 def test_torchs_distributed_checkpoint_takes_whole_tensors(tmp_path: Path) -> None:
     saved = run_ranks(_by_torch, 2, "filter=2", tmp_path / "x", True)[0]
-    for plan, world in {"sample=2": 2, "owt=2": 2, "serial": 1}.items():
+    for plan, world in {"sample=2": 2, "serial": 1}.items():
         assert all(alike(saved, found) for found in run_ranks(_by_torch, world, plan, tmp_path / "x", False))
-
-
-class Tied(nn.Module):
-    """Two layers with one weight, and a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
-        self.second.weight = self.first.weight
-        self.register_buffer("scale", torch.full((48,), 0.1), persistent=False)
-        self.register_buffer("shift", torch.zeros(48))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x.flatten(1)) * self.scale + self.shift)
-
-
-def _copies(plan: str, path: Path, write: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    torch.manual_seed(0 if write else 1)
-    net = convoy.parallelize(Tied(), plan, example=torch.zeros(2, 3, 4, 4))
-    average = copy.deepcopy(net)
-    optimizer, scaler = stepped(net), torch.amp.GradScaler("cpu", init_scale=8.0 if write else 2.0)
-    if write:
-        save(path, net, optimizer, average=average, scaler=scaler)
-    else:
-        assert load(path, net, optimizer, average=average, scaler=scaler) == {}
-        assert scaler.state_dict()["scale"] == 8.0
-    return state_dict(net), state_dict(average), optimizer_state_dict(net, optimizer)
-
-
-def test_copies_and_tied_weights_go_to_every_plan(tmp_path: Path) -> None:
-    saved = run_ranks(_copies, 2, "filter=2", tmp_path / "x", True)[0]
-    assert set(saved[0]) == {"first.weight", "first.bias", "second.weight", "second.bias", "shift"}
-    assert not alike(saved[0], saved[1])
-    for plan, world in {"sample=2": 2, "channel=2": 2, "serial": 1}.items():
-        assert all(alike(saved, found) for found in run_ranks(_copies, world, plan, tmp_path / "x", False))

@@ -1,128 +1,310 @@
+"""Recipes: what they say and leave open, what follows from them, and mistakes in them, one sentence each."""
+
 import hashlib
+import itertools
 import json
 from pathlib import Path
 
 import pytest
-import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from convoy import models
 from convoy.errors import ConvoyError
 from convoy.training import resume
-from convoy.training.derived import resolve
+from convoy.training.config import Duration, TimeSpan, in_words
+from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
+from convoy.training.parallel_config import ParallelConfig, fitted
 from convoy.training.recipe import Recipe, load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
-from convoy.training.schedules import StepConfig
+from convoy.training.schedules import CosineConfig, PolynomialConfig
 
 NEEDS = {"default": ["model.name=resnet18"], "lenet-mnist": []}
+CHANGES = ["microbatches=2", "optimizer.lr=1e-05", "ema.decay=0.999", "data.mean=[0.5]", "data.std=[0.1]"]
+CHANGES += ["checkpoint.mtbf=30min", "checkpoint.on_error=continue", "checkpoint.every=5%"]
 
 
-def built_in(name: str) -> Recipe:
-    return load_recipe(name, NEEDS.get(name, ["data.path=photos"]))
-
-
-def test_the_built_in_recipes() -> None:
-    expected = ["alexnet-2012", "cifar-quick", "default", "imagenet-90", "imagenet-lars", "lenet-mnist"]
-    assert recipe_names() == expected
+def default(*settings: str, name: str = "default") -> Recipe:
+    return load_recipe(name, [*(["model.name=lenet"] if name == "default" else []), *settings])
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_built_in_recipe_loads_and_names_a_network_of_the_registry(name: str) -> None:
-    recipe = built_in(name)
+def test_a_built_in_recipe_is_whole_and_comes_back_as_it_was_written(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name, NEEDS.get(name, ["data.path=photos"]))
     assert recipe.model.name in {info.name for info in models.list_models()}
     assert not recipe.model.zero_init_residual or models.accepts(recipe.model.name, "zero_init_residual")
-    assert resolve(recipe, 1_281_167).total_updates > 0
-    assert recipe.notes() == []
-    assert len(recipe_summary(name)) < 100
-    assert recipe_text(name).startswith(f"# {recipe_summary(name)}\n")
-
-
-@pytest.mark.parametrize("name", recipe_names())
-@pytest.mark.parametrize(
-    "changes", [[], ["microbatches=2", "optimizer.lr=1e-05", "ema.decay=0.999", "data.mean=[0.5]", "data.std=[0.1]"]]
-)
-def test_written_and_read_again_it_is_the_same(name: str, changes: list[str], tmp_path: Path) -> None:
-    needs = [
-        *NEEDS.get(name, ["data.path=1e3"]),
-        *(["schedule.warmup_from=0"] if changes and name == "imagenet-90" else []),
-    ]
-    recipe = load_recipe(name, [*needs, *changes])
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(recipe))
-    assert load_recipe(str(path)) == recipe
-    assert load_recipe(str(path), ["seed=1"]) != recipe
-    assert yaml.safe_load(to_yaml(recipe))["batch"] == recipe.batch
-
-
-def test_the_default_recipe_says_the_defaults_and_clips() -> None:
-    plain = Recipe.model_validate({"model": {"name": "resnet18"}, "data": {"path": "mnist-mini"}})
-    assert built_in("default") == plain.model_copy(update={"clip_norm": 1.0})
-
-
-def test_a_recipe_of_ones_own_may_be_short(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("model: {name: lenet}\ndata: {path: mnist-mini}\n")
-    assert load_recipe(str(path), ["optimizer.lr=0.4"]).optimizer.lr == 0.4
-
-
-def test_nothing_changes_after_the_check() -> None:
-    recipe = built_in("lenet-mnist")
+    assert resolve(recipe, 1_281_167).total_updates > 0 and recipe.notes() == []
+    assert recipe_text(name).startswith(f"# {recipe_summary(name)}\n") and len(recipe_summary(name)) < 100
     with pytest.raises(ValidationError, match="frozen"):
         recipe.batch = 3  # type: ignore[misc]
+    path = tmp_path / "config.yaml"
+    for changes in ([], CHANGES + ["schedule.warmup_from=0"] * (name == "imagenet-90")):
+        changed = load_recipe(name, [*NEEDS.get(name, ["data.path=1e3"]), *changes])
+        path.write_text(to_yaml(changed))
+        assert load_recipe(str(path)) == changed != load_recipe(str(path), ["seed=1"])
+
+
+def test_the_default_recipe_says_the_defaults_and_clips_and_a_short_one_says_no_more(tmp_path: Path) -> None:
+    assert len(recipe_names()) == 6
+    plain = Recipe.model_validate({"model": {"name": "resnet18"}, "data": {"path": "mnist-mini"}})
+    assert load_recipe("default", NEEDS["default"]) == plain.model_copy(update={"clip_norm": 1.0})
+    (tmp_path / "mine.yaml").write_text("model: lenet\ndata: {path: mnist-mini}\n")
+    mine = load_recipe(str(tmp_path / "mine.yaml"), ["optimizer.lr=0.4"])
+    assert (mine.model.name, mine.optimizer.lr) == ("lenet", 0.4)
 
 
 def test_alexnet_2012_is_that_of_the_paper() -> None:
-    recipe = built_in("alexnet-2012")
+    recipe = default("data.path=photos", name="alexnet-2012")
     assert (recipe.batch, str(recipe.epochs)) == (256, "100ep")
     assert recipe.optimizer.model_dump(include={"name", "lr", "momentum", "nesterov", "weight_decay"}) == {
         "name": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0005
     }  # fmt: skip
-    assert isinstance(recipe.schedule, StepConfig)
-    assert (len(recipe.schedule.milestones), recipe.schedule.factor) == (3, 0.1)
     assert (recipe.data.resize, recipe.data.image_size, recipe.data.augment.pca_noise) == (256, 224, 0.1)
 
 
-def test_options_without_effect_are_noted() -> None:
-    recipe = load_recipe(
-        "imagenet-90",
-        ["data.path=x", "model.weights=w.pth", "epochs=70ep", "checkpoint.every=80ep", "batch=16", "microbatch=64"],
-    )
-    assert [note.partition(" ")[0] for note in recipe.notes()] == [
-        "model.zero_init_residual", "schedule.milestones", "microbatch=64", "checkpoint.every=80ep"
-    ]  # fmt: skip
+def test_what_has_no_effect_is_noted() -> None:
+    changes = ["data.path=x", "model.weights=w.pth", "epochs=70ep", "checkpoint.every=80ep", "batch=16"]
+    changes += ["microbatch=64", "checkpoint.mtbf=30min"]
+    notes = default(*changes, name="imagenet-90").notes()
+    known = ["model.zero_init_residual", "schedule.milestones", "microbatch=64", "checkpoint.every=80ep"]
+    assert {note.partition(" ")[0] for note in notes} == {*known, "checkpoint.mtbf"}
+    assert default("checkpoint.mtbf=30min").notes() == []
 
 
-@pytest.mark.parametrize("mix", ["mixup", "cutmix"])
-def test_mixing_without_partners_is_noted_and_refused_where_it_is_asked_for(tmp_path: Path, mix: str) -> None:
+def test_mixing_without_partners_is_noted_and_refused_where_it_is_asked_for(tmp_path: Path) -> None:
     path, alone = tmp_path / "mine.yaml", ["batch=12", "microbatch=1"]
-    path.write_text(f"model: {{name: lenet}}\ndata: {{path: mnist-mini, mix: {{{mix}: 0.2}}}}\n")
-    sentence = (
-        f"data.mix.{mix} has no effect: a microbatch of one sample has no other to mix it with; make microbatches "
-        "larger, e.g. microbatch=32, or leave that out"
-    )
-    assert load_recipe(str(path)).notes() == []
-    assert load_recipe(str(path), alone).notes() == [sentence]
-    assert load_recipe(str(path), ["batch=12", "microbatches=12"]).notes() == [sentence]
-    assert load_recipe(str(path), ["batch=12", "microbatches=11"]).notes() == []
-    for one in (alone, ["batch=12", "microbatches=12"]):
-        with pytest.raises(ConvoyError) as caught:
-            load_recipe("default", ["model.name=lenet", f"data.mix.{mix}=0.2", *one])
-        assert str(caught.value) == sentence
-    load_recipe("default", ["model.name=lenet", f"data.mix.{mix}=0", *alone])
-    load_recipe("default", ["model.name=lenet", f"data.mix.{mix}=0.2", "batch=12", "microbatch=2"])
+    path.write_text("model: {name: lenet}\ndata: {path: mnist-mini, mix: {mixup: 0.2}}\n")
+    words = "data.mix.mixup has no effect: a microbatch of one sample has no other to mix it with"
+    assert load_recipe(str(path)).notes() == load_recipe(str(path), ["batch=12", "microbatches=11"]).notes() == []
+    assert load_recipe(str(path), alone).notes()[0].startswith(words)
+    assert load_recipe(str(path), ["batch=12", "microbatches=12"]).notes()[0].startswith(words)
+    with pytest.raises(ConvoyError, match=words):
+        default("data.mix.mixup=0.2", *alone)
+    default("data.mix.mixup=0", *alone)
 
 
-def test_the_name_of_the_network_alone_is_a_short_form(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("model: lenet\ndata: {path: mnist-mini}\n")
-    assert load_recipe(str(tmp_path / "mine.yaml")).model.name == "lenet"
-
-
-def test_checkpoints_of_before_the_decoder_are_still_those_of_their_recipe():
+def test_checkpoints_of_before_the_decoder_are_still_those_of_their_recipe() -> None:
     """A recipe that names none has the checksum that it had when there was no such key."""
-    recipe = load_recipe("default", ["model.name=lenet"])
-    document = recipe.model_dump(mode="json")
+    document = default().model_dump(mode="json")
     del document["data"]["decoder"], document["extends"]
     leaves = {key: value for key, value in resume._leaves(document) if not resume._is_below(key, resume.FREE)}
     expected = hashlib.sha256(json.dumps([leaves, 7, 3], sort_keys=True).encode()).hexdigest()
-    assert resume.identity(recipe, 7, 3) == expected
-    turbo = load_recipe("default", ["model.name=lenet", "data.decoder=turbo"])
-    assert resume.identity(turbo, 7, 3) != expected
+    assert resume.identity(default(), 7, 3) == expected != resume.identity(default("data.decoder=turbo"), 7, 3)
+
+
+# What is set
+
+
+def test_values_are_yaml_and_paths_are_taken_as_they_stand() -> None:
+    recipe = default("optimizer.lr=1e-3", "model.options={image_size: 32}", "data.augment.flip=true", "epochs=5000ba")
+    assert (recipe.optimizer.lr, recipe.model.options) == (1e-3, {"image_size": 32})
+    assert recipe.data.augment.flip is True and str(recipe.epochs) == "5000ba"
+    for path in ("2012", "1e5", "[x]", "a: b", "#1", "C:\\data", "my photos", "true", "'null'"):
+        assert default(f"data.path={path}").data.path == path.strip("'")
+
+
+def test_one_key_takes_the_place_of_another_and_that_is_said_of_what_is_lost() -> None:
+    recipe = default("data.path=x", "optimizer.lr=0.4", "schedule.warmup_from=0.1", name="imagenet-90")
+    assert (recipe.optimizer.lr, recipe.optimizer.base_lr) == (0.4, None)
+    recipe = default("optimizer.base_lr=0.2", "microbatches=4", name="lenet-mnist")
+    assert (recipe.optimizer.lr, recipe.optimizer.base_lr, recipe.microbatch) == (None, 0.2, None)
+    notes: list[str] = []
+    changes = ["data.path=x", "optimizer.name=adamw", "optimizer.base_lr=1e-3", "schedule.name=cosine"]
+    recipe = load_recipe("imagenet-90", changes, notes)
+    assert recipe.optimizer.weight_decay == 0.01 and isinstance(recipe.schedule, CosineConfig)
+    assert (str(recipe.schedule.warmup), recipe.schedule.warmup_from) == ("5ep", "base_lr")
+    assert sorted(notes) == [
+        "optimizer.name=adamw takes the place of sgd: momentum=0.9, nesterov=true, weight_decay=0.0001, "
+        "decay_norm_and_bias=false no longer apply",
+        "schedule.name=cosine takes the place of step: milestones=[30ep, 60ep, 80ep], factor=0.1 no longer apply",
+    ]
+    notes.clear()
+    assert load_recipe("lenet-mnist", ["optimizer.name=sgd", "batch=64", "batch=64"], notes).batch == 64 and not notes
+
+
+def test_a_whole_section_comes_before_its_keys() -> None:
+    recipe = default("schedule.power=3", "schedule={name: polynomial, warmup: 3ba}", "ema.decay=0.9")
+    assert recipe.schedule == PolynomialConfig(name="polynomial", warmup="3ba", power=3) and recipe.ema is not None
+
+
+# Changes to the default recipe with a model, and what the sentence must say: the key, the problem, the way out.
+WRONG = [
+    ("optimizer.momntum=0.9", "optimizer.momntum is unknown|optimizer.momentum?"),
+    ("lr=0.1", "lr is unknown|optimizer.lr?"),
+    ("foo.bar=3", "foo is unknown|a recipe has model, data"),
+    ("optimizer.name=adam", "must be sgd, adamw, lars or lamb|did you mean adamw?"),
+    ("schedule.name=cosin", "must be constant, step, cosine or polynomial|cosine?"),
+    ("batch=12.5", "batch is 12.5|a whole number"),
+    ("batch='12'", "batch is 12|a whole number"),
+    ("seed=true", "seed is true|a whole number"),
+    ("optimizer.lr=true", "optimizer.lr is true|a number"),
+    ("data.augment.flip=1", "data.augment.flip is 1|true or false"),
+    ("schedule=cosine", "schedule is cosine|a section"),
+    ("optimizer=null", "optimizer is null|a section"),
+    ("schedule.warmup_from=high", "schedule.warmup_from is high|a number or base_lr"),
+    ("precision=16", "did you mean fp16?"),
+    ("batch_norm=synced", "microbatch, sync or local|did you mean sync?"),
+    ("data.augment.scale=[0.5]", "data.augment.scale is [0.5]|longer list"),
+    ("data.mean=[a]", "data.mean.0 is a|a number"),
+    ("seed=-1", "seed is -1|at least 0"),
+    ("optimizer.lr=.nan", "optimizer.lr is nan|a finite number"),
+    ("optimizer.momentum=1", "optimizer.momentum is 1|less than 1"),
+    ("ema={}", "ema.decay is missing|--set ema.decay="),
+    ("ema.decay=0", "ema.decay is 0|more than 0"),
+    ("checkpoint.keep=0", "checkpoint.keep is 0|at least 1"),
+    ("checkpoint.every=often", "checkpoint.every|90ep or 0.5ep"),
+    ("checkpoint.mtbf=6", "checkpoint.mtbf|90s, 30min, 6h or 2d"),
+    ("checkpoint.on_error=contineu", "checkpoint.on_error|did you mean continue"),
+    ("epochs=0", "epochs: 0ep|more than 0"),
+    ("epochs=5%", "epochs: 5%|share of itself"),
+    ("evaluate_every=1.5ba", "evaluate_every|whole number of weight updates"),
+    ("optimizer.name=adamw optimizer.lr=1e-3 optimizer.nesterov=true", "optimizer.nesterov would be ignored|adamw"),
+    ("optimizer.trust_coefficient=0.01", "optimizer.trust_coefficient would be ignored|sgd"),
+    ("optimizer.momentum=0", "optimizer.nesterov would be ignored without momentum"),
+    ("optimizer.weight_decay=0 optimizer.decay_norm_and_bias=true", "decay_norm_and_bias would be ignored"),
+    ("optimizer.name=lars optimizer.lr=1 optimizer.decay_norm_and_bias=true", "lars|leave it out"),
+    ("optimizer.name=lamb", "optimizer.lr and optimizer.base_lr are both missing|square root"),
+    ("optimizer.lr=1 optimizer.base_lr=1", "are both given|batch/256"),
+    ("schedule.name=step schedule.milestones=[]", "schedule.milestones is empty|constant"),
+    ("schedule.name=step schedule.milestones=[3ep,2ep]", "2ep follows 3ep"),
+    ("schedule.warmup=0ep schedule.warmup_from=0.1", "schedule.warmup_from=0.1 would be ignored"),
+    ("optimizer.lr=1 schedule.warmup_from=base_lr", "schedule.warmup_from=base_lr needs optimizer.base_lr"),
+    ("microbatch=4 microbatches=3", "microbatch and microbatches are both given"),
+    ("microbatch=null", "microbatch and microbatches are both null"),
+    ("model.options.zero_init_residual=true", "model.zero_init_residual"),
+    ("data.augment.pad=4", "data.augment: pad=4 would be ignored"),
+    ("data.mean=[0.5]", "data: mean and std belong together"),
+    ("reproducible=true precision=auto", "but precision=auto asks the device: set precision=fp32 or precision=bf16"),
+    ("=3", "not of the form key=value"),
+    ("batch=[1", "the value of batch"),
+    ("batch=1 batch=2", "batch is set twice"),
+    ("batch.size=3", "batch.size cannot be set|not a section"),
+    ("batch=0 precision=fp8 optimizer.momntum=1", "optimizer.momntum is unknown|(also wrong: batch, precision)"),
+]
+FILES = [
+    ("model: [lenet]\ndata: {path: mnist-mini}", "model is [lenet], but must be a section"),
+    ("model: {name: lenet}\ndata: mnist-mini", "data.path is missing"),
+    ("model: {name: lenet}\ndata: {path: x}\noptimizer: {lr: 1}", "optimizer.name is missing: it is one of sgd"),
+    ("model: {name: lenet}\ndata: {path: x}\n1: 2", "1 is unknown"),
+    ("model: {name: lenet}\ndata: {path: x}\nseed: !!binary aGVsbG8=", "write the value itself"),
+    ("model: {name: lenet}\nmodel: {name: vgg16}", "line 2: the key model is twice"),
+]
+# What only the data can tell, of 1,000 samples.
+LATE = [
+    ("batch=2000", "the batch of 2000 is larger than the 1000 training samples: lower --batch"),
+    ("epochs=20ba schedule.warmup=3ep", "schedule.warmup=3ep is 21 weight updates, but the whole run has 20"),
+    ("epochs=7ba schedule.warmup=1ep", "train longer"),
+    ("schedule.warmup_from=0.5", "schedule.warmup_from=0.5 lies above the peak learning rate 0.05"),
+    ("schedule.final_lr=0.5", "schedule.final_lr=0.5 lies above the peak"),
+    ("schedule.name=step schedule.milestones=[700ba,1ep]", "do not rise"),
+    ("schedule.name=step schedule.milestones=[1ep,5ep] schedule.warmup=2ep", "inside schedule.warmup=2ep"),
+]
+
+
+def test_what_is_wrong_is_one_sentence_with_the_key_and_the_way_out(tmp_path: Path) -> None:
+    rows = [("default", ["model.name=lenet", *changes.split(" ")], words) for changes, words in WRONG + LATE]
+    for number, (text, words) in enumerate(FILES):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        rows.append((str(tmp_path / f"{number}.yaml"), [], words))
+    for name, changes, words in [*rows, ("default", [], "model.name is missing"), ("no/such", [], "is no recipe file")]:
+        with pytest.raises(ConvoyError) as caught:
+            resolve(load_recipe(name, changes), 1000)
+        sentence = str(caught.value)
+        assert [word for word in words.split("|") if word not in sentence] == [], sentence
+        assert not [word for word in ("\n", "pydantic", "Input should") if word in sentence]
+
+
+# What follows
+
+
+def test_durations_are_counted_in_weight_updates() -> None:
+    adapter = TypeAdapter(Duration)
+    updates = {"90ep": 900, "0.25ep": 3, "0.01ep": 1, "5000ba": 5000, "5%": 10, "0.1%": 0, "0%": 0}
+    for text, number in updates.items():
+        assert Duration.parse(text).updates(10, total=200) == number
+        assert str(Duration.parse(text)) == adapter.dump_python(adapter.validate_python(text), mode="json") == text
+    assert Duration.parse(1.5).updates(10) == 15
+    assert [Duration.parse(f"{n / 10}ep").updates(30) for n in range(1, 10)] == [3 * n for n in range(1, 10)]
+    assert Duration(5, "ep").longer_than(Duration(4, "ep")) and not Duration(5000, "ba").longer_than(Duration(1, "ep"))
+
+
+def test_what_is_no_duration_and_no_span_is_refused() -> None:
+    words = r"90ep|at most 100%|too long|is not a duration"
+    texts = ["", "ninety", "90", "ep", "-1ep", "1e3ba", "1.5ba", "5 epochs", "101%", "9" * 400 + "ep", True]
+    for odd in [*texts, -1, float("inf"), float("nan"), 1e300, None, [1]]:
+        with pytest.raises(ValueError, match=words):
+            Duration.parse(odd)
+    for odd in ["6", 6, "h", "-1h", "0h", "1e3s", "6 hours", None, "9" * 50 + "s"]:
+        with pytest.raises(ValueError, match=r"write (90s|more than 0)"):
+            TimeSpan.parse(odd)
+    spans = {text: TimeSpan.parse(text).seconds for text in ("90s", "1.5 min", "6h", " 2d ")}
+    assert list(spans.values()) == [90, 90, 21600, 172800]
+    words_of = {0.0312: "0.031 s", 2.0: "2 s", 31.4: "31 s", 119: "119 s", 300: "5 min", 21600: "6 h", 1e6: "278 h"}
+    assert {seconds: in_words(seconds) for seconds in words_of} == words_of
+
+
+def test_every_quantity_says_how_and_why() -> None:
+    """Goyal et al., 2017, at batch 8,192."""
+    found = {row.name: row for row in derive(default("data.path=x", "batch=8192", name="imagenet-90"), 1_281_167)}
+    want = {"weight updates per epoch": 156, "weight updates": 14_040, "microbatches": 256, "evaluation every": 156}
+    want |= {"samples per microbatch": 32, "weight updates of warm-up": 780, "peak learning rate": pytest.approx(3.2)}
+    want |= {"learning rate drops at updates": "4680, 9360, 12480"}
+    assert {name: found[name].value for name in want} == want
+    assert found["peak learning rate"].formula == "0.1 · 8192 / 256" and "Goyal" in found["peak learning rate"].source
+    changes = ["optimizer.name=adamw", "optimizer.base_lr=0.001", "batch=100", "microbatches=3", "ema.decay=0.999"]
+    recipe = default("data.path=x", *changes, name="imagenet-90")
+    found = {row.name: row for row in derive(recipe, 1_281_167, workers=(4, "x"), samples=[34, 33, 33])}
+    assert all(row.name and row.formula and row.source for row in found.values())
+    assert "timm" in found["peak learning rate"].source and found["data workers"].value == 4
+    assert found["samples per microbatch"].value == found["samples per device"].value == "1 of 34, 2 of 33"
+    assert resolve(recipe, 1000).sizes == (34, 33, 33)
+    for settings, threads in ((["reproducible=true"], 1), (["reproducible=true", "threads=3"], 3)):
+        assert [row.value for row in derive(default(*settings), 1000) if row.name == "threads"] == [threads]
+    sizes = {(256, 32): 8, (250, 32): 8, (16, 32): 1, (33, 32): 2}
+    assert {(b, m): num_microbatches(default(f"batch={b}", f"microbatch={m}")) for b, m in sizes} == sizes
+
+
+def test_lines_of_metrics_come_often_enough_and_the_last_is_not_of_a_few_updates() -> None:
+    every = {1: 1, 49: 1, 186: 3, 187: 3, 203: 4, 620: 12, 999: 19, 1000: 20, 450_000: 20}
+    for log_every, (total, interval) in itertools.product(("auto", "20ba", "7ba"), every.items()):
+        found = resolve(default("data.path=x", f"epochs={total}ba", f"log_every={log_every}"), 60_000)
+        assert log_every != "auto" or found.log_every == interval
+        made = [done for done in range(1, min(total, 5000) + 1) if found.logged(done)]
+        assert log_every != "auto" or len(made) >= min(total, 50)
+        if 1 < total < 5000:
+            assert (made[0], made[-1]) == (1, total) and 2 * (made[-1] - made[-2]) >= found.log_every
+            assert all(done % found.log_every == 0 for done in made[1:-1])
+
+
+def test_what_epochs_leave_out_is_said_with_a_batch_that_does_not() -> None:
+    for batch, num, left, better in ((128, 231, 103, 115), (128, 255, 127, 127), (6, 11, 5, 5)):
+        (said,) = left_out_of_epochs(batch, num)
+        assert said.startswith(f"{left} of the {num} training images are left out of every epoch")
+        assert f"--batch {better} leaves out 1" in said
+    assert [left_out_of_epochs(*each) for each in ((128, 1_281_167), (10, 99), (7, 7))] == [[], [], []]
+
+
+# On another number of devices
+
+SHARES = [
+    ("sample=2,filter=2", (3, 1), 4, True),
+    ("sample=2,filter=4", (3, 1), 6, True),  # sample=2,filter=3
+    ("sample=2,filter=2", (3, 1), 2, False),  # sample=1,filter=2
+    ("sample=2,filter=2", (3, 1, 1), 3, True),  # sample=3,filter=1: as if they had been for it
+    ("sample=2,filter=2", (3, 3, 2, 2), 4, False),
+    ("filter=4", (3, 3, 2, 2), 4, False),
+    ("sample=4", (3, 3, 2, 2), 4, True),
+    (None, (3, 1), 2, True),
+    ("auto", (3, 1), 4, True),  # of the planner's choices those with two parts
+    ("auto", (3, 2, 1), 4, False),
+]
+
+
+def test_shares_belong_to_the_parts_of_the_batch() -> None:
+    for plan, shares, devices, kept in SHARES:
+        notes: list[str] = []
+        found = fitted(ParallelConfig(devices=4, plan=plan, shares=shares), devices, False, False, notes)
+        assert (found.shares == shares) is kept, (plan, shares)
+        assert any("left out" in note for note in notes) is not kept
+    section, notes = ParallelConfig(devices=3, shares=(3, 3, 2.5)), []
+    assert fitted(section, 2, False, False, notes).shares is None
+    assert notes == ["the shares 3,3,2.5 are for 3 parts of the batch, not 2: they are left out"]
+    assert fitted(section, 3, False, False, notes).shares == fitted(section, 2, False, True, notes).shares

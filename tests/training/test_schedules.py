@@ -1,81 +1,196 @@
+"""Learning rates at points of the papers' formulae; when a checkpoint is due; averages of weights; the loss."""
+
+import copy
 import math
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from convoy.comm.ranks import Ranks
+from convoy.errors import ConvoyError
+from convoy.training.checkpoint_interval import FIRST_UPDATES, Automatic, Every, Pace, Young
+from convoy.training.config import TimeSpan
 from convoy.training.derived import resolve
+from convoy.training.loss import ClassificationLoss, heads, num_correct
 from convoy.training.recipe import load_recipe
-from convoy.training.schedules import Schedule
+from convoy.training.state import AveragedWeights, effective_decay
+from ranks import run_ranks
 
-IMAGENET = 1_281_167
-
-
-def schedule_of(name: str, *overrides: str, samples: int = IMAGENET) -> tuple[Schedule, int]:
-    numbers = resolve(load_recipe(name, ["data.path=x", *overrides]), samples)
-    return numbers.schedule, numbers.updates_per_epoch
-
-
-def test_goyal_at_batch_8192() -> None:
-    """0.1 to 3.2 over 5 epochs, then a tenth of it at 30, 60 and 80 (Goyal et al., 2017, sections 2 and 5.1)."""
-    schedule, epoch = schedule_of("imagenet-90", "batch=8192")
-    assert epoch == 156
-    assert schedule.lr(0) == pytest.approx(0.1, rel=1e-12)
-    assert schedule.lr(5 * epoch) == pytest.approx(3.2, rel=1e-12)
-    assert schedule.lr(5 * epoch // 2) == pytest.approx((0.1 + 3.2) / 2, rel=1e-12)
-    steps = [schedule.lr(u + 1) - schedule.lr(u) for u in range(5 * epoch)]
-    assert max(steps) == pytest.approx(min(steps), rel=1e-9)  # "a constant amount at each iteration"
-    for start, end, rate in [(5, 30, 3.2), (30, 60, 0.32), (60, 80, 0.032), (80, 90, 0.0032)]:
-        assert schedule.lr(start * epoch) == pytest.approx(rate, rel=1e-12)
-        assert schedule.lr(end * epoch - 1) == pytest.approx(rate, rel=1e-12)
+POINTS = {
+    # 0.1 to 3.2 over 5 epochs, then a tenth of it at 30, 60 and 80 (Goyal et al., 2017, sections 2 and 5.1)
+    "imagenet-90 batch=8192": {0: 0.1, 2.5: 1.65, 5: 3.2, -30: 3.2, 30: 0.32, -60: 0.32, 60: 0.032, 80: 0.0032},
+    "imagenet-90 batch=64": {0: 0.025, 1: 0.025, 6: 0.025},  # without a large batch the warm-up is flat
+    # You, Gitman and Ginsburg, 2017: with the square of what is left
+    "imagenet-lars": {0: 0, 5: 25, 47.5: 25 / 4, 90: 0},
+    # Krizhevsky, 2012: three times by ten
+    "alexnet-2012": {0: 1e-2, 24: 1e-2, 25: 1e-3, 49: 1e-3, 50: 1e-4, 74: 1e-4, 75: 1e-5, 99: 1e-5},
+    # In updates: 10 of warm-up, then half a wave from 0.4 to 0.1
+    "lenet-mnist epochs=110ba schedule.warmup=10ba optimizer.lr=0.4 schedule.final_lr=0.1": {
+        10: 0.4, 35: 0.1 + 0.3 * (1 + math.cos(math.pi / 4)) / 2, 60: 0.25, 110: 0.1, 10_000: 0.1
+    },
+    "lenet-mnist epochs=100ba schedule.name=constant schedule.warmup=0ep": {0: 0.05, 50: 0.05, 99: 0.05},
+    "lenet-mnist epochs=3ba": {0: 0.05},  # a share of a short run may be no warm-up
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("batch", [64, 256])
-def test_goyal_without_a_large_batch_has_a_flat_warmup(batch: int) -> None:
-    schedule, epoch = schedule_of("imagenet-90", f"batch={batch}")
-    assert {schedule.lr(0), schedule.lr(epoch), schedule.lr(6 * epoch)} == {0.1 * batch / 256}
+def test_learning_rates_are_those_of_the_paper() -> None:
+    for line in POINTS:
+        points(*line.split(), want=POINTS[line])
 
 
-def test_lars_decays_with_the_square() -> None:
-    schedule, epoch = schedule_of("imagenet-lars")
-    assert schedule.lr(0) == 0
-    assert schedule.lr(5 * epoch) == pytest.approx(25, rel=1e-12)
-    middle = (5 * epoch + 90 * epoch) // 2
-    assert schedule.lr(middle) == pytest.approx(25 / 4, rel=1e-2)
-    assert schedule.lr(90 * epoch - 1) == pytest.approx(25 / (85 * epoch) ** 2, rel=1e-9)
-    assert schedule.lr(90 * epoch) == 0
+def points(name: str, *changes: str, want: dict[float, float]) -> None:
+    numbers = resolve(load_recipe(name, ["data.path=x", *changes]), 1_281_167)
+    epoch = 1 if "lenet" in name else numbers.updates_per_epoch
+    found = {at: numbers.schedule.lr(int(at * epoch) if at >= 0 else -at * epoch - 1) for at in want}
+    assert found == pytest.approx(want, rel=1e-2 if "lars" in name else 1e-12)
+    warmup = [numbers.schedule.lr(u + 1) - numbers.schedule.lr(u) for u in range(numbers.schedule.warmup)]
+    assert not warmup or max(warmup) == pytest.approx(min(warmup), rel=1e-9)  # "a constant amount at each iteration"
 
 
-def test_alexnet_drops_three_times_by_ten() -> None:
-    schedule, epoch = schedule_of("alexnet-2012")
-    rates = [schedule.lr(e * epoch) for e in (0, 24, 25, 49, 50, 74, 75, 99)]
-    assert rates == pytest.approx([1e-2, 1e-2, 1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5], rel=1e-12)
+# When a checkpoint is due: the same updates on all ranks, whatever their clocks say
 
 
-def test_cosine() -> None:
-    schedule, _ = schedule_of(
-        "lenet-mnist", "epochs=110ba", "schedule.warmup=10ba", "optimizer.lr=0.4", "schedule.final_lr=0.1"
+class Clock(Pace):
+    """One that shows what it is told."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    @property
+    def update_s(self) -> float:
+        return self.seconds
+
+
+def due(when: Automatic | Every, updates: range, seconds: float) -> list[int]:
+    """After which updates it was; every checkpoint is on disk at once."""
+    found = []
+    for done in updates:
+        if when.due(done, Clock(seconds)):
+            found.append(done)
+            when.saved(done)
+            when.measured(done, 0.1, 0.01, 0.5)
+    return found
+
+
+def automatic(multiple: int = 1) -> Automatic:
+    return Automatic(Young(TimeSpan(320, "s"), multiple), Ranks.here())
+
+
+def test_the_first_checkpoint_is_soon_and_the_others_follow_from_its_cost() -> None:
+    assert due(Every(4), range(1, 13), 1.0) == [4, 8, 12]
+    for update_s, first in ((0.001, FIRST_UPDATES), (1.0, 30), (100.0, 2)):
+        want = list(range(first, 121, 16))  # sqrt(2 · 0.1 s · 320 s) = 8 s of 0.5 s each
+        assert due(automatic(), range(1, 121), update_s) == want
+    assert due(automatic(), range(1001, 1041), 1.0) == [1030]
+    when = automatic()
+    assert due(when, range(1, 32), 1.0) == [30]
+    when.saved(40)  # one that was not due puts the next off
+    when.measured(40, 0.1, 0.01, 0.5)
+    assert due(when, range(41, 60), 1.0) == [56]
+    found = due(automatic(7), range(1, 200), 0.3)  # where a checkpoint averages the weights
+    assert len(found) > 5 and all(step % 7 == 0 for step in found)
+    when = automatic()
+    said = [when.measured(step, cost, 0.0, 0.5) for step, cost in enumerate([0.1, 0.11, 0.12, 9.0, 9.0, 9.0, 9.0])]
+    assert [sentence is not None for sentence in said] == [True, *[False] * 4, True, False]  # when it is double
+
+
+def _with_clocks_apart() -> list[int]:
+    rank = Ranks.here().rank
+    return due(automatic(), range(1, 100), 1.0 if rank == 0 else 0.001 * rank)
+
+
+def test_all_ranks_follow_one_clock() -> None:
+    assert run_ranks(_with_clocks_apart, 3) == [[30, 46, 62, 78, 94]] * 3
+
+
+def test_the_interval_is_youngs_which_loses_least() -> None:
+    hours = TimeSpan(6, "h")
+    decided = Young(hours).decide(0.08, 0.5, 0.1427)
+    assert decided.updates == round(math.sqrt(2 * 0.08 * 6 * 3600) / 0.1427) == 412
+    assert decided.sentence == (
+        "checkpoint every 412 updates (59 s): sqrt(2 · 0.08 s · 6 h), Young 1974; at most 59 s of work are lost"
     )
-    assert schedule.lr(10) == pytest.approx(0.4)
-    assert schedule.lr(60) == pytest.approx(0.25)
-    assert schedule.lr(35) == pytest.approx(0.1 + 0.3 * (1 + math.cos(math.pi / 4)) / 2)
-    assert schedule.lr(110) == pytest.approx(0.1)
-    assert schedule.lr(10_000) == pytest.approx(0.1)
-    rates = [schedule.lr(update) for update in range(10, 111)]
-    assert rates == sorted(rates, reverse=True)
+    for cost, mtbf in ((0.01, 0.1), (0.3, 6), (5, 24)):
+        best = Young(TimeSpan(mtbf, "h")).decide(cost, 0.0, 0.001).seconds
+        # a share of all time: for checkpoints, and half an interval at every failure
+        lost = {factor: cost / (best * factor) + best * factor / 2 / mtbf / 3600 for factor in (0.5, 0.9, 1, 1.1, 2)}
+        assert min(lost.values()) == lost[1]
+    slowly = Young(TimeSpan(1, "min")).decide(0.01, 30.0, 0.5)
+    assert (slowly.updates, slowly.seconds) == (60, 30.0) and "as long as one takes to be written" in slowly.sentence
+    young = Young(hours)
+    young.decide(9.0, 0.0, 0.1)  # a single outlier does not count
+    assert [young.decide(0.08, 0.0, 0.1).updates for _ in range(4)][-1] == Young(hours).decide(0.08, 0, 0.1).updates
+    assert Young(hours, 7).decide(0.08, 0.0, 0.1427).updates == 413
+    assert Young(TimeSpan(1, "s"), 7).decide(0.0, 0.0, 100.0).updates == 7
+    assert Young(TimeSpan(1, "s")).decide(0.0, 0.0, 100.0).sentence.startswith("checkpoint every 1 update (100 s)")
 
 
-def test_constant() -> None:
-    schedule, _ = schedule_of("lenet-mnist", "epochs=100ba", "schedule={name: constant}")
-    assert {schedule.lr(update) for update in range(100)} == {0.05}
+# Averages of weights
 
 
-def test_a_rate_depends_on_nothing_but_the_number_of_the_update() -> None:
-    forwards, _ = schedule_of("imagenet-90", "batch=8192")
-    backwards, _ = schedule_of("imagenet-90", "batch=8192")
-    updates = range(0, 14_040, 97)
-    assert [forwards.lr(u) for u in updates] == [backwards.lr(u) for u in reversed(updates)][::-1]
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
 
 
-def test_a_share_of_a_short_run_may_be_no_warmup() -> None:
-    schedule, _ = schedule_of("lenet-mnist", "epochs=3ba")
-    assert schedule.warmup == 0
-    assert schedule.lr(0) == 0.05
+def walk(net: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    net(torch.randn(5, 3, generator=generator, dtype=torch.float64))
+
+
+def test_averages_are_the_formula_and_buffers_those_of_the_network() -> None:
+    net = network()
+    averaged, want = AveragedWeights(net, 0.3), dict[str, Tensor]()
+    for step in range(8):
+        walk(net, step)
+        averaged.update(net)
+        decay = 0.0 if step == 0 else min(0.3, (1 + step) / (10 + step))
+        for name, parameter in net.named_parameters():
+            want[name] = decay * want.get(name, torch.zeros_like(parameter)) + (1 - decay) * parameter.detach()
+    trained = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with averaged.in_place(net):
+        torch.testing.assert_close(dict(net.named_parameters()), want, rtol=1e-12, atol=0)
+        assert not torch.equal(net[0].weight, trained["0.weight"])
+        assert all(torch.equal(buffer, trained[name]) for name, buffer in net.named_buffers())
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in net.state_dict().items())
+    decays = {1: 2 / 11, 10: 11 / 20, 8_990: 0.999, 10**6: 0.999}
+    assert {number: effective_decay(0.999, number) for number in decays} == pytest.approx(decays)
+
+
+def test_averages_resume_exactly() -> None:
+    net = network()
+    whole, half = AveragedWeights(net, 0.9), AveragedWeights(net, 0.9)
+    for step in range(6):
+        walk(net, step)
+        whole.update(net)
+        half.update(net)
+        if step == 2:
+            saved, half = copy.deepcopy(half.averages), AveragedWeights(network(), 0.9)
+            half.load(saved, 3)
+    assert all(torch.equal(average, half.averages[name]) for name, average in whole.averages.items())
+
+
+# The loss over one or several heads
+
+LOGITS, AUX = (torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
+
+
+def test_auxiliary_heads_count_with_their_weight_and_smoothing_mixes_with_the_uniform_distribution() -> None:
+    one, other = F.cross_entropy(LOGITS, LABELS), F.cross_entropy(AUX, LABELS)
+    assert torch.allclose(ClassificationLoss(aux_weight=0.3)((LOGITS, AUX, AUX), LABELS), one + 0.6 * other)
+    assert torch.equal(ClassificationLoss()((LOGITS, None, None), LABELS), one)  # heads that are off
+    soft = 0.9 * F.one_hot(LABELS, 4).float() + 0.1 / 4
+    assert torch.allclose(ClassificationLoss(0.1)(LOGITS, LABELS), F.cross_entropy(LOGITS, soft))
+    right = int((LOGITS.argmax(1) == LABELS).sum())
+    assert num_correct((LOGITS, AUX), LABELS) == right
+    assert num_correct(LOGITS, F.one_hot(LABELS, 4).float() * 0.7 + 0.05) == right  # of mixed targets
+    for outputs in (torch.zeros(2, 3, 4, 4), None, ()):
+        with pytest.raises(ConvoyError, match="logits"):
+            heads(outputs)

@@ -1,29 +1,35 @@
-"""What is said of a run in which nothing moves."""
+"""What is said of a run in which nothing moves, on hosts and on GPUs that wait for each other."""
 
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import stuck
 from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.collectives import all_reduce
+from convoy.comm.groups import Groups
 from convoy.comm.joining import join, leave, meeting_store
-from convoy.comm.position import Ledger, Position, ledger
+from convoy.comm.position import Ledger, Position, current, ledger
 from convoy.comm.ranks import Ranks
+from convoy.plans.mesh import Mesh
 from convoy.training import watchdog as module
 from convoy.training.environment import join_ranks
 from convoy.training.watchdog import RankState, Watchdog, explain
 from ranks import run_ranks
-from tiny import write_mnist
 from whole_runs import as_before, train_here
 
 
 def seen(
-    update: int = 6, collective: str = "", silent_s: float = 0.0, host: str = "a", part: str = "forward"
+    update: int = 6, collective: str = "", silent_s: float = 0.0, host: str = "a", part: str = "forward", **more: Any
 ) -> RankState:
-    return RankState(host, update, part, "conv1", collective, 31.0, 3, silent_s)
+    return replace(RankState(host, update, part, "conv1", collective, 31.0, 3, silent_s), **more)
 
 
 @pytest.mark.parametrize(
@@ -43,97 +49,69 @@ def test_the_one_who_holds_the_others_up_is_named(others: dict[int, RankState], 
     assert len(found.splitlines()) == 4
 
 
-def test_a_rank_that_others_wait_for_says_so() -> None:
+def test_stages_and_parts_are_named() -> None:
     found = explain(1, {0: seen(collective="wait"), 1: seen(part="data")}, 31.0, 5.0, 2)
     assert "update 7, waiting for data of layer conv1, and the others wait for it" in found
-
-
-def test_stages_are_named() -> None:
-    waiting = replace(seen(part="backward", collective="value of another stage"), stage=1)
-    found = explain(0, {0: waiting, 1: replace(seen(host="b", silent_s=29), stage=2)}, 31.0, 5.0, 2)
-    where = "update 7, backward pass of layer conv1, waiting for other ranks (value of another stage)"
-    assert found.startswith(
-        f"rank 0 (stage 1) on host a has not moved for 31 s (--timeout): {where}, held up by rank 1 ("
-    )
+    waiting = seen(part="backward", collective="value of another stage", stage=1)
+    found = explain(0, {0: waiting, 1: seen(host="b", silent_s=29, stage=2)}, 31.0, 5.0, 2)
+    assert found.startswith("rank 0 (stage 1) on host a has not moved for 31 s (--timeout): update 7, backward pass")
     assert "held up by rank 1 (stage 2) on host b, not heard of any more\n" in found
-    assert "\n  rank 1 (stage 2) on host b: update 7" in found
+    for part, words in (("start", "before the first update"), ("reading", "reading a checkpoint")):
+        found = explain(0, {0: seen(collective="barrier"), 1: seen(part=part)}, 31.0, 5.0, 2, "")
+        assert f"rank 1 on host a: {words} (for 31 s)" in found  # without a number of an update
 
 
-def stand_still(rank: int) -> list[str]:
-    """One rank moves no more, the other waits for it."""
+def watched(kind: str, limit_s: float = 600.0) -> list[str]:
+    """What this rank says where rank 1 (`data`) or 0 stands still, moves, waits, or has a broken device."""
     join()
-    said: list[str] = []
-    ranks, position = join_ranks()[0], Position(part="data")
-    if ranks.rank != rank:
+    said, began = list[str](), time.monotonic()
+    ranks, first = join_ranks()[0], dist.get_rank() == 0
+    position, to_wait = Position(part="data"), Ledger()
+    patient = kind in ("set up", "begun")
+
+    def broken() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    if kind == "broken" and first:
+        to_wait.add("group", lambda: [0, 1], "all reduce", broken)
+    if (kind == "data" and first) or (kind in ("works", "idle", "set up", "begun") and not first):
         position.collective = "wait"
-    with Watchdog(ranks, meeting_store(), said.append, 0.5, position):
-        until = time.monotonic() + 20
-        while not said and time.monotonic() < until:
-            time.sleep(0.05)
-        ranks.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_LIMIT_S", limit_s)
+        with Watchdog(ranks, meeting_store(), said.append, 0.5, position, patient=patient, given=to_wait) as watchdog:
+            if kind == "begun":
+                watchdog.begin()
+            while time.monotonic() - began < (2 if kind in ("works", "moves", "set up") else 20):
+                time.sleep(0.05)
+                if kind == "moves" or (kind == "works" and first):
+                    position.moved = time.monotonic()
+                if said and kind not in ("works", "moves", "set up"):
+                    break
+            ranks.barrier()
     leave()
     return said
 
 
 def test_every_rank_says_where_all_are() -> None:
-    for said in run_ranks(stand_still, 2, 1, join=False):
-        assert "rank 1" in said[0] and "rank 0" in said[0]
-        assert "waiting for data" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [("start", "before the first update"), ("reading", "reading a checkpoint"), ("weights", "writing the weights")],
-)
-def test_what_is_no_part_of_an_update_has_no_number(part: str, words: str) -> None:
-    found = explain(0, {0: seen(collective="barrier"), 1: seen(part=part)}, 31.0, 5.0, 2, "")
-    assert found.startswith("rank 0 on host a has not moved for 31 s: update 7, forward pass of layer conv1, waiting")
-    assert f"rank 1 on host a: {words} (for 31 s)" in found
-
-
-def wait_for_one_that_works(works: bool) -> list[str]:
-    join()
-    said: list[str] = []
-    ranks = join_ranks()[0]
-    position = Position(part="data", collective="barrier" if ranks.rank else "")
-    with Watchdog(ranks, meeting_store(), said.append, 0.5, position):
-        for _ in range(60):
-            time.sleep(0.05)
-            if works and ranks.rank == 0:
-                position.moved = time.monotonic()
-    leave()
-    return said
+    for said in run_ranks(watched, 2, "data", join=False):
+        assert "rank 1" in said[0] and "rank 0" in said[0] and "waiting for data" in said[0]
+    assert all("has not moved for" in said[0] for said in run_ranks(watched, 2, "broken", join=False))
 
 
 @pytest.mark.slow
-def test_who_waits_for_one_that_moves_is_left_alone() -> None:
-    assert run_ranks(wait_for_one_that_works, 2, True, join=False) == [[], []]
-    assert all(run_ranks(wait_for_one_that_works, 2, False, join=False))
-
-
-def be_set_up(begins: bool, limit_s: float) -> list[str]:
-    """Rank 0 works on its own for long, rank 1 waits for it."""
-    join()
-    said: list[str] = []
-    ranks = join_ranks()[0]
-    position = Position(collective="barrier" if ranks.rank else "")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_LIMIT_S", limit_s)
-        with Watchdog(ranks, meeting_store(), said.append, 0.3, position, patient=True) as watchdog:
-            if begins:
-                watchdog.begin()
-            time.sleep(2)
-    leave()
-    return said
+def test_who_moves_and_who_waits_for_one_that_moves_is_left_alone() -> None:
+    assert run_ranks(watched, 2, "moves", join=False) == [[], []]
+    assert run_ranks(watched, 2, "works", join=False) == [[], []]
+    assert all(run_ranks(watched, 2, "idle", join=False))
 
 
 @pytest.mark.slow
 def test_while_a_run_is_set_up_only_those_who_wait_end() -> None:
-    assert run_ranks(be_set_up, 2, False, 600.0, join=False) == [[], []]
-    works, waits = run_ranks(be_set_up, 2, False, 0.6, join=False)
+    assert run_ranks(watched, 2, "set up", join=False) == [[], []]
+    works, waits = run_ranks(watched, 2, "set up", 1.0, join=False)
     assert works == []
-    assert "(--timeout)" not in waits[0] and "before the first update, waiting for other ranks" in waits[0]
-    assert all(run_ranks(be_set_up, 2, True, 600.0, join=False))
+    assert "(--timeout)" not in waits[0] and "waiting for other ranks" in waits[0]
+    assert all(run_ranks(watched, 2, "begun", join=False))
 
 
 def held_up(data: Path, out: Path, where: str) -> str:
@@ -173,55 +151,15 @@ def held_up(data: Path, out: Path, where: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "words"), [("reading", "reading a checkpoint"), ("weights", "writing the weights")])
-def test_a_rank_that_stays_away_before_or_after_the_updates_is_named(tmp_path: Path, where: str, words: str) -> None:
-    data = write_mnist(tmp_path / "data")
+def test_a_rank_that_stays_away_before_or_after_the_updates_is_named(
+    data: Path, tmp_path: Path, where: str, words: str
+) -> None:
     if where == "reading":
         run_ranks(train_here, 2, data, tmp_path / "run", {"epochs": "3ba"})
     held, waiting = run_ranks(held_up, 2, data, tmp_path / "run", where, timeout=100, join=False)
     assert f"(--timeout): {words}, and the others wait for it" in held
     assert f"{words}, waiting for other ranks" in waiting and "held up by rank 0 on host" in waiting
     assert (tmp_path / "run" / "weights.safetensors").exists()
-
-
-def keep_moving() -> list[str]:
-    join()
-    said: list[str] = []
-    position = Position()
-    with Watchdog(join_ranks()[0], meeting_store(), said.append, 0.5, position):
-        for _ in range(40):
-            time.sleep(0.05)
-            position.moved = time.monotonic()
-    leave()
-    return said
-
-
-@pytest.mark.slow
-def test_nothing_is_said_of_a_run_that_moves() -> None:
-    assert run_ranks(keep_moving, 2, join=False) == [[], []]
-
-
-def hold_a_broken_device() -> list[str]:
-    """Rank 0's device fails, and so does asking what it is through with."""
-    join()
-    said: list[str] = []
-    ranks, given = join_ranks()[0], Ledger()
-
-    def broken() -> bool:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    if ranks.rank == 0:
-        given.add("group", lambda: [0, 1], "all reduce", broken)
-    with Watchdog(ranks, meeting_store(), said.append, 0.5, Position(part="data"), given=given):
-        until = time.monotonic() + 20
-        while not said and time.monotonic() < until:
-            time.sleep(0.05)
-        ranks.barrier()
-    leave()
-    return said
-
-
-def test_a_device_that_has_failed_does_not_end_the_watch() -> None:
-    assert all("has not moved for" in said[0] for said in run_ranks(hold_a_broken_device, 2, join=False))
 
 
 @pytest.mark.parametrize("late", [None, lambda: "process 7, which is stopped, has not delivered a/1.png"])
@@ -235,3 +173,65 @@ def test_alone_only_data_are_watched(late: Callable[[], str] | None) -> None:
     for sentence in said:
         assert sentence.startswith("nothing has moved for ")
         assert "update 7, waiting for data (process 7, which is stopped, has not delivered a/1.png); see" in sentence
+
+
+# GPUs, which hosts do not notice: whose fault it is follows from what each was given
+
+
+def stand_still(numbered: bool) -> list[str]:
+    """Rank 2 does not begin the all-reduce of the third layer; what this rank says when nothing has moved for long."""
+    stuck.join(60)
+    ranks, said = Ranks.here(), list[str]()
+    groups = Groups(Mesh(("a", "b"), (2, 2)))
+    ledgers = {} if numbered else {"given": Ledger()}
+    assert dist.group.WORLD is not None
+    with Watchdog(ranks, dist.group.WORLD.get_group_store(), said.append, 3.0, **ledgers):
+        current.update = 6
+        current.to("forward")
+        for number in range(3):
+            current.at(f"conv{number}")
+            if not (ranks.rank == 2 and number == 2):
+                all_reduce(torch.ones(1 << 20), groups.of((0,)))
+        current.to("data" if ranks.rank == 2 else "rest")
+        until = time.monotonic() + 20
+        while not said and time.monotonic() < until:
+            time.sleep(0.05)
+        ranks.barrier()
+    for group in stuck.groups():
+        group.aborted = True
+    leave()
+    return said
+
+
+def test_the_rank_that_has_not_begun_a_collective_is_named() -> None:
+    found = ["".join(said[:1]).partition("\n")[0] for said in run_ranks(stand_still, 4, True, join=False)]
+    missing = "which has not begun all reduce number 3 of layer conv2"
+    assert "waiting for other ranks (all reduce number 3 of layer conv2 on" in found[0]  # partner on the first axis
+    assert "held up by rank 2 on host" in found[0] and missing in found[0]
+    assert f"{missing}: the others wait for it" in found[2] and all("rank 2" in each for each in found)
+
+
+@pytest.mark.slow
+def test_without_numbers_nobody_knows() -> None:
+    assert not any("has not begun" in one for said in run_ranks(stand_still, 4, False, join=False) for one in said)
+
+
+def on_gpu(count: int, *still: int, others: dict | None = None) -> RankState:
+    rows = [(number, "all reduce", f"conv{number}") for number in still]
+    waits = f"all reduce number {still[0]} on the GPU" if still else ""
+    groups = {"0": ([0, 1, 2, 3], count, rows), **(others or {})}
+    return RankState("a", 6, "rest", "", waits, 31.0, 3, groups=groups)
+
+
+def test_what_gpus_were_given_tells_who_is_to_blame() -> None:
+    def line(ranks: dict[int, RankState]) -> str:
+        return explain(0, ranks, 31.0, 5.0, len(ranks)).partition("\n")[0]
+
+    words = "held up by rank 2 on host a, whose GPU does not finish all reduce number 7 of layer conv7"
+    assert line({0: on_gpu(7), 1: on_gpu(7), 2: on_gpu(7, 7), 3: on_gpu(7)}).endswith(words)
+    assert line({rank: on_gpu(7, 7) for rank in range(4)}).endswith("while all wait for each other")
+    # Rank 1 is behind in group 0 as it waits for rank 3 in group 1.
+    ranks = {0: on_gpu(7, 7), 1: on_gpu(6, others={"1": ([1, 3], 4, [(4, "exchange", "fc")])}), 2: on_gpu(7, 7)}
+    ranks[3] = on_gpu(7, 7, others={"1": ([1, 3], 3, [])})
+    ranks[3].groups["0"][2].clear()
+    assert "held up by rank 3 on host a, which has not begun exchange number 4 of layer fc" in line(ranks)

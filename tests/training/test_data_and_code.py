@@ -1,0 +1,323 @@
+"""Runs go on with the data and the code that began them: other ones are refused by what differs, or said."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+
+from changing import CHANGES, Changing
+from convoy.cli import main
+from convoy.data import DataConfig, pack
+from convoy.data.dataset import open_files
+from convoy.data.pack_format import PackOptions
+from convoy.errors import ConvoyError
+from convoy.ops import capture
+from convoy.training import load_recipe
+from convoy.training.code import code_of, difference
+from convoy.training.environment import machine
+from convoy.training.restore import load_run
+from data.made import tar_members, write_parquet, write_tar
+from ranks import run_ranks
+from tiny import write_mnist, write_pictures
+from training.scenarios import change_json, drop_checkpoints, files, refusals, summary, trained
+from whole_runs import as_before, train_here, train_until
+
+TWO = {"epochs": "2ba"}
+PICTURES = {"epochs": "1ba", "data.image_size": "28", "data.augment.crop": "none", "data.workers": "0"}
+
+# Data
+
+
+def test_another_place_is_said_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, out = write_mnist(tmp_path / "data"), tmp_path / "run"
+    trained(data, out, TWO)
+    moved = Path(shutil.move(data, tmp_path / "elsewhere"))
+    sentence = f"the data come from {moved}, not from {data} as when the run was begun"
+    assert sentence in trained(moved, out, TWO, resume=True).said and sentence in summary(out)["notes"]
+    assert load_recipe(str(out / "config.yaml")).data.path == str(data)
+    shutil.move(moved, data)
+    monkeypatch.chdir(tmp_path)
+    assert not any("the data come from" in said for said in trained(Path("data"), out, TWO, resume=True).said)
+    restarts = json.loads((out / "environment.json").read_text())["restarts"]
+    assert [restart.get("data") for restart in restarts] == [str(moved)]
+
+
+def test_other_classes_and_fewer_samples_are_refused_and_nothing_is_changed(data: Path, tmp_path: Path) -> None:
+    out, less = tmp_path / "run", write_mnist(tmp_path / "less", 72)
+    trained(data, out, TWO)
+    before = files(out)
+    words = r"was begun on \(the number of training samples was 96 and is 72\): name the same data by --data"
+    with pytest.raises(ConvoyError, match=words):
+        trained(less, out, TWO, resume=True)
+    assert files(out) == before
+    for key, value, words in (
+        ("mean", [0.5], r"mean was \[0\.5\] and is \[0\.1307\]"),
+        ("classes", ["cat", "dog"], "other classes"),
+    ):
+        change_json(out / "environment.json", lambda begun, key=key, value=value: begun["input"].update({key: value}))
+        with pytest.raises(ConvoyError, match=rf"the data are not those that {out} was begun on \({words}"):
+            trained(data, out, TWO, resume=True)
+
+
+@pytest.mark.parametrize("bits", ["true", "false"])
+def test_another_processor_is_said_of_reproducible_runs(data: Path, tmp_path: Path, bits: str) -> None:
+    out, settings = tmp_path / "run", TWO | {"reproducible": bits}
+
+    def go_on(**recorded: str) -> list[str]:
+        change_json(out / "environment.json", lambda begun: begun.update(recorded))
+        (out / "summary.json").unlink(missing_ok=True)  # the run is not finished
+        said = trained(data, out, settings, resume=True).said
+        return [sentence for sentence in said if "the run was begun on" in sentence]
+
+    trained(data, out, settings)
+    assert go_on() == []
+    facts = machine(torch.device("cpu"))
+    sentences = go_on(machine="Z80", kernels="AVX9 with AMX")
+    start = f"the run was begun on Z80 with AVX9 with AMX and continues on {facts['machine']} with {facts['kernels']}: "
+    assert [one.startswith(f"{start}its numbers may differ") for one in sentences] == [True] * (bits == "true")
+    assert all(sentence in summary(out)["notes"] for sentence in sentences)
+
+
+def repaint(folder: Path, pattern: str = "train/*/*.png") -> None:
+    """Other pictures under the same names."""
+    for number, file in enumerate(sorted(folder.glob(pattern))):
+        Image.new("RGB", (40, 30), (number, 9, 9)).save(file)
+
+
+def pack_it(folder: Path) -> None:
+    kind, opened = open_files(DataConfig(path=str(folder)))
+    pack.pack(kind, opened, folder / "packed", PackOptions(), None, 1)
+    for name in ("train", "val"):
+        shutil.rmtree(folder / name)
+    for file in (folder / "packed").iterdir():
+        file.rename(folder / file.name)
+
+
+def pack_others(folder: Path) -> None:
+    repaint(folder)
+    pack_it(folder)
+
+
+def mnist(folder: Path, changed: str = "") -> None:
+    shutil.rmtree(folder)
+    write_mnist(folder, 96)
+    if changed:
+        content = bytearray((folder / changed).read_bytes())
+        content[-1] ^= 1
+        (folder / changed).write_bytes(content)
+
+
+def tars(folder: Path, size: int) -> None:
+    shutil.rmtree(folder)
+    write_tar(folder / "train.tar", tar_members(40, width=size))
+
+
+def parquet(folder: Path, size: int) -> None:
+    shutil.rmtree(folder)
+    members = tar_members(40, width=size)
+    images = [content for name, content in members.items() if name.endswith(".jpg")]
+    write_parquet(folder / "train.parquet", images, [number % 2 for number in range(40)])
+
+
+Change = Callable[[Path], object]
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def rename(folder: Path) -> None:
+    (folder / "train/a/7.png").rename(folder / "train/a/00.png")
+
+
+# What is done to the data of rank 0 and of rank 1, and what is said of them; None: they are the same.
+HOSTS: dict[str, tuple[Change, Change, str | None]] = {
+    "same": (nothing, nothing, None),
+    "fewer": (
+        nothing,
+        lambda data: (data / "train/a/7.png").unlink(),
+        r"the number of training samples is 23 for rank 1 on \S+, and 24 for rank 0 on \S+",
+    ),
+    "fewer to test on": (nothing, lambda data: (data / "val/c/0.png").unlink(), "number of test samples is 11"),
+    "renamed": (nothing, rename, "names or the order"),
+    "another class": (
+        nothing,
+        lambda data: [(data / s / "b").rename(data / s / "bb") for s in ("train", "val")],
+        "names",
+    ),
+    "repainted": (nothing, repaint, "the sizes of the training files differ"),
+    "packed": (nothing, pack_it, "the format is pack for rank 1"),
+    "packed from others": (pack_it, pack_others, "the contents of the training samples"),
+    "other pixels": (
+        mnist,
+        lambda data: mnist(data, "train-images-idx3-ubyte"),
+        "the contents of the training samples differ between rank 1",
+    ),
+    "other labels": (mnist, lambda data: mnist(data, "t10k-labels-idx1-ubyte"), "the labels of the test samples"),
+    "tars": (lambda data: tars(data, 40), lambda data: tars(data, 41), "the sizes of the training files"),
+    "parquet": (lambda data: parquet(data, 40), lambda data: parquet(data, 41), "the sizes of the training files"),
+}
+
+
+def train_on_hosts(folder: Path) -> dict[str, str]:
+    """What is said where the same path leads to other files, as on another host."""
+    said, before = {}, Path.cwd()
+    for name, (*_, words) in HOSTS.items():
+        os.chdir(folder / name / f"host-{os.environ['RANK']}")
+        try:
+            if words is None:
+                train_here(Path("data"), folder / name / "run", PICTURES)
+            else:
+                (said[name],) = refusals(Path("data"), folder / name / "run", [PICTURES])
+        finally:
+            os.chdir(before)
+    return said
+
+
+def test_other_data_on_another_host_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    data = write_pictures(tmp_path / "data")
+    for name, (*changes, _) in HOSTS.items():
+        for rank, change in enumerate(changes):
+            change(shutil.copytree(data, tmp_path / name / f"host-{rank}" / "data"))
+    first, second = run_ranks(train_on_hosts, 2, tmp_path, timeout=170)
+    assert first == second
+    for name, said in first.items():
+        assert re.search(f"^the data are not the same everywhere: .*{HOSTS[name][2]}.*: give all hosts the", said), said
+        assert not (tmp_path / name / "run").exists()
+
+
+RESUMED: dict[str, tuple[Change, str | None]] = {
+    "renamed": (rename, "names or the order .*changed"),
+    "repainted": (repaint, "the sizes of the training files have changed"),
+    "packed": (pack_it, None),
+    "mended": (lambda data: repaint(data, "train/a/0.png"), None),
+}
+
+
+def test_a_run_goes_on_with_the_same_data_or_not_at_all(tmp_path: Path) -> None:
+    data, out = write_pictures(tmp_path / "data"), tmp_path / "run"
+    train_here(data, out, PICTURES)
+    for name, (change, words) in RESUMED.items():
+        changed = shutil.copytree(data, tmp_path / name)
+        change(changed)
+        (out / "summary.json").unlink(missing_ok=True)
+        drop_checkpoints(out, -1)  # as at its beginning
+        (out / "weights.safetensors").unlink(missing_ok=True)
+        if words is None:
+            said = train_here(changed, out, PICTURES, resume=True).said
+            sentence = "1 of 36 files that were looked at have another size than when the run was begun"
+            assert (sentence in said) == (name == "mended"), said
+        else:
+            with pytest.raises(ConvoyError, match=rf"not those that {out} was begun on \(.*{words}"):
+                train_here(changed, out, PICTURES, resume=True)
+
+
+# Code
+
+
+@pytest.fixture(autouse=True)
+def _unchanged() -> Iterator[None]:
+    CHANGES.clear()
+    yield
+    CHANGES.clear()
+
+
+def written(**changes: Any) -> list[list[str]]:
+    CHANGES.clear()
+    CHANGES.update(changes)
+    model = Changing()
+    code = code_of(model, capture(model, [torch.empty(4, 1, 12, 12, device="meta")], True))
+    return json.loads(json.dumps(code))  # as a checkpoint gives it back
+
+
+def test_the_first_layer_that_differs_is_named() -> None:
+    for changes, words in (
+        ({"act": nn.ReLU}, "layer act was silu and is relu"),
+        ({"drop": 0.5}, "layer drop was dropout(p=0.1, training=True) and is dropout(p=0.5, training=True)"),
+        ({"eps": 1e-3}, "layer norm was batch_norm(training=True, momentum=0.1, eps=1e-05) and is batch_norm("),
+        ({"stride": 1}, "layer conv was conv2d((2, 2), (1, 1), (1, 1), 1) and is conv2d((1, 1), (1, 1), (1, 1), 1)"),
+        ({"scale": 2.0}, "the network itself, mul, takes other tensors than it took"),
+        ({"skip": True}, "conv2d((2, 2), (1, 1), (1, 1), 1) of layer conv comes where mean((2, 3)) of the network"),
+        ({"more": [torch.tanh]}, "the network itself was mul and is tanh"),
+    ):
+        assert difference(written(), written(**changes)).startswith(words)
+
+
+def test_what_computes_the_same_is_the_same_and_a_call_more_or_less_is_named() -> None:
+    one = written(more=[F.relu, lambda x: x + x, torch.square])
+    other = written(more=[lambda x: x.relu_(), lambda x: torch.add(x, x), lambda x: x.square()])
+    assert difference(one, other) == ""
+    code = written()
+    assert difference(code, code[:-1]) == "linear of layer head is gone"
+    assert difference(code[:-1], code) == "linear of layer head is new"
+
+
+@pytest.mark.parametrize("network", ["Changing", "Unseen"])
+def test_other_code_is_refused_and_an_option_goes_on(data: Path, tmp_path: Path, network: str) -> None:
+    out, longer, settings = tmp_path / "run", tmp_path / "longer", TWO | {"model.name": f"changing:{network}"}
+    trained(data, out, settings)
+    trained(data, out, settings, resume=True)
+    CHANGES["act"] = nn.ReLU
+    before = files(out)
+    changed = "layer act was silu and is relu" if network == "Changing" else r"layer act was SiLU\(\) and is ReLU\(\)"
+    with pytest.raises(ConvoyError, match=rf"another than at update 2 \({changed}\): .*--accept-code-change"):
+        trained(data, out, settings, resume=True)
+    assert files(out) == before
+    more = settings | {"extends": str(out), "epochs": "3ba"}
+    with pytest.raises(ConvoyError, match=changed):
+        trained(data, longer, more)
+    said = trained(data, longer, more, accept_code_change=True).said
+    (sentence,) = [each for each in said if each.startswith("from update 3 on with other code")]
+    assert sentence in summary(longer)["notes"]
+    assert not any("other code" in each for each in trained(data, longer, more, resume=True).said)
+
+
+def test_whoever_uses_a_run_by_other_code_is_told(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    trained(data, out, TWO | {"model.name": "changing:Changing"})
+    with as_before():
+        assert main(["eval", str(out), "--device", "cpu"]) == 0
+        assert "another than" not in capsys.readouterr().err  # and no warning, which would be an error here
+        before = (out / "evaluation.json").read_bytes()
+        CHANGES["act"] = nn.ReLU
+        assert main(["eval", str(out), "--device", "cpu"]) == 0
+        assert main(["eval", str(out), "--checkpoint", "2", "--device", "cpu"]) == 0
+        assert capsys.readouterr().err.count(f"another than that which trained {out} (layer act was") == 2
+        assert (out / "evaluation.json").read_bytes() == before
+        with pytest.warns(UserWarning, match="its results are others"):
+            load_run(out)
+        (out / "weights.safetensors").unlink()  # the run is not finished
+        assert main(["train", str(out), "--resume", "--device", "cpu"]) == 2
+        assert "layer act was silu and is relu" in capsys.readouterr().err
+        assert main(["train", str(out), "--resume", "--device", "cpu", "--accept-code-change"]) == 0
+    sentence = "from update 3 on with other code: layer act was silu and is relu"
+    assert sentence in capsys.readouterr().out and sentence in (out / "report.html").read_text()
+
+
+def test_checkpoints_of_before_go_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, settings = tmp_path / "run", TWO | {"model.name": "changing:Changing"}
+    with monkeypatch.context() as patch:
+        patch.setattr("convoy.training.set_up.code_of", lambda *of: None)
+        trained(data, out, settings)
+    CHANGES["act"] = nn.ReLU
+    (out / "weights.safetensors").unlink()
+    assert any("going on after 2 of 2 updates" in each for each in trained(data, out, settings, resume=True).said)
+
+
+def test_it_is_the_same_on_every_plan(data: Path, tmp_path: Path) -> None:
+    settings = {"epochs": "4ba", "checkpoint.every": "1ba", "parallel.plan": "filter=2"}
+    run_ranks(train_until, 2, data, tmp_path / "run", settings, 2)
+    for plan, world in (("stage=2", 2), ("serial", 1)):
+        ended = run_ranks(train_here, world, data, tmp_path / "run", settings | {"parallel.plan": plan}, True)
+        assert ended[0].said[0].startswith("going on after")

@@ -1,0 +1,426 @@
+"""The plan is no part of the experiment: runs on several devices are those of one, and mistakes in that are noticed."""
+
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
+from convoy.ops.postponed import PostponedGradients
+from convoy.plans.plan import Plan
+from convoy.training import RunDirectory, division, set_up
+from convoy.training import checkpoint_interval as when
+from convoy.training.checkpoint_interval import Young
+from convoy.training.division import Division
+from convoy.training.environment import join_ranks
+from convoy.training.input import InputPipeline
+from convoy.training.parallel import Method
+from ranks import run_ranks
+from tiny import TinyDouble
+from training.scenarios import Settings, drop_checkpoints, refusals, store_of, summary
+from whole_runs import Ended, as_before, train_here, train_until
+
+BITS = {"reproducible": "true", "epochs": "3ba"}
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def serial(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return run_ranks(train_here, 1, data, tmp_path_factory.mktemp("serial") / "run", BITS)[0]
+
+
+@pytest.fixture(scope="module")
+def divided(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Filters add up otherwise than one device does: the same bits on any sample axis beside them."""
+    settings = BITS | {"parallel.plan": "filter=2"}
+    return run_ranks(train_here, 2, data, tmp_path_factory.mktemp("divided") / "run", settings)[0]
+
+
+def on_plan(data: Path, out: Path, plan: str, settings: Settings) -> list[Ended]:
+    world = 1 if plan == "serial" else Plan.parse(plan).mesh.num_devices
+    return run_ranks(train_here, world, data, out, settings | {"parallel.plan": plan}, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("plan", "more"),
+    [
+        ("serial", {"recompute": "true"}),
+        ("sample=2", {"recompute": "true"}),
+        ("sample=3", {"parallel.shares": "[1,6,1]"}),
+        pytest.param("sample=8", {}, marks=slow),
+        ("stage=2", {"recompute": "true"}),
+        pytest.param("stage=2", {"parallel.schedule": "gpipe"}, marks=slow),
+        pytest.param("stage=3", {}, marks=slow),
+        ("stage=2,sample=2", {"parallel.shares": "[3,1]"}),
+        ("sample=2,filter=2", {"parallel.shares": "[3,1]"}),
+    ],
+)
+def test_reproducible_weights_are_those_of_one_device_bit_for_bit(
+    data: Path, tmp_path: Path, serial: Ended, divided: Ended, plan: str, more: Settings
+) -> None:
+    want = divided if "filter" in plan else serial
+    for found in on_plan(data, tmp_path / "run", plan, BITS | more):
+        assert (found.digest, found.curve) == (want.digest, want.curve)
+
+
+def _without_the_tree(data: Path, out: Path) -> Ended:
+    """Each microbatch by itself, but the gradients in the order of the backend's all-reduce."""
+    with as_before() as patch:
+        patch.setattr(set_up, "method_of", lambda recipe: Method())
+        return train_here(data, out, BITS)
+
+
+def _from_even_places(data: Path, out: Path) -> Ended:
+    """Each part has as many microbatches as its share says, but from where it would begin if all were alike."""
+
+    def microbatches(self: Division, rank: int) -> range:
+        start = rank * len(self.sizes) // len(self.counts)
+        return range(start, start + self.counts[rank])
+
+    with as_before() as patch:
+        patch.setattr(Division, "microbatches", microbatches)
+        return train_here(data, out, BITS | {"parallel.shares": "[3,1]"})
+
+
+@pytest.mark.parametrize("sabotage", [_without_the_tree, _from_even_places])
+def test_other_additions_and_other_parts_would_be_noticed(
+    data: Path, tmp_path: Path, serial: Ended, sabotage: Any
+) -> None:
+    assert run_ranks(sabotage, 2, data, tmp_path / "run")[0].digest != serial.digest
+
+
+COUPLED = "mean in the network itself computes with several samples at once"
+INEXACT = {
+    "TinyCounting": (BITS, "changes passes by itself"),
+    "TinyWeighed": (BITS, "weights of tiny:TinyWeighed are computed from others"),
+    "TinyTracking": ({}, "instance_norm in layer norm computes with several samples at once"),
+    **{f"Tiny{name}": ({}, COUPLED) for name in ("Coupled", "Asleep", "Drawing", "Training")},
+}
+
+
+def test_what_samples_cannot_divide_exactly_is_refused_by_name(data: Path, tmp_path: Path) -> None:
+    cases = [{"epochs": "3ba", "model.name": f"tiny:{name}"} | settings for name, (settings, _) in INEXACT.items()]
+    first, second = run_ranks(refusals, 2, data, tmp_path / "run", cases)
+    assert first == second
+    for sentence, (_, words) in zip(first, INEXACT.values(), strict=True):
+        assert words in sentence, sentence
+
+
+@pytest.mark.parametrize(
+    ("model", "plans", "more"),
+    [
+        ("TinyStatless", ["sample=2", "stage=2"], BITS),
+        ("TinyByHand", ["sample=2"], BITS),
+        ("TinyFrozen", ["sample=2"], BITS),
+        ("TinyByHand", ["stage=2"], {}),
+        ("TinyLazy", ["sample=2", "stage=2"], {}),
+        ("TinyWeighed", ["sample=2", "stage=2"], {}),
+        ("tiny_wrapped", ["sample=2"], {}),
+        pytest.param("tiny_wrapped", ["stage=2"], {}, marks=slow),
+        pytest.param("TinyDepth", ["sample=2"], {}, marks=slow),
+        *[pytest.param(f"Tiny{n}", ["filter=2"], {}, marks=slow) for n in ("Tracking", "Coupled", "Drawing")],
+    ],
+)
+def test_networks_as_people_have_them_train_as_on_one_device(
+    data: Path, tmp_path: Path, model: str, plans: list[str], more: Settings
+) -> None:
+    settings = {"epochs": "4ba", "evaluate_every": "2ba", "optimizer.lr": "0.01", "model.name": f"tiny:{model}"} | more
+    (want,) = on_plan(data, tmp_path / "serial", "serial", settings)
+    weights = load_file(tmp_path / "serial" / "weights.safetensors")
+    assert "module" not in " ".join(weights)  # as the network itself calls them
+    assert model != "TinyFrozen" or not weights["norm.running_mean"].any()
+    for plan in plans:
+        found = on_plan(data, tmp_path / plan, plan, settings)[0]
+        assert found.curve == pytest.approx(want.curve, rel=1e-5 if model != "TinyDrawing" else 1e-4), plan
+        assert more != BITS or found.digest == want.digest
+        other = load_file(tmp_path / plan / "weights.safetensors")
+        for name, tensor in weights.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+# Devices that come and go
+
+CRASHES = {
+    "ranks": [("sample=4", 5), ("sample=3", 8), ("sample=2", 13), ("sample=4", None)],
+    "stages": [("stage=2,sample=2", 5), ("sample=2", 8), ("stage=3", 11), ("stage=2", None)],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("stages", "true"), pytest.param("ranks", "true", marks=slow), ("ranks", "false")]
+)
+def test_devices_come_and_go_after_crashes_between_checkpoints(
+    data: Path, tmp_path: Path, kind: str, bits: str
+) -> None:
+    settings = {"epochs": "16ba", "checkpoint.every": "2ba", "evaluate_every": "5ba", "reproducible": bits}
+    (want,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    out = tmp_path / "run"
+    for plan, after in CRASHES[kind]:
+        world = Plan.parse(plan).mesh.num_devices
+        ended = run_ranks(train_until, world, data, out, settings | {"parallel.plan": plan}, after)[0]
+    assert ended is not None
+    going_on = re.match(r"going on after (\d+) of 16 updates", ended.said[0])
+    assert going_on is not None
+    assert 6 <= int(going_on[1]) <= 12  # the checkpoint on its way when the ranks were gone may be lost
+    if bits == "true":
+        assert (ended.digest, ended.curve) == (want.digest, want.curve)
+    assert ended.curve == pytest.approx(want.curve, rel=1e-4)
+    if kind == "stages":
+        run, found = RunDirectory(out), RunDirectory(out).summary()
+        (begins,) = Plan.parse(run.plan).stages[1:]
+        assert [one["layer"] for one in found["stages"]] == [found["stages"][0]["layer"], begins]
+        assert any(f", stage 2 from {begins}; " in note and "1f1b, stages wait" in note for note in found["notes"])
+        assert any((one["name"], one["value"]) == ("schedule", "1f1b") for one in found["derived"])
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", *(pytest.param(name, marks=slow) for name in ("lars", "adamw"))])
+def test_optimizers_see_whole_tensors_of_other_stages(data: Path, tmp_path: Path, optimizer: str) -> None:
+    settings = BITS | {"optimizer.name": optimizer, "optimizer.lr": "0.01", "ema.decay": "0.9"}
+    (want,) = on_plan(data, tmp_path / "serial", "serial", settings)
+    found = on_plan(data, tmp_path / "run", "stage=2,sample=2", settings)[0]
+    assert (found.digest, found.curve) == (want.digest, want.curve)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=slow)])
+def test_other_ranks_go_on_from_what_four_wrote_each_a_share(data: Path, tmp_path: Path, world: int) -> None:
+    settings = {"epochs": "8ba", "reproducible": "true", "checkpoint.every": "3ba", "checkpoint.keep": "9"}
+    whole = run_ranks(train_here, 4, data, tmp_path / "whole", settings, timeout=120)[0]
+    parts = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    drop_checkpoints(parts, 3)
+    resumed = run_ranks(train_here, world, data, parts, settings, True, timeout=120)[0]
+    assert (resumed.digest, resumed.curve) == (whole.digest, whole.curve)
+    assert [len(list((store_of(parts).place(step) / "state").iterdir())) for step in (3, 6)] == [4, world]
+
+
+OFTEN = {"checkpoint.every": "auto", "checkpoint.mtbf": "0.01s", "checkpoint.keep": "99"}
+
+
+def test_how_often_the_clock_has_a_reproducible_run_save_changes_no_bit(data: Path, tmp_path: Path) -> None:
+    shared = {"epochs": "24ba", "reproducible": "true", "ema.decay": "0.9", "evaluate_every": "4ba"}
+    (never,) = run_ranks(train_here, 1, data, tmp_path / "never", shared | {"checkpoint.every": "1000ba"})
+    often = run_ranks(train_here, 2, data, tmp_path / "often", shared | OFTEN)
+    assert [(each.digest, each.curve) for each in often] == [(never.digest, never.curve)] * 2
+    saved = store_of(tmp_path / "often").steps()
+    assert len(saved) > max(3, len(store_of(tmp_path / "never").steps()))
+    said = [sentence for sentence in often[0].said if sentence.startswith("checkpoint every")]
+    assert "Young 1974; at most" in said[0]
+    found = summary(tmp_path / "often")
+    assert [note for note in found["notes"] if note.startswith("checkpoint every")] == said[-1:]
+    counts = found["checkpoints"]
+    assert counts["written"] >= len(saved) and counts["failed"] == 0
+    assert counts["waited_s"] >= counts["longest_wait_s"] > 0
+    assert any(f"{counts['written']} checkpoints written" in sentence for sentence in often[0].said)
+
+
+# What is approximate, and called so
+
+
+def apart(a: Ended, b: Ended) -> float:
+    return max(abs(x - y) / y for x, y in zip(a.curve, b.curve, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "least"),
+    [
+        ({"parallel.gradient_compression": "bf16"}, "gradients are sent in bf16", 1e-5),
+        pytest.param({"parallel.local_sgd": "3"}, "local SGD averages the weights every 3 updates", 1e-3, marks=slow),
+    ],
+    ids=["bf16", "local-sgd"],
+)
+def test_an_approximate_run_is_called_so_and_is_near(
+    data: Path, tmp_path: Path, settings: Settings, words: str, least: float
+) -> None:
+    shared = {"epochs": "6ba", "optimizer.lr": "0.02"}
+    serial, exact = (on_plan(data, tmp_path / plan, plan, shared)[0] for plan in ("serial", "sample=2"))
+    found = on_plan(data, tmp_path / "run", "sample=2", shared | settings)
+    assert found[0].digest == found[1].digest
+    assert f"approximate: {words}, so the result differs from that of one device" in found[0].said
+    assert summary(tmp_path / "run")["approximate"] == words
+    assert not any("approximate" in sentence for sentence in exact.said)
+    assert apart(exact, serial) < 1e-5
+    assert least < apart(found[0], serial) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("plan", "where"), [("serial", "on one device"), ("stage=2", "with a device for each stage")], ids=["one", "stages"]
+)
+def test_where_nothing_is_exchanged_nothing_is_approximate(data: Path, tmp_path: Path, plan: str, where: str) -> None:
+    exact = on_plan(data, tmp_path / "exact", plan, {"epochs": "3ba"})[0]
+    found = on_plan(data, tmp_path / "run", plan, {"epochs": "3ba", "parallel.local_sgd": "2"})[0]
+    assert found.digest == exact.digest
+    assert f"no approximation {where}, although the recipe says: local SGD" in "\n".join(found.said)
+    assert summary(tmp_path / "run")["approximate"] is None
+
+
+@slow
+@pytest.mark.parametrize("plan", ["sample=2", "sample=2,filter=2"])
+def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path, tmp_path: Path, plan: str) -> None:
+    settings = {"parallel.local_sgd": "2", "optimizer.lr": "0.02", "epochs": "7ba"}
+    settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9", "parallel.plan": plan}
+    world = Plan.parse(plan).mesh.num_devices
+    ended = {"whole": run_ranks(train_here, world, data, tmp_path / "whole", settings, timeout=120)[0]}
+    for name in ("parts", "control"):
+        drop_checkpoints(shutil.copytree(tmp_path / "whole", tmp_path / name), 3)
+        if name == "control":
+            checkpoint = store_of(tmp_path / name).load(3)
+            second = [key for key in checkpoint.tensors if key.startswith("optimizer-1.")]
+            assert second
+            for key in second:
+                del checkpoint.tensors[key]
+            store_of(tmp_path / name).save(checkpoint)
+        ended[name] = run_ranks(train_here, world, data, tmp_path / name, settings, True, timeout=120)[0]
+    assert ended["parts"] == Ended(ended["whole"].digest, ended["whole"].curve, ended["parts"].said)
+    assert ended["control"].digest != ended["whole"].digest
+
+
+def _saved_by_the_clock(data: Path, out: Path, settings: Settings, at_any_update: bool = False) -> Ended:
+    with as_before() as patch:
+        patch.setattr(when, "FIRST_UPDATES", 3)
+        if at_any_update:
+            patch.setattr("convoy.training.loop.Young", lambda mtbf, multiple: Young(mtbf))
+        return train_here(data, out, {"epochs": "19ba", "parallel.local_sgd": "4"} | settings)
+
+
+@slow
+def test_local_sgd_is_saved_where_its_weights_are_averaged_anyway(data: Path, tmp_path: Path) -> None:
+    seldom = {"evaluate_every": "1000ba", "checkpoint.every": "1000ba"}
+    never = run_ranks(_saved_by_the_clock, 3, data, tmp_path / "never", seldom)[0]
+    often = run_ranks(_saved_by_the_clock, 3, data, tmp_path / "often", seldom | OFTEN)[0]
+    assert often.digest == never.digest
+
+    def saved_at_any_update(attempt: int) -> str:
+        out = tmp_path / f"control-{attempt}"
+        return run_ranks(_saved_by_the_clock, 3, data, out, seldom | OFTEN, True)[0].digest
+
+    assert any(saved_at_any_update(attempt) != never.digest for attempt in range(4))  # the clock says when
+
+
+# Devices that are not equally fast
+
+
+def _with_a_slow_rank(data: Path, out: Path, settings: Settings, seconds: float) -> Ended:
+    """Rank 1 has a slow way to its pictures."""
+    with as_before() as patch:
+        patch.setattr(division, "STRETCH_S", 0.0)
+        prepare, rank = InputPipeline.__call__, join_ranks()[0].rank
+
+        def late(self: InputPipeline, *args: Any) -> object:
+            time.sleep(seconds * rank)
+            return prepare(self, *args)
+
+        patch.setattr(InputPipeline, "__call__", late)
+        return train_here(data, out, settings)
+
+
+def test_a_slow_rank_is_named_in_the_log(data: Path, tmp_path: Path) -> None:
+    first, *_ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", {"epochs": "50ba", "log_every": "10ba"}, 0.02)
+    assert any(sentence.startswith("rank 1 on host ") and " is slow: " in sentence for sentence in first.said)
+
+
+@slow
+@pytest.mark.parametrize("reproducible", ["true", "false"])
+def test_measured_shares_change_no_number(data: Path, tmp_path: Path, reproducible: str) -> None:
+    settings = {"epochs": "10ba", "reproducible": reproducible}
+    (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    settings |= {"parallel.shares": "auto"}
+    found, _ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", settings, 0.1, timeout=120)
+    (sentence,) = {sentence for sentence in found.said if sentence.startswith("shares ")}
+    assert "of 8 microbatches from update 8 on, by measured times of" in sentence
+    assert int(sentence.split()[1].partition(",")[0]) > 4, sentence
+    assert not any("approximate" in each for each in found.said)
+    assert apart(found, serial) < 1e-4
+    assert (found.digest == serial.digest) == (reproducible == "true")
+
+
+# The schedule zero-bubble, in float64
+
+ALL = {"ema.decay": "0.9", "optimizer.name": "lars", "optimizer.lr": "0.5", "clip_norm": "0.05"}
+DOUBLE = {"model.name": "tiny:TinyDouble", "epochs": "6ba"}
+
+
+def distance(one: Path, other: Path) -> float:
+    """The largest of any tensor of the weights that are delivered, as a part of its largest element."""
+    have, want = (load_file(run / "weights.safetensors") for run in (one, other))
+    assert have.keys() == want.keys()
+    assert any(tensor.dtype == torch.float64 for tensor in want.values())
+    return max(float((have[n] - want[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)) for n in want)
+
+
+def _without_weights_of_the_last_pass(*given: Any) -> Ended:
+    with as_before() as patch:
+        compute = PostponedGradients.compute
+        patch.setattr(PostponedGradients, "compute", lambda self, last: compute(self, min(last, 2)))
+        return train_here(*given)
+
+
+@pytest.mark.parametrize(
+    ("plan", "features"),
+    [("stage=2", ALL), pytest.param("stage=2,sample=2", ALL, marks=slow), ("stage=2", {"microbatch": "2"})],
+)
+def test_zero_bubble_trains_and_goes_on_as_one_device_does(
+    data: Path, tmp_path: Path, plan: str, features: Settings
+) -> None:
+    settings, world = DOUBLE | features | {"checkpoint.every": "2ba"}, Plan.parse(plan).mesh.num_devices
+    (want,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    settings |= {"parallel.plan": plan, "parallel.schedule": "zero-bubble"}
+    assert run_ranks(train_until, world, data, tmp_path / "run", settings, 5) == [None] * world
+    for found in run_ranks(train_until, world, data, tmp_path / "run", settings, None):
+        assert found.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
+    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
+    assert any("zero-bubble, stages wait about" in note for note in summary(tmp_path / "run")["notes"])
+    run_ranks(_without_weights_of_the_last_pass, world, data, tmp_path / "wrong", settings)
+    assert distance(tmp_path / "wrong", tmp_path / "serial") > 1e-6
+
+
+class Wide(TinyDouble):
+    """Has a weight that is worth dividing."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.head = nn.Sequential(nn.Linear(8 * 49, 300), nn.ReLU(), nn.Linear(300, num_classes)).double()
+
+
+SABOTAGES: dict[str, tuple[Any, str, Any]] = {
+    "nobody gets what others have updated": (sharded, "start_gather", lambda elements, group: Mock()),
+    "a checkpoint's state is not taken over": (ShardedOptimizer, "load_state_dict", lambda self, state: None),
+    "the norm is of whatever lies in .grad": (GradientReducer, "own_gradients", lambda self: {}),
+}
+
+
+def _sharing(data: Path, out: Path, settings: Settings, after: int | None, sabotage: str) -> list[float] | None:
+    """A run whose optimizer's state is divided over the ranks, however small it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "_WORTH", 1)
+        steps, step = [], ShardedOptimizer.step
+        patch.setattr(ShardedOptimizer, "step", lambda self: (steps.append(1), step(self))[1])
+        if sabotage:
+            patch.setattr(*SABOTAGES[sabotage])
+        ended = train_until(data, out, settings, after)
+    assert steps
+    return ended and ended.curve
+
+
+@pytest.mark.parametrize("sabotage", ["", *SABOTAGES])
+def test_an_optimizer_that_is_divided_trains_and_goes_on_as_a_whole_one(
+    data: Path, tmp_path: Path, sabotage: str
+) -> None:
+    settings = {"model.name": "training.test_devices:Wide", "epochs": "6ba", "checkpoint.every": "2ba"}
+    settings |= {"optimizer.name": "adamw", "optimizer.lr": "0.01", "clip_norm": "0.05"}
+    run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    for after in (5, None):
+        run_ranks(_sharing, 2, data, tmp_path / "run", settings, after, sabotage)
+    if sabotage:
+        assert distance(tmp_path / "run", tmp_path / "serial") > 1e-6
+        return
+    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
+    drop_checkpoints(tmp_path / "run", 4)  # its state goes on as a whole one
+    (tmp_path / "run" / "weights.safetensors").unlink()
+    run_ranks(train_here, 1, data, tmp_path / "run", settings, True)
+    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9

@@ -1,0 +1,391 @@
+"""Runs that fail: the summary says why, nothing that is not finite is kept, and they go on from there."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.errors import ConvoyError, MachineError, TooLargeError
+from convoy.training import RunDirectory, finite
+from convoy.training.environment import join_ranks
+from convoy.training.evaluate import EvaluationTally
+from convoy.training.finite import Origin
+from convoy.training.loop import Loop
+from convoy.training.session import Session
+from convoy.training.step import TrainingStep
+from convoy.training.summary import Witness, briefly
+from ranks import run_ranks
+from tiny import NUM_TEST
+from training.scenarios import Settings, digest, lines, refusals, store_of, summary, trained
+from whole_runs import Ended, as_before, train_here
+
+EIGHT = {"epochs": "8ba", "checkpoint.every": "2ba", "reproducible": "true"}
+running = sys.modules["convoy.training.run"]
+
+
+def stands(out: Path) -> tuple[Any, Any, Any]:
+    found = summary(out)
+    return found["status"], found["error"], found["steps"]
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    trained(data, out, EIGHT)
+    return out
+
+
+ERRORS = [
+    (KeyboardInterrupt(), "interrupted"),
+    (RuntimeError("first line\nsecond line"), "RuntimeError: first line"),
+    (ConvoyError("7.png cannot be read: mend it"), "7.png cannot be read: mend it"),
+    (KeyError("the odd key"), "KeyError: 'the odd key'"),
+]
+
+
+def test_an_error_is_in_the_summary_and_the_run_goes_on(data: Path, tmp_path: Path, whole: Path) -> None:
+    for number, (error, said) in enumerate(ERRORS):
+        out = tmp_path / str(number)
+        with pytest.raises(type(error)) as caught:
+            trained(data, out, EIGHT, fails=error)
+        assert caught.value is error
+        status, sentence, step = stands(out)
+        assert (status, step) == ("failed", 5)
+        place = r" \(scenarios\.py, line \d+, in failing\)"  # where the error lies, but for a user's mistake
+        assert re.fullmatch(f"{re.escape(said)}({place})?", sentence)
+        assert ("in failing" in sentence) == isinstance(error, KeyError | RuntimeError)
+    # The checkpoint after 4 updates may still have been on its way.
+    said = trained(data, out, EIGHT, resume=True).said
+    assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(said)
+    assert stands(out) == ("finished", None, 8) and digest(out) == digest(whole)
+
+
+def test_a_full_disk_is_in_the_summary_as_it_is_printed(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConvoyError, match=r"No space left on device.*go on with --resume") as caught:
+        trained(data, tmp_path / "run", EIGHT, fails=OSError(errno.ENOSPC, "No space left on device"))
+    assert stands(tmp_path / "run") == ("failed", str(caught.value), 5)
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_one_that_cannot_go_on_says_why(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, settings = tmp_path / "run", {"epochs": "8ba", "checkpoint.every": "7ba", "evaluate_every": "8ba"}
+    with pytest.raises(KeyError):
+        trained(data, out, settings, fails=KeyError("odd"))
+
+    def fail(self: Loop) -> None:
+        raise RuntimeError("odd tensors")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="odd tensors"):
+        patch.setattr(Loop, "resume", fail)
+        trained(data, out, settings, resume=True)
+    assert stands(out)[0] == "failed" and stands(out)[1].startswith("RuntimeError: odd tensors (test_failures.py")
+    said = trained(data, out, settings, resume=True).said
+    assert "going on after 0 of 8 updates: no checkpoint was written before" in said
+    assert stands(out) == ("finished", None, 8)
+
+
+def test_checkpoints_that_are_all_damaged_are_in_the_summary(data: Path, tmp_path: Path, whole: Path) -> None:
+    finished, failed = shutil.copytree(whole, tmp_path / "finished"), tmp_path / "failed"
+    with pytest.raises(ConvoyError, match="odd"):  # for which a checkpoint that is being written is awaited
+        trained(data, failed, EIGHT, fails=ConvoyError("odd"))
+    for out in (finished, failed):
+        for step in store_of(out).steps():
+            shutil.rmtree(store_of(out).place(step) / "state")
+        with pytest.raises(ConvoyError, match="can be used"):
+            trained(data, out, EIGHT, resume=True)
+    assert stands(finished) == ("finished", None, 8)
+    assert stands(failed)[0] == "failed" and "can be used" in stands(failed)[1]
+
+
+def test_who_looks_on_notes_what_killed_ranks_cannot(tmp_path: Path) -> None:
+    out = RunDirectory(tmp_path)
+
+    def write(status: str, steps: int) -> None:
+        (tmp_path / "new").write_text(json.dumps({"status": status, "error": None, "steps": steps}))
+        (tmp_path / "new").replace(out.summary_file)
+
+    write("running", 3)
+    witness = Witness(out)
+    witness.note("rank 0 failed: it was killed")  # before they have begun
+    assert stands(tmp_path) == ("running", None, 3)
+    write("running", 7)
+    with out.lock():
+        witness.note("rank 0 failed: it was killed")  # another process goes on already
+    assert stands(tmp_path) == ("running", None, 7)
+    witness.note("rank 0 failed: it was killed")
+    assert stands(tmp_path) == ("failed", "rank 0 failed: it was killed", 7)
+    for status in ("stopped", "finished"):  # all is saved by then
+        write(status, 8)
+        witness.note("rank 0 failed: it was killed")
+        assert stands(tmp_path) == (status, None, 8)
+
+
+def test_what_cannot_be_written_does_not_keep_the_run_from_its_end() -> None:
+    never = threading.Event()
+    briefly(never.wait, 0.05)  # type: ignore[arg-type]
+
+    def fail() -> None:
+        raise RuntimeError("changed while it was written")
+
+    briefly(fail)
+    never.set()
+
+
+# Numbers that are not finite
+
+SKIP = {"model.name": "unfinite:Unfinite", "reproducible": "true", "epochs": "16ba", "on_nan": "skip"}
+"""Updates 7 and 15 are not finite."""
+
+
+@pytest.fixture(scope="module")
+def one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    out = tmp_path_factory.mktemp("unfinite") / "run"
+    return out, run_ranks(train_here, 1, data, out, SKIP)[0]
+
+
+def test_what_is_not_finite_is_left_out_alike_on_several_devices(
+    data: Path, tmp_path: Path, one: tuple[Path, Ended]
+) -> None:
+    out, serial = one
+    told = [sentence for sentence in serial.said if "left out" in sentence and "(" not in sentence]
+    assert told[0] == "the loss is nan in update 7, first in the output of layer odd: left out, with 1 so far"
+    assert told[1].startswith("the loss is nan in update 15, ")
+    counted = {step: (loss, number) for step, loss, number in lines(out, "step", "loss", "left_out", split="train")}
+    assert {step for step, (loss, _) in counted.items() if loss is None} == {7, 15} and counted[7][1] == 1
+    assert all(number is None for step, (_, number) in counted.items() if step not in (7, 15))
+    assert summary(out)["left_out"] == 2
+    for found in run_ranks(train_here, 3, data, tmp_path / "run", SKIP):
+        assert (found.digest, found.curve) == (serial.digest, serial.curve)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"ema.decay": "0.9"}, {"reproducible": "false"}])
+def test_averages_and_merged_microbatches_leave_it_out_too(data: Path, tmp_path: Path, settings: Settings) -> None:
+    want, have = (run_ranks(train_here, num, data, tmp_path / f"{num}", SKIP | settings)[0] for num in (1, 3))
+    assert "reproducible" in settings or want.digest == have.digest
+    known = [[loss for loss in each.curve if loss is not None] for each in (want, have)]
+    assert known[1] == pytest.approx(known[0], rel=1e-4)
+
+
+def _without_putting_back(data: Path, out: Path) -> Ended:
+    """The running statistics keep what a bad update has put in."""
+    with as_before() as patch:
+        patch.setattr(finite.FiniteGuard, "restore", lambda self: None)
+        return train_here(data, out, SKIP)
+
+
+def test_buffers_that_kept_a_bad_update_would_be_noticed(data: Path, tmp_path: Path, one: tuple[Path, Ended]) -> None:
+    (found,) = run_ranks(_without_putting_back, 1, data, tmp_path / "run")
+    assert found.digest != one[1].digest
+
+
+@pytest.mark.parametrize(("num", "plan"), [(1, "serial"), (2, "filter=2")])
+def test_the_end_says_where_it_began(data: Path, tmp_path: Path, num: int, plan: str) -> None:
+    settings = SKIP | {"on_nan": "stop", "checkpoint.every": "2ba", "log_every": "4ba", "parallel.plan": plan}
+    for (said,) in run_ranks(refusals, num, data, tmp_path / "run", [settings]):
+        assert said.startswith("the loss is nan in update 7, first in the output of layer odd")
+        assert (" on rank 0 on host " in said) == (num > 1)
+        assert said.endswith("(the newest checkpoint is of update 6)") and "(--set on_nan=skip)" in said
+    assert stands(tmp_path / "run")[:2] == ("failed", said)
+
+
+def test_no_checkpoint_holds_what_is_not_finite(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    diverging = {"optimizer.lr": "1e30", "schedule.warmup": "0ba", "checkpoint.every": "1ba", "log_every": "100ba"}
+    with pytest.raises(ConvoyError, match=r"the loss is nan in update 2, first in .* lower optimizer.lr"):
+        train_here(data, out := tmp_path / "diverging", diverging | {"epochs": "4ba"})
+    for step in store_of(out).steps():
+        tensors = store_of(out).load(step).tensors
+        assert step == 1 or all(tensor.isfinite().all() for tensor in tensors.values())
+    call = TrainingStep.__call__
+
+    def spoil(self: TrainingStep, batch: Any, update: int) -> Any:
+        result = call(self, batch, update)
+        if update == 3:  # the loss was fine, and the next one comes after the checkpoint
+            next(iter(self.network.model.parameters())).data.view(-1)[0] = float("inf")
+        return result
+
+    monkeypatch.setattr(running, "trace_back", lambda session, store, name, error, s: str(error))
+    with pytest.raises(ConvoyError, match="the loss became nan by update 2"):  # before the weights are looked at
+        train_here(data, tmp_path / "untraced", diverging | {"epochs": "4ba"})
+    monkeypatch.setattr(TrainingStep, "__call__", spoil)
+    with pytest.raises(ConvoyError, match=r"weights became infinite .* by update 4: .*update 2"):
+        train_here(data, tmp_path / "run", {"checkpoint.every": "2ba", "epochs": "8ba"})
+    assert store_of(tmp_path / "run").steps() == [2]
+
+
+class _Spoilt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+class Middle(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Spoilt.apply(x)
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_layer() -> None:
+    net, origin = nn.Sequential(nn.Linear(3, 3), Middle(), nn.Linear(3, 2)), Origin()
+    with origin.watching(net):
+        net(torch.ones(4, 3)).sum().backward()
+    assert str(origin.found) == "the gradient of layer 0"
+
+
+def test_a_run_whose_every_update_is_left_out_ends(data: Path, tmp_path: Path) -> None:
+    settings = SKIP | {"model.name": "tiny:TinyNet", "optimizer.lr": "1e30", "epochs": "60ba"}
+    assert "the 20th in a row to be left out: lower optimizer.lr" in refusals(data, tmp_path / "run", [settings])[0]
+
+
+# Memory and disk
+
+LACKS = "CUDA out of memory. Tried to allocate 98.00 MiB. GPU 0 has a total capacity of 7.91 GiB of which 3.50 MiB is "
+LACKS += "free."
+NEEDED = (
+    "it asked for 98.00 MiB where 3.50 MiB of 7.91 GiB were free; smaller microbatches, a plan over more devices or"
+)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "least", "where", "kind"),
+    [
+        (0, 1, "before the first update, layer head", TooLargeError),
+        (0, 20, "update 1, forward pass of layer head", TooLargeError),
+        (5, 20, "update 3, forward pass of layer aux", MachineError),  # it may go well again
+    ],
+)
+def test_memory_lacks(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int, least: int, where: str, kind: type
+) -> None:
+    """Linear layers lack it in training, from a number of passes on, of so many samples or more."""
+    before, passes = nn.Linear.forward, 0
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        nonlocal passes
+        passes += self.training and len(x) >= least
+        if self.training and len(x) >= least and passes > allowed:
+            raise torch.OutOfMemoryError(LACKS)
+        return before(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    with pytest.raises(ConvoyError) as caught:
+        train_here(data, tmp_path / "run", {"epochs": "4ba"})
+    assert type(caught.value) is kind
+    assert str(caught.value).startswith(f"the device ran out of memory ({where}): {NEEDED}")
+    if allowed or least > 1:
+        assert "ran out of memory" in (tmp_path / "run" / "summary.json").read_text()
+
+
+SMALL_DISK = """mount -t tmpfs -o size=$0k convoy-test "$1" && run=$1 && kept=$2 && shift 2 &&
+    { "$@"; status=$?; }; cp -r "$run" "$kept" && exit $status"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size_k", "options"), [(230, ["--devices", "2"]), (130, ["--set", "checkpoint.on_error=continue"])]
+)
+def test_on_a_full_disk_a_run_stops_or_goes_on_with_its_last_whole_checkpoint(
+    data: Path, tmp_path: Path, size_k: int, options: list[str]
+) -> None:
+    """A small file system in a mount namespace of its own; what there is in the end is copied from it."""
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    probe = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0"', str(tmp_path)]
+    if subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    settings = ["checkpoint.every=2ba", "checkpoint.keep=9", "log_every=1ba", "threads=1", "evaluate_every=1000ba"]
+    options += [part for each in settings for part in ("--set", each)]
+    options += ["--batch", "24", "--microbatches", "2", "--epochs", "16ba", "--data", str(data)]
+    command = [sys.executable, "-m", "convoy", "train", "tiny:TinyNet", "--out", str(disk / "run"), *options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    arguments = ["unshare", "--mount", "sh", "-c", SMALL_DISK, str(size_k), str(disk), str(kept), *command]
+    found = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=150)
+    assert found.returncode == 2 and "Traceback" not in found.stderr + found.stdout, found.stderr
+    (sentence,) = [line for line in found.stderr.splitlines() if line.startswith("convoy: ")]
+    store = store_of(kept / "run")
+    newest = store.steps()[-1]
+    assert store.load(newest).step == newest < 16 and "No space left on device" in sentence
+    if size_k == 230:
+        assert f"could not be written to {disk}/run/checkpoints" in sentence
+        assert f"the newest whole one is of update {newest}" in sentence and not list(store.folder.glob(".*"))
+    else:
+        assert "the run goes on" in found.stdout and "cannot write to" in sentence
+        assert "the checkpoint of update 16 could not be written" in found.stdout
+
+
+# Signals during an evaluation
+
+EVALUATED = {"epochs": "6ba", "evaluate_every": "2ba", "checkpoint.every": "100ba", "reproducible": "true"}
+
+
+def signalled(data: Path, out: Path, stops: list[int | None]) -> list[tuple[str | None, int, int]]:
+    """Trainings one after the other, with a signal to the last rank in such a batch of all evaluations.
+
+    Returns:
+        The signal, the updates done, and batches that were evaluated.
+    """
+    ranks, _ = join_ranks()
+    add, found, counts = EvaluationTally.add, list[tuple[str | None, int, int]](), list[int]()
+
+    def counted(self: EvaluationTally, *args: Any) -> None:
+        counts[-1] += 1
+        if counts[-1] == stops[len(counts) - 1] and ranks.rank == ranks.num - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EvaluationTally, "add", counted)
+        patch.setattr(Session, "evaluation_batch", lambda self: 5)
+        for _ in stops:
+            counts.append(0)
+            outcome = trained(data, out, EVALUATED, resume=True).outcome
+            found.append((outcome.signal, outcome.steps, counts[-1]))
+    return found
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_an_evaluation_that_a_signal_breaks_off_is_done_anew(data: Path, tmp_path: Path, num: int) -> None:
+    whole, parts, each = tmp_path / "whole", tmp_path / "parts", NUM_TEST // 5 // num
+    assert run_ranks(signalled, num, data, whole, [None]) == [[(None, 6, 3 * each)]] * num
+
+    for found in run_ranks(signalled, num, data, parts, [1, 1, each + 1]):
+        for (name, done, count), (stop_at, steps) in zip(found, [(1, 2), (1, 2), (each + 1, 4)], strict=True):
+            assert (name, done) == ("SIGTERM", steps) and stop_at <= count < stop_at + each - 1
+    assert 4 not in [step for (step,) in lines(parts, "step", split="test")]
+    assert not (parts / "weights.safetensors").exists()
+    run_ranks(signalled, num, data, parts, [None])
+    assert lines(parts) == lines(whole) and digest(parts) == digest(whole)
+
+
+def test_without_the_note_in_the_checkpoint_it_would_be_missing(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert signalled(data, out, [1])[0][:2] == ("SIGTERM", 2)
+    checkpoint = store_of(out).load(2)
+    assert checkpoint.values["loop"]["progress"]["to_evaluate"] is True
+    checkpoint.values["loop"]["progress"]["to_evaluate"] = False
+    store_of(out).save(checkpoint)
+    signalled(data, out, [None])
+    assert [step for (step,) in lines(out, "step", split="test")] == [4, 6]
+
+
+def test_a_run_that_crashes_after_it_has_one_line_of_it(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    signalled(data, out, [1, NUM_TEST // 5 + 1])  # done anew, written, and broken off at the next one
+    shutil.rmtree(store_of(out).place(4))
+    signalled(data, out, [None])
+    assert [step for (step,) in lines(out, "step", split="test")] == [2, 4, 6]

@@ -1,0 +1,410 @@
+"""What a device can do and a recipe leaves open, GPUs that are not there, signals, and metrics on a full disk."""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
+from torch import Tensor, nn
+
+import convoy
+from convoy import processor
+from convoy.cli import main
+from convoy.cli.on_devices import device_of
+from convoy.comm import backend
+from convoy.comm.memory import memory_explained
+from convoy.comm.ranks import Ranks
+from convoy.engine.coupling import CPU_SHARE, CUDA_SHARE, Probe
+from convoy.engine.parallelize import take_part
+from convoy.errors import ConvoyError
+from convoy.models import create
+from convoy.training import Recipe, choose_device, defaults, environment, load_recipe
+from convoy.training.build import merged, probed
+from convoy.training.defaults import Settled, has_bf16, settle
+from convoy.training.environment import join_ranks
+from convoy.training.interrupt import Interrupt, Stop
+from convoy.training.metrics import MetricsWriter
+from convoy.training.precision import Scaler, check_precision, set_numerics
+from ranks import run_ranks
+from training.scenarios import config, summary, trained, weights
+
+CPU = torch.device("cpu")
+
+# What a recipe leaves open follows the device that can least
+
+H100, V100 = ("cuda", "NVIDIA H100", True), ("cuda", "Tesla V100", False)
+NEW, OLD = ("cpu", "this CPU", True), ("cpu", "this CPU", False)
+GPU_SAYS = [
+    "precision bf16: layers compute in bf16, weights stay in fp32 (--precision fp32 turns it off)",
+    "channels_last: channels lie innermost, as bf16 convolutions on GPUs take them (--channels-first turns it off)",
+    "fused optimizer: the update of all weights is one kernel (--set optimizer.fused=false turns it off)",
+]
+SETTLED: list[tuple[list[tuple[str, str, bool]], str, tuple[object, ...], list[str]]] = [
+    ([H100] * 4, "precision=auto", ("bf16", True, True), GPU_SAYS),
+    ([H100], "precision=fp32", ("fp32", False, None), []),
+    ([H100], "channels_last=false", ("bf16", False, True), [GPU_SAYS[0], GPU_SAYS[2]]),
+    ([H100], "optimizer.fused=false", ("bf16", True, False), GPU_SAYS[:2]),
+    ([H100], "optimizer.name=lars optimizer.lr=1", ("bf16", True, "none"), GPU_SAYS[:2]),
+    ([H100], "reproducible=true", ("fp32", False, None), ["precision fp32: a reproducible run does not follow"]),
+    ([H100], "reproducible=true precision=bf16", ("bf16", True, True), GPU_SAYS[1:]),
+    ([V100], "", ("fp32", False, None), ["precision fp32: Tesla V100 has no bf16 in hardware"]),
+    ([H100, V100], "", ("fp32", False, None), ["precision fp32: Tesla V100, the device of rank 1, has no bf16"]),
+    ([H100, NEW], "", ("fp32", False, None), []),
+    ([NEW], "precision=bf16 channels_last=true", ("bf16", True, None), []),
+    ([NEW], "precision=auto", ("bf16", False, None), ["precision "]),
+    ([OLD], "precision=auto", ("fp32", False, None), ["precision fp32: this CPU has no bf16 in hardware: neither"]),
+]
+
+
+def recipe_of(*settings: str) -> Recipe:
+    return load_recipe("default", ["model.name=tiny:TinyNet", *settings])
+
+
+def chosen(recipe: Recipe) -> tuple[object, ...]:
+    return recipe.precision, recipe.channels_last, getattr(recipe.optimizer, "fused", "none")
+
+
+def test_what_is_open_follows_the_device_that_can_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "has_bf16", lambda device: True)
+    for devices, settings, want, said in SETTLED:
+        able = [defaults._Ability(*device) for device in devices]
+        ranks = Ranks(num=len(able))
+        monkeypatch.setattr(defaults, "_ability", lambda device, able=able: able[0])
+        monkeypatch.setattr(Ranks, "gather", lambda self, value, able=able: able if self.num == len(able) else [value])
+        found: Settled = settle(recipe_of(*settings.split()), CPU, ranks)
+        assert chosen(found.recipe) == want and len(found.notes) == len(said)
+        assert all(note.startswith(words) for note, words in zip(found.notes, said, strict=True)), found.notes
+        assert settle(found.recipe, CPU, ranks).recipe == found.recipe
+
+
+def test_processors_and_gpus_say_what_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(processor, "CPU_INFO", file)
+    texts = {"flags\t: fma avx512_bf16 clzero": True, "Features : asimd bf16": True, "flags : avx512f": False}
+    for text, able in texts.items():
+        file.write_text(text)
+        assert has_bf16(CPU) == able
+        notes = settle(recipe_of("precision=bf16"), CPU).notes
+        assert bool(notes) != able and all("this CPU may take longer than in fp32" in note for note in notes)
+    file.unlink()
+    assert not has_bf16(CPU)
+    gpu = torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    for capability, able in {(9, 0): True, (8, 0): True, (7, 5): False}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        notes = settle(recipe_of("precision=fp32"), gpu).notes
+        assert has_bf16(gpu) == able and [note.partition(":")[0] for note in notes] == ["TF32"] * able
+
+
+def _settled_here() -> tuple[object, ...]:
+    """Of two ranks, the second has a device without bf16."""
+    ranks, device = join_ranks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(defaults, "_ability", lambda device: defaults._Ability(*(H100, V100)[ranks.rank]))
+        return chosen(settle(recipe_of(), device, ranks).recipe)
+
+
+def test_unlike_ranks_agree() -> None:
+    assert run_ranks(_settled_here, 2) == [("fp32", False, None)] * 2
+
+
+def test_a_run_keeps_what_was_chosen_and_goes_on_with_it_elsewhere(data: Path, tmp_path: Path) -> None:
+    gpu, cpu, four = tmp_path / "gpu", tmp_path / "cpu", {"epochs": "4ba"}
+    with pytest.MonkeyPatch.context() as patch:  # a GPU, as far as choices go
+        patch.setattr(defaults, "_ability", lambda device: defaults._Ability(*H100))
+        trained(data, tmp_path / "whole", four)
+        trained(data, gpu, four, stop_at=2)
+    found, kept = summary(tmp_path / "whole"), config(gpu)
+    assert set(GPU_SAYS) <= set(found["notes"])
+    rows = {row["name"]: row["value"] for row in found["derived"]}
+    assert (rows["precision"], rows["memory format"], rows["optimizer"]) == ("bf16", "channels_last", "fused")
+    assert (kept["precision"], kept["channels_last"], kept["optimizer"]["fused"]) == ("bf16", True, True)
+    trained(data, gpu, four, resume=True)  # a CPU, by a recipe that leaves all open
+    assert alike(tmp_path / "whole", gpu)
+    trained(data, cpu, four, stop_at=2)
+    assert (config(cpu)["precision"], config(cpu)["channels_last"]) == ("fp32", False)
+    with pytest.raises(ConvoyError, match="was begun with precision=fp32 and cannot go on with precision=bf16"):
+        trained(data, cpu, four | {"precision": "bf16"}, resume=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(defaults, "_ability", lambda device: defaults._Ability(*H100))
+        trained(data, cpu, four | {"precision": "auto"}, resume=True)  # it stays as it is on a GPU
+    trained(data, tmp_path / "said", four | {"precision": "fp32", "channels_last": "false"})
+    assert alike(tmp_path / "said", cpu) and not alike(cpu, gpu)
+
+
+def alike(a: Path, b: Path) -> bool:
+    return all(torch.equal(tensor, weights(b)[name]) for name, tensor in weights(a).items())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_the_kernels_of_an_optimizer_may_change_on_the_way(data: Path, tmp_path: Path, optimizer: str) -> None:
+    settings = {"epochs": "4ba", "optimizer.name": optimizer, "optimizer.lr": "0.01"}
+    settings |= {"optimizer.eps": "0.001"} if optimizer == "adamw" else {}
+    trained(data, tmp_path / "whole", settings)
+    for before, after in (("true", "false"), ("false", "true")):
+        trained(data, out := tmp_path / after, settings | {"optimizer.fused": before}, stop_at=2)
+        session = trained(data, out, settings | {"optimizer.fused": after}, resume=True).session
+        assert session is not None and bool(session.state.optimizer.param_groups[0]["fused"]) == (after == "true")
+        torch.testing.assert_close(weights(out), weights(tmp_path / "whole"), rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_pass_keeps_is_counted_in_its_precision_and_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {}
+    for precision in ("fp32", "bf16"):
+        recipe = recipe_of(f"precision={precision}", "channels_last=false")
+        found = probed(create("resnet18", num_classes=10), recipe, (3, 64, 64), (4,), CPU, "the model")
+        kept[precision] = found.bytes_per_sample
+    assert found.separable and 0.5 <= kept["bf16"] / kept["fp32"] < 0.6
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("convoy.training.build.host_memory", lambda: 2**30)
+
+    def merge(device: str, on_device: int, *settings: str) -> int:
+        probe = Probe(True, False, 2**20, False, on_device=on_device)
+        return merged(recipe_of(*settings), probe, (1,) * 10**6, torch.device(device))[0]
+
+    assert [merge("cuda:0", number) for number in (1, 4)] == [CUDA_SHARE * 80 * 1024, CUDA_SHARE * 20 * 1024]
+    assert [merge("cpu", number) for number in (1, 4)] == [CPU_SHARE * 1024, CPU_SHARE * 256]
+    assert merge("cpu", 1, "parallel.memory_limit=64MB") == 64 * 10**6 * CPU_SHARE // 2**20
+    set_numerics(recipe_of("reproducible=true"))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_a_precision_that_does_not_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for precision in ("fp32", "bf16"):
+        check_precision(precision, CPU)
+    linear = F.linear
+
+    def refuse(*args: object, **options: object) -> Tensor:
+        raise RuntimeError("no kernel for Half\n[C++ lines]")
+
+    monkeypatch.setattr(F, "linear", lambda x, w: linear(x, w) * float("inf"))
+    with pytest.raises(ConvoyError, match="gradients are not finite"):
+        check_precision("bf16", CPU)
+    monkeypatch.setattr(F, "conv2d", refuse)
+    with pytest.raises(ConvoyError) as caught:
+        check_precision("fp16", CPU)
+    assert str(caught.value) == "precision=fp16 does not train on cpu here (no kernel for Half): choose bf16 or fp32"
+
+
+class Overflow(NamedTuple):
+    """What one rank has after each of some updates."""
+
+    weights: list[Tensor]
+    scales: list[float]
+
+
+def overflowing(plan: str, agree: bool) -> Overflow:
+    """Four updates of a network under a plan; in the second one, rank 1's own gradient overflows."""
+    torch.manual_seed(0)
+    images, (ranks, device) = torch.ones(2, 3, 4, 4), join_ranks()
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 6))
+    take_part(net, plan, images)  # as the trainer does: gradients do not agree by themselves
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler, found = Scaler(device, "fp16", ranks.any if agree else bool), Overflow([], [])
+    for update in range(4):
+        optimizer.zero_grad()
+        scaler.scale(net(images).square().mean()).backward()
+        if update == 1 and ranks.rank == 1:
+            net[2].weight.grad[0, 0] = float("inf")
+        if update != 2:  # also where nobody clips
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        found.weights.append(torch.cat([p.flatten() for p in convoy.state_dict(net).values()]))
+        found.scales.append(scaler.get_scale())
+    return found
+
+
+@pytest.mark.parametrize("plan", ["filter=2", "sample=2"])
+def test_all_ranks_skip_an_update_in_which_one_overflows(plan: str) -> None:
+    first, second = run_ranks(overflowing, 2, plan, True)
+    assert first.scales == second.scales and first.scales[1] == first.scales[0] / 2 == first.scales[3]
+    assert all(map(torch.equal, first.weights, second.weights))
+    alike = [torch.equal(*first.weights[at : at + 2]) for at in range(3)]
+    assert alike == [True, False, False]
+    if plan == "filter=2":  # without agreement ranks would drift apart
+        first, second = run_ranks(overflowing, 2, plan, False)
+        assert first.scales != second.scales
+
+
+# GPUs that are not there or that torch cannot use
+
+TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update"
+NO_GPU = "CUDA initialization: CUDA driver initialization failed, you might not have a CUDA gpu. (Triggered in x)"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[torch.device]]]:
+    """So many of them, and a warning of torch's; which became the current one."""
+
+    def stub(number: int, warning: str = "") -> list[torch.device]:
+        made_current: list[torch.device] = []
+
+        def is_available() -> bool:
+            if warning:
+                warnings.warn(warning, stacklevel=2)
+            return number > 0
+
+        backend.gpus.cache_clear()
+        environment._say_once.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", is_available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+        monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+        return made_current
+
+    yield stub
+    backend.gpus.cache_clear()
+
+
+def test_gpus_that_torch_cannot_use_are_a_sentence(
+    gpus: Callable[..., list[torch.device]], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    current = gpus(2)
+    assert choose_device("cuda:1") == torch.device("cuda:1") and current == [torch.device("cuda:1")]
+    for number, name, words in ((0, "cuda", "torch sees 0 GPUs"), (2, "cuda:7", "torch sees 2 GPUs")):
+        gpus(number)
+        for choose in (lambda: choose_device(name), lambda: device_of(name, CPU, 2)):  # noqa: B023
+            with pytest.raises(ConvoyError, match=f"--device {name} is not here: {words}; use --device cpu"):
+                choose()
+    gpus(0)
+    assert choose_device(None) == CPU
+    gpus(0, NO_GPU)
+    assert choose_device(None) == device_of(None, CPU, 2) == CPU
+    words = "CUDA driver initialization failed, you might not have a CUDA gpu"
+    assert capsys.readouterr().err == f"convoy: no GPU is used: {words}\n"
+    with pytest.raises(ConvoyError, match=f"--device cuda is not to be used: {words}"):
+        choose_device("cuda")
+    gpus(0, TOO_OLD)
+    for name in (None, "cuda", None):  # torch says it once
+        with pytest.raises(ConvoyError, match=r"too old \(found version 11040\) for this torch, .*update the driver"):
+            choose_device(name)
+    assert choose_device("cpu") == CPU
+    assert main(["train", "tiny:TinyNet", "--data", str(data), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("convoy: torch cannot use the GPUs here: The NVIDIA driver") and "\n" not in said
+    with pytest.raises(RuntimeError, match="odd"), memory_explained(0, 1):
+        raise RuntimeError("odd")
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_is_noted_once_and_a_second_one_acts_as_usual(number: signal.Signals) -> None:
+    came, before = [], signal.signal(number, lambda number, frame: came.append(number))
+    here, there = os.pipe()
+    os.set_blocking(there, False)
+    wakeup = signal.set_wakeup_fd(there)
+    try:
+        with Interrupt() as interrupt:
+            assert interrupt.signal is None
+            os.kill(os.getpid(), number)
+            assert (interrupt.signal, came) == (number.name, [])
+            os.kill(os.getpid(), number)
+            assert came == [number]
+            assert os.read(here, 8) == bytes([number])  # only the first is kept from those who listened before
+        assert signal.set_wakeup_fd(there) == there
+        with Interrupt() as interrupt:
+            interrupt.is_due = True  # the other ranks had it before, and it may come late
+        os.kill(os.getpid(), number)
+        assert (interrupt.signal, came) == (number.name, [number])
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(number, before)
+        for end in (here, there):
+            os.close(end)
+    other = Interrupt()
+    assert Stop(Mock(num=2, rank=1, largest=lambda number, wait: (3, 1)), other).after_update()
+    assert other.is_due and other.signal is None  # what stops another rank is due here
+
+
+def test_it_is_told_while_the_main_thread_computes() -> None:
+    here, there = os.pipe()
+    os.set_inheritable(here, True)
+    told = []
+
+    def tell(name: str) -> None:
+        told.append((name, interrupt.signal))
+        os.write(there, b"x")
+
+    with Interrupt(tell=tell) as interrupt:
+        # One call without Python in it, in which the signal comes and which waits until it was told.
+        ctypes.CDLL(None).system(f"kill -USR2 {os.getpid()}; timeout 20 head -c 1 </dev/fd/{here} >/dev/null".encode())
+        assert interrupt.signal == "SIGUSR2"
+    assert told == [("SIGUSR2", None)]
+    for end in (here, there):
+        os.close(end)
+
+
+# Metrics
+
+
+def read_events(path: Path) -> list[Event]:
+    """As TensorBoard does, with all checksums."""
+    content, found = path.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        assert struct.unpack("<I", content[8:12]) == (masked_crc32c(content[:8]),)
+        record, content = content[12 : 12 + length], content[12 + length :]
+        assert struct.unpack("<I", content[:4]) == (masked_crc32c(record),)
+        content = content[4:]
+        found.append(Event.FromString(record))
+    return found
+
+
+def test_metrics_are_lines_and_events(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 4) as metrics:
+        metrics.write("train", 5, 0.5, 1.0, loss=2.5, top1=float("nan"), top5=None)
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert line == {"split": "train", "step": 5, "epoch": 0.5, "time_s": 1.0, "loss": 2.5, "top1": None, "top5": None}
+    version, purge, loss = read_events(next((tmp_path / "tensorboard").iterdir()))
+    assert (version.file_version, purge.step) == ("brain.Event:2", 5)
+    assert (loss.step, loss.summary.value[0].tag, loss.summary.value[0].simple_value) == (5, "train/loss", 2.5)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConvoyError, match="cannot write to"):
+        MetricsWriter(tmp_path / "other.jsonl", tmp_path / "file")
+
+
+def _on_a_full_disk(folder: Path, to_the_end: bool) -> list[str]:
+    said: list[str] = []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with MetricsWriter(folder / "metrics.jsonl", folder / "tensorboard", 0, said.append) as metrics:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+            for step in range(1, 9):
+                metrics.write("train", step, 0.0, 0.0, loss=1.0)
+            if not to_the_end:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            assert (folder / "metrics.jsonl").stat().st_size == 300
+            metrics.write("train", 9, 0.0, 0.0, loss=1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return said
+
+
+def test_metrics_that_do_not_fit_are_kept_and_written_later_in_order(tmp_path: Path) -> None:
+    for name in ("later", "never"):
+        (tmp_path / name).mkdir()
+    ((first, last),) = run_ranks(_on_a_full_disk, 1, tmp_path / "later", False)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "later" / "metrics.jsonl").read_text().splitlines()]
+    events = read_events(next((tmp_path / "later" / "tensorboard").iterdir()))
+    assert steps == [event.step for event in events[2:]] == list(range(1, 10))
+    assert first.endswith("cannot be written (File too large): the metrics are kept until it can")
+    assert last == "the metrics are written again, those that were kept too"
+    ((first, last),) = run_ranks(_on_a_full_disk, 1, tmp_path / "never", True)
+    assert last.startswith("the last metrics could not be written to ") and last.endswith("(File too large)")

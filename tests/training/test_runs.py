@@ -1,0 +1,244 @@
+"""Whole runs on one device: what is in their folder, and that a stop leaves no trace in the result."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from convoy.cli import main
+from convoy.cli.requests import new_length
+from convoy.errors import ConvoyError
+from convoy.training import RunDirectory, load_recipe
+from convoy.training.config import Duration
+from convoy.training.set_up import set_up
+from ranks import run_ranks
+from tiny import NUM_TEST, TinyNet, write_mnist
+from training.scenarios import (
+    Settings,
+    change_json,
+    config,
+    digest,
+    drop_checkpoints,
+    lines,
+    recipe_of,
+    store_of,
+    summary,
+    trained,
+    weights,
+)
+from whole_runs import train_here
+
+TOTAL = 12
+SHORT = {"epochs": "3ep"}
+EVERY = SHORT | {"checkpoint.every": "1ba", "checkpoint.keep": "99"}
+
+
+def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path) -> None:
+    settings, out = {"epochs": "12ep", "data.augment.crop": "none", "microbatch": "8"}, tmp_path / "run"
+    top1 = trained(data, out, settings).outcome.top1
+    assert top1 is not None and top1 > 0.9
+    TinyNet().load_state_dict(weights(out))
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["images"] == NUM_TEST == sum(map(sum, evaluation["confusion"]))
+    found = summary(out)
+    assert (found["status"], found["steps"], found["parameters"]) == ("finished", 48, 4_116)
+    settled = recipe_of(data, settings | {"precision": "fp32", "channels_last": "false", "parallel.devices": "1"})
+    assert load_recipe(str(out / "config.yaml")) == settled
+    assert any(path.name.startswith("events.out.tfevents") for path in (out / "tensorboard").iterdir())
+    assert store_of(out).steps()[-1] == 48
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reproducible": "true", "optimizer.name": "adamw", "ema.decay": "0.9", "clip_norm": "1"},
+        {"optimizer.name": "lars", "optimizer.lr": "1", "data.mix.mixup": "0.4", "channels_last": "true"},
+        pytest.param({"optimizer.name": "lamb", "microbatch": "8"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda settings: settings["optimizer.name"],
+)
+def test_a_stopped_and_resumed_run_is_bit_identical(data: Path, tmp_path: Path, settings: Settings) -> None:
+    settings = SHORT | {"optimizer.lr": "0.01"} | settings
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trained(data, whole, settings)
+    for stop_at in (1, 5, 8):  # in the first update, in the middle of an epoch, and at the end of one
+        stopped = trained(data, parts, settings, stop_at, resume=stop_at > 1).outcome
+        assert (stopped.signal, stopped.steps) == ("SIGUSR2", stop_at)
+        assert not (parts / "weights.safetensors").exists() and summary(parts)["status"] == "stopped"
+    trained(data, parts, settings, resume=True)
+    assert digest(whole) == digest(parts) and lines(whole) == lines(parts)
+
+
+def test_the_comparison_would_notice_another_momentum(data: Path, tmp_path: Path) -> None:
+    trained(data, tmp_path / "whole", SHORT)
+    trained(data, parts := tmp_path / "parts", SHORT, stop_at=5)
+    checkpoint = store_of(parts).load(5)
+    checkpoint.tensors["optimizer.momentum_buffer.head.bias"] += 1e-7
+    store_of(parts).save(checkpoint)
+    trained(data, parts, SHORT, resume=True)
+    assert digest(tmp_path / "whole") != digest(parts)
+
+
+def test_restarts_and_notes_are_kept_and_another_recipe_does_not_go_on(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained(data, out, SHORT, stop_at=3)
+    begun = json.loads((out / "environment.json").read_text())
+    change_json(out / "summary.json", lambda document: document.update(notes=["something was decided"]))
+    with pytest.raises(ConvoyError, match=r"seed=0 and cannot go on with seed=1"):
+        trained(data, out, SHORT | {"seed": "1"}, resume=True)
+    trained(data, out, SHORT, stop_at=5, resume=True)
+    trained(data, out, SHORT | {"log_every": "3ba", "checkpoint.keep": "1"}, resume=True)
+    noted = json.loads((out / "environment.json").read_text())
+    restarts = noted.pop("restarts")
+    assert noted == begun and "restarts" not in begun
+    assert [(one["after"], one["devices"], one["plan"]) for one in restarts] == [(3, 1, "serial"), (5, 1, "serial")]
+    assert all(one["started"] >= begun["started"] for one in restarts)
+    assert summary(out)["notes"][0] == "something was decided"
+    before = lines(out)
+    trained(data, out, SHORT, resume=True)  # finished already
+    assert lines(out) == before
+
+
+def test_the_newest_whole_checkpoint_of_the_run_is_used_and_others_are_named(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(data, run, EVERY, stop_at=7)
+    trained(data, tmp_path / "other", EVERY | {"seed": "1"}, stop_at=9)
+    for name, newest, words in (("cut", 6, "is damaged"), ("foreign", 7, "another run")):
+        out = shutil.copytree(run, tmp_path / name)
+        if name == "cut":
+            (state,) = (store_of(out).place(7) / "state").iterdir()
+            state.write_bytes(state.read_bytes()[:-1])
+        else:
+            shutil.copytree(store_of(tmp_path / "other").place(9), store_of(out).place(9))
+        said = trained(data, out, EVERY, resume=True).said
+        assert f"{newest} of {TOTAL}" in said
+        assert any(f"step-0000000{7 if name == 'cut' else 9}" in one and words in one for one in said), said
+    drop_checkpoints(run, 3)
+    shutil.copytree(store_of(run).place(3), store_of(run).folder / "step-00000099")
+    one = EVERY | {"checkpoint.keep": "1"}
+    assert trained(data, run, one, stop_at=5, resume=True).outcome.steps == 5
+    assert f"5 of {TOTAL}" in trained(data, run, one, resume=True).said  # new ones stay where damaged newer ones lie
+
+
+@pytest.mark.parametrize(("model", "merge"), [("TinyNet", 8), ("TinyAgain", 1)])
+def test_a_batch_norm_layer_that_runs_twice_has_a_pass_for_each_microbatch(data: Path, model: str, merge: int) -> None:
+    assert set_up(recipe_of(data, {"model.name": f"tiny:{model}"}), torch.device("cpu")).merge == merge
+
+
+def test_merged_and_single_microbatches_train_alike_and_other_statistics_do_not(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SHORT | {"microbatch": "8"}
+    trained(data, tmp_path / "merged", settings)
+    trained(data, tmp_path / "sync", settings | {"batch_norm": "sync"})
+    monkeypatch.setattr("convoy.engine.coupling.CPU_BUDGET", 0)
+    trained(data, tmp_path / "single", settings)
+    merged, single, sync = (weights(tmp_path / name) for name in ("merged", "single", "sync"))
+    for name, number in (("merged", 3), ("single", 1)):
+        derived = summary(tmp_path / name)["derived"]
+        assert number in [row["value"] for row in derived if row["name"] == "microbatches in one pass"]
+    assert all(torch.allclose(merged[name], single[name], rtol=1e-3, atol=1e-5) for name in merged)
+    assert not torch.allclose(merged["norm.running_var"], sync["norm.running_var"], rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_where_something_is_wrong_nothing_is_made(data: Path, tmp_path: Path) -> None:
+    for settings, words in (
+        ({"model.name": "tiny:Unfit"}, "logits"),
+        ({"batch": "1000"}, "batch"),
+        ({"model.name": "alexnet"}, "alexnet"),
+        ({"parallel.local_sgd": "2", "ema.decay": "0.9"}, "ema averages the weights of every update, but local_sgd"),
+        ({"model.name": "tiny:tiny_scripted"}, "the network is TorchScript"),
+    ):
+        with pytest.raises(ConvoyError, match=words):
+            trained(data, tmp_path / "run", settings)
+        assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_reproducible_is_refused_in_a_sentence(data: Path, tmp_path: Path) -> None:
+    settings = {"model.name": "failing:Undetermined", "reproducible": "true"}
+    with pytest.raises(ConvoyError, match="torch has no deterministic guess_backward_cuda"):
+        trained(data, tmp_path / "run", settings)
+
+
+# Longer runs
+
+FLAT = {"schedule.name": "constant", "schedule.warmup": "0ep"}
+OLD, NEW = {"epochs": "10ba"}, {"epochs": "18ba"}  # from the middle of an epoch to that of another: one has 4 updates
+EXACT = {"reproducible": "true", "ema.decay": "0.9", "optimizer.momentum": "0.9", "evaluate_every": "3ba"}
+
+
+def test_a_longer_run_ends_as_one_of_that_length_and_leaves_the_old_one_as_it_was(data: Path, tmp_path: Path) -> None:
+    whole, old, new = tmp_path / "whole", tmp_path / "old", tmp_path / "new"
+    trained(data, whole, EXACT | FLAT | NEW)
+    trained(data, old, EXACT | FLAT | OLD)
+    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    longer = EXACT | FLAT | NEW | {"extends": str(old), "checkpoint.every": "100ba"}
+    said = trained(data, new, longer).said
+    assert any(sentence.startswith(f"begins with the state of {old} after 10 updates; the") for sentence in said), said
+    two = run_ranks(train_here, 2, data, tmp_path / "two", longer)[0]
+    assert digest(new) == digest(whole) == two.digest
+    assert before == {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    # Its curves begin with the old one's, which was evaluated at its end too.
+    assert [step for (step,) in lines(new, "step", split="train")] == list(range(1, 19))
+    assert [step for (step,) in lines(new, "step", split="test")] == [3, 6, 9, 10, 12, 15, 18]
+    # The weights alone are not the state.
+    trained(data, tmp_path / "again", EXACT | FLAT | {"epochs": "8ba", "model.weights": str(old)})
+    assert digest(tmp_path / "again") != digest(whole)
+    # With its first checkpoint it needs the old run no more.
+    shutil.rmtree(old)
+    drop_checkpoints(new, 10)
+    (new / "weights.safetensors").unlink()
+    trained(data, new, longer, resume=True)
+    assert digest(new) == digest(whole)
+
+
+REFUSED = {
+    "--batch 12": "was trained with batch=24, so a run that extends it cannot",
+    "--set optimizer.name=adamw --lr 0.1": "--weights",
+    "--seed 3": "seed=0, so a run that extends it cannot have seed=3",
+    "--epochs 3": "--epochs contradicts --extend",
+    "--recipe lenet-mnist": "--recipe contradicts --extend",
+    "--resume": "--extend begins a new run: go on with that one by",
+    "--extend long": "--extend: 'long' is not a duration: write epochs as 90ep",
+    "--extend 0": "--extend 0 is no length to train on for",
+    "--extend 5%": "--extend 5% is no length to train on for",
+    "--data {less}": "the data are not those that",
+}
+
+
+def test_the_command_makes_a_run_longer_or_says_why_not(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, less = tmp_path / "old", write_mnist(tmp_path / "less", num_train=72)
+    trained(data, old, {"epochs": "2ep"})
+    before = sorted(tmp_path.iterdir())
+
+    def refused(*options: str) -> str:
+        assert main(["train", str(old), *options]) == 2
+        assert sorted(tmp_path.iterdir()) == before
+        return capsys.readouterr().err
+
+    for options, words in REFUSED.items():
+        extend = [] if "--extend" in options else ["--extend", "1"]
+        assert words in refused(*extend, *options.format(less=less).split()), options
+    assert f"convoy train {old} --extend 6ep" in refused("--resume", "--epochs", "8")
+    (old / "checkpoints").rename(old / "away")
+    assert "has no checkpoints any more" in refused("--extend", "1")
+    (old / "away").rename(old / "checkpoints")
+    assert main(["train", str(old), "--extend", "1"]) == main(["train", str(old), "--extend", "1"]) == 0
+    assert (tmp_path / "old-extended-2" / "weights.safetensors").exists()
+    assert config(tmp_path / "old-extended")["epochs"] == "3ep" and summary(tmp_path / "old-extended")["steps"] == 12
+    change_json(old / "summary.json", lambda found: found.update(status="stopped"))
+    before = sorted(tmp_path.iterdir())
+    assert "is not finished (its summary says stopped)" in refused("--extend", "1")
+
+
+def test_lengths_in_other_units_are_counted_in_updates(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.config.write_text("model: {name: lenet}\ndata: {path: mnist-mini}\nbatch: 10\nepochs: 2ep\n")
+    run.summary_file.write_text('{"num_train": 105}')
+    assert new_length(run, "8") == new_length(run, "8ep") == Duration(10, "ep")
+    assert (new_length(run, "0.1"), new_length(run, "7ba")) == (Duration(2.1, "ep"), Duration(27, "ba"))

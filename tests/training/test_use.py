@@ -1,0 +1,505 @@
+"""What a run has trained, in the hands of its user: loaded, evaluated and asked, without the data and on any ranks."""
+
+import gc
+import json
+import queue
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import convoy.training.evaluate as evaluation
+from convoy.cli import main
+from convoy.data import Batch, evaluation_batches
+from convoy.data.folder import pictures
+from convoy.errors import ConvoyError
+from convoy.models import load_weights
+from convoy.plans.plan import Plan
+from convoy.training.environment import join_ranks
+from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally
+from convoy.training.input import InputPipeline
+from convoy.training.predict import Classifier, FileClasses, classify
+from convoy.training.restore import TrainedRun, evaluate_run, evaluation_data, load_run
+from ranks import run_ranks
+from tiny import train_on_pictures, write_pictures
+from training.scenarios import change_json, lines, store_of, summary
+from whole_runs import as_before, train_here
+
+CPU = torch.device("cpu")
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of three classes of pictures, in `data` beside it."""
+    tmp = tmp_path_factory.mktemp("use")
+    return train_on_pictures(write_pictures(tmp / "data"), tmp / "run", "--workers", "0")
+
+
+SETTINGS = {
+    "small, of one size, in memory": ((40, 30), ["--set", "data.resize=29"]),
+    "large, in grey, resized otherwise": (
+        (90, 70),
+        ["--set", "data.channels=1", "--set", "data.augment.interpolation=bicubic"],
+    ),
+    "averaged weights": ((40, 30), ["--set", "ema.decay=0.5", "--channels-last", "--set", "data.channels=1"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*list(SETTINGS)[:1], *(pytest.param(name, marks=slow) for name in list(SETTINGS)[1:])]
+)
+def test_network_and_transform_give_the_evaluations_logits_without_the_data(name: str, tmp_path: Path) -> None:
+    size, settings = SETTINGS[name]
+    data = write_pictures(tmp_path / "data", size=size)
+    out = train_on_pictures(data, tmp_path / "run", *settings)
+    recorded = load_run(out)
+    opened, _ = evaluation_data(recorded)
+    (batch,) = evaluation_batches(opened, recorded.recipe.data, batch=100)
+    moved = data.rename(tmp_path / "away")
+    torch.manual_seed(3)
+    run, drawn = load_run(out), torch.rand(4)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(4), drawn)  # nobody's random numbers change
+    assert run.classes == ["a", "b", "c"] and not run.network.training
+    files = [str(moved / opened.test.name(i)) for i in range(len(opened.test))]
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (opened.mean, opened.std))
+    for way in (str, Path, Image.open, lambda file: np.asarray(Image.open(file))):
+        samples = [run.transform(way(file)) for file in files]
+        assert samples[0].shape == batch.images.shape[1:] and samples[0].dtype == torch.float32
+        images = torch.stack(samples)
+        assert torch.equal((images * std + mean).mul(255).round().to(torch.uint8), batch.images)
+    with torch.inference_mode():
+        right = run.network(images).argmax(1) == batch.labels
+    assert right.float().mean().item() == pytest.approx(summary(out)["top1"])
+
+
+def test_pictures_are_turned_upright_once_and_what_is_none_is_refused(run: Path, tmp_path: Path) -> None:
+    loaded = load_run(run)
+    upright = Image.fromarray(np.random.default_rng(1).integers(0, 255, (30, 40, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x112] = 6  # to be turned by 90°
+    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=exif)
+    assert torch.equal(loaded.transform(tmp_path / "turned.png"), loaded.transform(upright))
+    (tmp_path / "x.png").write_text("x")
+    wrong: list[tuple[Any, str]] = [
+        (str(tmp_path / "none.png"), r"none\.png cannot be read \(No such file or directory\): mend"),
+        (str(tmp_path / "x.png"), "is no picture in a known format"),
+        ("\0", "cannot be read"),
+        (np.zeros((4, 4, 3)), "is no picture: give uint8"),
+        *((np.zeros(shape, np.uint8), "is no picture: give uint8") for shape in ((4, 4, 4), (2, 4, 4, 3), (0, 4, 3))),
+        (torch.zeros(3, 4, 4), "a Tensor is no picture"),
+    ]
+    for picture, words in wrong:
+        with pytest.raises(ConvoyError, match=words):
+            loaded.transform(picture)
+
+
+def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
+    out, want = shutil.copytree(run, tmp_path / "run"), load_run(run)
+    with pytest.raises(ConvoyError, match="is no run directory"):
+        load_run(tmp_path)
+    change_json(out / "environment.json", lambda found: found.update(input={"classes": ["a"]}))
+    with pytest.raises(ConvoyError, match="does not say how pictures were prepared"):
+        load_run(out)
+    change_json(out / "environment.json", lambda found: found.pop("input"))  # as the first versions wrote it
+    assert load_run(out).given == want.given
+    (out / "weights.safetensors").unlink()
+    with pytest.raises(ConvoyError, match=r"has no weights.safetensors yet: finish the run with"):
+        load_run(out)
+
+
+WEIGHT = torch.randn(3, 4)
+ODD = {
+    "sparse_coo": lambda: WEIGHT.to_sparse(),
+    "sparse_csr": lambda: WEIGHT.to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(WEIGHT, 0.1, 0, torch.qint8),
+    "on the meta device": lambda: WEIGHT.to("meta"),
+    "nested": lambda: torch.nested.nested_tensor([WEIGHT[0], WEIGHT[1]]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_odd_tensors_in_a_file_of_weights_are_named(tmp_path: Path) -> None:
+    net = nn.Linear(4, 3)
+    before = net.weight.clone()
+    for kind, made in ODD.items():
+        torch.save({"weight": made(), "bias": torch.zeros(3)}, tmp_path / "odd.pth")
+        with pytest.raises(ConvoyError, match=rf"weight in .*odd\.pth is {kind}, and weights are plain numbers: save "):
+            load_weights(net, tmp_path / "odd.pth")
+    for odd in (WEIGHT.to(torch.complex64), WEIGHT.to(torch.int8), WEIGHT > 0):
+        save_file({"weight": odd, "bias": torch.zeros(3)}, tmp_path / "odd.safetensors")
+        with pytest.raises(ConvoyError, match=r"weight is 3x4 of .* where the net has 3x4"):
+            load_weights(net, tmp_path / "odd.safetensors")
+    assert torch.equal(net.weight, before)
+
+
+@pytest.fixture(scope="module")
+def checkpointed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with averaged weights whose checkpoints two ranks wrote, each with a part of every weight."""
+    often = {"evaluate_every": "2ba", "checkpoint.every": "1000ba", "checkpoint.keep": "99"}
+    settings = often | {"epochs": "12ba", "parallel.plan": "filter=2", "ema.decay": "0.5"}
+    out = tmp_path_factory.mktemp("checkpointed") / "run"
+    run_ranks(train_here, 2, data, out, settings)
+    return out
+
+
+def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
+    checkpointed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final, found = load_run(checkpointed).network.state_dict(), summary(checkpointed)
+    measured = {step: (top1, loss) for step, top1, loss in lines(checkpointed, "step", "top1", "loss", split="test")}
+    stopped = shutil.copytree(checkpointed, tmp_path / "stopped")  # as one is whose end has not come
+    for file in ("weights.safetensors", "evaluation.json", "summary.json", "metrics.jsonl"):
+        (stopped / file).unlink()
+    for which, step in {"last": 12, "best": found["best_step"]}.items():
+        assert main(["eval", str(stopped), "--checkpoint", which, "--json"]) == 0
+        said = capsys.readouterr()
+        assert said.err == f"the network is that of the checkpoint after {step} updates\n"
+        (row,) = json.loads(said.out)
+        assert (row["top1"], row["loss"]) == (measured[step][0], pytest.approx(measured[step][1], rel=1e-6))
+    assert row["top1"] == found["best_top1"] == max(top1 for top1, _ in measured.values())
+    last = load_run(stopped, "last").network.state_dict()
+    assert all(torch.equal(last[name], tensor) for name, tensor in final.items())
+    assert not (stopped / "evaluation.json").exists()  # that is of the final weights
+    assert main(["export", str(stopped), "--checkpoint", "best", "--torch-export"]) == 0
+    assert (stopped / "model-best.pt2").exists()
+    assert main(["predict", str(stopped), "--checkpoint", "last", str(write_pictures(tmp_path / "x") / "val")]) == 0
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(checkpointed: Path, tmp_path: Path) -> None:
+    stopped = shutil.copytree(checkpointed, tmp_path / "stopped")
+    (stopped / "weights.safetensors").unlink()
+    with pytest.raises(ConvoyError, match=r"--resume, or use its newest checkpoint \(--checkpoint last\)"):
+        load_run(stopped)
+    with pytest.raises(ConvoyError, match=r"has no checkpoint 11: .* an update that has one: .*, 12$"):
+        load_run(stopped, 11)
+    shutil.rmtree(stopped / "checkpoints")
+    with pytest.raises(ConvoyError, match=r"has no checkpoint best: .* an update that has one: none$"):
+        load_run(stopped, "best")
+
+
+FORGED: dict[str, Any] = {
+    "nothing": {},
+    "a list": {"loop": [1]},
+    "no scalars": {"optimizer": {"groups": []}},
+    "words for groups": {"optimizer": {"scalars": {}, "groups": ["lr"]}},
+    "a foreign count": {"loop": {"progress": {"nobody": 1}, "window": {}}},
+    "a foreign cost": {"loop": {"progress": {"checkpoints": {"nobody": 1}}, "window": {}}},
+    "other code": {"loop": {"progress": {}, "window": {}, "code": [1]}},
+}
+
+
+def test_other_values_with_checksums_that_fit_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for forged, change in FORGED.items():
+        store = store_of(shutil.copytree(run, tmp_path / forged))
+        last = store.load(store.steps()[-1])
+        store.save(replace(last, values=last.values | change if change else {}))
+        capsys.readouterr()
+        assert main(["train", str(tmp_path / forged), "--resume"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"convoy: the checkpoint of update {last.step} holds other values than Convoy writes")
+        assert said.count("\n") == 1
+        best = main(["eval", str(tmp_path / forged), "--checkpoint", "best"])
+        assert best == (0 if "optimizer" in change else 2)
+        assert best == 0 or "holds other values" in capsys.readouterr().err
+
+
+# On other data
+
+
+def counted(run: Path, data: Path) -> list[int]:
+    """Samples of each class that an evaluation on some data counts."""
+    trained = load_run(run)
+    opened, _ = evaluation_data(trained, str(data))
+    counts: list[int] = evaluate_run(trained, opened, CPU).confusion.sum(1).tolist()
+    return counts
+
+
+def test_data_with_some_of_the_classes_and_with_others(run: Path, tmp_path: Path) -> None:
+    own, some = run.parent / "data", tmp_path / "some"
+    shutil.copytree(own / "val" / "c", some / "c")
+    shutil.copytree(own / "train" / "a", some / "a")
+    assert counted(run, some) == [8, 0, 4]  # all of them: they have no split of their own
+    assert counted(run, own / "val" / "b") == [0, 4, 0]
+    assert counted(run, own) == [4, 4, 4]
+    trained = load_run(run)
+    opened, _ = evaluation_data(trained, str(some))
+    assert opened.classes == ["a", "c"] and opened.test.labels.tolist() == [0] * 8 + [2] * 4  # the run's labels
+    shutil.copytree(own / "val" / "a", tmp_path / "odd" / "dog")
+    for place in (tmp_path / "odd", tmp_path / "odd" / "dog"):
+        with pytest.raises(ConvoyError, match=f"has the class 'dog', which .* knows a, b, c.*convoy predict {run}"):
+            evaluation_data(trained, str(place))
+    with pytest.raises(ConvoyError, match=r"0\.png is one picture, without a class to compare with: convoy predict"):
+        evaluation_data(trained, str(tmp_path / "odd" / "dog" / "0.png"))
+
+
+def test_the_runs_data_in_another_place_keep_their_split(data: Path, checkpointed: Path, tmp_path: Path) -> None:
+    assert counted(checkpointed, data) == [4] * 10
+    photos = write_pictures(tmp_path / "photos") / "train"
+    trained_run = load_run(train_on_pictures(photos, tmp_path / "run", "--set", "data.validation_fraction=0.25"))
+    own, _ = evaluation_data(trained_run)
+    moved = shutil.copytree(photos, tmp_path / "moved")
+    opened, notes = evaluation_data(trained_run, str(moved))
+    assert [opened.test.name(i) for i in range(6)] == [own.test.name(i) for i in range(6)] and len(opened.test) == 6
+    assert "6 of its 24 samples are held out" in notes[0]
+    (moved / "a" / "0.png").unlink()
+    opened, notes = evaluation_data(trained_run, str(moved))
+    assert len(opened.test) == 23 and notes == ["moved has no split of its own: all of its 23 pictures are evaluated"]
+
+
+# Classes of files
+
+
+def answers(run: Path, names: list[str], batch: int, top: int = 3) -> list[FileClasses]:
+    with as_before():
+        classifier = Classifier(load_run(run), CPU, top)
+        return [answer for some in classify(classifier, names, batch) for answer in some]
+
+
+def on_ranks(run: Path, names: list[str], batch: int) -> tuple[list[FileClasses], list[list[int]], float, str]:
+    """Answers; the evaluation's matrix and loss; and what is said of a list of names that breaks off."""
+
+    def broken() -> Iterator[str]:
+        yield names[0]
+        raise ConvoyError("the list ends here")
+
+    ranks, _ = join_ranks()
+    ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
+    with pytest.MonkeyPatch.context() as patch, as_before():
+        patch.setattr("convoy.training.restore.EVALUATION_BATCH", 5)
+        loaded = load_run(run)
+        classifier = Classifier(loaded, CPU)
+        classifier.num_threads += ranks.rank  # they agree on it
+        found = list(classify(classifier, names if ranks.rank == 0 else None, batch, ranks))
+        result = evaluate_run(loaded, evaluation_data(loaded)[0], CPU, ranks)
+        with pytest.raises(ConvoyError) as caught:
+            list(classify(classifier, broken() if ranks.rank == 0 else None, batch, ranks))
+    return [answer for turn in found for answer in turn], result.confusion.tolist(), result.loss, str(caught.value)
+
+
+def test_each_picture_has_the_class_that_the_evaluation_counts(run: Path) -> None:
+    trained_run = load_run(run)
+    data, _ = evaluation_data(trained_run)
+    files = [str(run.parent / "data" / data.test.name(i)) for i in range(len(data.test))]
+    found = answers(run, files, 5)
+    assert [answer.name for answer in found] == files
+    confusion = torch.zeros(3, 3, dtype=torch.int64)
+    for answer, label in zip(found, data.test.labels, strict=True):
+        confusion[int(label), answer.best[0][0]] += 1
+        assert [p for _, p in answer.best] == sorted((p for _, p in answer.best), reverse=True)
+        assert sum(p for _, p in answer.best) == pytest.approx(1, abs=1e-6)
+        assert sorted(number for number, _ in answer.best) == [0, 1, 2]
+    assert torch.equal(confusion, evaluate_run(trained_run, data, CPU).confusion)
+    assert {len(answer.best) for answer in answers(run, files[:4], 2, top=1)} == {1}
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=slow)])
+def test_any_number_of_ranks_and_threads_gives_the_same_bits(run: Path, tmp_path: Path, world: int) -> None:
+    (tmp_path / "bad.png").write_text("x")
+    names = pictures(run.parent / "data")
+    names = [*names[:7], str(tmp_path / "bad.png"), *names[7:], str(tmp_path / "none.png")]
+    want, loaded = answers(run, names, 4), load_run(run)
+    assert [answer.name for answer in want] == names and [answer.bad is None for answer in want].count(False) == 2
+    alone = evaluate_run(loaded, evaluation_data(loaded)[0], CPU)
+    for found, confusion, loss, said in run_ranks(on_ranks, world, run, names, 4):
+        assert found == want and said == "the list ends here"
+        assert confusion == alone.confusion.tolist() and loss == pytest.approx(alone.loss, rel=1e-6)
+
+
+def test_what_is_known_is_said_before_the_next_names_come(run: Path) -> None:
+    names: queue.Queue[str] = queue.Queue()
+    files, found, ended = pictures(run.parent / "data")[:6], list[FileClasses](), threading.Event()
+    for file in files[:4]:
+        names.put(file)
+
+    def read() -> Iterator[str]:
+        while (name := names.get()) != "":
+            yield name
+
+    def consume() -> None:
+        for some in classify(Classifier(load_run(run), CPU), read(), 2):
+            found.extend(some)
+        ended.set()
+
+    with as_before():
+        threading.Thread(target=consume, daemon=True).start()
+        for number in (4, 6):  # nothing follows, and nobody has said that nothing will
+            began = time.monotonic()
+            while len(found) < number and time.monotonic() - began < 30:
+                time.sleep(0.01)
+            assert [answer.name for answer in found] == files[:number]
+            for file in files[4:] if number == 4 else [""]:
+                names.put(file)
+        assert ended.wait(30)
+
+
+class Remembering(nn.Module):
+    """Keeps its input in itself while it computes."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.x = x
+        time.sleep(0.01)
+        logits: Tensor = self.network(self.x)
+        return logits
+
+
+class Alone(Remembering):
+    """Cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise RuntimeError("there is only one of me")
+
+
+@pytest.mark.parametrize("kind", [Remembering, Alone])
+def test_threads_do_not_meet_in_a_network_that_keeps_things_in_itself(
+    run: Path, kind: type[Remembering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, loaded = pictures(run.parent / "data"), load_run(run)
+    want, network = answers(run, names, 4), kind(loaded.network).eval()
+    other = TrainedRun(loaded.path, loaded.recipe, network, loaded.transform, loaded.classes, loaded.given)
+    monkeypatch.setattr("convoy.training.predict.num_cores", lambda: 8)
+    with as_before():
+        classifier = Classifier(other, CPU, 3)
+        assert classifier._networks.qsize() == (8 if kind is Remembering else 1)
+        assert [answer for some in classify(classifier, names, 4) for answer in some] == want
+    weights = [next(classifier._networks.get().parameters()) for _ in range(classifier._networks.qsize())]
+    assert all(weight is weights[0] for weight in weights)
+
+
+# What an evaluation counts, and in which order a GPU gets it
+
+
+def batches(logits: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Batch, Tensor]]:
+    """Consecutive samples; the picture of a sample is its number, in four bytes."""
+    for start in range(0, len(labels), size):
+        part = slice(start, start + size)
+        samples = torch.arange(len(labels))[part]
+        yield Batch(samples.to(torch.int32).view(torch.uint8).view(-1, 1, 2, 2), labels[part], samples), logits[part]
+
+
+@pytest.mark.parametrize("levels", [1, 3, 0])
+def test_the_same_is_counted_as_sample_by_sample_with_ties_too(levels: int) -> None:
+    """With few levels of confidence most of the mistakes are equally bad."""
+    random = torch.Generator().manual_seed(levels)
+    logits = torch.randn(500, 8, generator=random)
+    if levels:
+        logits = torch.randint(levels + 1, (500, 8), generator=random).float() * 20
+    labels = torch.randint(8, (500,), generator=random)
+    probability, predicted = logits.softmax(1).max(1)
+    wrong = [i for i in range(500) if predicted[i] != labels[i]]
+    worst = sorted(wrong, key=lambda i: (-probability[i].item(), -i))[:NUM_MISTAKES]
+    for size in (1, 64, 500):
+        tally = EvaluationTally(torch.zeros(8, 8, dtype=torch.int64))
+        for batch, rows in batches(logits, labels, size):
+            tally.add(batch, rows)
+        found = EvaluationTally.total([tally], 0.0)
+        assert found.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
+        assert found.top1 == pytest.approx(1 - len(wrong) / 500)
+        five = (logits.topk(5).indices == labels[:, None]).any(1).double().mean().item()
+        assert found.top5 == pytest.approx(five)
+        assert torch.equal(found.confusion, torch.bincount(labels * 8 + predicted, minlength=64).view(8, 8))
+        assert sorted(one.sample for one in found.mistakes) == sorted(worst)
+        for one in found.mistakes:
+            assert one.picture.flatten().view(torch.int32).item() == one.sample
+            assert (one.label, one.predicted) == (labels[one.sample], predicted[one.sample])
+
+
+class Streams:
+    """Stands in for torch.cuda's streams and events: a list of what is asked of them, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.now, self.done = "computing", False
+
+    def made(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.calls.append(f"{name} waits for {other.name}"))
+
+    @contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
+        before, self.now = self.now, stream.name
+        yield
+        self.now = before
+
+    def event(self) -> Any:
+        return SimpleNamespace(
+            record=lambda: self.calls.append(f"event on {self.now}"),
+            synchronize=lambda: self.calls.append("event waited"),
+            query=lambda: self.done,
+        )
+
+
+class Pixels:
+    """A tensor that tells which stream it was worked on."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+
+    def __getitem__(self, part: slice) -> "Pixels":
+        return self
+
+    def to(self, device: object, non_blocking: bool = False) -> "Pixels":
+        self.streams.calls.append(f"copy to {device} on {self.streams.now}{' at once' * (not non_blocking)}")
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.calls.append(f"kept for {stream.name}")
+
+
+def test_pictures_go_to_a_gpu_beside_what_computes_and_no_more_than_two_updates_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.made("side"))
+    monkeypatch.setattr(torch.cuda, "stream", streams.entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.made(streams.now))
+    monkeypatch.setattr(torch.cuda, "Event", streams.event)
+    monkeypatch.setattr("convoy.training.input.Normalize", lambda *options: lambda pixels: pixels)
+    data = SimpleNamespace(mean=(0.5,), std=(0.5,))
+
+    def pipeline() -> InputPipeline:
+        return InputPipeline(data, torch.device("cuda"), torch.channels_last)  # type: ignore[arg-type]
+
+    one, found = ["copy to cuda on side", "event on side", "computing waits for side", "kept for computing"], pipeline()
+    pixels = [Pixels(streams) for _ in range(4)]
+    kept = [weakref.ref(each) for each in pixels]
+    for number in range(4):
+        streams.done = number == 3
+        found(SimpleNamespace(images=pixels.pop(0)))  # type: ignore[arg-type]
+        gc.collect()  # workers write other pictures to their memory once nobody has them any more
+        assert [each() is not None for each in kept] == ([True] * 4 if number < 3 else [False] * 3 + [True])
+    assert streams.calls == 4 * one
+    found, waits = pipeline(), []  # or pictures of many updates would fill its memory
+    for number in range(5):
+        streams.done = number == 4
+        streams.calls.clear()
+        found.labels(SimpleNamespace(labels=Pixels(streams)))  # type: ignore[arg-type]
+        waits.append(streams.calls.count("event waited"))
+    assert waits == [0, 0, 1, 1, 0]
+    streams.calls.clear()
+    wait = evaluation._on_host(Pixels(streams))  # type: ignore[arg-type]
+    assert streams.calls == ["copy to cpu on computing", "event on computing"]
+    wait()
+    assert streams.calls[2:] == ["event waited"]
