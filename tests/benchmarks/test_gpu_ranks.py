@@ -30,7 +30,7 @@ from convoy.training import load_recipe
 from convoy.training.division import divide
 from convoy.training.input import InputPipeline
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Method, ParallelNetwork
+from convoy.training.parallel import Method, TrainedNetwork
 from convoy.training.precision import Scaler
 from convoy.training.schedules import Schedule
 from convoy.training.state import RunState
@@ -112,7 +112,7 @@ def counted(ranks: int, batch_norm: Any) -> Counts:
         if batch_norm is not None:
             plan, method = Plan.parse(f"sample={ranks}" if ranks > 1 else "serial"), Method()
             example = gpu.take(torch.rand(2, 3, 32, 32))
-            network = ParallelNetwork(network, plan, example, batch_norm=batch_norm, seed=0, method=method)
+            network = TrainedNetwork(network, plan, example, batch_norm=batch_norm, seed=0, method=method)
             (piece,) = divide((2,) * 4 * ranks, ranks).passes(4)
         images, labels = gpu.take(torch.rand(8, 3, 32, 32)), gpu.take(torch.zeros(8, dtype=torch.int64))
 
@@ -181,7 +181,7 @@ def test_an_update_of_the_trainer_waits_for_nothing() -> None:
     with fake_ranks(4), FakeGpu() as gpu:
         model, example = gpu.take(models.create("alexnet-cifar")), gpu.take(torch.rand(8, 3, 32, 32))
         plan, method = Plan.parse("sample=4"), Method()
-        network = ParallelNetwork(model, plan, example, batch_norm="microbatch", seed=0, method=method)
+        network = TrainedNetwork(model, plan, example, batch_norm="microbatch", seed=0, method=method)
         network.divide(division, len(passes))
         state = RunState(network, create_optimizer(model, recipe.optimizer, 0.1), Scaler(gpu.device, "fp32"))
         pipeline = InputPipeline(cast(DataSet, pictures), gpu.device, torch.contiguous_format)

@@ -25,7 +25,7 @@ from convoy.training import load_recipe
 from convoy.training.build import divisible_sizes, merged, probed
 from convoy.training.derived import num_microbatches
 from convoy.training.division import Division, SlowRanks, divide, soonest
-from convoy.training.parallel import Method, ParallelNetwork, TrainedNetwork
+from convoy.training.parallel import Method, TrainedNetwork
 from convoy.training.set_up import parts_of
 from convoy.training.workloads import workload_of_recipe
 from ranks import run_ranks
@@ -128,7 +128,7 @@ def _update(plan: str, normed: bool, late: bool = False, forget: bool = False) -
     """Two updates of four passes: the result, and of the second the passes that ran and the exchanges."""
     model = _network(normed)
     example = torch.zeros(SIZE, 3, 4, 4, dtype=torch.float64)
-    network = ParallelNetwork(model, Plan.parse(plan), example, batch_norm="microbatch", seed=0, method=Method())
+    network = TrainedNetwork(model, Plan.parse(plan), example, batch_norm="microbatch", seed=0, method=Method())
     exchanges: list[int] = []
     finish = GradientReducer._finish
 
@@ -147,7 +147,7 @@ def _update(plan: str, normed: bool, late: bool = False, forget: bool = False) -
     return {name: network.whole(name, tensor) for name, tensor in _state(model).items()}, ran, len(exchanges)
 
 
-def _passes(network: ParallelNetwork, update: int, late: bool) -> list[int]:
+def _passes(network: TrainedNetwork, update: int, late: bool) -> list[int]:
     division = Division((SIZE,) * sum(COUNTS), COUNTS if network.engine.num_sample_ranks == 2 else (sum(COUNTS),))
     passes = division.passes(1, late)
     network.divide(division, len(passes))
@@ -179,30 +179,21 @@ def test_running_statistics_need_the_passes_that_are_left_out_and_filters_run_th
     assert [each[1:] for each in run_ranks(_update, 2, "owt=2", False)] == [([0, 1, 2, 3], 1)] * 2
 
 
-def _on_one_device(again: bool) -> tuple[Result, int]:
-    """Two updates of a network that calls a batch norm layer twice: the result, and the microbatches in a pass."""
+def test_a_layer_that_is_called_twice_notes_one_microbatch_after_the_other() -> None:
     recipe = load_recipe("default", ["model.name=twice", "data.path=nowhere", "batch=10", f"microbatch={SIZE}"])
     model, sizes = _network(True), (SIZE,) * sum(COUNTS)
     found = probed(copy.deepcopy(model).float(), recipe, (3, 4, 4), sizes, CPU, "nothing")
-    assert found.normed_again
-    merge, _ = merged(recipe, replace(found, normed_again=again), sizes, CPU, alone=True)
-    network = TrainedNetwork(model, prepare(model, 0, "microbatch"), CPU, model, tree=False)
+    merge, _ = merged(recipe, found, sizes, CPU)
+    assert merge == sum(COUNTS)
+    example = torch.zeros(SIZE, 3, 4, 4, dtype=torch.float64)
+    network = TrainedNetwork(model, Plan.parse("serial"), example, batch_norm="microbatch", seed=0, method=Method())
     for update in range(2):
         model.zero_grad()
         for piece in Division(sizes, (len(sizes),)).passes(merge):
             network.enter(update, piece)
             network.backward(network.forward(_images()[list(piece.parts[0])]).square().sum(), last=False)
         network.finish_update()
-    return _state(model), merge
-
-
-def test_a_layer_that_is_called_twice_notes_one_microbatch_after_the_other() -> None:
-    result, merge = _on_one_device(True)
-    assert merge == 1
-    torch.testing.assert_close(result, _serial(True), rtol=1e-12, atol=1e-12)
-    result, merge = _on_one_device(False)  # all microbatches of one call before those of the next
-    wrong = {name for name, tensor in _serial(True).items() if not torch.allclose(result[name], tensor, rtol=1e-6)}
-    assert merge == sum(COUNTS) and wrong and all("running" in name for name in wrong)
+    torch.testing.assert_close(_state(model), _serial(True), rtol=1e-12, atol=1e-12)
 
 
 def test_passes_are_as_few_as_they_may_be_and_through_stages_as_many_as_are_asked_for() -> None:
@@ -214,8 +205,8 @@ def test_passes_are_as_few_as_they_may_be_and_through_stages_as_many_as_are_aske
         assert found.draws
         return len(Division(sizes, (8,)).passes(merged(recipe, replace(found, draws=draws), sizes, CPU, **options)[0]))
 
-    assert passes(256, 32, alone=True) == 1
-    assert passes(256, 32, "reproducible=true", alone=True) == 8
+    assert passes(256, 32) == 1
+    assert passes(256, 32, "reproducible=true") == 8
     made = {8: 8, 4: 4, 3: 3, 2: 2, 1: 1, 6: 8, 16: 8}  # three have three, three and two; six cannot be made
     assert {asked: passes(32, 4, draws=False, passes=asked) for asked in made} == made
 
