@@ -20,32 +20,20 @@ from convoy.terminal import did_you_mean
 
 @dataclass(frozen=True)
 class Device:
-    """A device, as its data sheet says.
-
-    Attributes:
-        name: in the catalog.
-        generation: of its architecture, with which the part of the peak that layers reach changes.
-        processors: multiprocessors.
-        fp32, tf32, fp16: peak arithmetic in TFLOP/s; `tf32` and `fp16` are 0 where it has no faster units for them.
-        memory_gb, gbytes_per_s: memory, and its bandwidth.
-        launch_us: microseconds that starting a kernel takes.
-        host: the link that its hosts usually have between such devices.
-        peer: whether devices of one host copy to each other without passing through the host's memory.
-        source: of these numbers.
-    """
+    """A device, as its data sheet says."""
 
     name: str
-    generation: str
-    processors: int
-    fp32: float
+    generation: str  # of the architecture: the part of the peak that layers reach changes with it
+    processors: int  # multiprocessors
+    fp32: float  # peak arithmetic in TFLOP/s; 0 for tf32 and fp16 without faster units for them
     tf32: float
     fp16: float
     memory_gb: float
     gbytes_per_s: float
-    launch_us: float
-    host: str
-    peer: bool
-    source: str
+    launch_us: float  # to start a kernel
+    host: str  # name of the usual link between such devices in a host
+    peer: bool  # devices of a host copy to each other without passing through the host's memory
+    source: str  # of these numbers
 
     @property
     def tensor_cores(self) -> bool:
@@ -55,35 +43,24 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices in hosts.
+    """Devices in hosts."""
 
-    Attributes:
-        text: as it was asked for.
-        devices: host by host.
-        per_host: devices of each host.
-        link: name of the link between devices of a host.
-        between: name or rate of the network between hosts; empty where there is one host.
-    """
-
-    text: str
-    devices: tuple[Device, ...]
+    text: str  # as it was asked for
+    devices: tuple[Device, ...]  # host by host
     per_host: int
-    link: str
-    between: str = ""
+    link: str  # between devices of a host, by name
+    between: str = ""  # network between hosts, by name or rate; empty for one host
 
     @property
     def hosts(self) -> int:
-        """How many there are."""
         return len(self.devices) // self.per_host
 
     @property
     def label(self) -> str:
-        """With the network, for people."""
         return self.text + (f" over {self.between}" if self.between else "")
 
     @property
     def slowest(self) -> Device:
-        """The device with the least arithmetic."""
         return min(self.devices, key=lambda device: device.fp32)
 
 
@@ -115,11 +92,7 @@ def devices() -> dict[str, Device]:
 
 
 def device_named(name: str, added: Mapping[str, Device] | None = None) -> Device:
-    """A device of the catalog, or of those that were added.
-
-    Raises:
-        ConvoyError: there is none of this name.
-    """
+    """A device of the catalog or of `added`; a ConvoyError names the nearest ones."""
     known = {**devices(), **(added or {})}
     wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
     if wanted in known:
@@ -135,11 +108,7 @@ _FIELDS = ("generation", *_POSITIVE)
 
 
 def read_devices(path: Path) -> dict[str, Device]:
-    """Devices of a YAML file: a mapping of names to the columns of the catalog.
-
-    Raises:
-        ConvoyError: the file cannot be read, or a device lacks a number.
-    """
+    """Devices of a YAML file: a mapping of names to the columns of the catalog. Mistakes in it are ConvoyErrors."""
     given = parse(read_text(path, "devices"), str(path))
     if not isinstance(given, dict):
         raise ConvoyError(f"{path}: devices are a mapping of names to numbers, e.g. my-gpu: {{fp32: 12.5, …}}")
@@ -169,16 +138,11 @@ _HOSTS = re.compile(r"([0-9]+)\s*x\s*\((.+)\)")
 
 
 def machine(text: str, between: str | None = None, added: Mapping[str, Device] | None = None) -> Machine:
-    """Devices as people write them.
+    """A machine from its text.
 
-    Args:
-        text: `8xv100-sxm2` is one host; `4x(8xa100-sxm4)` four, linked by `between`; `2xtitan-x+1xgtx-1080` unequal
-            devices of one host. `:pcie3` at the end names another link than the device's usual one.
-        between: network between hosts; 10 Gbit/s where nobody says.
-        added: devices beside those of the catalog.
-
-    Raises:
-        ConvoyError: no such device or link, or no such machine.
+    `8xv100-sxm2` is one host; `4x(8xa100-sxm4)` four, linked by `between` (by default 10 Gbit/s);
+    `2xtitan-x+1xgtx-1080` unequal devices of one host. `:pcie3` at the end names another link than the device's usual
+    one.
     """
     inner, _, link = text.strip().lower().partition(":")
     hosts = 1

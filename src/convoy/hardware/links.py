@@ -11,17 +11,11 @@ from convoy.errors import ConvoyError
 
 @dataclass(frozen=True)
 class Hop:
-    """One hop between two devices.
+    """One hop between two devices."""
 
-    Attributes:
-        latency: seconds of a message without content.
-        rate: bytes a second in one direction.
-        source: of these numbers.
-    """
-
-    latency: float
-    rate: float
-    source: str = ""
+    latency: float  # seconds of a message without content
+    rate: float  # bytes a second in one direction
+    source: str = ""  # of these numbers
 
     @staticmethod
     def gbit(gbit_per_s: float, latency: float = 5e-5) -> "Hop":
@@ -31,7 +25,7 @@ class Hop:
 
 @cache
 def links() -> dict[str, Hop]:
-    """Those of the catalog by name."""
+    """The links of the catalog by name."""
     text = resources.files("convoy.hardware").joinpath("links.csv").read_text(encoding="utf-8")
     return {
         row["name"]: Hop(
@@ -48,12 +42,9 @@ _LATENCY = 2e-5
 
 
 def link_named(text: str) -> Hop:
-    """A link by its name in the catalog, or by its rate in bits (`10gbit`) or bytes (`5GB/s`).
+    """A link by its name in the catalog, or by its rate in bits (`10gbit`) or bytes (`5GB/s`); else a ConvoyError.
 
     `-N` after a name stands for N of them side by side, as network cards of a host: `infiniband-hdr-8`.
-
-    Raises:
-        ConvoyError: it is neither.
     """
     known = links()
     name = text.strip().lower()

@@ -19,42 +19,32 @@ import numpy as np
 from convoy.hardware.catalog import Device
 from convoy.hardware.work import KINDS, Array, Work
 
+# By name; all are logarithms of factors, so that 0 changes nothing. What is not there is 0.
 Coefficients = Mapping[str, float]
-"""By name; all are logarithms of factors, so that 0 changes nothing. What is not there is 0."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """What runs the network.
+    """What runs the network."""
 
-    Attributes:
-        framework: its name; one that was not fitted is as the mean of all.
-        cudnn: major version of the library of kernels.
-        compiled: whether a compiler (XLA, torch.compile) fuses what is between convolutions.
-        channels_last: whether activations lie with the channels innermost, as tensor cores want them.
-        generation: the year of what was measured at small batches too, so that what a launch takes of the host and of
-            the device is told apart; empty for all before, whose tables show the sum alone.
-        recorded: whether updates are replayed as CUDA graphs, for which a host does nothing.
-        kernels: whether Convoy's own kernels normalize, with the ReLU and the addition that follow.
-    """
-
-    framework: str = "pytorch"
-    cudnn: int = 9
-    compiled: bool = False
-    channels_last: bool = False
+    framework: str = "pytorch"  # one that was not fitted is as the mean of all
+    cudnn: int = 9  # major version
+    compiled: bool = False  # a compiler (XLA, torch.compile) fuses what is between convolutions
+    channels_last: bool = False  # activations lie with the channels innermost, as tensor cores want them
+    # The year of what was measured at small batches too, so that the host's and the device's part of a launch are told
+    # apart; empty for all before, whose tables show the sum alone
     generation: str = ""
-    recorded: bool = False
-    kernels: bool = False
+    recorded: bool = False  # updates are replayed as CUDA graphs, which cost the host nothing
+    kernels: bool = False  # Convoy's own kernels normalize, with the ReLU and the addition that follow
 
 
-OURS = Software(generation="2026")
-"""Convoy runs on PyTorch of today."""
+OURS = Software(generation="2026")  # Convoy runs on PyTorch of today
 
 PRECISIONS = ("fp32", "tf32", "fp16")
 
 _CONV, _LINEAR, _NORM, _POOL, _POINT = range(len(KINDS))
+# How often each kind goes over what it reads and writes, forward and backward
 _PASSES = np.array([[1.0, 1.0, 2.0, 1.0, 1.0], [2.0, 2.0, 2.5, 1.5, 1.5]])
-"""How often each kind goes over what it reads and writes, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -85,56 +75,39 @@ def units_of(device: Device, precision: str) -> str:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of an update on one device.
+    """Seconds of an update on one device."""
 
-    Attributes:
-        forward, backward: of each row of the work, all its calls together.
-        arithmetic, memory, launch: of both passes, as if there were nothing else.
-        update: of the weights.
-        fixed: of the framework, once.
-        host: for each launch, that the host takes to issue it while the device is at others; 0 where it is in `launch`.
-        issuing: of the host, all launches.
-    """
-
-    forward: Array
+    forward: Array  # of each row of the work, all its calls together
     backward: Array
-    arithmetic: float
+    arithmetic: float  # of both passes, if there were nothing else; like `memory` and `launch`
     memory: float
     launch: float
-    update: float
-    fixed: float
-    host: float = 0.0
-    issuing: float = 0.0
+    update: float  # of the weights
+    fixed: float  # of the framework, once
+    host: float = 0.0  # to issue one launch while the device is busy; 0 where it is part of `launch`
+    issuing: float = 0.0  # of the host, all launches
 
     @property
     def device(self) -> float:
-        """What the device takes for all of them."""
+        """The device's own time."""
         return float(self.forward.sum() + self.backward.sum()) + self.update + self.fixed
 
     @property
     def total(self) -> float:
-        """Of both: the longer, and a part of the shorter."""
+        """Device and host together: the longer, and a part of the shorter."""
         return float((self.device**4 + self.issuing**4) ** 0.25)
 
     @property
     def waiting(self) -> float:
-        """What the device waits for its host."""
+        """The device's wait for its host."""
         return self.total - self.device
 
 
 def times(
     work: Work, images: float, device: Device, precision: str, software: Software, given: Coefficients | None = None
 ) -> Times:
-    """How long an update of a network takes on a device.
-
-    Args:
-        work: of the network.
-        images: of the update.
-        device: the device.
-        precision: `fp32`, `tf32` or `fp16`, which is bf16 too.
-        software: what runs it.
-        given: coefficients; those of the package where there are none.
-    """
+    """Seconds of an update of so many images on a device, in `fp32`, `tf32` or `fp16` (which stands for bf16 too).
+    `given` are coefficients, by default those of the package."""
     c = coefficients_of("one device") if given is None else given
     units = arithmetic(device, precision)
     group = units_of(device, precision)
@@ -220,11 +193,7 @@ class Factor(Protocol):
 
 @cache
 def coefficients_of(part: str) -> dict[str, float]:
-    """Those of the package, fitted to all published measurements.
-
-    Args:
-        part: `one device` or `several devices`.
-    """
+    """The package's coefficients for `one device` or `several devices`, fitted to all published measurements."""
     text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, float]] = json.loads(text)
     return found.get(part, {})
