@@ -31,12 +31,8 @@ _DTYPES = {1: "uint8", 4: "float32", 8: "float64"}
 class Additive:
     """Seconds of one update of a network, part by part, each for the rank that has most to do.
 
-    Args:
-        costs: the costs of the device and its links.
-        graph: the network.
-        passes: before an update.
-        shown: the part of an exchange of gradients beside the computation that the step is longer for, beyond the
-            cycles that it takes from it.
+    `shown` is the part of an exchange of gradients beside the computation by which the step is longer, beyond the
+    cycles that it takes from it.
     """
 
     def __init__(self, costs: Costs, graph: Graph, passes: int = 1, shown: float = 0.3) -> None:
@@ -56,12 +52,8 @@ class Additive:
         return tuple((name in known.adding[call.name], name in known.spare) for name in call.inputs)
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
-        """Seconds of a call in all passes, with what ranks exchange inside it.
-
-        Args:
-            placed: the call with its layouts.
-            placement: its graph, mesh and batch; the rest is not read.
-        """
+        """Seconds of a call in all passes, with what ranks exchange inside it; of `placement` only graph, mesh and
+        batch are read."""
         slowdowns = self.costs.slowdowns
         if slowdowns:  # the busiest rank may be any
             return self.passes * max(own * self._call(placed, placement, rank) for rank, own in enumerate(slowdowns))
@@ -69,7 +61,7 @@ class Additive:
 
     def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
         """Seconds that a call takes less in later passes of an update, forward and backward, where its weight is laid
-        out once for all; arguments as for `compute`."""
+        out once for all."""
         if not self.costs.lays_out or placed.call.op != "conv":
             return 0.0
         place = placement.mesh.coordinates(0)
@@ -79,11 +71,7 @@ class Additive:
 
     def joining(self, placed: PlacedCall, placement: Placement, part: float) -> float:
         """Seconds of an update less where a weight's gradients of all passes are computed in one call, not added up.
-
-        Args:
-            placed, placement: as for `compute`.
-            part: of the call's backward pass, what its weight's gradient takes.
-        """
+        Its gradient takes `part` of the call's backward pass."""
         place = placement.mesh.coordinates(0)
         own = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
         at_once = joined(own, self.passes)
@@ -236,9 +224,8 @@ def some_places(step: Step, mesh: Mesh) -> set[Coordinates]:
 
 
 def busy_ranks(placed: PlacedCall, mesh: Mesh) -> set[int]:
-    """Ranks among which is one that has most to do: parts that come first are the largest, but a rank in the middle of
-    rows or columns has two borders.
-    """
+    """Ranks among which is one that has most to do: the first parts are the largest, but a rank in the middle of rows
+    or columns has two borders."""
     layouts = (*placed.placed.inputs.values(), *placed.placed.outputs.values())
     inner = {axis for layout in layouts for dim, split in layout.splits if dim > 1 for axis in split.axes}
     middle = mesh.rank(tuple(size // 2 if axis in inner else 0 for axis, size in enumerate(mesh.sizes)))

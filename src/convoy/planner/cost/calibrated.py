@@ -17,30 +17,21 @@ from typing import Literal
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.times import Roofline, Times
 
-Way = Literal[0, 1]
-"""Forward or backward, as places in `Both`."""
+Way = Literal[0, 1]  # Forward or backward, as places in `Both`
 
-_HELD = 0.001
-"""Weight of the roofline beside the squared relative error of one measurement."""
+_HELD = 0.001  # Weight of the roofline beside the squared relative error of one measurement
 _ROUNDS = 200
 
 
 @dataclass(frozen=True)
 class Regression:
-    """Seconds of operations of one kind, forward or backward.
+    """Seconds of operations of one kind, forward or backward."""
 
-    Attributes:
-        roofline: the device; gives the unit of each rate.
-        way: forward or backward.
-        rates: seconds per unit for starting, operations, bytes of activations, bytes of parameters.
-    """
-
-    roofline: Roofline
+    roofline: Roofline  # gives the unit of each rate
     way: Way
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # seconds per unit for starting, operations, bytes of activations, bytes of parameters
 
     def __call__(self, local_op: LocalOp) -> float:
-        """Seconds of an operation."""
         return sum(rate * term for rate, term in zip(self.rates, terms(local_op, self.way, self.roofline), strict=True))
 
 
@@ -59,13 +50,7 @@ def terms(local_op: LocalOp, way: Way, roofline: Roofline) -> tuple[float, ...]:
 
 
 def fit(measured: Sequence[tuple[LocalOp, float]], way: Way, roofline: Roofline) -> Regression | None:
-    """The regression of measured operations of a kind; None where none of them takes time.
-
-    Args:
-        measured: operations with their seconds.
-        way: forward or backward.
-        roofline: the device's roofline, as far as it is known.
-    """
+    """The regression of measured operations of a kind and their seconds; None where none of them takes time."""
     rows = [(terms(local_op, way, roofline), seconds) for local_op, seconds in measured if seconds > 0]
     points = [[term / seconds for term in row] for row, seconds in rows if sum(row) > 0]
     if not points:
@@ -83,13 +68,12 @@ def fit(measured: Sequence[tuple[LocalOp, float]], way: Way, roofline: Roofline)
     return Regression(roofline, way, tuple(rates))
 
 
-Ratios = tuple[float, float]
-"""Measured over modelled, forward and backward; 0 where there is nothing to compare."""
+Ratios = tuple[float, float]  # Measured over modelled, forward and backward; 0 where there is nothing to compare
 
 _COUNT = 4
 _WINDOW = 16
+# How far apart, in factors of e, two operations count beyond their sizes for each option in which they differ
 _UNLIKE = 3.0
-"""How far apart, in factors of e, two operations count beyond their sizes for each option in which they differ."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +86,7 @@ class _Known:
 
 
 class Neighbours:
-    """Measured operations of one kind.
-
-    Args:
-        ratios: measured over modeled time, of each of them.
-    """
+    """Measured operations of one kind, with their measured over modelled times."""
 
     def __init__(self, ratios: Mapping[LocalOp, Ratios]) -> None:
         known = sorted((_known(local_op, found) for local_op, found in ratios.items()), key=lambda one: one.work)
@@ -162,9 +142,7 @@ def _mean(weighted: Sequence[tuple[float, float]]) -> float:
 class Calibrated:
     """Times that are exact where measured, and elsewhere follow from the measured operations of the kind.
 
-    Args:
-        measured: what is known. Empty operations and views calibrate nothing.
-        roofline: the device's roofline; by default made from what was measured.
+    Empty operations and views calibrate nothing. The roofline is by default made from what was measured.
     """
 
     def __init__(self, measured: Mapping[LocalOp, Times], roofline: Roofline | None = None) -> None:
@@ -188,7 +166,6 @@ class Calibrated:
         self._found: dict[LocalOp, Times] = {}
 
     def __call__(self, local_op: LocalOp, /) -> Times:
-        """Seconds of an operation."""
         if local_op in self.measured:
             return self.measured[local_op]
         if local_op not in self._found:
@@ -228,8 +205,6 @@ def _issuing(pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of an op and function."""
-
     regressions: tuple[Regression | None, Regression | None]
     neighbours: Neighbours
 

@@ -26,7 +26,6 @@ class CatalogedTimes:
     _known: dict[Item, Times] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, local_op: LocalOp, /) -> Times:
-        """Seconds of an operation; views take none."""
         if local_op.is_empty or local_op.op in VIEWS:
             return Times()
         if local_op.op in ("redistribute", "copy"):
@@ -64,15 +63,10 @@ def _item(one: LocalOp) -> Item:
 
 @dataclass(frozen=True)
 class CatalogedLinks:
-    """Links of a machine, for any of its ranks.
-
-    Attributes:
-        site: where the devices stand.
-        share: the part of a message's time that it takes from the computation beside it.
-    """
+    """Links of a machine, for any of its ranks."""
 
     site: Site
-    share: float = 0.1
+    share: float = 0.1  # of a message's time, what it takes from the computation beside it
 
     def __call__(self, ranks: Ranks, /) -> Link:
         """A ring inside each host, and one between the hosts, whose network other groups use at the same time."""
@@ -99,14 +93,10 @@ class CatalogedLinks:
 def costs_of(
     machine: Machine, precision: str, software: Software, share: float, slowdowns: Sequence[float] = ()
 ) -> Costs:
-    """What a step costs on a machine of the catalog.
+    """What a step costs on a machine of the catalog, with the times of its first device.
 
-    Args:
-        machine: the devices; times are those of the first.
-        precision: `fp32`, `tf32` or `fp16`.
-        software: what runs the network.
-        share: the part of the time of messages that they take from the computation beside them.
-        slowdowns: how many times as long as the first each device computes.
+    `share` is the part of the time of messages that they take from the computation beside them; `slowdowns` are how
+    many times as long as the first each device computes.
     """
     device = machine.devices[0]
     rate = 0.75e9 * device.gbytes_per_s

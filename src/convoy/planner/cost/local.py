@@ -21,15 +21,7 @@ BatchNorm = Literal["sync", "microbatch", "local"]
 def local_op(
     placed: PlacedCall, placement: Placement, rank: int, *, batch_norm: BatchNorm = "sync", microbatch: int = 0
 ) -> LocalOp:
-    """What a rank computes for a call.
-
-    Args:
-        placed: the call.
-        placement: that it is in.
-        rank: whose part.
-        batch_norm: what the network's batch norm layers take their statistics over.
-        microbatch: samples of each, where that is over microbatches; 0 for one microbatch a pass.
-    """
+    """What a rank computes for a call. `microbatch` is the samples of each, 0 for one microbatch a pass."""
     place = placement.mesh.coordinates(rank)
     found = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
     if found.op != "batch_norm":
@@ -40,15 +32,8 @@ def local_op(
 def local_op_at(
     call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates, transferred: Container[str] = ()
 ) -> LocalOp:
-    """The same of a call that is in no placement yet, at a place on the mesh; batch norm over all samples.
-
-    Args:
-        call: of `graph`.
-        placed: its layouts on `mesh`.
-        graph, mesh: the network and the devices.
-        place: of the rank.
-        transferred: names of the inputs that come to it from other ranks.
-    """
+    """The operation of a call that is in no placement yet, at a place on the mesh, with batch norm over all samples.
+    `transferred` names the inputs that come from other ranks."""
     known = graph_facts(graph)
 
     def operand(name: str, layout: Layout) -> Operand:
@@ -92,7 +77,7 @@ def _normalized(
 
 
 def _called(call: Call) -> Option:
-    """The arguments, tensors as their position among the inputs."""
+    """The arguments, with tensors as their position among the inputs."""
     places = {name: place for place, name in enumerate(call.inputs)}
 
     def plain(value: Any) -> Option:

@@ -17,26 +17,18 @@ from convoy.plans.traffic import needs_gradient
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank. The framework itself comes on top, and what kernels hold on GPUs.
+    """Bytes on one rank. The framework itself comes on top, and what kernels hold on GPUs."""
 
-    Attributes:
-        parameters, gradients, buffers, activations: as `convoy.ops.memory` counts them.
-        optimizer: the optimizer's state.
-        messages: copies of small gradients, in which they are sent; what stages send each other, beside activations.
-        workspace: what a kernel holds while it runs, of the one that holds most.
-    """
-
-    parameters: int
+    parameters: int  # this and the next three as `convoy.ops.memory` counts them
     gradients: int
     buffers: int
     activations: int
-    optimizer: int
-    messages: int
-    workspace: int = 0
+    optimizer: int  # its state
+    messages: int  # copies of small gradients, in which they are sent; what stages send each other, beside activations
+    workspace: int = 0  # of the kernel that holds most while it runs
 
     @property
     def total(self) -> int:
-        """All together."""
         held = self.parameters + self.gradients + self.buffers
         return held + self.activations + self.optimizer + self.messages + self.workspace
 
@@ -44,8 +36,8 @@ class RankMemory:
 def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = None) -> list[RankMemory]:
     """Memory of every rank in a pass over the batch that was placed, and the update after it.
 
-    A stage keeps the activations of all its passes that are on their way, with what it receives and sends for them. Of
-    one weight after the other it also has a pass's own gradient, until that is added to those before.
+    A stage keeps the activations of all its passes in flight, with what it receives and sends for them. Of one weight
+    after the other it also has a pass's own gradient, until that is added to those before.
     """
     if staging is None:
         return _of_part(placement, costs)
@@ -99,7 +91,6 @@ def _sent_and_received(
 
 
 def _size(placement: Placement, name: str, rank: int) -> int:
-    """Bytes of a rank's part of a value."""
     value, mesh = placement.graph.values[name], placement.mesh
     shape = placement.layouts[name].local_shape(placement.graph.shape(name), mesh, mesh.coordinates(rank))
     return math.prod(shape) * value.dtype.itemsize
@@ -141,7 +132,7 @@ def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
 
 
 def most(memory: Sequence[RankMemory]) -> RankMemory:
-    """Of the rank that needs most."""
+    """The memory of the rank that needs most."""
     return max(memory, key=lambda one: one.total)
 
 

@@ -31,28 +31,18 @@ def predict(
 
 @dataclass(frozen=True)
 class Scored:
-    """A plan and what is predicted of it.
-
-    Attributes:
-        placement: the workload's graph under the plan.
-        timeline: the simulated update.
-        memory: bytes on the rank that needs most.
-        passes: number of passes in an update.
-        staging: the stages and their passes; None where the plan has none.
-        by_stage: bytes on the rank of each stage that needs most.
-    """
+    """A plan and what is predicted of it."""
 
     plan: Plan
     placement: Placement
-    timeline: Timeline
-    memory: RankMemory
-    passes: int = 1
-    staging: Staging | None = None
-    by_stage: tuple[RankMemory, ...] = ()
+    timeline: Timeline  # the simulated update
+    memory: RankMemory  # of the rank that needs most
+    passes: int = 1  # of an update
+    staging: Staging | None = None  # None for a plan without stages
+    by_stage: tuple[RankMemory, ...] = ()  # of the rank of each stage that needs most
 
     @property
     def seconds(self) -> float:
-        """Of an update."""
         return self.timeline.total
 
     @property
@@ -68,7 +58,7 @@ class Scored:
 
     @property
     def bubble(self) -> float:
-        """The same of all devices together; 0 without stages."""
+        """The bubble of all devices together; 0 without stages."""
         return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
 
     def again(self, costs: Costs, passes: int | None = None) -> float:

@@ -27,15 +27,11 @@ from convoy.plans.transfer import Step
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of all groups over some axes.
-
-    Attributes:
-        bytes: for each rank, as `Link.seconds` counts them for the kind.
-    """
+    """A collective of all groups over some axes."""
 
     axes: Axes
     kind: Collective
-    bytes: tuple[int, ...]
+    bytes: tuple[int, ...]  # of each rank, as `Link.seconds` counts them for the kind
 
 
 def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coordinates) -> LocalOp:
@@ -47,7 +43,7 @@ def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coord
 def moved(
     step: Step, shape: tuple[int, ...], dtype: str, differentiable: bool, mesh: Mesh, place: Coordinates
 ) -> LocalOp:
-    """The same of a tensor of any graph; `shape` is the whole tensor's."""
+    """The copies of a transfer of a tensor of any graph; `shape` is the whole tensor's."""
     before, after = (
         Operand(layout.local_shape(shape, mesh, place), dtype, "activation", differentiable)
         for layout in (step.source, step.target)
@@ -90,12 +86,7 @@ def laid_out(one: LocalOp) -> LocalOp | None:
 
 def joined(one: LocalOp, number: float) -> LocalOp | None:
     """A call with the samples of several passes, as the weight's gradients of all of them are computed in one; None
-    where each is computed by itself.
-
-    Args:
-        one: the call in one pass.
-        number: of passes, a smaller one as the part of the samples that it has.
-    """
+    where each is computed by itself. A smaller pass counts as a part of one."""
     operands = (*one.inputs, *one.outputs)
     moved = sum(prod(operand.shape) for operand in operands if operand.role == "activation")
     weight = max((prod(operand.shape) for operand in operands if operand.role == "parameter"), default=0)
@@ -113,15 +104,10 @@ def joined(one: LocalOp, number: float) -> LocalOp | None:
 
 @dataclass(frozen=True)
 class InternalMessages:
-    """Messages of one rank inside a call.
+    """Messages of one rank inside a call."""
 
-    Attributes:
-        axes: over which they go; empty where there are none.
-        forward, backward: kind and bytes of each, as `Link.seconds` takes them.
-    """
-
-    axes: Axes = ()
-    forward: tuple[tuple[Collective, int], ...] = ()
+    axes: Axes = ()  # over which they go; empty where there are none
+    forward: tuple[tuple[Collective, int], ...] = ()  # kind and bytes, as `Link.seconds` takes them
     backward: tuple[tuple[Collective, int], ...] = ()
 
 
@@ -175,41 +161,23 @@ def running_statistics(placement: Placement, batch_norm: BatchNorm) -> list[Mess
 
 @dataclass
 class Item:
-    """A call, or one step of a transfer.
+    """A call, or one step of a transfer."""
 
-    Attributes:
-        layer: its layer; for a transfer, the layer that asks for it.
-        name: the call's name, or the value's and the step's.
-        is_transfer: a transfer, not a call.
-        local_ops: what each rank computes, or copies for a transfer.
-        forward, backward: messages, in order.
-        differentiable: whether it takes part in the backward pass.
-        takes: values that it takes and whose gradients it gives.
-        parameters: those whose gradients are complete when its backward pass is done.
-        postponed: the part of its backward pass that zero-bubble does later.
-        again: the items that are computed again before its backward pass begins, without what they exchange.
-    """
-
-    layer: str
-    name: str
+    layer: str  # of a transfer, the layer that asks for it
+    name: str  # the call's, or the value's and the step's
     is_transfer: bool
-    local_ops: tuple[LocalOp, ...]
-    forward: tuple[Message, ...]
+    local_ops: tuple[LocalOp, ...]  # of each rank: what it computes, or copies for a transfer
+    forward: tuple[Message, ...]  # in order
     backward: tuple[Message, ...]
-    differentiable: bool
-    takes: tuple[str, ...]
-    parameters: tuple[str, ...] = ()
-    postponed: float = 0.0
-    again: tuple["Item", ...] = ()
+    differentiable: bool  # it takes part in the backward pass
+    takes: tuple[str, ...]  # values whose gradients it gives
+    parameters: tuple[str, ...] = ()  # whose gradients are complete when its backward pass is done
+    postponed: float = 0.0  # the part of its backward pass that zero-bubble does later
+    again: tuple["Item", ...] = ()  # computed again before its backward pass begins, without what they exchange
 
 
 def program(placement: Placement, batch_norm: BatchNorm = "sync", microbatch: int = 0) -> list[Item]:
-    """The items of one pass, in the order of its forward pass.
-
-    Args:
-        placement: the network on its mesh.
-        batch_norm, microbatch: as for `local_op`.
-    """
+    """The items of one pass, in the order of its forward pass."""
     return _Program(placement, batch_norm, microbatch).items()
 
 
@@ -325,7 +293,7 @@ class _Program:
         )
 
     def _complete(self, items: Sequence[Item]) -> None:
-        """Note with which item the gradient of each parameter is complete: the first of the forward pass to take it."""
+        """Note for each parameter the item that completes its gradient: the first of the forward pass to take it."""
         first: dict[str, Item] = {}
         for item in items:
             for name in item.takes:

@@ -14,16 +14,11 @@ from convoy.plans.timeline import Span, Task, Timeline
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """When the tasks run, in one of many equal updates.
+    """When the tasks of all ranks run, in one of many equal updates; a ValueError where some wait for each other for
+    ever. Those of one stream of a rank are in their order.
 
     A host begins with an update when it is through with the one before, when the device may still be at that. It is
     ahead by so much as the device ends later than it; a device that is always behind never waits for its host.
-
-    Args:
-        tasks: the tasks of all ranks; those of one stream of a rank in their order.
-
-    Raises:
-        ValueError: some tasks wait for each other for ever.
     """
     issuing: dict[int, float] = defaultdict(float)
     for task in tasks:
@@ -36,8 +31,8 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     return found
 
 
+# After which a host is ahead as in all later updates: a device that is slower leaves it room in the first round
 _ROUNDS = 2
-"""After which a host is ahead as in all later updates: a device that is slower leaves it room in the first round."""
 
 
 class _Activity:
@@ -178,13 +173,9 @@ class _Simulation:
 def rank_classes(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
     """For every rank the first one that does the same, and meets ranks that do the same as those it meets.
 
-    Colors are refined until they are stable (Weisfeiler and Leman, 1968): ranks of one color then have equal
-    timelines, because they begin alike and everything they wait for is alike.
-
-    Args:
-        mesh: the devices.
-        own: what each rank does by itself.
-        axes: over which ranks meet.
+    `own` is what each rank does by itself, `axes` those over which ranks meet. Colors are refined until they are stable
+    (Weisfeiler and Leman, 1968): ranks of one color then have equal timelines, because they begin alike and everything
+    they wait for is alike.
     """
     groups = [list(mesh.groups(each)) for each in sorted(set(axes))]
     colors = _numbered(own)

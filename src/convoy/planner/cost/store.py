@@ -25,14 +25,10 @@ from convoy.planner.cost.times import Times
 
 ENVIRONMENT = "CONVOY_CACHE"
 FILE = "profiles.sqlite"
-_RUNS = 5
-"""Runs that the time of an operation is the median of."""
-_LONG_S = 30 * 86_400.0
-"""Seconds after which a run is old: later measurements count in its place."""
-_OPERATIONS, _DEVICES = 10_000, 64
-"""Most that are kept of a device, and of devices."""
-_PATIENCE_S = 60.0
-"""For other processes that write."""
+_RUNS = 5  # Runs that the time of an operation is the median of
+_LONG_S = 30 * 86_400.0  # Seconds after which a run is old: later measurements count in its place
+_OPERATIONS, _DEVICES = 10_000, 64  # Most that are kept of a device, and of devices
+_PATIENCE_S = 60.0  # For other processes that write
 _TABLES = """
 CREATE TABLE IF NOT EXISTS devices (key TEXT PRIMARY KEY, device TEXT, changed REAL);
 CREATE TABLE IF NOT EXISTS notes (device TEXT, name TEXT, value TEXT, PRIMARY KEY (device, name));
@@ -41,33 +37,28 @@ CREATE TABLE IF NOT EXISTS times (number INTEGER PRIMARY KEY AUTOINCREMENT, devi
 CREATE INDEX IF NOT EXISTS of_op ON times (device, op);
 """
 
+# Columns of `times` that stores of earlier versions lack; without a value they are 0
 _LATER = ("host_forward", "host_backward")
-"""Columns of `times` that stores of earlier versions lack; without a value they are 0."""
 
+# What measured an operation: the planner by itself, or a training that was watched
 Source = Literal["profiling", "run"]
-"""What measured an operation: the planner by itself, or a training that was watched."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured operation.
-
-    Attributes:
-        measured: the moment, in seconds since 1970.
-        source: what measured it.
-    """
+    """One measured operation."""
 
     local_op: LocalOp
     times: Times
-    measured: float
+    measured: float  # seconds since 1970
     source: Source = "profiling"
 
 
 class ProfileStore:
-    """Times of operations, and other things that are known of a device, by device. Several processes may share it.
+    """Times of operations, and other facts about a device, by device. Several processes may share it; writing raises
+    OSError where it cannot be.
 
-    Args:
-        path: folder; by default `$CONVOY_CACHE/profiles`, or `convoy/profiles` in the user's cache folder.
+    The folder is by default `$CONVOY_CACHE/profiles`, or `convoy/profiles` in the user's cache folder.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -75,15 +66,13 @@ class ProfileStore:
         self._file = self.path / FILE
 
     def get(self, device: Device, local_op: LocalOp) -> Times | None:
-        """Times of one operation, None where it was never measured."""
         return self.times(device).get(local_op)
 
     def times(self, device: Device) -> dict[LocalOp, Times]:
-        """All operations that were measured on a device."""
         return {row.local_op: row.times for row in self.rows(device)}
 
     def rows(self, device: Device) -> list[Measurement]:
-        """What is known of every operation, the one that was measured longest ago first."""
+        """What is known of every operation, those measured longest ago first."""
         found: dict[str, list[Measurement]] = {}
         for op, *columns in self._read(
             "SELECT op, local_op, measured, source, forward, backward, host_forward, host_backward FROM times "
@@ -95,12 +84,8 @@ class ProfileStore:
         return [_together(rows) for rows in found.values()]
 
     def put(self, device: Device, measured: Mapping[LocalOp, Times], source: Source = "profiling") -> None:
-        """Add measurements of the planner, or of a run. A run knows nothing of the host: what was known of it stays.
-
-        Raises:
-            OSError: the store cannot be written.
-            ValueError: a time is no number of seconds.
-        """
+        """Add measurements of the planner, or of a run; a ValueError for a time that is none. A run knows nothing of
+        the host: what was known of it stays."""
         now = time.time()
         for times in measured.values():
             if not all(math.isfinite(seconds) and seconds >= 0 for seconds in times.numbers):
@@ -135,11 +120,7 @@ class ProfileStore:
                 database.execute("DELETE FROM times WHERE device = ? AND number <= ?", (device.key, last))
 
     def note(self, device: Device, name: str, value: Any) -> None:
-        """Keep something else about a device that JSON can say, such as its links.
-
-        Raises:
-            OSError: the store cannot be written.
-        """
+        """Keep a fact about a device that JSON can say, such as its links."""
         text = json.dumps(value, allow_nan=False)
         with self._writing(device, time.time()) as database:
             database.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (device.key, name, text))
@@ -150,7 +131,6 @@ class ProfileStore:
         return json.loads(found[0][0]) if found else None
 
     def devices(self) -> list[Device]:
-        """Devices of which something is known."""
         found = []
         for (text,) in self._read("SELECT device FROM devices ORDER BY key"):
             with contextlib.suppress(TypeError, ValueError):  # of another version of this program
@@ -158,11 +138,7 @@ class ProfileStore:
         return found
 
     def clear(self, device: Device | None = None) -> int:
-        """Forget a device, or all of them; how many those were.
-
-        Raises:
-            OSError: the store cannot be written.
-        """
+        """Forget a device, or all of them; how many those were."""
         keys = [key for (key,) in self._read("SELECT key FROM devices") if device is None or key == device.key]
         if keys:
             with self._writing() as database:
@@ -231,11 +207,7 @@ def _forget(database: sqlite3.Connection, keys: list[str]) -> None:
 
 
 def _row(local_op: str, measured: float, source: str, *seconds: float | None) -> Measurement:
-    """A row of the table `times`.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is none.
-    """
+    """A row of the table `times`; a KeyError, TypeError, ValueError or AttributeError where it is none."""
     forward, backward, *host = seconds
     if forward is None or backward is None:
         raise ValueError("an operation without its times")

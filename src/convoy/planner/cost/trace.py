@@ -22,12 +22,8 @@ _COLORS = {
 
 
 def trace(**sources: Timeline) -> dict[str, Any]:
-    """The trace of one or several steps as JSON has it.
-
-    Args:
-        sources: timelines by where they come from, as `predicted=…, measured=…`; each rank of each is a process, and
-            the processes of a rank stand below each other.
-    """
+    """The trace of one or several steps as JSON has it, by where they come from: `predicted=…, measured=…`. Each rank
+    of each is a process, and the processes of a rank stand below each other."""
     found: list[dict[str, Any]] = []
     for number, (source, timeline) in enumerate(sources.items()):
         found += _of_source(source, number, len(sources), timeline.spans)
