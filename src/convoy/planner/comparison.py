@@ -13,20 +13,15 @@ from convoy.plans.timeline import PARTS, LayerSeconds, Summary
 from convoy.plans.traffic import gradient_traffic
 from convoy.units import seconds, table
 
-MOST = 20
-"""Groups that still fit into a table."""
+MOST = 20  # Groups that still fit into a table
 
 
 def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:
     """The group of every layer, in the order of the network.
 
-    Layers are together that are in the same module, of the deepest level at which there are few enough; layers without
-    parameters belong to what comes before them. Where even the outermost modules are too many, they are not put
+    Layers are together that are in the same module, of the deepest level at which there are at most `most`; layers
+    without parameters belong to what comes before them. Where even the outermost modules are too many, they are not put
     together any further.
-
-    Args:
-        placement: the network under its plan.
-        most: groups there may be.
     """
     graph = placement.graph
     has_parameters: dict[str, bool] = {}
@@ -59,8 +54,7 @@ def _cut(layer: str, depth: int) -> str:
 
 
 GRADIENTS = "gradients of all layers"
-Seconds = Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(finite)]
-"""None where there is nothing."""
+Seconds = Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(finite)]  # None where there is nothing
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,6 @@ class Both:
 
     @property
     def longest(self) -> float:
-        """The larger of both; 0 where there is nothing."""
         return max(self.predicted_s or 0.0, self.measured_s or 0.0)
 
     @property
@@ -83,58 +76,38 @@ class Both:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that stand together.
+    """Layers that stand together."""
 
-    Attributes:
-        name: the module's name; `GRADIENTS` for what is exchanged when all layers are done.
-        computes: forward, backward and packing.
-        waits: exchanging what layers need of others.
-        stages: that run them, numbered from 1; empty where the network is in one piece.
-    """
-
-    name: str
-    computes: Both
-    waits: Both
-    stages: tuple[int, ...] = ()
+    name: str  # of the module, or `GRADIENTS` for what is exchanged when all layers are done
+    computes: Both  # forward, backward and packing
+    waits: Both  # exchanging what layers need of other ranks
+    stages: tuple[int, ...] = ()  # that run them, from 1; empty for a network in one piece
 
     @property
     def title(self) -> str:
-        """The name, and where there are stages, which."""
         numbers = ", ".join(map(str, self.stages))
         return f"{self.name} (stage{'s'[: len(self.stages) > 1]} {numbers})" if numbers else self.name
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """An update as it was predicted and as it was measured, which `prediction.json` keeps; seconds of one rank.
-
-    Attributes:
-        batch: samples of an update.
-        rank: the rank whose seconds they are: of the prediction's, the one that computes longest.
-        update: the whole; measured, the median of `timed` updates, without evaluations and checkpoints.
-        parts: by name, as `convoy.plans.timeline.PARTS` has them; measured, the medians of `watched` updates.
-        groups: groups of layers in the order of the network; empty where its layers were not watched.
-        stages: what the rank of each that computes longest computes, and waits for other stages; empty where there are
-            none, or they were not watched.
-        learned: operations whose times the profile store has taken over.
-        notes: sentences on what there is not.
-        one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
-    """
+    """An update as it was predicted and as it was measured, which `prediction.json` keeps; seconds of one rank."""
 
     model: str = ""
     plan: str = ""
     devices: int = 1
-    batch: int = 0
-    rank: int = 0
-    timed: int = 0
-    watched: int = 0
-    learned: int = 0
+    batch: int = 0  # samples of an update
+    rank: int = 0  # whose seconds they are: the one that is predicted to compute longest
+    timed: int = 0  # updates of which `update` is the median, without evaluations and checkpoints
+    watched: int = 0  # updates of which `parts` are medians
+    learned: int = 0  # operations whose times the profile store has taken over
     update: Both = Both()
-    parts: Mapping[str, Both] = field(default_factory=dict)
-    groups: tuple[Group, ...] = ()
+    parts: Mapping[str, Both] = field(default_factory=dict)  # by name, as in `convoy.plans.timeline.PARTS`
+    groups: tuple[Group, ...] = ()  # in the order of the network; empty where layers were not watched
+    # of the rank of each that computes longest; empty without stages, or where they were not watched
     stages: tuple[Group, ...] = ()
-    notes: tuple[str, ...] = ()
-    one_device_s: Seconds = None
+    notes: tuple[str, ...] = ()  # sentences on what is missing
+    one_device_s: Seconds = None  # an update on one device, as predicted; None where one runs
     version: Literal[1] = 1
 
     @field_validator("parts", mode="before")
@@ -144,11 +117,9 @@ class Comparison:
 
     @property
     def error(self) -> float | None:
-        """Of the predicted update."""
         return self.update.error
 
     def to_document(self) -> dict[str, Any]:
-        """As `prediction.json` has it, in seconds."""
         return asdict(self)
 
 
@@ -156,14 +127,14 @@ _OLDER = {"optimiser": "optimizer"}
 
 
 def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
-    """The parts of an update."""
+    """The parts of an update, predicted and measured."""
     one, other = (each.parts if each else {} for each in (before, after))
     known = [part for part in PARTS if part in one or part in other or part != "stages"]
     return {part: Both(one.get(part), other.get(part)) for part in known}
 
 
 def of_all_stages(found: Sequence[Summary]) -> Summary | None:
-    """The first of some ranks', with the layers that others run; None of nobody."""
+    """The first of some summaries, with the layers that other ranks run; None of none."""
     layers = {name: spent for one in reversed(found) for name, spent in one.layers.items()}
     return replace(found[0], layers=layers) if found else None
 
@@ -173,11 +144,7 @@ def groups_beside(
 ) -> tuple[Group, ...]:
     """The layers in groups, and what gradients of all of them take; without what nobody knows.
 
-    Args:
-        placement: the network under its plan, for the order of its layers.
-        before: what was predicted.
-        after: what was measured.
-        stages: of the calls, from 0; empty where the network is in one piece.
+    `before` was predicted, `after` measured. `stages` are those of the calls, from 0; empty for a network in one piece.
     """
     if after is None or not after.layers:
         return ()
@@ -230,6 +197,7 @@ def _total(one: Summary, layers: Sequence[str]) -> LayerSeconds:
     return sum((one.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
 
 
+# The parts of an update for people
 WORDS = {
     "input": "input",
     "forward": "forward",
@@ -240,7 +208,6 @@ WORDS = {
     "stages": "waiting for other stages",
     "optimizer": "optimizer",
 }
-"""The parts of an update for people."""
 _ALIKE = 0.02
 
 

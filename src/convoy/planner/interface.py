@@ -30,13 +30,9 @@ from convoy.terminal import Console
 
 @dataclass(frozen=True, eq=False)
 class FoundPlan(Plan):
-    """A plan that the planner has found; it goes wherever a plan goes, and equals the plan that was written by hand.
+    """A plan that the planner has found; it goes wherever a plan goes, and equals the plan that was written by hand."""
 
-    Attributes:
-        planned: what was predicted of it, and of others.
-    """
-
-    planned: Planned | None = field(default=None, repr=False, compare=False)
+    planned: Planned | None = field(default=None, repr=False, compare=False)  # what was predicted of it, and of others
 
     def explain(self) -> str:
         """Why this plan: verdict, where the time goes, what would change it, and every layer, as text."""

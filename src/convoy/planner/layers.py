@@ -18,8 +18,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
 
-_PREDICTIONS = 30
-"""Strategies that are tried one by one, where no search says what they would cost."""
+_PREDICTIONS = 30  # Strategies that are tried one by one, where no search says what they would cost
 
 
 @dataclass(frozen=True)
@@ -32,37 +31,22 @@ class Other:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer costs under a plan; seconds of an update, of the rank that computes longest.
+    """What a layer costs under a plan; seconds of an update, of the rank that computes longest."""
 
-    Attributes:
-        name: the module's name; empty for the network itself.
-        ops: kinds of its calls, in order.
-        strategy: one for each axis of the mesh; empty for a layer that follows what it is given.
-        takes, gives: shapes of its first input and last output on that rank.
-        forward, backward: computing.
-        copies: packing and adding for the sake of what is sent.
-        exposed: waiting for its messages, with nothing to compute meanwhile.
-        messages: all its messages, hidden or not.
-        sent: bytes that a rank sends for it in an update, of the rank that sends most.
-        parameters: bytes that the rank holds.
-        other: the next best strategy; None where there is none, or it was not looked for.
-        stage: in which it is called first; None where the network is in one piece.
-    """
-
-    name: str
-    ops: tuple[str, ...]
-    strategy: Strategy
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
+    name: str  # empty for the network itself
+    ops: tuple[str, ...]  # kinds of its calls, in order
+    strategy: Strategy  # one for each axis of the mesh; empty for a layer that follows its input
+    takes: tuple[int, ...]  # shape of its first input on that rank
+    gives: tuple[int, ...]  # shape of its last output
     forward: float
     backward: float
-    copies: float
-    exposed: float
-    messages: float
-    sent: int
-    parameters: int
-    other: Other | None
-    stage: int | None = None
+    copies: float  # packing and adding for messages
+    exposed: float  # waiting for its messages, with nothing to compute meanwhile
+    messages: float  # all of them, hidden or not
+    sent: int  # bytes of an update, of the rank that sends most
+    parameters: int  # bytes on the rank
+    other: Other | None  # next best strategy; None where there is none, or it was not looked for
+    stage: int | None = None  # in which it is called first; None for a network in one piece
 
     @property
     def seconds(self) -> float:
@@ -72,19 +56,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stage(StageRow):
-    """What a stage of a plan costs; seconds of an update, of the rank of the stage that computes longest.
+    """What a stage of a plan costs; seconds of an update, of the rank of the stage that computes longest."""
 
-    Attributes:
-        computes: forward and backward passes, and packing.
-        waits: with nothing to compute, for what other stages send.
-        sent: bytes that a rank sends to other stages in an update.
-        memory: of the rank that needs most.
-    """
-
-    computes: float
-    waits: float
-    sent: int
-    memory: RankMemory
+    computes: float  # forward and backward passes, and packing
+    waits: float  # with nothing to compute, for what other stages send
+    sent: int  # bytes to other stages in an update
+    memory: RankMemory  # of the rank that needs most
 
 
 def stages_of(scored: Scored) -> tuple[Stage, ...]:
@@ -147,12 +124,12 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
 
 
 def stages_of_calls(scored: Scored) -> tuple[int, ...]:
-    """The stage of every call; 0 where the network is in one piece."""
+    """The stage of every call; 0 for a network in one piece."""
     return scored.staging.staged.stages if scored.staging is not None else (0,) * len(scored.placement.calls)
 
 
 def busiest_ranks(scored: Scored) -> tuple[int, ...]:
-    """For each stage the rank that computes longest; for a network in one piece the one of all."""
+    """For each stage the rank that computes longest; of a network in one piece, that of all."""
     mesh, timeline = scored.placement.mesh, scored.timeline
     number = scored.staging.number if scored.staging is not None else 1
     of_stages = ([rank for rank in timeline.ranks if mesh.stage_of(rank) == stage] for stage in range(number))
@@ -160,7 +137,7 @@ def busiest_ranks(scored: Scored) -> tuple[int, ...]:
 
 
 def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
-    """What a rank has of a value, as it is kept."""
+    """The shape of a rank's part of a value, as it is kept."""
     layout = placement.layouts.get(name, WHOLE)
     return layout.local_shape(placement.graph.shape(name), placement.mesh, placement.mesh.coordinates(rank))
 

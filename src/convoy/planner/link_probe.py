@@ -22,54 +22,34 @@ from convoy.plans.layout import WHOLE, Layout, Split
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.transfer import Step
 
+# Bytes of the messages that are measured, but for the first, which has one number
 SIZES = (0, *(2**power for power in range(8, 27, 2)))
-"""Bytes of the messages that are measured, but for the first, which has one number."""
 _SMALL = 50
-_MOST = 2**27
-"""Bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are."""
+_MOST = 2**27  # Bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are
 _TURNS = 4
 _SPIN_S = 0.05
-_SIDE = 4096
-"""Of the matrices whose product is timed beside messages."""
-_BESIDE = 2.0
-"""Times as long as the products, as messages are on their way meanwhile."""
+_SIDE = 4096  # Of the matrices whose product is timed beside messages
+_BESIDE = 2.0  # Times as long as the products, as messages are on their way meanwhile
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What was measured of the groups over some axes, all exchanging at the same time.
+    """What was measured of the groups over some axes, all exchanging at the same time."""
 
-    Attributes:
-        all_reduce: (bytes of the tensor, seconds).
-        exchange: (bytes that a rank sends to the others together, seconds), for what comes in new tensors.
-        reduce_scatter, gather: likewise, for pieces of a gradient: with the additions, and in place.
-        overlap: whether messages run beside what computes.
-        cpu_share: the part of the device's processor time that they take meanwhile.
-        overhead: seconds that the engine takes for a redistribution in one direction, beside the collective.
-        host: those that the host takes to issue a collective; 0 where it is the device.
-    """
-
-    all_reduce: tuple[tuple[int, float], ...]
-    exchange: tuple[tuple[int, float], ...]
-    reduce_scatter: tuple[tuple[int, float], ...]
-    gather: tuple[tuple[int, float], ...]
-    overlap: bool
-    cpu_share: float
-    overhead: float
-    host: float = 0.0
+    all_reduce: tuple[tuple[int, float], ...]  # (bytes of the tensor, seconds)
+    exchange: tuple[tuple[int, float], ...]  # (bytes that a rank sends to all others, seconds), into new tensors
+    reduce_scatter: tuple[tuple[int, float], ...]  # likewise, for pieces of a gradient, with the additions
+    gather: tuple[tuple[int, float], ...]  # likewise, for pieces of a gradient, in place
+    overlap: bool  # messages run beside what computes
+    cpu_share: float  # of the device's processor time, what they take meanwhile
+    overhead: float  # seconds of the engine for a redistribution in one direction, beside the collective
+    host: float = 0.0  # seconds for the host to issue a collective; 0 where it is the device
 
 
 def measure_links(
     groups: Groups, subsets: Iterable[Axes], device: torch.device, sizes: Sequence[int] = SIZES
 ) -> dict[Axes, LinkTimes]:
-    """Measure the groups over each of some sets of axes; all ranks call it.
-
-    Args:
-        groups: the groups of the mesh.
-        subsets: sets of axes.
-        device: where the tensors are that travel.
-        sizes: bytes of the messages.
-    """
+    """Measure the groups over each of some sets of axes, with messages of so many bytes; all ranks call it."""
     world = groups.of(tuple(groups.mesh.axes))
     found = {}
     for axes in subsets:
@@ -81,15 +61,10 @@ def measure_links(
 
 
 def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -> tuple[Links, float]:
-    """Measure the groups of all meshes on the ranks that have joined; all ranks call it.
+    """Links of the groups of all meshes, and the engine's seconds for a redistribution in one direction, beside the
+    collective. All ranks call it.
 
-    Args:
-        meshes: the meshes whose groups exchange.
-        largest: bytes of the largest tensor that will be sent; much larger ones are not tried.
-        device: where the tensors are.
-
-    Returns:
-        The links, and the seconds that the engine takes for a redistribution in one direction, beside the collective.
+    Messages much larger than `largest`, the bytes of the largest tensor that will be sent, are not tried.
     """
     sizes = [size for size in SIZES if size <= 4 * largest]
     found: dict[tuple[int, ...], Link] = {}
@@ -153,11 +128,7 @@ class _Probe:
 
     def _slowdown(self, message_s: float, num_bytes: int) -> float:
         """How many times as long kernels of a GPU take beside messages, which take some of its processors; at least 1.
-
-        Args:
-            message_s: seconds of an all-reduce.
-            num_bytes: of its tensor.
-        """
+        An all-reduce of `num_bytes` takes `message_s` seconds."""
         left, out = (torch.ones(_SIDE, _SIDE, device=self._device) for _ in range(2))
 
         def compute() -> None:
@@ -179,7 +150,7 @@ class _Probe:
         return max(row[0] for row in rows) / 1e6
 
     def _exchange(self, x: Tensor) -> object:
-        """The same to every other rank."""
+        """Send the same to every other rank."""
         sends: list[Tensor | None] = [x] * self._ranks
         sends[self._place] = x.new_empty(0)
         shapes = [None if rank == self._place else x.shape for rank in range(self._ranks)]

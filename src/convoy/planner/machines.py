@@ -34,28 +34,25 @@ from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
 from convoy.units import size
 
+# What a network may be trained in, and the type of autocast
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What a network may be trained in, and the type of autocast."""
 
-SEARCHED = 64
-"""Devices up to which plans beside data parallelism are searched for."""
+SEARCHED = 64  # Devices up to which plans beside data parallelism are searched for
 
-STAGED = 8
-"""Devices up to which the network is cut into stages to be faster; on more only where nothing else fits."""
+STAGED = 8  # Devices up to which the network is cut into stages to be faster; on more only where nothing else fits
 
+# How many times as fast as data parallelism another plan has to be: less is within the error of a prediction
 WORTH = 1.03
-"""How many times as fast as data parallelism another plan has to be: less is within the error of a prediction."""
 
+# What layers may have on an axis: rows and columns of pictures are not divided, which GPUs gain nothing from
 AMONG = ("sample", "replicate", "filter", "channel")
-"""What layers may have on an axis: rows and columns of pictures are not divided, which GPUs gain nothing from."""
 
-_ROOM = 0.92
-"""The part of a device's memory that a framework leaves."""
+_ROOM = 0.92  # The part of a device's memory that a framework leaves
 
 
 @dataclass(frozen=True)
 class Change:
-    """What could be other than it is, and how many times as many images a second there would be."""
+    """A change, and how many times as many images a second there would be with it."""
 
     text: str
     gain: float
@@ -63,35 +60,22 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class Prediction:
-    """What a machine is predicted to do.
-
-    Attributes:
-        machine: the devices.
-        precision, batch: of the training; images of an update.
-        images_per_s: of data parallelism, whether it fits into the memory or not.
-        within: the factor that nine in ten published values were within, over or under.
-        alone: images a second of one device with the whole batch, the mean of unequal ones.
-        step: of data parallelism.
-        planned: the plans that were found; None where none was searched for.
-        gain: how many times as fast as data parallelism the fastest of them is: at least 1, unless data parallelism
-            does not fit into the memory or plans were given.
-        curve: devices, and images a second on so many.
-        changes: what would make data parallelism faster, the most helpful first.
-        notes: what was assumed.
-    """
+    """What a machine is predicted to do."""
 
     machine: Machine
     precision: str
-    batch: int
-    images_per_s: float
-    within: float
-    alone: float
-    step: Step
-    planned: Planned | None
+    batch: int  # images of an update
+    images_per_s: float  # of data parallelism, whether it fits into the memory or not
+    within: float  # the factor, over or under, that nine in ten published values were within
+    alone: float  # images a second of one device with the whole batch, the mean of unequal ones
+    step: Step  # of data parallelism
+    planned: Planned | None  # None where no plan was searched for
+    # How many times as fast as data parallelism the fastest plan is: at least 1, unless data parallelism does not fit
+    # into the memory or plans were given
     gain: float
-    curve: tuple[tuple[int, float], ...]
-    changes: tuple[Change, ...]
-    notes: tuple[str, ...]
+    curve: tuple[tuple[int, float], ...]  # devices, and images a second on so many
+    changes: tuple[Change, ...]  # of data parallelism, the most helpful first
+    notes: tuple[str, ...]  # what was assumed
 
     def __repr__(self) -> str:
         least, most = self.best / self.within, self.best * self.within
@@ -110,7 +94,7 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Of the fastest plan over one device with the same batch."""
+        """The fastest plan's, over one device with the same batch."""
         return self.best / self.alone
 
     @property
@@ -119,11 +103,11 @@ class Prediction:
         return self.speedup / len(self.machine.devices)
 
     def days(self, images: float) -> float:
-        """Until so many images have been trained on."""
+        """Days until so many images have been trained on."""
         return images / self.best / 86400
 
     def price(self, images: float, hour: float) -> float:
-        """Of so many images, where an hour of one device costs so much."""
+        """The price of so many images, where an hour of one device costs so much."""
         return 24 * self.days(images) * len(self.machine.devices) * hour
 
     def document(self) -> dict[str, Any]:
@@ -231,21 +215,12 @@ def predict(
     software: Software = OURS,
     searching: bool = True,
 ) -> Prediction:
-    """What a machine would do with a network.
+    """The prediction for a network on a machine.
 
-    Args:
-        workload: the network, at the batch of an update, with the types of the precision.
-        machine: the devices.
-        precision: `fp32`, `tf32`, `bf16` or `fp16`.
-        fixes, plans: as in `convoy.planner.make_plan`.
-        memory_limit: bytes of each device; by default what the catalog says.
-        images_per_second: that the input of one device gives.
-        software: what runs the network.
-        searching: whether other plans than data parallelism are looked for.
-
-    Raises:
-        TooLargeError: no plan fits into the memory, by how much.
-        ConvoyError: there is no such plan.
+    The workload has the batch of an update and the types of the precision: `fp32`, `tf32`, `bf16` or `fp16`. Of each
+    device the memory is by default what the catalog says, in bytes, and its input gives `images_per_second`. Only where
+    `searching` are other plans than data parallelism looked for. A TooLargeError says by how much no plan fits into the
+    memory.
     """
     count, batch = len(machine.devices), workload.batch
     if batch < count:
@@ -300,7 +275,7 @@ def predict(
 
 
 def usual_precision(machine: Machine) -> str:
-    """That of a training for which nobody says any: bf16 on devices that have it."""
+    """The precision where nobody asks for one: bf16 on devices that have it."""
     return "bf16" if all(map(has_bf16, machine.devices)) else "fp32"
 
 
@@ -339,7 +314,7 @@ def _step(
     software: Software,
     scheme: Scheme | None = None,
 ) -> Step:
-    """Of data parallelism: that of the device which takes longest."""
+    """The step of data parallelism, of the device that takes longest."""
     found = {
         (device, images): step(
             work,
@@ -416,7 +391,7 @@ def _repeated(workload: Workload, plan: Plan) -> int:
 
 
 def _meshes(machine: Machine) -> list[Mesh]:
-    """All devices as one axis, and as hosts of devices where there are several."""
+    """All devices as one axis, and also as hosts of devices where there are several."""
     count = len(machine.devices)
     found = [Mesh(("gpu",), (count,))]
     if machine.hosts > 1 and machine.per_host > 1:
@@ -447,7 +422,6 @@ def _curve(
 def _changes(
     work: Work, machine: Machine, shares: Sequence[int], precision: str, software: Software, done: Step
 ) -> tuple[Change, ...]:
-    """What would make data parallelism faster."""
     found = []
     rate = sum(shares) / done.seconds
 

@@ -40,45 +40,31 @@ from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
 from convoy.units import shorten, size
 
+# Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them
 Race = Callable[["Planned", Scored, Ranks], float]
-"""Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them."""
+# Seconds, and updates of one device, that a plan may take; the larger counts
 _PATIENCE_S, _PATIENCE_UPDATES = 120.0, 30
-"""Seconds, and updates of one device, that a plan may take; the larger counts."""
-_MEASURING = 0.6
-"""The part of that after which nothing more is profiled."""
+_MEASURING = 0.6  # The part of that after which nothing more is profiled
+# About: seconds for links, optimizer and engine; passes of a profiling; updates of a racer
 _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
-"""About: seconds for links, optimizer and engine; passes of a profiling; updates of a racer."""
+# The part of a rank's memory that the tensors of a racer may take: the network that is copied comes on top
 _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
-"""The part of a rank's memory that the tensors of a racer may take: the network that is copied comes on top."""
-_RACERS = 2
-"""Of the plans that are predicted to be fastest, beside plain `sample`."""
-_SETTLED = 0.02
-"""The part of a plan's computing time that need not be measured."""
+_RACERS = 2  # Of the plans that are predicted to be fastest, beside plain `sample`
+_SETTLED = 0.02  # The part of a plan's computing time that need not be measured
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the planner has found.
+    """The answer of the planner."""
 
-    Attributes:
-        workload: the training that was planned; with stages, in other passes (`Workload.through`).
-        devices: number of ranks.
-        candidates: the fastest plans that were found, the best first, and plain `sample` among them if it can be.
-        serial: one device.
-        search: what the search says of its way, on the rank that searched; None where plans were only scored.
-        costs: the costs with which the candidates were predicted.
-        notes: sentences about what was assumed.
-        measured: seconds of an update, of the plans that raced.
-    """
-
-    workload: Workload
+    workload: Workload  # the training; with stages, in other passes (`Workload.through`)
     devices: int
-    candidates: tuple[Scored, ...]
-    serial: Scored
-    search: SearchResult | None
-    costs: Costs
-    notes: tuple[str, ...] = field(default=())
-    measured: Mapping[Plan, float] = field(default_factory=dict)
+    candidates: tuple[Scored, ...]  # the fastest plans, the best first; plain `sample` among them if it can be
+    serial: Scored  # one device
+    search: SearchResult | None  # on the rank that searched; None where plans were only scored
+    costs: Costs  # with which the candidates were predicted
+    notes: tuple[str, ...] = field(default=())  # sentences about what was assumed
+    measured: Mapping[Plan, float] = field(default_factory=dict)  # seconds of an update, of the plans that raced
 
     @property
     def best(self) -> Scored:
@@ -87,7 +73,7 @@ class Planned:
 
     @property
     def speedup(self) -> float:
-        """Of the best plan over one device."""
+        """The best plan's, over one device."""
         return self.serial.seconds / self.best.seconds
 
     def warning(self, seconds: float) -> str:
@@ -102,8 +88,7 @@ class Planned:
         return shares if shares is not None and plan.mesh.size(axes) == len(shares) else None
 
 
-Proposal = tuple[Plan, int | None]
-"""A plan, and the number of passes through its stages; None where it has none."""
+Proposal = tuple[Plan, int | None]  # A plan, and the number of passes through its stages; None where it has none
 
 
 def score(
@@ -113,17 +98,10 @@ def score(
     passes: int | None = None,
     memory_limit: float | None = None,
 ) -> Scored:
-    """The prediction for a plan.
+    """The prediction for a plan; a ConvoyError where a layer cannot be divided, or the network not cut, as it says.
 
-    Args:
-        workload: what is to be trained.
-        plan: any plan for it.
-        costs: of the devices.
-        passes: through its stages; None for as many as are fastest.
-        memory_limit: bytes that a rank has; stages take the fastest passes and the faster of the schedules that fit.
-
-    Raises:
-        ConvoyError: a layer cannot be divided as the plan says, or the network not cut.
+    Without a number of passes, stages take the fastest one. Within `memory_limit`, the bytes of a rank, they take the
+    fastest passes and the faster of the schedules that fit.
     """
 
     def price(one: Scored) -> tuple[bool, float]:
@@ -166,32 +144,17 @@ def make_plan(
     """Find the fastest plan; all ranks call it, and get the same answer.
 
     `convoy plan`, `--plan auto`, `convoy.plan` and the forecasts of `convoy bench` all ask here. In order: measure the
-    links and the layers, or look them up (`measured.py`); search (`search/`), or take the plans that are given;
-    predict each of them by its timeline (`cost/step.py`). Operations that were not measured are predicted from those
-    that were (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no more than 2 % of its
-    computing time is predicted so, or six tenths of the time for a plan are over: of the longer of two minutes and 30
-    updates of one device. In the rest the best plans make a few updates each. `verdict.py` explains the answer.
+    links and the layers, or look them up (`measured.py`); search (`search/`), or take the requested `plans`; predict
+    each of them by its timeline (`cost/step.py`). Operations that were not measured are predicted from those that were
+    (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no more than 2 % of its computing
+    time is predicted so, or six tenths of the time for a plan are over: of the longer of two minutes and 30 updates of
+    one device. In the rest the best plans make a few updates each. `verdict.py` explains the answer.
 
-    Args:
-        workload: what is to be trained.
-        devices: number of ranks that the plan is for.
-        ranks: the devices at hand, on which times are measured.
-        link: between the devices, as `links_named` reads it; None measures the links where as many ranks run, and
-            assumes them otherwise.
-        store: measurements from before; it keeps those of now.
-        fixes: strategies that are given, such as `classifier.*=filter`.
-        memory_limit: bytes that each device has; of `plans`, those that need more are left out. By default a search
-            knows what is free here, if the plan is for the ranks that are.
-        plans: are only predicted, instead of a search.
-        rivals: are predicted beside what a search finds, as far as they fit, and race.
-        input: getting the input of a pass ready, on each rank; None costs nothing.
-        notes: sentences that come before those of the planner.
-        progress: is told of long work: seconds that have passed, of about how many.
-        race: measures an update; the plan is the fastest of those that were found to be fastest. None predicts alone.
-
-    Raises:
-        TooLargeError: no plan fits into memory.
-        ConvoyError: a fix cannot be, or a plan is for another number of devices.
+    Without a `link` (as `links_named` reads it) the links are measured where as many ranks run, and assumed otherwise.
+    `memory_limit` is in bytes of a device; by default a search knows what is free here, if the plan is for the ranks
+    that are. `rivals` are predicted beside what a search finds, as far as they fit, and race. `progress` is told the
+    seconds that have passed, of about how many; without a `race` the prediction alone decides. A TooLargeError where no
+    plan fits into memory, a ConvoyError for a fix that cannot be, or a plan for another number of devices.
     """
     meshes = list(dict.fromkeys(plan.mesh for plan in plans)) if plans else meshes_of(devices)
     for plan in plans:
@@ -308,30 +271,21 @@ def _limit_s(update_s: float) -> float:
 
 
 class _Course:
-    """Tells of the work in seconds that have passed, of a total that does not move.
-
-    Args:
-        tell: is told.
-
-    Attributes:
-        total_s: as is estimated beforehand.
-    """
+    """Tells of the work in seconds that have passed, of a total that does not move."""
 
     def __init__(self, tell: Progress) -> None:
-        self._tell, self._began, self.total_s = tell, time.monotonic(), 1.0
+        self._tell, self._began = tell, time.monotonic()
+        self.total_s = 1.0  # estimated beforehand
 
     @property
     def passed_s(self) -> float:
-        """Seconds since it began."""
         return time.monotonic() - self._began
 
     def __call__(self, what: str) -> None:
-        """Something begins."""
         total = max(1, round(self.total_s))
         self._tell(f"planning, about {total} s: {what}", min(int(self.passed_s), total - 1), total)
 
     def end(self) -> None:
-        """All is done."""
         total = max(1, round(self.total_s))
         self._tell("planning", total, total)
 
@@ -346,11 +300,8 @@ def _raced(
     is_in_time: Callable[[float], bool],
 ) -> Planned:
     """The plan that is measured to be fastest comes first: of those that are predicted to be so, of plain `sample`, of
-    the rivals, and of any that is predicted to be faster than the one which wins. All ranks call it.
-
-    Raises:
-        ConvoyError: none of them can be run.
-    """
+    the rivals, and of any that is predicted to be faster than the one which wins. All ranks call it; a ConvoyError
+    where none can be run."""
     plain, took, notes = Plan.by_samples(planned.devices), dict[Plan, float](), list(planned.notes)
     failure: ConvoyError | None = None
     longest_s, device = 0.0, planned.workload.device
@@ -392,7 +343,6 @@ def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bo
 
 
 def _given(workload: Workload, plans: Sequence[Plan]) -> list[Proposal]:
-    """Plans that are given, in as many passes as they would run in."""
     return [(plan, passes_of(workload, plan)) for plan in plans]
 
 
@@ -404,7 +354,7 @@ def _goes(workload: Workload, plan: Plan) -> bool:
 
 
 def passes_of(workload: Workload, plan: Plan) -> int | None:
-    """In how many passes the trainer runs a plan with stages that is given; None for a plan without."""
+    """The passes in which the trainer runs a requested plan with stages; None for a plan without."""
     return workload.through(plan.num_stages, None, plan.parts).passes if plan.num_stages > 1 else None
 
 
@@ -421,11 +371,7 @@ def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> st
 
 
 def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:
-    """Those that fit into memory, and a note on each of the others.
-
-    Raises:
-        TooLargeError: none fits.
-    """
+    """The plans that fit into memory, and a note on each of the others; a TooLargeError where none fits."""
     too_large = [one for one in scored if one.memory.total > limit]
     errors = []
     for one in sorted(too_large, key=lambda one: one.memory.total):
@@ -438,11 +384,8 @@ def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[l
 
 
 def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit: float) -> None:
-    """Refuse devices into which no plan fits, before anything is measured: for that no times are needed.
-
-    Raises:
-        TooLargeError: none does.
-    """
+    """Refuse devices into which no plan fits, with a TooLargeError, before anything is measured: for that no times are
+    needed."""
     links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
     update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
     costs = Costs(Calibrated({}), links, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
@@ -468,16 +411,8 @@ def propose(
     on: Sequence[Mesh] | None = None,
     among: Sequence[str] = AXIS_STRATEGIES,
 ) -> list[Proposal]:
-    """The plans that the searches find, and in `results` all that is said of those without stages.
-
-    Args:
-        workload, devices, costs, fixes, memory_limit: as in `make_plan`.
-        results: takes what the search says.
-        on, among: as in `search`; stages are cut on all meshes.
-
-    Raises:
-        ConvoyError: there is none, or none fits into memory.
-    """
+    """The plans that the searches find, and in `results` all that is said of those without stages; a ConvoyError where
+    there is none, or none fits into memory. Stages are cut on all meshes, whatever `on` and `among` say."""
     plans: list[Plan] = []
     refused: ConvoyError | None = None
     try:

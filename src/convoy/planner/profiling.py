@@ -32,24 +32,17 @@ from convoy.plans.plan import Plan
 from convoy.plans.traffic import step_elements
 from convoy.plans.transfer import Step
 
-ALIKE = 1.1
-"""Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest."""
-_SMALL = 0.01
-"""Operations that take less than this part of the time say nothing about how fast a rank is."""
+ALIKE = 1.1  # Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest
+_SMALL = 0.01  # Operations that take less than this part of the time say nothing about how fast a rank is
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a profiling has shown.
-
-    Attributes:
-        times: seconds of the operations.
-        around: seconds of a pass outside of its calls.
-        by_rank: seconds that each rank takes for the operations that all of them had; empty where only one profiled.
-    """
+    """What a profiling has shown."""
 
     times: dict[LocalOp, Times]
-    around: Times
+    around: Times  # a pass outside of its calls
+    # seconds of each rank for the operations that all of them had; empty where only one profiled
     by_rank: tuple[float, ...] = ()
 
 
@@ -72,17 +65,8 @@ def profile(
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
     Where they do so together they exchange what they will exchange. What that takes beside the time of its messages on
-    the links, with waiting for the slower rank, is the time of the redistribution's operation or the call's.
-
-    Args:
-        workload: what is profiled.
-        placement: the workload under a plan.
-        ranks: the devices at hand.
-        alone: whether the first profiles by itself.
-        links: between the ranks of the mesh.
-        together: whether they are the ranks of the mesh.
-        enough: passes of each rank that must be near its fastest.
-        passed: is told after every pass how many there were.
+    the links, with waiting for the slower rank, is the time of the redistribution's operation or the call's. `enough`
+    passes of each rank must be near its fastest; after each `passed` is told how many there were.
     """
     mesh = placement.mesh
     passes = count(1)
@@ -137,11 +121,8 @@ def profile(
 
 
 def try_out(workload: Workload, placement: Placement, rank: int) -> None:
-    """Run a rank's part of a pass alone, where it is told that memory lacks, before others wait for it in groups.
-
-    Raises:
-        torch.OutOfMemoryError: it does not fit.
-    """
+    """Run a rank's part of a pass alone, where it is told that memory lacks (torch.OutOfMemoryError), before others
+    wait for it in groups."""
     if raises_out_of_memory(workload.device):
         with autocast(workload):
             _profiler(workload, placement, rank).try_out()
@@ -161,7 +142,7 @@ def _profiler(workload: Workload, placement: Placement, rank: int, groups: Group
 
 
 def _of_each_rank(said: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[LocalOp]) -> tuple[float, ...]:
-    """Seconds that each rank takes for what all of them computed, each sort of it once.
+    """Seconds that each rank takes for what all of them computed, each kind of it once.
 
     The median over all operations tells how fast a rank is from what has disturbed a single one.
     """
@@ -176,7 +157,7 @@ def _of_each_rank(said: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[
 
 
 def _without(found: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
-    """Times without what the messages inside take."""
+    """The times without the messages inside."""
     if not messages.axes:
         return Times(*astuple(found))
     link = links.of(mesh, messages.axes)
@@ -223,7 +204,7 @@ def local_op_of(workload: Workload, placement: Placement, placed: PlacedCall, ra
 
 @contextmanager
 def autocast(workload: Workload) -> Iterator[None]:
-    """As the workload is trained, with lower precision if it has any."""
+    """Autocast as the workload is trained with it, if it is."""
     if workload.precision is None:
         yield
         return
@@ -254,7 +235,7 @@ def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
 
 
 def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> float:
-    """Seconds of an update of a chain of layers that are not predicted."""
+    """The seconds of an update of a chain of layers that are not predicted."""
     plan = Plan.by_samples(ranks.num)
     images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)

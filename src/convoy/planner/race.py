@@ -17,23 +17,12 @@ from convoy.planner.planner import Planned
 from convoy.planner.profiling import autocast
 from convoy.planner.workload import Workload
 
-_MOST = 8
-"""Updates under a plan."""
+_MOST = 8  # Updates under a plan
 
 
 def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored, ranks: Ranks) -> float:
-    """Seconds of an update of random samples under a plan, of the slowest rank. All ranks call it.
-
-    Args:
-        model: is copied.
-        recompute: layers whose activations are computed again.
-        planned: the training.
-        racer: the plan.
-        ranks: one for each of its devices.
-
-    Raises:
-        ConvoyError: the plan cannot be run.
-    """
+    """Seconds of an update of random samples under a plan, of the slowest rank; a ConvoyError where it cannot be run.
+    All ranks, one for each of its devices, call it."""
     workload = planned.workload
     net, in_stages = copied(model).train(), racer.staging is not None
     samples = workload.batch if in_stages else racer.placement.batch.num_samples

@@ -30,22 +30,12 @@ from convoy.plans.place import Placement
 from convoy.plans.plan import Plan, plan_text
 from convoy.units import seconds
 
-_UNLIKE = 1.25
-"""A prediction that is so many times what a run took, or the other way round, contradicts it."""
-_LATE = 0.9
-"""From this part of a GPU's time on its host may have been late."""
+_UNLIKE = 1.25  # A prediction that is so many times what a run took, or the other way round, contradicts it
+_LATE = 0.9  # From this part of a GPU's time on its host may have been late
 
 
 def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, costs: Costs) -> None:
-    """Keep what is known of so many devices, but for their input, which is the data's.
-
-    Args:
-        store: where.
-        device: one of them, with as many neighbours as compute at once.
-        devices: how many.
-        optimizer: its name.
-        costs: with measured links.
-    """
+    """Keep what is known of so many devices, with measured links, but for their input, which is the data's."""
     with contextlib.suppress(OSError):  # a full disk is no reason to stop
         store.note(
             device,
@@ -75,16 +65,8 @@ def recalled(
     recorded: bool = False,
     staging: Staging | None = None,
 ) -> Scored | None:
-    """A prediction from what is kept; None where not all of it is known.
-
-    Args:
-        store, device, optimizer: as they were given to `remember`.
-        plan: the plan to predict.
-        placement: a pass under that plan.
-        passes: passes of an update.
-        batch_norm, microbatch, recorded: as the run has them.
-        staging: the stages and their passes; None where all ranks run all of the network.
-    """
+    """A prediction from what is kept for `remember`'s arguments; None where not all of it is known. The placement is a
+    pass under the plan."""
     try:
         costs = _costs(store.noted(device, _name(placement.mesh.num_devices, optimizer)))
     except (KeyError, TypeError, ValueError, ConvoyError):
@@ -110,14 +92,8 @@ def remember_run(store: ProfileStore, device: Device, name: str, batch: int, pla
 def unlike_runs(
     store: ProfileStore, device: Device, name: str, batch: int, plans: Mapping[Plan, float]
 ) -> Iterator[str]:
-    """A sentence on every plan that is expected to be much faster or slower than it was in its last run.
-
-    Args:
-        store, device: as they were given to `remember`.
-        name: of the network.
-        batch: samples of an update.
-        plans: with the seconds of an update that are predicted, or were measured now.
-    """
+    """A sentence on every plan that is expected to be much faster or slower than it was in its last run. `plans` have
+    the seconds of an update that are predicted, or were measured now."""
     for plan, predicted in plans.items():
         seen = store.noted(device, _of_run(name, batch, plan))
         if isinstance(seen, float) and seen > 0 and max(seen / predicted, predicted / seen) > _UNLIKE:
@@ -136,11 +112,7 @@ def _name(devices: int, optimizer: str) -> str:
 
 
 def _costs(noted: Any) -> Costs:
-    """What `remember` wrote.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
+    """The costs that `remember` wrote; a KeyError, TypeError or ValueError where they are none."""
     return Costs(
         times=Calibrated({}),
         links=Links.from_list(noted["links"]),
@@ -163,15 +135,10 @@ def measured_ops(
 ) -> dict[LocalOp, Times]:
     """How long the operations of a rank took: the mean over calls and passes, the median over updates.
 
-    Left out are views, empty operations, and calls inside of which ranks wait for each other. So are calls in which a
-    GPU may have waited for its host, which took about as long: their time is the host's. What the host takes without
-    being watched only profiling knows.
-
-    Args:
-        updates: watched updates in which gradients were sent after the backward pass, so that none took cycles from it.
-        rank: this one.
-        batch_norm, microbatch: as for `convoy.planner.cost.local.local_op`.
-        typed: gives a placement the types that its values have under autocast.
+    In these updates, gradients were sent after the backward pass, so that no message took cycles from it; `typed` gives
+    a placement the types that its values have under autocast. Left out are views, empty operations, and calls inside of
+    which ranks wait for each other. So are calls in which a GPU may have waited for its host, which took about as long:
+    their time is the host's. What the host takes without being watched only profiling knows.
     """
     found: dict[LocalOp, list[Times]] = defaultdict(list)
     for update in updates:

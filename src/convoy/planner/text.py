@@ -13,17 +13,13 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE
 from convoy.units import extra, per_second, plural, rough_percent, seconds, shape, shorten, size, table
 
-_LONGEST = 90
-"""Characters of a plan in the table of candidates."""
-_WORTH_A_ROW = 0.02
-"""Part of an update from which on a layer without a strategy has a row."""
+_LONGEST = 90  # Characters of a plan in the table of candidates
+_WORTH_A_ROW = 0.02  # Part of an update from which on a layer without a strategy has a row
 
 
 def explanation_text(found: Explained, first: Sequence[str] = ()) -> str:
-    """Verdict, figures, time, candidates and layers, as aligned tables; before them those notes that are to come first.
-
-    The other notes are at the end.
-    """
+    """Verdict, figures, time, candidates and layers, as aligned tables, after the notes that are to come `first`; the
+    other notes are at the end."""
     return "\n".join([*first, *_lines(found, first)]) + "\n"
 
 

@@ -15,24 +15,17 @@ from convoy.plans.timeline import ENGINE, is_engine
 from convoy.units import rough_percent, seconds, times_as_fast
 
 ChangeKind = Literal["links", "batch", "strategy", "compute", "optimizer", "input"]
-_LAYERS = 3
-"""Layers that are tried with other strategies: those that keep others waiting longest."""
+_LAYERS = 3  # Layers that are tried with other strategies: those that keep others waiting longest
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that could be other than it is.
-
-    Attributes:
-        text: what, as a noun.
-        gain: how many times as many samples a second there would be.
-        seconds: time of an update.
-    """
+    """One possible change."""
 
     kind: ChangeKind
-    text: str
-    gain: float
-    seconds: float
+    text: str  # a noun
+    gain: float  # how many times as many samples a second
+    seconds: float  # of an update
 
 
 def changes(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> tuple[Change, ...]:
@@ -103,26 +96,20 @@ def faster(links: Links, factor: float) -> Links:
     )
 
 
+# `batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
+# `division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
+# for work to be issued, `stages` that these wait for each other.
 Bottleneck = Literal[
     "compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host", "stages"
 ]
-"""`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
-`division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
-for work to be issued, `stages` that these wait for each other."""
-_ISSUING = 0.25
-"""Part of an update in which a GPU waits for its host, from which on that is what holds it up."""
-_SPENT_WELL = 0.9
-"""Efficiency from which on computing itself is what takes the time."""
+_ISSUING = 0.25  # Part of an update in which a GPU waits for its host, from which on that is what holds it up
+_SPENT_WELL = 0.9  # Efficiency from which on computing itself is what takes the time
 
-_FASTER_BATCH = 1.05
-"""Gain of twice the batch from which on the batch is too small."""
-_WORTH_SAYING = 1.02
-"""Gain from which on a change is advised."""
+_FASTER_BATCH = 1.05  # Gain of twice the batch from which on the batch is too small
+_WORTH_SAYING = 1.02  # Gain from which on a change is advised
 _ROUNDING = 1e-9
-_TOO_GOOD = 1.5
-"""Efficiency beyond what caches explain."""
-_TOO_SLOW = 1.5
-"""A device's computing beside all of it on one device, beyond what a plan explains."""
+_TOO_GOOD = 1.5  # Efficiency beyond what caches explain
+_TOO_SLOW = 1.5  # A device's computing beside all of it on one device, beyond what a plan explains
 _AGAIN = "measure again when it is quiet (convoy profile --clear)"
 HOST = "waiting for the host"
 OTHERS = "waiting for other stages"
@@ -131,70 +118,47 @@ _COMPUTING = ("forward", "backward", "loss and the rest of a pass")
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an update's time.
+    """A part of an update's time."""
 
-    Attributes:
-        name: for people.
-        seconds: time on the rank that computes longest.
-        ideal: what an even share of one device's time would be.
-    """
-
-    name: str
-    seconds: float
-    ideal: float
+    name: str  # for people
+    seconds: float  # of the rank that computes longest
+    ideal: float  # an even share of one device's time
 
     @property
     def lost(self) -> float:
-        """Seconds beyond the even share."""
         return self.seconds - self.ideal
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds a plan up.
-
-    Attributes:
-        layer: the layer that does, where it is one.
-        sentence: for people.
-        change: what would help most; None where nothing that was tried would.
-        advice: the change as a sentence; empty without one.
-    """
+    """What holds a plan up."""
 
     kind: Bottleneck
-    layer: str | None
-    sentence: str
-    change: Change | None
-    advice: str
+    layer: str | None  # that holds it up, where it is one
+    sentence: str  # for people
+    change: Change | None  # the most helpful; None where nothing that was tried would help
+    advice: str  # the change as a sentence; empty without one
 
 
 @dataclass(frozen=True)
 class Explained:
-    """A plan and all that is said of it.
-
-    Attributes:
-        scored: the plan that is explained.
-        parts: its time, in the order of a step; they add up to it.
-        layers: the layers in the order of the network.
-        stages: the stages in their order, if it has any.
-        changes: what would make it faster, the most helpful first.
-    """
+    """A plan and all that is said of it."""
 
     planned: Planned
-    scored: Scored
-    parts: tuple[Part, ...]
-    layers: tuple[Layer, ...]
-    changes: tuple[Change, ...]
+    scored: Scored  # the plan
+    parts: tuple[Part, ...]  # in the order of a step; they add up to its time
+    layers: tuple[Layer, ...]  # in the order of the network
+    changes: tuple[Change, ...]  # that would make it faster, the most helpful first
     verdict: Verdict
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Stage, ...] = ()  # in order
 
     @property
     def speedup(self) -> float:
-        """Over one device."""
         return self.planned.serial.seconds / self.scored.seconds if self.scored.seconds else 1.0
 
     @property
     def efficiency(self) -> float:
-        """Of the devices: the speed-up by their number."""
+        """The speed-up for each device."""
         return self.speedup / self.planned.devices
 
     @property
@@ -219,12 +183,11 @@ class Explained:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all devices together."""
         return self.planned.workload.batch / self.scored.seconds if self.scored.seconds else 0.0
 
 
 def explained(planned: Planned, scored: Scored | None = None) -> Explained:
-    """Explain the best plan, or another of those that were found."""
+    """The explanation of the best plan, or of another candidate."""
     scored = scored or planned.best
     parts = parts_of(planned, scored)
     layers = layers_of(planned, scored)
@@ -407,7 +370,7 @@ def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: fl
 
 
 def _ratio(parts: Iterable[Part], part: float = 1.0) -> str:
-    """How often the time of computing is a part of its even share."""
+    """How many times its even share computing takes, or a part of it."""
     own = [one for one in parts if one.name in _COMPUTING]
     ideal = sum(one.ideal for one in own)
     return f"{part * sum(one.seconds for one in own) / ideal:.2f}" if ideal else "many"
