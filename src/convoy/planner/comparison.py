@@ -13,7 +13,7 @@ from convoy.plans.timeline import PARTS, LayerSeconds, Summary
 from convoy.plans.traffic import gradient_traffic
 from convoy.units import seconds, table
 
-MOST = 20  # Groups that still fit into a table
+MOST = 20  # groups that still fit into a table
 
 
 def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:

@@ -18,7 +18,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
 
-_PREDICTIONS = 30  # Strategies that are tried one by one, where no search says what they would cost
+_PREDICTIONS = 30  # strategies that are tried one by one, where no search says what they would cost
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from convoy.plans.transfer import Step
 # Bytes of the messages that are measured, but for the first, which has one number
 SIZES = (0, *(2**power for power in range(8, 27, 2)))
 _SMALL = 50
-_MOST = 2**27  # Bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are
+_MOST = 2**27  # bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are
 _TURNS = 4
 _SPIN_S = 0.05
-_SIDE = 4096  # Of the matrices whose product is timed beside messages
-_BESIDE = 2.0  # Times as long as the products, as messages are on their way meanwhile
+_SIDE = 4096  # of the matrices whose product is timed beside messages
+_BESIDE = 2.0  # times as long as the products, as messages are on their way meanwhile
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ from convoy.units import size
 # What a network may be trained in, and the type of autocast
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-SEARCHED = 64  # Devices up to which plans beside data parallelism are searched for
+SEARCHED = 64  # devices up to which plans beside data parallelism are searched for
 
-STAGED = 8  # Devices up to which the network is cut into stages to be faster; on more only where nothing else fits
+STAGED = 8  # devices up to which the network is cut into stages to be faster; on more only where nothing else fits
 
 # How many times as fast as data parallelism another plan has to be: less is within the error of a prediction
 WORTH = 1.03
@@ -47,7 +47,7 @@ WORTH = 1.03
 # What layers may have on an axis: rows and columns of pictures are not divided, which GPUs gain nothing from
 AMONG = ("sample", "replicate", "filter", "channel")
 
-_ROOM = 0.92  # The part of a device's memory that a framework leaves
+_ROOM = 0.92  # the part of a device's memory that a framework leaves
 
 
 @dataclass(frozen=True)
@@ -217,10 +217,9 @@ def predict(
 ) -> Prediction:
     """The prediction for a network on a machine.
 
-    The workload has the batch of an update and the types of the precision: `fp32`, `tf32`, `bf16` or `fp16`. Of each
-    device the memory is by default what the catalog says, in bytes, and its input gives `images_per_second`. Only where
-    `searching` are other plans than data parallelism looked for. A TooLargeError says by how much no plan fits into the
-    memory.
+    The workload has the batch of an update and the types of the precision: `fp32`, `tf32`, `bf16` or `fp16`. The memory
+    of a device, in bytes, is by default the catalog's; its input gives `images_per_second`. Plans other than data
+    parallelism are looked for only with `searching`. A TooLargeError says by how much no plan fits into the memory.
     """
     count, batch = len(machine.devices), workload.batch
     if batch < count:

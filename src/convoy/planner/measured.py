@@ -160,12 +160,12 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
 _ROOM = 0.65
 # Kept times that are so many times those of now, or the other way round, are of a machine in another state
 _PACE = 1.25
-_MATRIX, _REACHED = 512, 0.5  # Rows of a matrix, and how much of the speed of its product layers reach, about
-_ENOUGH_MORE = 1.2  # So many times as much memory is another try for what was killed
+_MATRIX, _REACHED = 512, 0.5  # rows of a matrix, and how much of the speed of its product layers reach, about
+_ENOUGH_MORE = 1.2  # so many times as much memory is another try for what was killed
 _FROM_OTHERS = "its layers are predicted from what else was profiled"
-LONGEST = 60  # Characters of a plan in what is said of a profiling
+LONGEST = 60  # characters of a plan in what is said of a profiling
 
-Progress = Callable[[str, int, int], None]  # Is told what is done, how much of it, and of how much
+Progress = Callable[[str, int, int], None]  # is told what is done, how much of it, and of how much
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,13 @@ from convoy.units import shorten, size
 Race = Callable[["Planned", Scored, Ranks], float]
 # Seconds, and updates of one device, that a plan may take; the larger counts
 _PATIENCE_S, _PATIENCE_UPDATES = 120.0, 30
-_MEASURING = 0.6  # The part of that after which nothing more is profiled
+_MEASURING = 0.6  # the part of that after which nothing more is profiled
 # About: seconds for links, optimizer and engine; passes of a profiling; updates of a racer
 _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
 # The part of a rank's memory that the tensors of a racer may take: the network that is copied comes on top
 _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
-_RACERS = 2  # Of the plans that are predicted to be fastest, beside plain `sample`
-_SETTLED = 0.02  # The part of a plan's computing time that need not be measured
+_RACERS = 2  # of the plans that are predicted to be fastest, beside plain `sample`
+_SETTLED = 0.02  # the part of a plan's computing time that need not be measured
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from convoy.plans.plan import Plan
 from convoy.plans.traffic import step_elements
 from convoy.plans.transfer import Step
 
-ALIKE = 1.1  # Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest
-_SMALL = 0.01  # Operations that take less than this part of the time say nothing about how fast a rank is
+ALIKE = 1.1  # devices are taken to be equal where the slowest takes no more than so many times as long as the fastest
+_SMALL = 0.01  # operations that take less than this part of the time say nothing about how fast a rank is
 
 
 @dataclass(frozen=True)

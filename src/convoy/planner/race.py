@@ -17,7 +17,7 @@ from convoy.planner.planner import Planned
 from convoy.planner.profiling import autocast
 from convoy.planner.workload import Workload
 
-_MOST = 8  # Updates under a plan
+_MOST = 8  # updates under a plan
 
 
 def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored, ranks: Ranks) -> float:

@@ -31,7 +31,7 @@ from convoy.plans.plan import Plan, plan_text
 from convoy.units import seconds
 
 _UNLIKE = 1.25  # A prediction that is so many times what a run took, or the other way round, contradicts it
-_LATE = 0.9  # From this part of a GPU's time on its host may have been late
+_LATE = 0.9  # from this part of a GPU's time on its host may have been late
 
 
 def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, costs: Costs) -> None:

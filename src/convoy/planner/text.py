@@ -13,8 +13,8 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE
 from convoy.units import extra, per_second, plural, rough_percent, seconds, shape, shorten, size, table
 
-_LONGEST = 90  # Characters of a plan in the table of candidates
-_WORTH_A_ROW = 0.02  # Part of an update from which on a layer without a strategy has a row
+_LONGEST = 90  # characters of a plan in the table of candidates
+_WORTH_A_ROW = 0.02  # part of an update from which on a layer without a strategy has a row
 
 
 def explanation_text(found: Explained, first: Sequence[str] = ()) -> str:

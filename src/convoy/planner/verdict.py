@@ -15,7 +15,7 @@ from convoy.plans.timeline import ENGINE, is_engine
 from convoy.units import rough_percent, seconds, times_as_fast
 
 ChangeKind = Literal["links", "batch", "strategy", "compute", "optimizer", "input"]
-_LAYERS = 3  # Layers that are tried with other strategies: those that keep others waiting longest
+_LAYERS = 3  # layers that are tried with other strategies: those that keep others waiting longest
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ def faster(links: Links, factor: float) -> Links:
 Bottleneck = Literal[
     "compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host", "stages"
 ]
-_ISSUING = 0.25  # Part of an update in which a GPU waits for its host, from which on that is what holds it up
-_SPENT_WELL = 0.9  # Efficiency from which on computing itself is what takes the time
+_ISSUING = 0.25  # part of an update in which a GPU waits for its host, from which on that is what holds it up
+_SPENT_WELL = 0.9  # efficiency from which on computing itself is what takes the time
 
-_FASTER_BATCH = 1.05  # Gain of twice the batch from which on the batch is too small
-_WORTH_SAYING = 1.02  # Gain from which on a change is advised
+_FASTER_BATCH = 1.05  # gain of twice the batch from which on the batch is too small
+_WORTH_SAYING = 1.02  # gain from which on a change is advised
 _ROUNDING = 1e-9
-_TOO_GOOD = 1.5  # Efficiency beyond what caches explain
+_TOO_GOOD = 1.5  # efficiency beyond what caches explain
 _TOO_SLOW = 1.5  # A device's computing beside all of it on one device, beyond what a plan explains
 _AGAIN = "measure again when it is quiet (convoy profile --clear)"
 HOST = "waiting for the host"

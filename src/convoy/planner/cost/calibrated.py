@@ -17,9 +17,9 @@ from typing import Literal
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.times import Roofline, Times
 
-Way = Literal[0, 1]  # Forward or backward, as places in `Both`
+Way = Literal[0, 1]  # forward or backward, as places in `Both`
 
-_HELD = 0.001  # Weight of the roofline beside the squared relative error of one measurement
+_HELD = 0.001  # weight of the roofline beside the squared relative error of one measurement
 _ROUNDS = 200
 
 
@@ -68,7 +68,7 @@ def fit(measured: Sequence[tuple[LocalOp, float]], way: Way, roofline: Roofline)
     return Regression(roofline, way, tuple(rates))
 
 
-Ratios = tuple[float, float]  # Measured over modelled, forward and backward; 0 where there is nothing to compare
+Ratios = tuple[float, float]  # measured over modelled, forward and backward; 0 where there is nothing to compare
 
 _COUNT = 4
 _WINDOW = 16

@@ -35,7 +35,7 @@ def device_memory(device: torch.device, on_host: int) -> tuple[float, str]:
     return HOST_SHARE * there / on_host, f"{HOST_SHARE} of the {size(int(there))} that are free here{shared}"
 
 
-_LOWER = ("tf32", "bf16")  # Precisions in which float32 may be multiplied
+_LOWER = ("tf32", "bf16")  # precisions in which float32 may be multiplied
 
 
 @dataclass(frozen=True)

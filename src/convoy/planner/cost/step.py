@@ -30,7 +30,7 @@ from convoy.plans.schedule import Action, actions
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Kind, Stream, Task
 
-ADDING = "add to earlier passes"  # The name of adding up the gradients of all layers, which is the work of none
+ADDING = "add to earlier passes"  # the name of adding up the gradients of all layers, which is the work of none
 
 
 def step_tasks(

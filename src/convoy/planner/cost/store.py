@@ -25,10 +25,10 @@ from convoy.planner.cost.times import Times
 
 ENVIRONMENT = "CONVOY_CACHE"
 FILE = "profiles.sqlite"
-_RUNS = 5  # Runs that the time of an operation is the median of
-_LONG_S = 30 * 86_400.0  # Seconds after which a run is old: later measurements count in its place
-_OPERATIONS, _DEVICES = 10_000, 64  # Most that are kept of a device, and of devices
-_PATIENCE_S = 60.0  # For other processes that write
+_RUNS = 5  # runs that the time of an operation is the median of
+_LONG_S = 30 * 86_400.0  # seconds after which a run is old: later measurements count in its place
+_OPERATIONS, _DEVICES = 10_000, 64  # most that are kept of a device, and of devices
+_PATIENCE_S = 60.0  # for other processes that write
 _TABLES = """
 CREATE TABLE IF NOT EXISTS devices (key TEXT PRIMARY KEY, device TEXT, changed REAL);
 CREATE TABLE IF NOT EXISTS notes (device TEXT, name TEXT, value TEXT, PRIMARY KEY (device, name));

@@ -31,40 +31,27 @@ from convoy.plans.plan import Plan
 from convoy.plans.stages import cut_points, why_not_sent
 from convoy.plans.traffic import needs_gradient
 
+# Of the stage from one cut to another, by the numbers of both; of no meaning where the second is not later
 Numbers = NDArray[np.float64]
-"""Of the stage from one cut to another, by the numbers of both; of no meaning where the second is not later."""
 
 
 @dataclass(frozen=True)
 class InPasses:
-    """An update in some number of passes.
+    """An update in some number of passes."""
 
-    Attributes:
-        graph: the network at the samples of a pass.
-        outputs: names of the values that the network returns.
-        passes: number of passes.
-        parts: how the samples of a pass are divided over a number of ranks.
-        costs: the costs of the update.
-    """
-
-    graph: Graph
-    outputs: Sequence[str]
+    graph: Graph  # at the samples of a pass
+    outputs: Sequence[str]  # names of the values that the network returns
     passes: int
     parts: Parts
     costs: Costs
 
     def place(self, plan: Plan) -> Placement:
-        """A pass under a plan.
-
-        Raises:
-            ConvoyError: a layer cannot be divided as the plan says.
-        """
+        """A pass under a plan; a ConvoyError where a layer cannot be divided as it says."""
         axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
         return place(self.graph, plan, Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes))), self.outputs)
 
 
-_FINE = 160
-"""Layers up to which a stage may begin at any; in longer networks, at those with weights to multiply by."""
+_FINE = 160  # layers up to which a stage may begin at any; in longer networks, at those with weights to multiply by
 
 
 def cuts_of(graph: Graph) -> tuple[int, ...]:
@@ -87,25 +74,14 @@ def cuts_of(graph: Graph) -> tuple[int, ...]:
 class Chain:
     """What stages of a placed network take, from any cut to any later one.
 
-    Args:
-        update: the network, without stages.
-        placement: a pass of it on the devices of a stage.
-
-    Attributes:
-        cuts: the calls before which a stage may begin, and those at both ends.
-        seconds: of a pass, forward and backward, its gradients added to those before.
-        laid_out: seconds of a pass less where weights are laid out once for all passes, as under zero-bubble.
-        joined: seconds of a pass less where weight gradients of all passes are computed in one call each.
-        once: seconds of the exchange of gradients and of the optimizer.
-        held: bytes of parameters, gradients and optimizer, and of the kernel that holds most while it runs.
-        kept: bytes of activations of a pass, with what is received and sent.
-        postponed: bytes from which the weight gradients of a pass are computed.
+    `update` is the network without stages, `placement` a pass of it on the devices of a stage. Seconds are those of a
+    pass, forward and backward, but for `once`.
     """
 
     def __init__(self, update: InPasses, placement: Placement) -> None:
         graph, mesh, costs = update.graph, placement.mesh, update.costs
         self.update, self.placement = update, placement
-        self.cuts = cuts_of(graph)
+        self.cuts = cuts_of(graph)  # the calls before which a stage may begin, and both ends
         self._unit = np.searchsorted(self.cuts, range(len(graph.calls)), side="right") - 1
         units = len(self.cuts) - 1
         passes, laid, joined, once, held, postponed, gradients, workspace = (np.zeros(units) for _ in range(8))
@@ -142,12 +118,15 @@ class Chain:
                     if update.passes > 1:  # a pass's own gradient, until it is added to those before
                         gradients[unit] = max(gradients[unit], self._size(name))
                     seen.add(name)
+        # Gradients are added to those before. Less are the seconds of weights that are laid out once for all passes, as
+        # under zero-bubble, and of weight gradients of all passes that are computed in one call each.
         self.seconds, self.laid_out, self.joined = (_between(own / update.passes) for own in (passes, laid, joined))
+        # Seconds for the exchange of gradients and the optimizer; bytes from which weight gradients are computed.
         self.once, self.postponed, sums = map(_between, (once, postponed, held))
+        # bytes of parameters, gradients and optimizer, and of the kernel that holds most while it runs
         self.held = sums + _largest(gradients) + _largest(workspace)
 
     def _size(self, name: str) -> int:
-        """Bytes of the first rank's part of a value."""
         mesh, value = self.placement.mesh, self.update.graph.values[name]
         shape = self.placement.layouts[name].local_shape(self.update.graph.shape(name), mesh, (0,) * len(mesh.sizes))
         return prod(shape) * value.dtype.itemsize
@@ -187,6 +166,7 @@ class Chain:
 
     @cached_property
     def kept(self) -> Numbers:
+        """Bytes of activations of a pass, with what is received and sent."""
         found, values = self._empty(), self.update.graph.values
         # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
         calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
@@ -216,7 +196,7 @@ def _between(numbers: Numbers) -> Numbers:
 
 
 def _largest(numbers: Numbers) -> Numbers:
-    """Of those between two cuts."""
+    """The largest of the numbers between two cuts."""
     found = np.zeros((len(numbers) + 1, len(numbers) + 1))
     for begin in range(len(numbers)):
         found[begin, begin + 1 :] = np.maximum.accumulate(numbers[begin:])
@@ -225,18 +205,13 @@ def _largest(numbers: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What decides about the cuts, for each stage from any cut to any other: their sum is to be least.
+    """What decides about the cuts, for each stage from any cut to any other: their sum is to be least."""
 
-    Attributes:
-        through: seconds of one pass through the stage, with what it sends; infinite where it cannot be.
-        rest: seconds of its other passes, and of its end.
-    """
-
-    through: Sequence[Numbers]
-    rest: Sequence[Numbers]
+    through: Sequence[Numbers]  # seconds of one pass through the stage, with what it sends; infinite where it cannot be
+    rest: Sequence[Numbers]  # seconds of its other passes, and of its end
 
     def seconds(self, cuts: Sequence[int]) -> float:
-        """Of some cuts: all stages of one pass, and the rest of the slowest."""
+        """Seconds of one pass through all stages, and of the rest of the slowest."""
         pairs = list(itertools.pairwise(cuts))
         through = sum(own[pair] for own, pair in zip(self.through, pairs, strict=True))
         return float(through + max(own[pair] for own, pair in zip(self.rest, pairs, strict=True)))
@@ -251,7 +226,7 @@ class Bounds:
 
     @cached_property
     def possible_rest(self) -> list[Numbers]:
-        """That of every stage, infinite where it cannot be."""
+        """The rest of every stage, infinite where it cannot be."""
         return [
             np.where(np.isfinite(own) & np.triu(np.ones(own.shape, bool), 1), rest, np.inf)
             for own, rest in zip(self.through, self.rest, strict=True)
@@ -259,9 +234,9 @@ class Bounds:
 
 
 _STEPS = 200
+# Times the least that the slowest stage can take, up to which cuts are looked at too: where messages hold up more than
+# the stages, the schedules may prefer those that send less
 _LOOSER = (1.0, 1.05, 1.1, 1.2, 1.5)
-"""Times the least that the slowest stage can take, up to which cuts are looked at too: where messages hold up more than
-the stages, the schedules may prefer those that send less."""
 
 
 def best_cuts(bounds: Bounds) -> list[tuple[int, ...]]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Scope = tuple[int, ...]
-"""Variables, ascending."""
+Scope = tuple[int, ...]  # variables, ascending
 
 Numbers = NDArray[np.float64]
 
@@ -48,16 +47,7 @@ class _Bucket:
 class Elimination:
     """Eliminates the variables of a sum of tables.
 
-    Args:
-        tables: what is added.
-        sizes: number of states of every variable.
-        limit: the most entries that a table may have.
-
-    Attributes:
-        least: the least sum.
-
-    Raises:
-        TooWideError: in the best order found, a table has more entries.
+    A TooWideError where, in the best order found, a table has more entries than `limit`.
     """
 
     def __init__(self, tables: Sequence[Table], sizes: Mapping[int, int], limit: int) -> None:
@@ -86,7 +76,6 @@ class Elimination:
             self.least += float(bucket.message.numbers)
 
     def _sum(self, bucket: _Bucket) -> Numbers:
-        """Everything in a bucket."""
         parts = [*bucket.tables, *(self._message(child) for child in bucket.children)]
         # the small ones first: what broadcasts together is added before it grows
         parts.sort(key=lambda part: part.numbers.size)

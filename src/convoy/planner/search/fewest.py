@@ -32,21 +32,11 @@ def restricted(tables: Sequence[Table], kept: Mapping[int, Sequence[int]]) -> li
 def fewest(
     seconds: Sequence[Table], counts: Sequence[Table], sizes: Mapping[int, int], budget: float, most: int, limit: int
 ) -> dict[int, int] | None:
-    """The states with the least count, and of these the ones with the least seconds.
+    """The states with the least count that keep the budget, and of these the ones with the least seconds; None where
+    none does.
 
-    Args:
-        seconds: tables of what must not be more than the budget.
-        counts: tables of whole numbers.
-        sizes: number of states of every variable.
-        budget: seconds.
-        most: the count of states that are known to keep the budget.
-        limit: the most entries that a table may have.
-
-    Returns:
-        The states by variable; None where nothing keeps the budget.
-
-    Raises:
-        TooWideError: a table would have more entries.
+    `most` is the count of states that are known to keep it. A TooWideError where a table would have more entries than
+    `limit`.
     """
     return _Counting(seconds, counts, sizes, most, limit).best(budget)
 
@@ -115,7 +105,6 @@ class _Counting:
         return numbers.reshape([*(next(sizes) if v in scope else 1 for v in bucket.scope), numbers.shape[-1]])
 
     def best(self, budget: float) -> dict[int, int] | None:
-        """The states with the least count within a budget of seconds."""
         roots = [self._buckets[place].message for place in self._roots]
         sums = [self._constant]
         for message in roots:

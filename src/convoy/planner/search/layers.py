@@ -34,14 +34,10 @@ class _Node:
 
 
 def compact(mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
-    """The plan that gives every layer its strategy.
+    """The plan that gives every layer its strategy; the layers are in the network's order.
 
     One strategy for all layers is written in one line, with axes that are called by their strategies. Otherwise
     patterns such as `features.*` stand for what most layers below them have, after those of the others.
-
-    Args:
-        mesh: the devices.
-        layers: strategies by name of the layer, in the network's order.
     """
     axis = mesh.stage_axis
     if axis is not None:  # on which layers have no strategy
@@ -118,21 +114,12 @@ def _shortest(options: Sequence[Patterns]) -> Patterns:
 def allowed(
     prices: Prices, batch: Batch, calls: Iterable[Call], given: Iterable[Strategy], narrow: bool = True
 ) -> list[Strategy]:
-    """The strategies that a layer can have.
+    """The strategies among `given` that a layer with these calls can have; else the rule's own ConvoyError.
 
-    Left out, with the proof that nothing is lost: what the rules refuse; of convolutions, what asks for the same
-    layouts and gives the same as another strategy; and `height` and `width` of linear layers on a vector for each
-    sample, whose rule then does what `sample` or `replicate` does, whichever the input is in already.
-
-    Args:
-        prices: the prices of the graph and mesh.
-        batch: how the samples are divided.
-        calls: the layer's calls whose rules look at its strategy.
-        given: the candidates.
-        narrow: leave out what is no more than another one; what is refused is left out in any case.
-
-    Raises:
-        ConvoyError: the layer can have none of them; the rule's own sentence.
+    Left out, with the proof that nothing is lost: what the rules refuse; and, where `narrow`, what is no more than
+    another one: of convolutions, what asks for the same layouts and gives the same; and `height` and `width` of linear
+    layers on a vector for each sample, whose rule then does what `sample` or `replicate` does, whichever the input is
+    in already.
     """
     found: dict[tuple[object, ...], Strategy] = {}
     calls, given = list(calls), list(given)
@@ -163,7 +150,8 @@ def allowed(
 
 
 def _instead(strategy: Strategy, batch: Batch) -> set[Strategy]:
-    """What a linear layer on vectors does where it would divide rows or columns: one of these, as its input lies."""
+    """The strategies of which a linear layer on vectors does one, as its input lies, where it would divide rows or
+    columns."""
     choices: list[tuple[str, ...]] = []
     for axis, each in enumerate(strategy):
         if each in ("height", "width"):
@@ -179,8 +167,7 @@ def is_on_vectors(call: Call, graph: Graph, batch: Batch) -> bool:
 
 
 Role = tuple[object, ...]
-Groups = tuple[tuple[str, ...], ...]
-"""Layers in groups; each layer is in one."""
+Groups = tuple[tuple[str, ...], ...]  # layers in groups; each layer is in one
 
 
 def alone(graph: Graph) -> Groups:
@@ -189,12 +176,7 @@ def alone(graph: Graph) -> Groups:
 
 
 def tied(groups: Groups, met: Iterable[str], graph: Graph) -> Groups:
-    """Fewer groups, after too many layers met.
-
-    Args:
-        groups: as they are.
-        met: layers that met in a table that would be too large.
-    """
+    """Fewer groups, after the layers `met` met in a table that would be too large."""
     met = list(met)
     roles = {call.layer: _role(call, graph) for call in reversed(graph.calls) if is_choosing(call)}
     container = met[-1].rpartition(".")[0] if met else ""
@@ -212,11 +194,7 @@ def tied(groups: Groups, met: Iterable[str], graph: Graph) -> Groups:
 
 
 def tied_where_wide(groups: Groups, graph: Graph, most: int) -> Groups:
-    """Fewer groups, where concatenations join more features than a search can choose for.
-
-    Args:
-        most: so many features may meet.
-    """
+    """Fewer groups, where concatenations join more than `most` features, which a search cannot choose for."""
     deciding: dict[str, tuple[str, ...]] = {}
     for call in graph.calls:
         if is_choosing(call):
@@ -232,11 +210,7 @@ def tied_where_wide(groups: Groups, graph: Graph, most: int) -> Groups:
 
 
 def in_common(group: Sequence[str], allowed: Mapping[str, Sequence[Strategy]]) -> tuple[Strategy, ...]:
-    """What all layers of a group may have.
-
-    Raises:
-        ConvoyError: nothing.
-    """
+    """The strategies that all layers of a group may have; a ConvoyError where there are none."""
     first, *others = (allowed[layer] for layer in group)
     found = tuple(strategy for strategy in first if all(strategy in other for other in others))
     if not found:
@@ -271,18 +245,9 @@ def _role(call: Call, graph: Graph) -> Role:
 
 
 class Layers:
-    """What is to be chosen for.
+    """The layers that are chosen for; a ConvoyError where a fix is none, or matches no layer.
 
-    Args:
-        graph: the network.
-        fixes: strategies that are given; the first that matches a layer counts.
-        among: strategies that layers may have on an axis, where no fix says otherwise.
-
-    Attributes:
-        ops: kind of work of every layer, in the order of the network.
-
-    Raises:
-        ConvoyError: a fix is none, or matches no layer.
+    The first fix that matches a layer counts; `among` are the strategies on an axis where none does.
     """
 
     def __init__(self, graph: Graph, fixes: Iterable[str | Fix], among: Sequence[str]) -> None:
@@ -290,6 +255,7 @@ class Layers:
         for call in graph.calls:
             if is_choosing(call):
                 self._calls.setdefault(call.layer, []).append(call)
+        # kind of work of every layer, in the order of the network
         self.ops = {
             layer: next((c.op for c in calls if c.op != "random"), "random") for layer, calls in self._calls.items()
         }
@@ -297,11 +263,7 @@ class Layers:
         self._among = among
 
     def allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
-        """What each layer may have on a mesh.
-
-        Raises:
-            ConvoyError: some layer can have nothing of what it must have.
-        """
+        """The strategies of each layer on a mesh; a ConvoyError where a layer can have none that it must have."""
         everything = strategies(mesh, batch.axes, self._among)
         known: dict[object, Sequence[Strategy]] = {}
         found: dict[str, Sequence[Strategy]] = {}

@@ -23,29 +23,21 @@ _ONLY_BYTES = 1e-12
 
 @dataclass(frozen=True)
 class Fitting:
-    """The fastest plan found that fits, or the smallest where none does.
-
-    Attributes:
-        memory: bytes on the rank that needs most.
-        bound: seconds that no plan that fits falls below, as far as bytes add up.
-    """
+    """The fastest plan found that fits, or the smallest where none does."""
 
     solution: Solution
-    memory: float
+    memory: float  # bytes on the rank that needs most
     fits: bool
-    bound: float
+    bound: float  # seconds that no plan that fits falls below, as far as bytes add up
 
 
 def fitting(
     solver: Solver, fastest: Solution, limit: float, memory: Callable[[Mapping[str, Strategy]], float]
 ) -> Fitting:
-    """A plan for a rank with so much memory.
+    """A plan for ranks with `limit` bytes.
 
-    Args:
-        solver: the solver of the mesh and its sample axes, with bytes.
-        fastest: the best plan whatever it needs.
-        limit: bytes that a rank has.
-        memory: bytes that a plan really needs, on the rank that needs most.
+    The solver counts bytes, `memory` those that a plan really needs on the rank that needs most; `fastest` is the best
+    plan whatever it needs.
     """
     needed = memory(fastest.layers)
     if needed <= limit:
@@ -89,15 +81,9 @@ def nothing_fits(
     what: str = "no plan fits: the smallest",
     memory: Callable[[Placement], float] | None = None,
 ) -> TooLargeError:
-    """The sentence for where even the smallest plan is too large.
+    """The error for where even the smallest plan is too large.
 
-    Args:
-        placement: the smallest plan that was found.
-        costs: for the memory of parameters.
-        needed: bytes on its rank that needs most.
-        limit: bytes that a rank has.
-        what: needs as much.
-        memory: bytes that a placement needs on its rank that needs most; without it, as the costs count them.
+    `memory` gives the bytes that a placement needs on its rank that needs most; without it, as the costs count them.
     """
     layers: dict[str, float] = {}
     outputs: dict[str, float] = {}  # several layers may keep the same one

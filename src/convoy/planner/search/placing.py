@@ -23,24 +23,18 @@ from convoy.plans.layout import Split
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Batch
 
-Ids = NDArray[np.int64]
-"""Numbers of layouts, as `convoy.planner.search.prices.Prices.number` gives them."""
+Ids = NDArray[np.int64]  # numbers of layouts, as `convoy.planner.search.prices.Prices.number` gives them
 
 _LARGE = 50_000
 
 
 @dataclass(frozen=True)
 class Known:
-    """Where a tensor lies, for every state of the variables in `scope`.
-
-    Attributes:
-        ids: numbers of layouts, one dimension for each variable.
-        key: the same for equal `ids`.
-    """
+    """Where a tensor lies, for every state of the variables in `scope`."""
 
     scope: Scope
-    ids: Ids
-    key: int
+    ids: Ids  # numbers of layouts, one dimension for each variable
+    key: int  # the same for equal `ids`
 
 
 class Keys:
@@ -103,10 +97,7 @@ def combined(codes: Ids, more: Ids, size: int) -> Ids:
 def codes_of(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
     """For every state of the inputs a number; states of one number are placed alike.
 
-    Args:
-        call: the call.
-        prices: the prices of its graph and mesh.
-        given: for every input the numbers of its layouts, all of one shape; None for parameters and the like.
+    `given` has for every input the numbers of its layouts, all of one shape; None for parameters and the like.
     """
     if call.op == "cat" and len(call.inputs) > 2:
         return _joined(call, prices, given)
@@ -194,55 +185,39 @@ def _number(thing: Thing, things: list[Thing], numbers: dict[Thing, int]) -> int
     return numbers[thing]
 
 
-GRID = 1_500_000
-"""The most states that a call's inputs may have together."""
+GRID = 1_500_000  # the most states that a call's inputs may have together
 
+# Where a tensor lies: places of variables in a call's scope, numbers of layouts over these, and a key
 Narrow = tuple[tuple[int, ...], Ids, int]
-"""Where a tensor lies: places of variables in a call's scope, numbers of layouts over these, and a key."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Layers that have one strategy together, mostly one layer.
-
-    Attributes:
-        strategies: what they may have, in the order of the variable's states.
-    """
+    """Layers that have one strategy together, mostly one layer."""
 
     layers: tuple[str, ...]
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[Strategy, ...]  # in the order of the variable's states
 
 
 @dataclass(frozen=True)
 class PlacedStates:
-    """A call for every state of the variables that it depends on, which stand here by their places in its scope.
+    """A call for every state of the variables that it depends on, which stand here by their places in its scope."""
 
-    Attributes:
-        seconds: time of the call; infinite where it cannot be.
-        inside: bytes that it alone keeps.
-        wants, gives: layouts of its inputs and outputs.
-        keeps: places of the inputs, and after them the outputs, that it keeps for the backward pass.
-        refused: what a rule said to some state.
-    """
-
-    seconds: NDArray[np.float64]
-    inside: NDArray[np.float64]
-    wants: list[Narrow]
-    gives: list[Narrow]
-    keeps: tuple[int, ...]
-    refused: ConvoyError | None
+    seconds: NDArray[np.float64]  # infinite where it cannot be
+    inside: NDArray[np.float64]  # bytes that it alone keeps
+    wants: list[Narrow]  # layouts of its inputs
+    gives: list[Narrow]  # layouts of its outputs
+    keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
+    refused: ConvoyError | None  # by a rule, for some state
 
 
 class Shared:
-    """What the problems of one mesh share: prices, and what was worked out for some states already.
-
-    Attributes:
-        tables: seconds and counts of redistributions, by what they depend on.
-    """
+    """What the problems of one mesh share: prices, and what was worked out for some states already."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
         self.keys = Keys()
+        # seconds and counts of redistributions, by what they depend on
         self.tables: dict[tuple[object, ...], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
         self._placed: dict[tuple[object, ...], PlacedStates] = {}
 
@@ -255,18 +230,10 @@ class Shared:
         scope: Scope,
         sizes: Sequence[int],
     ) -> PlacedStates:
-        """A call for all states.
+        """A call for all states; a TooWideError where there are too many.
 
-        Args:
-            call: the call.
-            batch: how the samples are divided.
-            given: where its inputs lie; None for parameters, buffers and constants.
-            own: the variable of its layer's strategy, and what it may be; None for calls that follow.
-            scope: all variables that it depends on.
-            sizes: their numbers of states.
-
-        Raises:
-            TooWideError: there are too many states.
+        `given` says where its inputs lie, None for parameters, buffers and constants; `own` is the variable of its
+        layer's strategy, and what it may be, None for calls that follow. `scope` are all variables that it depends on.
         """
         key = (
             self.prices.kind(call),
@@ -325,11 +292,7 @@ class Shared:
 
 
 def check_grid(scope: Scope, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of an array over some variables.
-
-    Raises:
-        TooWideError: it would be too large.
-    """
+    """The shape of an array over some variables; a TooWideError where it would be too large."""
     if prod(sizes) > GRID:
         raise TooWideError(scope)
     return tuple(sizes)

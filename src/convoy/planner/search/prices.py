@@ -19,14 +19,12 @@ from convoy.plans.place import COMPUTE, Batch, PlacedCall, Placement, Situation
 from convoy.plans.traffic import needs_gradient
 from convoy.plans.transfer import Step, transfer
 
+# What a layer may have on one axis; of equal ones the first is kept
 AXIS_STRATEGIES = ("sample", "replicate", "filter", "channel", "height", "width")
-"""What a layer may have on one axis; of equal ones the first is kept."""
 
-CHOOSING = (*COMPUTE, "random")
-"""Kinds of calls whose rules look at the strategy of their layer."""
+CHOOSING = (*COMPUTE, "random")  # kinds of calls whose rules look at the strategy of their layer
 
-Strategy = tuple[str, ...]
-"""One strategy for each axis of a mesh."""
+Strategy = tuple[str, ...]  # one strategy for each axis of a mesh
 
 
 def meshes(num_devices: int, max_axes: int = 2) -> list[Mesh]:
@@ -61,13 +59,7 @@ def sample_axes_of(mesh: Mesh) -> list[Axes]:
 
 
 def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -> list[Strategy]:
-    """All combinations of strategies on a mesh whose samples are divided over `axes` at most.
-
-    Args:
-        mesh: the devices.
-        axes: those that may divide the samples.
-        among: what a layer may have on an axis.
-    """
+    """All combinations of strategies `among` some, on a mesh whose samples are divided over `axes` at most."""
     choices = [
         [strategy for strategy in AXIS_STRATEGIES if strategy in among and (strategy != "sample" or axis in axes)]
         for axis in mesh.axes
@@ -76,12 +68,7 @@ def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -
 
 
 def used_axes(layers: Mapping[str, Strategy], ops: Mapping[str, str]) -> Axes:
-    """The axes on which some layer with weights is divided by samples.
-
-    Args:
-        layers: the strategy of every layer.
-        ops: its kind of work.
-    """
+    """The axes on which some layer with weights is divided by samples; `ops` are the layers' kinds of work."""
     given = [strategy for layer, strategy in layers.items() if ops[layer] != "random"]
     return tuple(axis for axis in range(len(given[0]) if given else 0) if any(s[axis] == "sample" for s in given))
 
@@ -92,10 +79,8 @@ Structure = tuple[Any, ...]
 def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> Structure:
     """What two calls must have in common to be placed alike and to cost the same.
 
-    Names of tensors stand in it as places among the call's inputs and outputs.
-
-    Args:
-        differentiable: names of the values that have a gradient.
+    Names of tensors stand in it as places among the call's inputs and outputs; those in `differentiable` have a
+    gradient.
     """
     places = {name: f"${number}" for number, name in enumerate((*call.inputs, *call.outputs))}
     tensors = tuple(
@@ -147,22 +132,12 @@ class Costs(Protocol):
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
         """Seconds of a call, forward and backward.
 
-        Args:
-            placed: the call with the layouts of its inputs and outputs. Its `transfers` name the inputs that come from
-                another layout, without the steps, and nothing for calls whose layer has a strategy.
-            placement: its graph, mesh and batch; nothing else is filled in.
+        Its `transfers` name the inputs that come from another layout, without the steps, and nothing for calls whose
+        layer has a strategy. Of the placement, only graph, mesh and batch are filled in.
         """
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
-        """Seconds of one step of a redistribution, forward and backward.
-
-        Args:
-            step: the step.
-            mesh: the devices.
-            shape: the whole tensor's shape.
-            itemsize: bytes of an element.
-            differentiable: whether its gradient comes back.
-        """
+        """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""
 
     def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
         """Seconds that a call takes less in each pass after the first, where its weight is laid out once for all."""
@@ -216,37 +191,23 @@ def redistributions(placement: Placement) -> dict[tuple[str, Layout], tuple[Step
     return {(name, steps[-1].target): steps for name, steps in wanted if steps}
 
 
-NOWHERE = -1
-"""Stands for the layout of a value that cannot be."""
+NOWHERE = -1  # stands for the layout of a value that cannot be
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How a call is placed.
+    """How a call is placed."""
 
-    Attributes:
-        wants: number of the layout that it asks for, for each of its inputs; NOWHERE where it asks nothing.
-        gives: number of the layout of each of its outputs.
-        seconds: time of the call itself.
-        inside: bytes that it alone keeps for the backward pass, on rank 0.
-        keeps: places of the inputs, and after them the outputs, that it keeps for the backward pass.
-    """
-
-    wants: tuple[int, ...]
-    gives: tuple[int, ...]
-    seconds: float
-    inside: float
-    keeps: tuple[int, ...]
+    wants: tuple[int, ...]  # number of each input's layout that it asks for; NOWHERE where it asks nothing
+    gives: tuple[int, ...]  # number of each output's layout
+    seconds: float  # of the call itself
+    inside: float  # bytes that it alone keeps for the backward pass, on rank 0
+    keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
 
 
 class Prices:
-    """What is known of a graph on a mesh, for all ways to divide its samples.
-
-    Args:
-        graph: the network, captured at its whole batch.
-        mesh: the devices.
-        costs: asked once for all that is alike.
-    """
+    """What is known of a graph, captured at its whole batch, on a mesh, for all ways to divide its samples. The costs
+    are asked once for all that is alike."""
 
     def __init__(self, graph: Graph, mesh: Mesh, costs: Costs) -> None:
         self.graph = graph
@@ -265,7 +226,6 @@ class Prices:
         self._local: dict[tuple[object, ...], int] = {}
 
     def number(self, layout: Layout) -> int:
-        """The number of a layout."""
         found = self._numbers.get(layout)
         if found is None:
             # equal splits are one object, which is quick to compare
@@ -286,11 +246,8 @@ class Prices:
     def answer(self, call: Call, batch: Batch, strategy: Strategy, given: Sequence[int]) -> Answer | ConvoyError:
         """How a call is placed, or why it cannot be.
 
-        Args:
-            call: the call.
-            batch: how the samples are divided.
-            strategy: its layer's strategy; empty where its rule does not look at it.
-            given: for every input the number of its layout, NOWHERE for parameters, buffers and constants.
+        The strategy is empty where the call's rule does not look at it; `given` has for every input the number of its
+        layout, NOWHERE for parameters, buffers and constants.
         """
         key = (self.kind(call), *self._relevant(call, batch, strategy, given))
         found = self._answers.get(key)
@@ -352,7 +309,6 @@ class Prices:
         return inside, tuple(keeps)
 
     def _numel(self, layout: Layout, shape: tuple[int, ...]) -> int:
-        """Elements on rank 0."""
         return prod(layout.local_shape(shape, self.mesh, (0,) * len(self.mesh.sizes)))
 
     def transfer(self, source: int, target: int, value: Value) -> float:

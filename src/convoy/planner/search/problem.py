@@ -23,25 +23,15 @@ from convoy.plans.place import Batch, own_samples
 
 @dataclass(frozen=True)
 class Sending:
-    """What some uses of a value take, over the variables that they depend on.
-
-    Attributes:
-        seconds: time of the messages.
-        count: number of redistributions: layouts, other than the one in which it lies, in which the value is wanted.
-    """
+    """The cost of some uses of a value, over the variables that they depend on."""
 
     scope: Scope
-    seconds: NDArray[np.float64]
-    count: NDArray[np.float64]
+    seconds: NDArray[np.float64]  # of the messages
+    count: NDArray[np.float64]  # of redistributions: layouts, other than its own, in which the value is wanted
 
 
 class Tensors:
-    """The uses of tensors, as tables.
-
-    Args:
-        shared: what is known of the graph on the mesh.
-        sizes: number of states of every variable.
-    """
+    """The uses of tensors, as tables."""
 
     def __init__(self, shared: Shared, sizes: dict[int, int]) -> None:
         self._shared = shared
@@ -51,12 +41,7 @@ class Tensors:
     def sent(self, value: Value, here: Known, uses: Sequence[Known], apart: bool = False) -> list[Sending]:
         """What it takes to bring a value to all who use it: once for those that want it in the same layout.
 
-        Args:
-            value: the tensor.
-            here: where it lies.
-            uses: where it is wanted.
-            apart: each of those that may want the same by itself, with its part of it: a lower bound over fewer
-                variables.
+        With `apart`, each of those that may want the same counts its part of it: a lower bound over fewer variables.
         """
         found = []
         for group in _that_share(uses, here):
@@ -90,7 +75,7 @@ class Tensors:
         return total, count
 
     def _seconds(self, value: Value, source: Ids, target: Ids) -> NDArray[np.float64]:
-        """Of each pair of layouts, as arrays that broadcast."""
+        """Seconds for each pair of layouts, as arrays that broadcast."""
         (left, left_at), (right, right_at) = relabelled(source), relabelled(target)
         present = np.zeros((len(left), len(right)), bool)
         present[left_at, right_at] = True
@@ -149,24 +134,17 @@ _LARGE = 50_000
 
 @dataclass
 class Problem:
-    """The sum of tables for one mesh, one set of sample axes and one list of choices.
-
-    Attributes:
-        sizes: number of states of every variable; the first ones are the choices.
-        seconds: tables of seconds.
-        ends: tables of seconds for the network's inputs and outputs, to be added to these.
-        bytes: tables of bytes on rank 0; empty where nobody asked for them.
-        redistributions: tables of how often a tensor is brought from one layout to another.
-        refused: what a rule said to some combination, for where none is left.
-    """
+    """The sum of tables for one mesh, one set of sample axes and one list of choices."""
 
     choices: Sequence[Choice]
+    # number of states of every variable; the first ones are the choices
     sizes: dict[int, int] = field(default_factory=dict)
     seconds: list[Table] = field(default_factory=list)
-    ends: list[Table] = field(default_factory=list)
-    bytes: list[Table] = field(default_factory=list)
+    ends: list[Table] = field(default_factory=list)  # of seconds for the network's inputs and outputs, beside `seconds`
+    bytes: list[Table] = field(default_factory=list)  # on rank 0; empty where nobody asked for them
+    # how often a tensor is brought from one layout to another
     redistributions: list[Table] = field(default_factory=list)
-    refused: ConvoyError | None = None
+    refused: ConvoyError | None = None  # by a rule, for where no combination is left
 
 
 def build(
@@ -177,19 +155,11 @@ def build(
     with_memory: bool = False,
     sent: Sent = "exactly",
 ) -> Problem:
-    """The tables of a graph.
+    """The tables of a graph; a TooWideError where too much meets in one call.
 
-    Args:
-        shared: what is known of the graph on the mesh.
-        batch: how the samples are divided.
-        choices: the layers and what they may have; every layer whose rule looks at its strategy is in one of them.
-        outputs: names of the values that the network returns.
-        with_memory: whether memory counts.
-        sent: how what is sent between calls is counted. `at least`: a call that may share what it wants with others
-            counts its part of it. Unless it is `exactly`, the least sum is a lower bound.
-
-    Raises:
-        TooWideError: too much meets in one call.
+    Every layer whose rule looks at its strategy is in one of the choices. Where what is sent between calls counts `at
+    least`, a call that may share what it wants with others counts its part of it. Unless it is `exactly`, the least sum
+    is a lower bound.
     """
     return _Builder(shared, batch, choices, with_memory, sent).build(list(outputs))
 

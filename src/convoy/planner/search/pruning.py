@@ -45,7 +45,7 @@ def least_of_layers(
 
 
 def _least(prices: Prices, batch: Batch, call: Call, strategy: Strategy, own: Sequence[bool]) -> float:
-    """Of one call: what it costs where its input is divided evenly; nothing where its rule would follow the input."""
+    """Seconds of one call whose input is divided evenly; nothing where its rule would follow the input."""
     if call.op != "conv" and not is_on_vectors(call, prices.graph, batch):
         return 0.0
     answer = prices.answer(call, batch, strategy, [NOWHERE] * len(call.inputs))
@@ -65,14 +65,8 @@ def possible(
     groups: Groups,
     enough: float,
 ) -> dict[str, Sequence[Strategy]]:
-    """What each layer may have in a plan that costs at most so many seconds.
-
-    Args:
-        least: seconds of every layer by strategy.
-        allowed: what each layer may have.
-        groups: layers that have one strategy together.
-        enough: seconds of some plan.
-    """
+    """What each layer may have in a plan that costs at most `enough` seconds, by the least seconds of every layer and
+    strategy. Layers of a group have one strategy together."""
     sums: list[dict[Strategy, float]] = []
     for group in groups:
         given = [s for s in allowed[group[0]] if all(s in allowed[layer] for layer in group[1:])]
@@ -123,8 +117,8 @@ def kept(strategies: Sequence[Strategy], bounds: Sequence[float], enough: float)
     return [s for s, bound in zip(strategies, bounds, strict=True) if bound <= max(enough * (1 + 1e-9), second)]
 
 
+# Where a mesh is too wide to be searched in full, plans are left out that take this much longer than one known
 INTERESTING = 1.1
-"""Where a mesh is too wide to be searched in full, plans are left out that take this much longer than one known."""
 
 _RELAXED = 50_000
 
@@ -138,24 +132,15 @@ class Floor:
     """What plans take at least that divide the samples over fewer axes, from the tables of those that use more of them.
 
     The two differ only in where the network's inputs lie and its outputs have to be, and in what layers may have.
-
-    Attributes:
-        graph: the network.
-        batch: how its samples are divided where the tables hold.
-        choices: what the layers may have there; what is left out takes more than `most` seconds.
-        tables: seconds, inputs and outputs aside.
-        sizes: number of states of every variable.
-        most: seconds, beyond which nothing is known.
-        limit: the most entries of a table.
     """
 
     graph: Graph
-    batch: Batch
-    choices: Sequence[Choice]
-    tables: Sequence[Table]
-    sizes: Mapping[int, int]
-    most: float
-    limit: int
+    batch: Batch  # where the tables hold
+    choices: Sequence[Choice]  # there; what is left out takes more than `most` seconds
+    tables: Sequence[Table]  # seconds, inputs and outputs aside
+    sizes: Mapping[int, int]  # number of states of every variable
+    most: float  # seconds, beyond which nothing is known
+    limit: int  # the most entries of a table
 
     def of(self, batch: Batch) -> float:
         """Seconds for another batch over some of the axes; 0 where nothing is known."""
@@ -200,25 +185,12 @@ def remaining(
     limit: int,
     price: Callable[[Mapping[str, Strategy]], float],
 ) -> tuple[Mapping[str, Sequence[Strategy]], Floor | None]:
-    """The strategies of every layer that may be in a best plan on one mesh, for one way to divide the samples.
+    """The strategies of every layer that may be in a best plan on one mesh, for one way to divide the samples, and what
+    plans take at least that divide them over fewer axes (None where that was too much to ask).
 
-    Args:
-        shared: what is known of the graph on the mesh.
-        batch: how the samples are divided.
-        allowed: for every layer its strategies.
-        outputs: names of the values that the network returns.
-        groups: layers to be given one strategy together.
-        enough: seconds beyond which a plan is of no interest.
-        tolerance: by this share plans may take longer than the fastest and are kept all the same.
-        limit: the most entries of a table.
-        price: seconds of one plan.
-
-    Returns:
-        The strategies, and what plans take at least that divide the samples over fewer axes; None where that was too
-        much to ask.
-
-    Raises:
-        UninterestingError: nothing is left.
+    Plans of more than `enough` seconds are of no interest, and an UninterestingError says that all take more; plans
+    that take longer than the fastest by the share `tolerance` are kept. `limit` is the most entries of a table, `price`
+    gives the seconds of one plan.
     """
     graph, least_known = shared.prices.graph, enough
     if not np.isfinite(enough):

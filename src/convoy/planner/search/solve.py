@@ -15,27 +15,18 @@ from convoy.planner.search.problem import Problem, assigned, build
 from convoy.planner.search.pruning import Floor, UninterestingError, remaining
 from convoy.plans.place import Batch
 
-LIMIT = 20_000_000
-"""The most entries of a table: 64 MB."""
+LIMIT = 20_000_000  # the most entries of a table: 64 MB
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A least sum and what gives it.
-
-    Attributes:
-        layers: the strategy of every layer.
-        seconds: their sum.
-        redistributions: how often a tensor is brought from one layout to another.
-        bytes: the sum of bytes on rank 0, 0 where nobody asked.
-        groups: layers that were given one strategy together.
-    """
+    """A least sum and what gives it."""
 
     layers: dict[str, Strategy]
     seconds: float
-    redistributions: int
-    bytes: float
-    groups: Groups
+    redistributions: int  # how often a tensor is brought from one layout to another
+    bytes: float  # on rank 0; 0 where nobody asked
+    groups: Groups  # layers that were given one strategy together
     problem: Problem
     elimination: Elimination
 
@@ -43,18 +34,8 @@ class Solution:
 class Solver:
     """Finds the best plan on one mesh, where the samples are divided over the axes of a batch.
 
-    Args:
-        shared: what is known of the graph on the mesh.
-        batch: how the samples are divided.
-        allowed: for every layer its strategies.
-        outputs: names of the values that the network returns.
-        groups: layers to be given one strategy together.
-        with_memory: whether bytes are counted too.
-        enough: seconds beyond which a plan is of no interest.
-        tolerance: by this share plans may take longer than the fastest and are to be found all the same.
-
-    Attributes:
-        gave_up: whether `convoy.planner.search.meshes` stopped before it knew.
+    Plans of more than `enough` seconds are of no interest; those that take longer than the fastest by the share
+    `tolerance` are to be found all the same.
     """
 
     def __init__(
@@ -78,7 +59,7 @@ class Solver:
         self.with_memory = with_memory
         self.enough = enough
         self.tolerance = tolerance
-        self.gave_up = False
+        self.gave_up = False  # `convoy.planner.search.meshes` stopped before it knew
         self._problem: Problem | None = None
         joins = any(call.op == "cat" and len(call.inputs) > 2 for call in graph.calls)
         self._is_wide = any(len(group) > 1 for group in self.groups) or (joins and len(batch.mesh.sizes) > 1)
@@ -86,11 +67,7 @@ class Solver:
         self._floor: Floor | None = None
 
     def problem(self, only: Mapping[str, Sequence[Strategy]] | None = None) -> Problem:
-        """The tables, of as few groups as must be tied.
-
-        Args:
-            only: what some layers may have at most.
-        """
+        """The tables, of as few groups as must be tied; `only` is what some layers may have at most."""
         while True:
             choices = [Choice(group, in_common(group, {**self._possible(), **(only or {})})) for group in self.groups]
             try:
@@ -101,16 +78,11 @@ class Solver:
     def solve(
         self, byte_price: float = 0.0, only: Mapping[str, Sequence[Strategy]] | None = None, time_price: float = 1.0
     ) -> Solution:
-        """The least sum of seconds, and of bytes at a price in seconds each.
+        """The least sum of seconds, and of bytes at a price in seconds each; `only` is what some layers may have at
+        most.
 
-        Args:
-            byte_price: seconds that a byte counts.
-            only: what some layers may have at most.
-            time_price: what a second counts.
-
-        Raises:
-            ConvoyError: there is no plan; the sentence is that of a rule.
-            UninterestingError: there is none that takes as little as `enough` seconds.
+        A ConvoyError with a rule's sentence where there is no plan, an UninterestingError where there is none of at
+        most `enough` seconds.
         """
         while True:
             problem = self._problem if only is None and self._problem is not None else self.problem(only)
@@ -140,14 +112,10 @@ class Solver:
         return Solution(layers, seconds, round(count), held, self.groups, problem, elimination)
 
     def simplest(self, solution: Solution, budget: float) -> Solution | None:
-        """Of the plans that take at most so many seconds, the fastest of those with fewest redistributions.
+        """Of the plans within a budget of seconds, the fastest of those with fewest redistributions; None where the
+        tables that count them would be too large.
 
-        Args:
-            solution: the fastest one.
-            budget: seconds, at least those of the solution and at most by the solver's tolerance more.
-
-        Returns:
-            The plan; None where the tables that count redistributions would be too large.
+        The budget is at least the seconds of the fastest plan, `solution`, and at most by the solver's tolerance more.
         """
         if not solution.redistributions:
             return solution
@@ -180,12 +148,10 @@ class Solver:
         return self._floor.of(batch) if self._floor is not None else 0.0
 
     def _possible(self) -> Mapping[str, Sequence[Strategy]]:
-        """What the layers may have in a best plan. All that is allowed, unless that was too much to search.
+        """The strategies that the layers may have in a best plan: all that is allowed, unless that was too much to
+        search; an UninterestingError where none is left.
 
         Under a limit of memory nothing is left out: what fits may cost more than any plan that is known.
-
-        Raises:
-            UninterestingError: nothing.
         """
         if self.with_memory or not self._is_wide:
             return self.allowed

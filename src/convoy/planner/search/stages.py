@@ -26,43 +26,30 @@ from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule, actions,
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan with stages, and what it is predicted to take.
-
-    Attributes:
-        passes: number of passes in an update.
-        seconds: time of an update, simulated stage by stage.
-    """
+    """A plan with stages, and its prediction."""
 
     plan: Plan
-    passes: int
+    passes: int  # of an update
     schedule: Schedule
-    seconds: float
+    seconds: float  # of an update, simulated stage by stage
 
 
-_BACK = 2 / 3
-"""Of a layer's computing, what the backward pass takes."""
+_BACK = 2 / 3  # of a layer's computing, what the backward pass takes
+# Of a pass's computing, what later stages wait for: under zero-bubble its forward pass alone; see `bubble`
 _WAITS: dict[Schedule, float] = {"gpipe": 1.0, "1f1b": 1.0, "zero-bubble": 1 - _BACK}
-"""Of a pass's computing, what later stages wait for: under zero-bubble its forward pass alone; see `bubble`."""
 
 
 _Found = TypeVar("_Found")
-_MOST_PASSES = 256
-"""More are not looked at, as simulating them takes long."""
+_MOST_PASSES = 256  # more are not looked at, as simulating them takes long
 
 
 def in_best_passes(
     counts: Sequence[int], stages: int, found_in: Callable[[int], _Found | None], price: Callable[[_Found], Any]
 ) -> _Found | None:
-    """The best of what is found in some numbers of passes.
+    """The best of what is found in some of the numbers of passes in `counts`, which ascend; the least price is best.
 
     More and more of them are tried, or fewer and fewer, as long as that is better: more leave stages waiting for less
-    of the time, and fewer are larger, which is faster to compute.
-
-    Args:
-        counts: the numbers of passes that there may be, ascending.
-        stages: how many stages the passes go through.
-        found_in: gives what is found in a number of passes; None if there can be nothing.
-        price: the price of what is found; the least is best.
+    of the time, and fewer are larger, which is faster to compute. `found_in` gives None where there can be nothing.
     """
     known: dict[int, _Found | None] = {}
 
@@ -98,27 +85,19 @@ def search_stages(
     top: int = 2,
     schedules: Sequence[Schedule] = SCHEDULES,
 ) -> list[Staged]:
-    """The fastest plans with stages, the first of them first; none where there can be none.
+    """The fastest plans with stages, at most `top` of them with different numbers of stages, the best first; none where
+    there can be none.
 
-    Args:
-        at: gives the update in a number of passes; called again and again with the same number.
-        counts: the numbers of passes that it may have, ascending.
-        num_devices: ranks that the plans are for.
-        links: between them.
-        slowdowns: how many times as long as in the costs each rank computes; empty for equal ones.
-        fixes: strategies that are given.
-        memory_limit: bytes that each rank has.
-        known: seconds of the best plan without stages; what cannot be much better is not looked at.
-        top: how many plans to give at most, each with another number of stages.
-        schedules: the orders of passes that there may be.
+    `at` gives the update in one of the numbers of passes in `counts`, which ascend, and is called again and again with
+    the same. `slowdowns` are how many times as long as in the costs each rank computes, `memory_limit` is in bytes of a
+    rank, and `known` the seconds of the best plan without stages: what cannot be much better is not looked at.
     """
     return _StageSearch(at, counts, num_devices, links, slowdowns, fixes, memory_limit, known, schedules).run(top)
 
 
 _SIMULATED = 6
 _WORSE = 2
-_WORTH = 1.1
-"""Times as long as the best plan known that may be what is known of others without simulating them."""
+_WORTH = 1.1  # times as long as the best plan known that may be what is known of others without simulating them
 
 
 @dataclass(frozen=True)
@@ -175,11 +154,8 @@ class _StageSearch:
     def _in_passes(
         self, passes: int, mesh: Mesh, stages: int, plans: dict[float | None, Plan | None]
     ) -> "_Priced | None":
-        """The best in a number of passes, on as many devices for each stage; None where nothing can be or fits.
-
-        Args:
-            plans: strategies by the memory that the whole network may take with them; None for the fastest.
-        """
+        """The best in a number of passes, on as many devices for each stage; None where nothing can be or fits. `plans`
+        keeps strategies by the memory that the whole network may take with them, None for the fastest."""
         ideal = self._ideal(stages, passes)
         if ideal > _WORTH * self.known:
             return _Priced(ideal)
@@ -301,19 +277,19 @@ class _StageSearch:
         return Bounds(through, rest)
 
     def _slowdown(self, mesh: Mesh, stage: int) -> float:
-        """Of the slowest rank of a stage."""
+        """The slowdown of the slowest rank of a stage."""
         if not self.slowdowns:
             return 1.0
         return max(own for rank, own in enumerate(self.slowdowns) if mesh.coordinates(rank)[0] == stage)
 
 
 def _share(link: Link) -> float:
-    """Of the seconds of what a stage sends, those that it takes from its computing, with as much that it receives."""
+    """The part of the seconds of what a stage sends that it takes from its computing, with as much that it receives."""
     return link.cpu_share if link.overlap else 1.0
 
 
 def _joined(passes: int, stage: int, stages: int) -> float:
-    """Of the weight gradients of all passes but one, those that zero-bubble computes in one call with others."""
+    """The part of the weight gradients of all passes but one that zero-bubble computes in one call with others."""
     if passes == 1:
         return 0.0
     calls = sum(kind == "weights" for kind, _ in actions("zero-bubble", passes, stage, stages))
@@ -322,23 +298,16 @@ def _joined(passes: int, stage: int, stages: int) -> float:
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of a pass through a stage, from any cut to any later one.
+    """Seconds of a pass through a stage, from any cut to any later one."""
 
-    Attributes:
-        computes: with what messages take from it, and gradients of weights each by itself.
-        saved: what is less where gradients of weights are computed in one call for several passes.
-        sends, returns: activations to the next stage, gradients to the one before.
-        once: the end of an update.
-    """
-
-    computes: Numbers
-    saved: Numbers
-    sends: Numbers
-    returns: Numbers
-    once: Numbers
+    computes: Numbers  # with what messages take from it, and gradients of weights each by itself
+    saved: Numbers  # what is less where gradients of weights are computed in one call for several passes
+    sends: Numbers  # activations to the next stage
+    returns: Numbers  # gradients to the stage before
+    once: Numbers  # the end of an update
 
     def between(self, cuts: tuple[int, int]) -> StageTimes:
-        """Those of the stage between two cuts; the gradients of weights take half of the backward pass."""
+        """Seconds of the stage between two cuts; the gradients of weights take half of the backward pass."""
         computes, saved, sends, returns, once = (
             float(own[cuts]) for own in (self.computes, self.saved, self.sends, self.returns, self.once)
         )
