@@ -83,21 +83,21 @@ def _device(row: Mapping[str, Any]) -> Device:
 def devices() -> dict[str, Device]:
     """All devices of the catalog, by name and by their other names."""
     text = resources.files("convoy.hardware").joinpath("devices.csv").read_text(encoding="utf-8")
-    found: dict[str, Device] = {}
+    by_name: dict[str, Device] = {}
     for row in csv.DictReader(text.splitlines()):
         device = _device(row)
         for name in (row["name"], *filter(None, row["aliases"].split(";"))):
-            found[name] = device
-    return found
+            by_name[name] = device
+    return by_name
 
 
 def device_named(name: str, added: Mapping[str, Device] | None = None) -> Device:
     """A device of the catalog or of `added`; a ConvoyError names the nearest ones."""
-    known = {**devices(), **(added or {})}
-    wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
-    if wanted in known:
-        return known[wanted]
-    near = difflib.get_close_matches(wanted, known, 3, 0.4) or sorted(known)[:3]
+    catalog = {**devices(), **(added or {})}
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    if key in catalog:
+        return catalog[key]
+    near = difflib.get_close_matches(key, catalog, 3, 0.4) or sorted(catalog)[:3]
     raise ConvoyError(
         f"{name!r} is no device that is known: the nearest are {', '.join(near)}; --catalog FILE adds others"
     )
@@ -109,18 +109,18 @@ _FIELDS = ("generation", *_POSITIVE)
 
 def read_devices(path: Path) -> dict[str, Device]:
     """Devices of a YAML file: a mapping of names to the columns of the catalog. Mistakes in it are ConvoyErrors."""
-    given = parse(read_text(path, "devices"), str(path))
-    if not isinstance(given, dict):
+    document = parse(read_text(path, "devices"), str(path))
+    if not isinstance(document, dict):
         raise ConvoyError(f"{path}: devices are a mapping of names to numbers, e.g. my-gpu: {{fp32: 12.5, …}}")
-    found = {}
-    for name, row in given.items():
+    read = {}
+    for name, row in document.items():
         lacking = [field for field in _FIELDS if not isinstance(row, dict) or field not in row]
         if lacking:
             raise ConvoyError(f"{path}: {name} lacks {', '.join(lacking)}")
         try:
             device = _device({"name": str(name).lower(), "source": str(path), **row})
             link_named(device.host)
-            generations = dict.fromkeys(each.generation for each in devices().values())
+            generations = dict.fromkeys(listed.generation for listed in devices().values())
             if device.generation not in generations:
                 hint = did_you_mean(device.generation, list(generations), otherwise=f"one of {', '.join(generations)}")
                 raise ConvoyError(f"generation is {device.generation}{hint}")
@@ -129,8 +129,8 @@ def read_devices(path: Path) -> dict[str, Device]:
         for field in _POSITIVE:
             if not 0 < getattr(device, field) < math.inf:
                 raise ConvoyError(f"{path}: {name}: {field} is {getattr(device, field)}, but has to be more than 0")
-        found[device.name] = device
-    return found
+        read[device.name] = device
+    return read
 
 
 _PART = re.compile(r"(?:([0-9]+)\s*x\s*)?(.+)")
@@ -146,8 +146,8 @@ def machine(text: str, between: str | None = None, added: Mapping[str, Device] |
     """
     inner, _, link = text.strip().lower().partition(":")
     hosts = 1
-    if (found := _HOSTS.fullmatch(inner)) is not None:
-        hosts, inner = int(found[1]), found[2]
+    if (several := _HOSTS.fullmatch(inner)) is not None:
+        hosts, inner = int(several[1]), several[2]
     if "(" in inner or ")" in inner:
         raise ConvoyError(f"{text!r} is no machine: write e.g. 8xv100-sxm2, 4x(8xa100-sxm4) or 2xtitan-x+1xgtx-1080")
     chosen = tuple(_counted(inner, text, added))
@@ -162,10 +162,10 @@ def machine(text: str, between: str | None = None, added: Mapping[str, Device] |
 
 def _counted(text: str, whole: str, added: Mapping[str, Device] | None) -> Iterable[Device]:
     for part in text.split("+"):
-        found = _PART.fullmatch(part.strip())
-        if found is None or not found[2].strip():
+        match = _PART.fullmatch(part.strip())
+        if match is None or not match[2].strip():
             raise ConvoyError(f"{whole!r} is no machine: a device's name is lacking")
-        count = int(found[1] or 1)
+        count = int(match[1] or 1)
         if not 1 <= count <= 65536:
             raise ConvoyError(f"{whole!r} is no machine: there cannot be {count} devices of a kind")
-        yield from (device_named(found[2], added),) * count
+        yield from (device_named(match[2], added),) * count

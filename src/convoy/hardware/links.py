@@ -46,17 +46,17 @@ def link_named(text: str) -> Hop:
 
     `-N` after a name stands for N of them side by side, as network cards of a host: `infiniband-hdr-8`.
     """
-    known = links()
+    catalog = links()
     name = text.strip().lower()
-    if name in known:
-        return known[name]
+    if name in catalog:
+        return catalog[name]
     base, _, cards = name.rpartition("-")
-    if base in known and cards.isdecimal() and int(cards):
-        return Hop(known[base].latency, known[base].rate * int(cards), known[base].source)
+    if base in catalog and cards.isdecimal() and int(cards):
+        return Hop(catalog[base].latency, catalog[base].rate * int(cards), catalog[base].source)
     match = _RATE.fullmatch(name)
     if match is None or float(match[1]) == 0:
         raise ConvoyError(
-            f"{text!r} is no link: write a rate such as 10gbit or 5GB/s, or one of {', '.join(sorted(known))}"
+            f"{text!r} is no link: write a rate such as 10gbit or 5GB/s, or one of {', '.join(sorted(catalog))}"
         )
     number, unit = float(match[1]), match[2]
     if unit in ("mbit", "gbit"):

@@ -124,18 +124,18 @@ def times(
     year = f" {software.generation}" if software.generation else ""
     start = device.launch_us * 1e-6 * factor(f"launch{year}")
     launch = start * work.count
-    both = []
+    ways = []
     for way in (0, 1):
         of_memory = moved[way] * work.count / bandwidth
         overlapped = (seconds[way] ** 2 + of_memory**2) ** 0.5
-        both.append(scale * (overlapped + (1 + way) * launch))
+        ways.append(scale * (overlapped + (1 + way) * launch))
     # weights, gradients and momentum are read, two of them written
     update = scale * (20 * work.parameters / bandwidth + work.tensors * start)
     kind = "compiled" if software.compiled else "eager"
     host = 20e-6 * factor(f"host {kind}{year}") if year and not software.recorded else 0.0
     return Times(
-        forward=both[0],
-        backward=both[1],
+        forward=ways[0],
+        backward=ways[1],
         arithmetic=float(scale * seconds.sum()),
         memory=float(scale * (moved * work.count).sum() / bandwidth),
         launch=float(3 * scale * launch.sum()),
@@ -195,8 +195,8 @@ class Factor(Protocol):
 def coefficients_of(part: str) -> dict[str, float]:
     """The package's coefficients for `one device` or `several devices`, fitted to all published measurements."""
     text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, float]] = json.loads(text)
-    return found.get(part, {})
+    parts: dict[str, dict[str, float]] = json.loads(text)
+    return parts.get(part, {})
 
 
 def memory_of(work: Work, images: float, precision: str) -> float:

@@ -26,27 +26,27 @@ def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:
     graph = placement.graph
     has_parameters: dict[str, bool] = {}
     for placed in placement.calls:
-        own = any(graph.values[name].origin == "parameter" for name in placed.call.inputs)
-        has_parameters[placed.call.layer] = has_parameters.get(placed.call.layer, False) or own
+        is_parametric = any(graph.values[name].origin == "parameter" for name in placed.call.inputs)
+        has_parameters[placed.call.layer] = has_parameters.get(placed.call.layer, False) or is_parametric
     deepest = max((layer.count(".") + 1 for layer in has_parameters), default=1)
     for depth in range(deepest, 0, -1):
-        found = _at(depth, has_parameters)
-        if len(set(found.values())) <= most:
+        group_of = _at(depth, has_parameters)
+        if len(set(group_of.values())) <= most:
             break
-    return found if has_parameters else {}
+    return group_of if has_parameters else {}
 
 
 def _at(depth: int, has_parameters: dict[str, bool]) -> dict[str, str]:
     """The groups where names are cut to `depth` parts."""
-    heavy = {_cut(layer, depth) for layer, own in has_parameters.items() if own}
-    found: dict[str, str] = {}
+    heavy = {_cut(layer, depth) for layer, is_heavy in has_parameters.items() if is_heavy}
+    group_of: dict[str, str] = {}
     last = ""
     for layer in has_parameters:
         group = _cut(layer, depth)
         if group in heavy or not last:
             last = group
-        found[layer] = last
-    return found
+        group_of[layer] = last
+    return group_of
 
 
 def _cut(layer: str, depth: int) -> str:
@@ -128,15 +128,15 @@ _OLDER = {"optimiser": "optimizer"}
 
 def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
     """The parts of an update, predicted and measured."""
-    one, other = (each.parts if each else {} for each in (before, after))
-    known = [part for part in PARTS if part in one or part in other or part != "stages"]
-    return {part: Both(one.get(part), other.get(part)) for part in known}
+    one, other = (summary.parts if summary else {} for summary in (before, after))
+    names = [part for part in PARTS if part in one or part in other or part != "stages"]
+    return {part: Both(one.get(part), other.get(part)) for part in names}
 
 
-def of_all_stages(found: Sequence[Summary]) -> Summary | None:
+def of_all_stages(summaries: Sequence[Summary]) -> Summary | None:
     """The first of some summaries, with the layers that other ranks run; None of none."""
-    layers = {name: spent for one in reversed(found) for name, spent in one.layers.items()}
-    return replace(found[0], layers=layers) if found else None
+    layers = {name: spent for one in reversed(summaries) for name, spent in one.layers.items()}
+    return replace(summaries[0], layers=layers) if summaries else None
 
 
 def groups_beside(
@@ -157,10 +157,10 @@ def groups_beside(
 
 def stages_beside(before: Sequence[Summary], after: Sequence[Summary]) -> tuple[Group, ...]:
     """What a rank of each stage computes, and waits for the others; none where nobody has seen them."""
-    known: Sequence[Summary | None] = before or [None] * len(after)
+    predicted: Sequence[Summary | None] = before or [None] * len(after)
     return tuple(
         Group(f"stage {number}", _both(one, other, _COMPUTING), _both(one, other, ("stages",)), (number,))
-        for number, (one, other) in enumerate(zip(known, after, strict=True), 1)
+        for number, (one, other) in enumerate(zip(predicted, after, strict=True), 1)
     )
 
 
@@ -169,7 +169,7 @@ _COMPUTING = ("forward", "backward", "packing")
 
 def _both(before: Summary | None, after: Summary, parts: Sequence[str]) -> Both:
     one, other = (
-        None if each is None else sum(each.parts.get(part, 0.0) for part in parts) for each in (before, after)
+        None if summary is None else sum(summary.parts.get(part, 0.0) for part in parts) for summary in (before, after)
     )
     return Both(one, other)
 
@@ -181,11 +181,11 @@ def _groups(
     for layer, group in of_layer.items():
         members.setdefault(group, []).append(layer)
     for name, layers in members.items():
-        own, measured = _total(before, layers) if before is not None else None, _total(after, layers)
+        predicted, measured = _total(before, layers) if before is not None else None, _total(after, layers)
         yield Group(
             name or "the network itself",
-            Both(own.computes if own is not None else None, measured.computes),
-            Both(own.waits if own is not None else None, measured.waits),
+            Both(predicted.computes if predicted is not None else None, measured.computes),
+            Both(predicted.waits if predicted is not None else None, measured.waits),
             tuple(sorted({run_by[layer] + 1 for layer in layers if layer in run_by})),
         )
     waits = Both(before.gradients if before is not None else None, after.gradients)
@@ -211,20 +211,20 @@ WORDS = {
 _ALIKE = 0.02
 
 
-def comparison_text(found: Comparison) -> str:
+def comparison_text(comparison: Comparison) -> str:
     """The whole update, its parts and its layers, as aligned tables; no more than sentences where there is little."""
-    return "\n".join(_lines(found))
+    return "\n".join(_lines(comparison))
 
 
-def headline(found: Comparison) -> str:
+def headline(comparison: Comparison) -> str:
     """The whole update in a sentence; empty where it was not measured."""
-    predicted, measured = found.update.predicted_s, found.update.measured_s
+    predicted, measured = comparison.update.predicted_s, comparison.update.measured_s
     if measured is None:
         return ""
-    said = f"an update took {seconds(measured)}, the median of {found.timed}"
-    if found.error is None or predicted is None:
-        return said
-    return f"{said}; {seconds(predicted)} were predicted ({difference(found.error)})"
+    sentence = f"an update took {seconds(measured)}, the median of {comparison.timed}"
+    if comparison.error is None or predicted is None:
+        return sentence
+    return f"{sentence}; {seconds(predicted)} were predicted ({difference(comparison.error)})"
 
 
 def difference(error: float) -> str:
@@ -244,29 +244,29 @@ def shown(number: float | None) -> str:
     return "" if number is None else seconds(number)
 
 
-def _lines(found: Comparison) -> Iterator[str]:
-    said = headline(found)
-    if said:
-        yield said
-    if found.watched:
-        has_both = found.update.predicted_s is not None
+def _lines(comparison: Comparison) -> Iterator[str]:
+    first = headline(comparison)
+    if first:
+        yield first
+    if comparison.watched:
+        has_both = comparison.update.predicted_s is not None
         names = ("predicted", "measured") if has_both else ("measured",)
-        rows = [(WORDS[name], *_cells(both, has_both)) for name, both in found.parts.items() if both.longest]
+        rows = [(WORDS[name], *_cells(pair, has_both)) for name, pair in comparison.parts.items() if pair.longest]
         yield from table(("time", *names), rows, names)
-        total = sum(both.measured_s or 0.0 for both in found.parts.values())
-        others = "1 other update" if found.watched == 1 else f"{found.watched} other updates"
-        why = apart(total, found.update.measured_s)
-        yield f"measured: each part the median of {others}; they add up to {seconds(total)}{why}"
-        if found.groups:
+        total = sum(pair.measured_s or 0.0 for pair in comparison.parts.values())
+        updates = "1 other update" if comparison.watched == 1 else f"{comparison.watched} other updates"
+        why = apart(total, comparison.update.measured_s)
+        yield f"measured: each part the median of {updates}; they add up to {seconds(total)}{why}"
+        if comparison.groups:
             yield ""
             waits = ("waits: predicted", "measured") if has_both else ("waits",)
             computes = ("computes: predicted", "measured") if has_both else ("computes",)
             groups = [
-                (one.title, *_cells(one.computes, has_both), *_cells(one.waits, has_both)) for one in found.groups
+                (one.title, *_cells(one.computes, has_both), *_cells(one.waits, has_both)) for one in comparison.groups
             ]
             yield from table(("layer", *computes, *waits), groups, (*computes, *waits))
-    yield from found.notes
+    yield from comparison.notes
 
 
-def _cells(both: Both, has_both: bool) -> tuple[str, ...]:
-    return (shown(both.predicted_s), shown(both.measured_s)) if has_both else (shown(both.measured_s),)
+def _cells(pair: Both, has_both: bool) -> tuple[str, ...]:
+    return (shown(pair.predicted_s), shown(pair.measured_s)) if has_both else (shown(pair.measured_s),)

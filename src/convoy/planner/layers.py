@@ -68,14 +68,14 @@ def stages_of(scored: Scored) -> tuple[Stage, ...]:
     """The stages of a plan, in order; none where it has none."""
     if scored.staging is None:
         return ()
-    found, timeline = [], scored.timeline
+    stages, timeline = [], scored.timeline
     rows = rows_of_stages(scored.placement, scored.staging.staged)
     for row, rank, memory in zip(rows, busiest_ranks(scored), scored.by_stage, strict=True):
         kinds = timeline.by_kind(rank)
         computes = sum(kinds.get(kind, 0.0) for kind in ("forward", "backward", "copy"))
         sent = sum(s.task.num_bytes for s in timeline.spans if s.task.rank == rank and s.task.stream == "stages")
-        found.append(Stage(row.layer, row.ranks, row.takes, row.received, computes, kinds["idle"], sent, memory))
-    return tuple(found)
+        stages.append(Stage(row.layer, row.ranks, row.takes, row.received, computes, kinds["idle"], sent, memory))
+    return tuple(stages)
 
 
 def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
@@ -96,19 +96,19 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
     calls: dict[str, list[int]] = {}
     for place, placed in enumerate(placement.calls):
         calls.setdefault(placed.call.layer, []).append(place)
-    others = _others(planned, scored, {name: sum(spent[name, k] for k in ("forward", "backward")) for name in calls})
-    found = []
+    next_best = _others(planned, scored, {name: sum(spent[name, k] for k in ("forward", "backward")) for name in calls})
+    layers = []
     for name, places in calls.items():
-        own, stage = [placement.calls[place] for place in places], first[name]
+        members, stage = [placement.calls[place] for place in places], first[name]
         rank = ranks[stage]
-        strategy = next((placed.strategy for placed in own if is_choosing(placed.call)), ())
-        found.append(
+        strategy = next((placed.strategy for placed in members if is_choosing(placed.call)), ())
+        layers.append(
             Layer(
                 name=name,
-                ops=tuple(placed.call.op for placed in own),
+                ops=tuple(placed.call.op for placed in members),
                 strategy=strategy,
-                takes=local_shape(placement, own[0].call.inputs[0], rank) if own[0].call.inputs else (),
-                gives=local_shape(placement, own[-1].call.outputs[0], rank) if own[-1].call.outputs else (),
+                takes=local_shape(placement, members[0].call.inputs[0], rank) if members[0].call.inputs else (),
+                gives=local_shape(placement, members[-1].call.outputs[0], rank) if members[-1].call.outputs else (),
                 forward=spent[name, "forward"],
                 backward=spent[name, "backward"],
                 copies=spent[name, "copy"],
@@ -116,11 +116,11 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
                 messages=spent[name, "messages"],
                 sent=sent.get(name, 0),
                 parameters=held[stage].get(name, 0),
-                other=others.get(name),
+                other=next_best.get(name),
                 stage=stage if len(ranks) > 1 else None,
             )
         )
-    return tuple(found)
+    return tuple(layers)
 
 
 def stages_of_calls(scored: Scored) -> tuple[int, ...]:
@@ -147,30 +147,30 @@ def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dic
     placement, plan = scored.placement, scored.plan
     workload = planned.workload.through(plan.num_stages, scored.passes, plan.parts)
     mesh = placement.mesh
-    given: dict[str, Strategy] = {}
+    current: dict[str, Strategy] = {}
     for placed in placement.calls:
         if is_choosing(placed.call):
-            given.setdefault(placed.call.layer, placed.strategy)
-    found: dict[str, Other] = {}
+            current.setdefault(placed.call.layer, placed.strategy)
+    best: dict[str, Other] = {}
     for layer in layers:
-        for strategy in _one_other(given[layer], mesh) if layer in given else ():
+        for strategy in _one_other(current[layer], mesh) if layer in current else ():
             try:
-                plan = compact(mesh, {**given, layer: strategy})
+                plan = compact(mesh, {**current, layer: strategy})
                 other = replace(scored, placement=workload.place(plan))
             except ConvoyError:
                 continue
             seconds = other.again(planned.costs) - scored.seconds
-            if layer not in found or seconds < found[layer].seconds:
-                found[layer] = Other(strategy, seconds)
-    return found
+            if layer not in best or seconds < best[layer].seconds:
+                best[layer] = Other(strategy, seconds)
+    return best
 
 
-def _one_other(given: Strategy, mesh: Mesh) -> Iterator[Strategy]:
+def _one_other(strategy: Strategy, mesh: Mesh) -> Iterator[Strategy]:
     """Strategies that differ on one axis."""
-    for axis, own in enumerate(given):
+    for axis, current in enumerate(strategy):
         for other in AXIS_STRATEGIES if axis != mesh.stage_axis else ():
-            if other != own:
-                yield (*given[:axis], other, *given[axis + 1 :])
+            if other != current:
+                yield (*strategy[:axis], other, *strategy[axis + 1 :])
 
 
 def _others(planned: Planned, scored: Scored, computing: Mapping[str, float]) -> dict[str, Other]:
@@ -201,8 +201,8 @@ def _sent(scored: Scored, passes: int) -> dict[str, int]:
         before = by_rank.setdefault(layer, [0] * placement.mesh.num_devices)
         by_rank[layer] = [a + b for a, b in zip(before, numbers, strict=True)]
 
-    for each in transfer_traffic(placement):
-        add(layers.get(each.call, ""), [passes * (one.forward + one.backward) for one in each.ranks])
+    for transfer in transfer_traffic(placement):
+        add(layers.get(transfer.call, ""), [passes * (one.forward + one.backward) for one in transfer.ranks])
     if scored.staging is not None:
         makers = {name: placed.call.layer for placed in placement.calls for name in placed.call.outputs}
         for crossed in cut_traffic(placement, scored.staging.staged):
@@ -218,11 +218,11 @@ def _sent(scored: Scored, passes: int) -> dict[str, int]:
 
 def _held(placement: Placement, rank: int) -> dict[str, int]:
     """Bytes of parameters by layer, each where it is first used."""
-    graph, found, seen = placement.graph, defaultdict[str, int](int), set[str]()
+    graph, held, seen = placement.graph, defaultdict[str, int](int), set[str]()
     for placed in placement.calls:
         for name in placed.call.inputs:
             if graph.values[name].origin == "parameter" and name not in seen:
                 seen.add(name)
                 size = prod(local_shape(placement, name, rank)) * graph.values[name].dtype.itemsize
-                found[placed.call.layer] += size
-    return found
+                held[placed.call.layer] += size
+    return held

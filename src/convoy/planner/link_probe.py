@@ -51,13 +51,13 @@ def measure_links(
 ) -> dict[Axes, LinkTimes]:
     """Measure the groups over each of some sets of axes, with messages of so many bytes; all ranks call it."""
     world = groups.of(tuple(groups.mesh.axes))
-    found = {}
+    times = {}
     for axes in subsets:
         group = groups.of(axes)
         if group is not None:
             probe = _Probe(group, world, device)
-            found[axes] = probe.measure(sizes, _overhead(groups, axes, device))
-    return found
+            times[axes] = probe.measure(sizes, _overhead(groups, axes, device))
+    return times
 
 
 def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -> tuple[Links, float]:
@@ -67,19 +67,19 @@ def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -
     Messages much larger than `largest`, the bytes of the largest tensor that will be sent, are not tried.
     """
     sizes = [size for size in SIZES if size <= 4 * largest]
-    found: dict[tuple[int, ...], Link] = {}
+    links: dict[tuple[int, ...], Link] = {}
     overhead = 0.0
     for mesh in meshes:
         missing: dict[Axes, tuple[int, ...]] = {}
         for axes in chain.from_iterable(combinations(mesh.axes, count + 1) for count in mesh.axes):
             ranks = first_group(mesh, axes)
-            if len(ranks) > 1 and ranks not in found and ranks not in missing.values():
+            if len(ranks) > 1 and ranks not in links and ranks not in missing.values():
                 missing[axes] = ranks
         if not missing:
             continue
         for axes, times in measure_links(Groups(mesh), missing, device, sizes).items():
             overhead = max(overhead, times.overhead)
-            found[missing[axes]] = Link(
+            links[missing[axes]] = Link(
                 Curve.through(times.all_reduce),
                 Curve.through(times.exchange),
                 times.overlap,
@@ -88,7 +88,7 @@ def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -
                 Curve.through(times.gather),
                 times.host,
             )
-    return Links(found), overhead
+    return Links(links), overhead
 
 
 class _Probe:
@@ -103,16 +103,16 @@ class _Probe:
 
     def measure(self, sizes: Sequence[int], redistributing: float) -> LinkTimes:
         rows: list[list[tuple[int, float]]] = [[], [], [], []]
-        for wanted in sizes:
-            numbers = max(1, wanted // 4)
+        for num_bytes in sizes:
+            numbers = max(1, num_bytes // 4)
             share = -(-numbers // max(1, self._ranks - 1))
-            others = 4 * share * (self._ranks - 1)
+            sent = 4 * share * (self._ranks - 1)
             rows[0].append((4 * numbers, self._time(lambda x: collectives.all_reduce(x, self._group), numbers)))
-            rows[1].append((others, self._time(self._exchange, share)))
-            if wanted:
+            rows[1].append((sent, self._time(self._exchange, share)))
+            if num_bytes:
                 whole = share * self._ranks
-                rows[2].append((others, self._time(lambda x: ReduceScatter(x, self._group).wait(), whole)))
-                rows[3].append((others, self._time(lambda x: start_gather(x, self._group).wait(), whole)))
+                rows[2].append((sent, self._time(lambda x: ReduceScatter(x, self._group).wait(), whole)))
+                rows[3].append((sent, self._time(lambda x: start_gather(x, self._group).wait(), whole)))
         sums, moves, pieces, gathers = map(tuple, rows)
         pending = collectives.start_all_reduce(torch.ones(2**20, device=self._device), self._group)
         overlap = pending.runs_beside
@@ -121,9 +121,9 @@ class _Probe:
         if overlap and self._clock.is_queue:
             largest, seconds = sums[-1]
             cpu_share = 1 - 1 / self._slowdown(seconds, largest)
-        own = max(0.0, redistributing - moves[0][1])
+        overhead = max(0.0, redistributing - moves[0][1])
         return LinkTimes(
-            sums, moves, pieces or moves, gathers or moves, overlap, cpu_share, own, median(self._issuing or [0.0])
+            sums, moves, pieces or moves, gathers or moves, overlap, cpu_share, overhead, median(self._issuing or [0.0])
         )
 
     def _slowdown(self, message_s: float, num_bytes: int) -> float:
@@ -176,20 +176,20 @@ class _Probe:
             return of_ranks(row[0] for row in rows) / 1e9, sum(row[1] for row in rows) / len(rows) / 1e9
 
         issuing: list[float] = []
-        found = steady(measure, lambda times: times[0], within=0.1, most=12)
+        rounds = steady(measure, lambda times: times[0], within=0.1, most=12)
         self._issuing.append(median(issuing))
         if like.nbytes >= 2**20 and self._device.type == "cpu":  # a GPU moves data by itself
-            self._taken += median(seconds for seconds, _ in found)
-            self._busy += median(cpu for _, cpu in found)
-        return median(seconds for seconds, _ in found)
+            self._taken += median(seconds for seconds, _ in rounds)
+            self._busy += median(cpu for _, cpu in rounds)
+        return median(seconds for seconds, _ in rounds)
 
 
 def _own_cores() -> float:
     """Cores that this process computes with: its threads, as far as a share of a core does not hold them up."""
     start, before = time.perf_counter(), time.process_time()
-    while (taken := time.perf_counter() - start) < _SPIN_S:
+    while (elapsed := time.perf_counter() - start) < _SPIN_S:
         pass
-    return torch.get_num_threads() * min(1.0, (time.process_time() - before) / taken)
+    return torch.get_num_threads() * min(1.0, (time.process_time() - before) / elapsed)
 
 
 def _overhead(groups: Groups, axes: Axes, device: torch.device) -> float:
@@ -205,6 +205,6 @@ def _overhead(groups: Groups, axes: Axes, device: torch.device) -> float:
         y = transfer(x)
         moments.append((start, clock.now()))
         y.sum().backward()
-    seconds = [clock.between(*both) for both in moments]
+    seconds = [clock.between(*pair) for pair in moments]
     rows = gather_ints([round(median(seconds) * 1e9)], groups.of(tuple(mesh.axes)))
     return max(row[0] for row in rows) / 1e9

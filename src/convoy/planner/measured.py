@@ -62,11 +62,11 @@ def slowdowns_of(
 
     def known() -> tuple[float, ...]:
         if rows:
-            found = [sum(own) for own in zip(*rows, strict=True)]
+            seconds = [sum(of_rank) for of_rank in zip(*rows, strict=True)]
             if store is not None:
                 with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                    store.note(device, name, found)
-            return tuple(found)
+                    store.note(device, name, seconds)
+            return tuple(seconds)
         noted = store.noted(device, name) if store is not None else None
         if not isinstance(noted, list) or len(noted) != ranks.num:
             return ()
@@ -77,7 +77,7 @@ def slowdowns_of(
     seconds = ranks.first(known)
     if len(seconds) < ranks.num or min(seconds) <= 0 or max(seconds) <= ALIKE * min(seconds):
         return ()
-    return tuple(len(seconds) * own / sum(seconds) for own in seconds)
+    return tuple(len(seconds) * of_rank / sum(seconds) for of_rank in seconds)
 
 
 def _place() -> tuple[object, ...]:
@@ -97,17 +97,17 @@ def plans_to_profile(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Plan
             layers.setdefault(call.layer, []).append(call)
     seen: set[tuple[Strategy, ...]] = set()
     for strategy in _PROFILED:
-        given = {layer: _possible(workload, mesh, calls, strategy) for layer, calls in layers.items()}
-        if (strategy,) not in given.values() or tuple(given.values()) in seen:
+        layer_strategies = {layer: _possible(workload, mesh, calls, strategy) for layer, calls in layers.items()}
+        if (strategy,) not in layer_strategies.values() or tuple(layer_strategies.values()) in seen:
             continue
-        seen.add(tuple(given.values()))
+        seen.add(tuple(layer_strategies.values()))
         with contextlib.suppress(ConvoyError):
-            workload.place(plan := compact(mesh, given))
+            workload.place(plan := compact(mesh, layer_strategies))
             yield strategy, plan
 
 
-def _possible(workload: Workload, mesh: Mesh, calls: list[Call], wanted: str) -> Strategy:
-    for strategy in (wanted, "sample"):
+def _possible(workload: Workload, mesh: Mesh, calls: list[Call], preferred: str) -> Strategy:
+    for strategy in (preferred, "sample"):
         axes = (0,) if strategy == "sample" else ()
         try:
             batch = Batch(mesh, axes, workload.parts(mesh.size(axes)) if axes else (range(workload.samples),))
@@ -150,9 +150,9 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
         measured.append((tensors * numel * 4, tensors, median(one.device for one in spent)))
         issued.append((tensors, median(one.host for one in spent)))
     held = memory_of_updates(make)
-    found = Update.fit(measured, state=held.state, divisible=held.divisible)
+    update = Update.fit(measured, state=held.state, divisible=held.divisible)
     host, host_per_tensor = issuing(issued)
-    return replace(found, host=host, host_per_tensor=host_per_tensor)
+    return replace(update, host=host, host_per_tensor=host_per_tensor)
 
 
 # The part of a rank's memory that the tensors of a pass may take: what kernels hold, and holes between blocks, have
@@ -184,7 +184,7 @@ class Job:
     @property
     def memory(self) -> int:
         """Bytes of a pass on the rank that needs most, but for what kernels hold."""
-        return max(each.total for each in predict_memory(self.placement))
+        return max(rank.total for rank in predict_memory(self.placement))
 
     @property
     def mark(self) -> str:
@@ -254,8 +254,8 @@ class Measurements:
             if fitting is not job:
                 number = plural(fitting.workload.samples, "sample")
                 self._note(f"{job.name} was profiled in passes of {number}, not {job.workload.samples}, for memory")
-            known = self._new if afresh else self._times
-            if not all(one in known[job.alone] for one in self._local_ops(fitting)):
+            times = self._new if afresh else self._times
+            if not all(one in times[job.alone] for one in self._local_ops(fitting)):
                 self._run(fitting, afresh)
 
     @property
@@ -276,11 +276,11 @@ class Measurements:
     def _fitting(self, job: Job) -> Job | None:
         """A job in passes that fit into memory, and at which no process was killed where there was as little; None
         where even the smallest do not."""
-        found: Job | None = job
+        smaller: Job | None = job
         room = self.room * (self._ranks.on_host if job.alone and self._workload.device.type == "cpu" else 1)
-        while found is not None and (found.memory > _ROOM * room or self.room <= self._ended(found)):
-            found = found.halved()
-        return found
+        while smaller is not None and (smaller.memory > _ROOM * room or self.room <= self._ended(smaller)):
+            smaller = smaller.halved()
+        return smaller
 
     def _ended(self, job: Job) -> float:
         """Bytes that a rank had when a process was ended from outside in the middle of this job; 0 where none was."""
@@ -316,7 +316,7 @@ class Measurements:
         start, watch = time.monotonic(), HostWatch()
         try:
             with self.attempt(job):
-                found = self._ranks.trying(f"profiling {job.name}", work)
+                profiled = self._ranks.trying(f"profiling {job.name}", work)
         except RankFailedError as error:
             if not error.out_of_memory:
                 raise
@@ -327,27 +327,27 @@ class Measurements:
         self.longest_s = max(self.longest_s, time.monotonic() - start)
         loads = self._ranks.gather(watch.read())
         if afresh:
-            self._compare(job.alone, found.times)
-        self._new[job.alone] = found.times | self._new[job.alone]  # of several the first counts: `sample`
-        self._around[job.alone].append(found.around)
-        self._by_rank.append(found.by_rank)
+            self._compare(job.alone, profiled.times)
+        self._new[job.alone] = profiled.times | self._new[job.alone]  # of several the first counts: `sample`
+        self._around[job.alone].append(profiled.around)
+        self._by_rank.append(profiled.by_rank)
         disturbed = any(load.is_disturbed for load in loads)
         self.loads += loads
         if not disturbed and self._store is not None and self._ranks.rank == 0:
             device = self._devices[job.alone]
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                self._store.put(device, found.times)
-                self._store.note(device, _around_of(job.workload, job.alone), list(found.around.numbers))
+                self._store.put(device, profiled.times)
+                self._store.note(device, _around_of(job.workload, job.alone), list(profiled.around.numbers))
 
-    def _compare(self, alone: bool, found: Mapping[LocalOp, Times]) -> None:
+    def _compare(self, alone: bool, times_now: Mapping[LocalOp, Times]) -> None:
         """Bring kept times to the machine's pace of now, or forget them where it is another one."""
-        kept = self._kept[alone]
-        both = [one for one in found if one in kept]
-        before, now = (sum(times[one].total for one in both) for times in (kept, found))
+        times_before = self._kept[alone]
+        shared = [one for one in times_now if one in times_before]
+        before, now = (sum(times[one].total for one in shared) for times in (times_before, times_now))
         if not before or not now:
             return
         if max(before, now) <= _PACE * min(before, now):
-            self._kept[alone] = {one: times * (now / before) for one, times in kept.items()}
+            self._kept[alone] = {one: times * (now / before) for one, times in times_before.items()}
             return
         self._kept[alone] = {}
         self._note(
@@ -362,15 +362,15 @@ class Measurements:
         """The operations of the ranks in a profiling, but for those that take no time."""
         placement = job.placement
         places = dict.fromkeys([0] if job.alone else self._ranks.places(placement.mesh))
-        found = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
-        return list(dict.fromkeys(one for one in found if not one.is_empty and one.op not in VIEWS))
+        ops = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
+        return list(dict.fromkeys(one for one in ops if not one.is_empty and one.op not in VIEWS))
 
     def lacking(self, job: Job) -> float:
         """The part of a job's computing time that was not measured, as it is predicted; 0 where memory lacks for it."""
-        known, fitting = self._times[job.alone], self._fitting(job)
-        times = Calibrated(known)
+        measured, fitting = self._times[job.alone], self._fitting(job)
+        times = Calibrated(measured)
         seconds = {one: times(one).total for one in self._local_ops(fitting)} if fitting is not None else {}
-        return sum(own for one, own in seconds.items() if one not in known) / (sum(seconds.values()) or 1.0)
+        return sum(of_op for one, of_op in seconds.items() if one not in measured) / (sum(seconds.values()) or 1.0)
 
     def unknown(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs of which something was not measured, and the first two, which are measured afresh."""

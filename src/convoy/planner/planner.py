@@ -109,19 +109,19 @@ def score(
         return not fits, one.seconds if fits else one.memory.total
 
     def in_passes(number: int | None) -> Scored:
-        own = workload.through(plan.num_stages, number, plan.parts)
-        placement = own.place(plan)
-        staging = Staging.of(plan, own.graph, own.outputs, own.samples_of_passes)
+        update = workload.through(plan.num_stages, number, plan.parts)
+        placement = update.place(plan)
+        staging = Staging.of(plan, update.graph, update.outputs, update.samples_of_passes)
         if staging is None:
-            return scored(plan, placement, costs, own.passes)
+            return scored(plan, placement, costs, update.passes)
         ordered = map(staging.scheduled, workload.schedules)
-        return min((scored(plan, placement, costs, own.passes, one) for one in ordered), key=price)
+        return min((scored(plan, placement, costs, update.passes, one) for one in ordered), key=price)
 
     if passes is not None or plan.num_stages == 1 or workload.in_passes is None or not workload.counts:
         return in_passes(passes)
-    found = in_best_passes(workload.counts_for(plan.parts), plan.num_stages, in_passes, price)
-    assert found is not None
-    return found
+    best = in_best_passes(workload.counts_for(plan.parts), plan.num_stages, in_passes, price)
+    assert best is not None
+    return best
 
 
 @reusing()
@@ -222,45 +222,45 @@ def make_plan(
             candidates = ranks.first(partial(_given, workload, plans))
         else:
             candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
-            known = [plan for plan, _ in candidates]
-            candidates += _given(workload, [plan for plan in rivals if plan not in known and _goes(workload, plan)])
+            proposals = [plan for plan, _ in candidates]
+            candidates += _given(workload, [plan for plan in rivals if plan not in proposals and _goes(workload, plan)])
         as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
-        found = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
+        scores = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
-            found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
-        found.sort(key=lambda one: one.seconds)
-        best = ranks.broadcast((found[0].plan, found[0].passes))
-        wanted = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
-        lacking = ranks.broadcast([one for one in wanted if one not in proposed and _lacks(measured, workload, one)])
+            scores, left_out = _fitting(scores, Additive(costs, workload.graph, workload.passes), memory_limit)
+        scores.sort(key=lambda one: one.seconds)
+        best = ranks.broadcast((scores[0].plan, scores[0].passes))
+        staged = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
+        lacking = ranks.broadcast([one for one in staged if one not in proposed and _lacks(measured, workload, one)])
         lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
         if devices == 1 or not lacking or not is_in_time():
             break
         proposed += lacking
         measured.profile([plan_job(workload, *one) for one in lacking])
-    found.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
+    scores.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
     measured.give_back_memory()
     if measured.is_empty:
         found_notes.append("nothing could be profiled in the memory there is: times are those of a typical slow core")
     plain = Plan.by_samples(devices)
-    if memory_limit is not None and not plans and not fixes and all(one.plan != plain for one in found):
+    if memory_limit is not None and not plans and not fixes and all(one.plan != plain for one in scores):
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
             needs = score(workload, plain, costs).memory.total
             left_out.append(f"{plain} is left out: it needs {size(needs)} on a device, of {size(int(memory_limit))}")
     found_notes += [*measured.notes, *([_on_speeds(slowdowns, workload.shares)] if slowdowns else []), *left_out]
     if store is not None and ranks.rank == 0 and workload.optimizer_name and ranks.num == devices > 1:
         remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)
-    planned = Planned(workload, devices, tuple(found), serial, next(iter(results), None), costs, tuple(found_notes))
+    planned = Planned(workload, devices, tuple(scores), serial, next(iter(results), None), costs, tuple(found_notes))
     if race is not None and devices == ranks.num > 1:
         watch = HostWatch()
         planned = _raced(planned, rivals, ranks, race, measured, say, lambda needed_s: is_in_time(1.0, needed_s))
         measured.loads += ranks.gather(watch.read())
     planned = replace(planned, notes=(*planned.notes, *beside_others(measured.loads)))
     if store is not None:
-        here, expected = device_of(workload, ranks.on_host), {one.plan: one.seconds for one in planned.candidates}
-        expected |= planned.measured
-        said = ranks.first(lambda: list(unlike_runs(store, here, workload.name, workload.batch, expected)))
-        planned = replace(planned, notes=(*planned.notes, *said))
+        device = device_of(workload, ranks.on_host)
+        expected = {one.plan: one.seconds for one in planned.candidates} | dict(planned.measured)
+        doubts = ranks.first(lambda: list(unlike_runs(store, device, workload.name, workload.batch, expected)))
+        planned = replace(planned, notes=(*planned.notes, *doubts))
     say.end()
     return planned
 
@@ -334,8 +334,8 @@ def _raced(
     took = {plan: seconds for plan, seconds in took.items() if seconds < math.inf}
     if not took and failure is not None:
         raise TooLargeError(str(failure)) if getattr(failure, "out_of_memory", False) else failure
-    found = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
-    return replace(planned, candidates=tuple(found), notes=tuple(notes), measured=took)
+    ranking = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
+    return replace(planned, candidates=tuple(ranking), notes=tuple(notes), measured=took)
 
 
 def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bool:
@@ -360,14 +360,12 @@ def passes_of(workload: Workload, plan: Plan) -> int | None:
 
 def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> str:
     """A sentence on devices that are not equally fast."""
-    least = min(slowdowns)
-    said = (
-        f"the devices are not equally fast: the same takes them {' : '.join(f'{own / least:.2f}' for own in slowdowns)}"
-    )
+    ratios = " : ".join(f"{slowdown / min(slowdowns):.2f}" for slowdown in slowdowns)
+    sentence = f"the devices are not equally fast: the same takes them {ratios}"
     if shares is None or len(set(shares)) == 1:
-        return f"{said}, and the slowest decides"
+        return f"{sentence}, and the slowest decides"
     where = "over all of them" if len(shares) == len(slowdowns) else f"into {len(shares)} parts"
-    return f"{said}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
+    return f"{sentence}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
 
 
 def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:
@@ -393,8 +391,8 @@ def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit:
         if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
             return
     proposed = propose(workload, devices, costs, fixes, limit, [])
-    found = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
-    _fitting(found, Additive(costs, workload.graph, workload.passes), limit)
+    predictions = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
+    _fitting(predictions, Additive(costs, workload.graph, workload.passes), limit)
 
 
 def _needs(costs: Costs, staging: Staging | None, placement: Placement) -> float:
@@ -416,7 +414,7 @@ def propose(
     plans: list[Plan] = []
     refused: ConvoyError | None = None
     try:
-        found = search(
+        result = search(
             workload.graph,
             devices,
             Additive(costs, workload.graph, workload.passes),
@@ -427,11 +425,11 @@ def propose(
             on=on,
             among=among,
         )
-        results[:] = [found]
-        plans += [candidate.plan for candidate in found.candidates]
+        results[:] = [result]
+        plans += [candidate.plan for candidate in result.candidates]
     except ConvoyError as error:
         refused = error
-    cut = _search_stages(workload, devices, costs, fixes, memory_limit, found.best.seconds if plans else math.inf)
+    cut = _search_stages(workload, devices, costs, fixes, memory_limit, result.best.seconds if plans else math.inf)
     if refused is not None and not cut:
         raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
@@ -470,11 +468,11 @@ def _search_stages(
         return []
 
     def at(passes: int) -> InPasses:
-        own = workload.through(devices, passes)
+        cut = workload.through(devices, passes)
         equal = replace(costs, slowdowns=())
-        return InPasses(own.graph, own.outputs, own.passes, own.parts, Additive(equal, own.graph, own.passes))
+        return InPasses(cut.graph, cut.outputs, cut.passes, cut.parts, Additive(equal, cut.graph, cut.passes))
 
-    found = search_stages(
+    staged = search_stages(
         cache(at),
         workload.counts,
         devices,
@@ -485,4 +483,4 @@ def _search_stages(
         known=known,
         schedules=workload.schedules,
     )
-    return [(one.plan, one.passes) for one in found]
+    return [(one.plan, one.passes) for one in staged]

@@ -79,7 +79,7 @@ def profile(
         return seconds if alone else ranks.largest(round(1e9 * seconds))[0] / 1e9
 
     place = 0 if alone else ranks.places(mesh)[ranks.rank]
-    own: list[tuple[LocalOp, Times]] = []
+    rows_here: list[tuple[LocalOp, Times]] = []
     waited: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
     around, own_s, slowest_s = Times(), 0.0, 0.0
     if not alone or ranks.rank == 0:
@@ -98,26 +98,26 @@ def profile(
                     if together
                     else InternalMessages()
                 )
-                own.append((one, _without(of_call, messages, mesh, links)))
+                rows_here.append((one, _without(of_call, messages, mesh, links)))
                 waited |= {one} if messages.axes else set()
         if together:
-            for step, shape, dtype, taken in profiled.transfers:
-                own.append(_redistribution(placement, place, step, shape, dtype, taken, links))
-                waited.add(own[-1][0])
+            for step, shape, dtype, seconds in profiled.transfers:
+                rows_here.append(_redistribution(placement, place, step, shape, dtype, seconds, links))
+                waited.add(rows_here[-1][0])
         around = Times(*astuple(times[OUTSIDE]))
     measured: dict[LocalOp, list[Times]] = {}
     arounds: list[Times] = []
-    said = ranks.gather((own, around, waited, own_s, slowest_s))
-    by_rank = () if alone else _of_each_rank([rows for rows, *_ in said], set().union(*(row[2] for row in said)))
-    alike = bool(by_rank) and max(by_rank) <= ALIKE * min(by_rank)  # otherwise the timeline knows who waits for whom
-    late = max(slowest for *_, slowest in said) / max(seconds for *_, seconds, _ in said)
-    for rank, (rows, other, *_) in enumerate(said):
-        factor = late * (max(by_rank) / by_rank[rank] if alike else 1.0)
-        for one, found in rows:
-            measured.setdefault(one, []).append(found * factor)
+    answers = ranks.gather((rows_here, around, waited, own_s, slowest_s))
+    by_rank = () if alone else _of_each_rank([rows for rows, *_ in answers], set().union(*(row[2] for row in answers)))
+    is_even = bool(by_rank) and max(by_rank) <= ALIKE * min(by_rank)  # otherwise the timeline knows who waits for whom
+    late = max(slowest for *_, slowest in answers) / max(seconds for *_, seconds, _ in answers)
+    for rank, (rows, other, *_) in enumerate(answers):
+        factor = late * (max(by_rank) / by_rank[rank] if is_even else 1.0)
+        for one, times_here in rows:
+            measured.setdefault(one, []).append(times_here * factor)
         if rows:
             arounds.append(other * factor)
-    return Profiled({one: mean(found) for one, found in measured.items()}, mean(arounds), by_rank)
+    return Profiled({one: mean(several) for one, several in measured.items()}, mean(arounds), by_rank)
 
 
 def try_out(workload: Workload, placement: Placement, rank: int) -> None:
@@ -141,30 +141,30 @@ def _profiler(workload: Workload, placement: Placement, rank: int, groups: Group
     )
 
 
-def _of_each_rank(said: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[LocalOp]) -> tuple[float, ...]:
+def _of_each_rank(ranks: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[LocalOp]) -> tuple[float, ...]:
     """Seconds that each rank takes for what all of them computed, each kind of it once.
 
     The median over all operations tells how fast a rank is from what has disturbed a single one.
     """
-    means = [{one: mean([times for other, times in rows if other == one]).total for one in dict(rows)} for rows in said]
-    shared = [one for one in means[0] if one not in without and all(one in found for found in means)]
-    usual = {one: median(found[one] for found in means) for one in shared}
+    means = [{one: mean([t for other, t in rows if other == one]).total for one in dict(rows)} for rows in ranks]
+    shared = [one for one in means[0] if one not in without and all(one in row for row in means)]
+    usual = {one: median(row[one] for row in means) for one in shared}
     total = sum(usual.values())
     large = [one for one in shared if usual[one] > _SMALL * total]
     if not large:
         return ()
-    return tuple(total * median(found[one] / usual[one] for one in large) for found in means)
+    return tuple(total * median(row[one] / usual[one] for one in large) for row in means)
 
 
-def _without(found: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
+def _without(times: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
     """The times without the messages inside."""
     if not messages.axes:
-        return Times(*astuple(found))
+        return Times(*astuple(times))
     link = links.of(mesh, messages.axes)
     ways = messages.forward, messages.backward
     sent = [sum(link.seconds(kind, size) for kind, size in way) for way in ways]
     issued = [link.host * len(way) for way in ways]
-    return Times(*(max(0.0, own - less) for own, less in zip(astuple(found), sent + issued, strict=True)))
+    return Times(*(max(0.0, whole - less) for whole, less in zip(astuple(times), sent + issued, strict=True)))
 
 
 def _redistribution(
@@ -173,13 +173,13 @@ def _redistribution(
     step: Step,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    found: CallTimes,
+    times: CallTimes,
     links: Links,
 ) -> tuple[LocalOp, Times]:
     """What a rank copies for a redistribution, and how long that takes."""
     mesh = placement.mesh
     place = mesh.coordinates(rank)
-    one = moved(step, shape, dtype_name(dtype), found.backward > 0, mesh, place)
+    one = moved(step, shape, dtype_name(dtype), times.backward > 0, mesh, place)
     axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
     traffic = step_elements(step, mesh, place, shape)
     whole = one.inputs[0].bytes
@@ -187,7 +187,7 @@ def _redistribution(
     kind: Collective = "exchange" if reduced is None else "all_reduce"
     sizes = (dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward) if reduced is None else reduced
     return one, _without(
-        found, InternalMessages(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links
+        times, InternalMessages(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links
     )
 
 
@@ -240,23 +240,23 @@ def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> flo
     images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
     chain = workload_of(model, images, len(images))
-    found = profile(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
-    times = Table({one.key: taken for one, taken in found.times.items()}, lambda local_op: Times())
-    loss = replace(costs.loss, per_pass=found.around.total, host=found.around.host)
-    known = replace(costs, times=times, loss=loss)
+    profiled = profile(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
+    times = Table({one.key: seconds for one, seconds in profiled.times.items()}, lambda local_op: Times())
+    loss = replace(costs.loss, per_pass=profiled.around.total, host=profiled.around.host)
+    complete = replace(costs, times=times, loss=loss)
     measured = _update(model, plan, images, workload.device)
-    return max(ranks.gather(measured)) - predict(chain.place(plan), known).total
+    return max(ranks.gather(measured)) - predict(chain.place(plan), complete).total
 
 
 def _update(model: nn.Module, plan: Plan, images: torch.Tensor, device: torch.device) -> float:
     take_part(model, plan, example=images[:2])
-    mine = images[local_samples(model, len(images))]
+    samples = images[local_samples(model, len(images))]
     optimizer = momentum(list(model.parameters()))
     clock = DeviceClock(device)
     moments = [clock.now()]
     for _ in range(_UPDATES):
         optimizer.zero_grad()
-        model(mine).sum().backward()
+        model(samples).sum().backward()
         optimizer.step()
         moments.append(clock.now())
-    return median(clock.between(*both) for both in list(pairwise(moments))[3:])
+    return median(clock.between(*pair) for pair in list(pairwise(moments))[3:])

@@ -30,13 +30,13 @@ def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored
     take_part(
         net,
         racer.plan,
-        tuple(each[: max(1, samples // racer.plan.parts)] for each in examples),
+        tuple(batch[: max(1, samples // racer.plan.parts)] for batch in examples),
         batch_norm=workload.batch_norm,
         seed=0,
         microbatches=racer.passes if in_stages else None,
         recompute=recompute,
     )
-    inputs = tuple(each[local_samples(net, samples)] for each in examples)
+    inputs = tuple(batch[local_samples(net, samples)] for batch in examples)
     optimizer = workload.optimizer(list(net.parameters()))
 
     def go() -> None:
@@ -61,9 +61,9 @@ def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored
 
 def _example(workload: Workload, name: str, samples: int) -> Tensor:
     shape, dtype = workload.graph.shape(name)[1:], workload.graph.values[name].dtype
-    found = torch.rand(samples, *shape, device=workload.device).to(dtype)
-    return found.contiguous(memory_format=torch.channels_last) if workload.channels_last and len(shape) == 3 else found
+    batch = torch.rand(samples, *shape, device=workload.device).to(dtype)
+    return batch.contiguous(memory_format=torch.channels_last) if workload.channels_last and len(shape) == 3 else batch
 
 
 def _mean_square(outputs: object) -> Tensor:
-    return torch.stack([each.float().square().mean() for each in leaves(outputs, Tensor)]).sum()
+    return torch.stack([output.float().square().mean() for output in leaves(outputs, Tensor)]).sum()

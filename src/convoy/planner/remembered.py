@@ -72,14 +72,14 @@ def recalled(
     except (KeyError, TypeError, ValueError, ConvoyError):
         return None
     costs = replace(costs, batch_norm=batch_norm, microbatch=microbatch, recorded=recorded)
-    known = store.times(device)
+    measured = store.times(device)
     for rank in range(placement.mesh.num_devices):
-        own = placement if staging is None else staging.part(placement, staging.stage_of(rank))
-        for placed in own.calls:
+        part = placement if staging is None else staging.part(placement, staging.stage_of(rank))
+        for placed in part.calls:
             one = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
-            if one not in known and not one.is_empty and one.op not in VIEWS:
+            if one not in measured and not one.is_empty and one.op not in VIEWS:
                 return None
-    costs = replace(costs, times=Calibrated(known))
+    costs = replace(costs, times=Calibrated(measured))
     return scored(plan, placement, costs, passes, staging)
 
 
@@ -95,10 +95,10 @@ def unlike_runs(
     """A sentence on every plan that is expected to be much faster or slower than it was in its last run. `plans` have
     the seconds of an update that are predicted, or were measured now."""
     for plan, predicted in plans.items():
-        seen = store.noted(device, _of_run(name, batch, plan))
-        if isinstance(seen, float) and seen > 0 and max(seen / predicted, predicted / seen) > _UNLIKE:
+        last = store.noted(device, _of_run(name, batch, plan))
+        if isinstance(last, float) and last > 0 and max(last / predicted, predicted / last) > _UNLIKE:
             yield (
-                f"{plan} is expected to take {seconds(predicted)} an update, and took {seconds(seen)} in the last run "
+                f"{plan} is expected to take {seconds(predicted)} an update, and took {seconds(last)} in the last run "
                 "here: if the machine was busy at either time, convoy profile --clear forgets what was measured"
             )
 
@@ -140,13 +140,13 @@ def measured_ops(
     which ranks wait for each other. So are calls in which a GPU may have waited for its host, which took about as long:
     their time is the host's. What the host takes without being watched only profiling knows.
     """
-    found: dict[LocalOp, list[Times]] = defaultdict(list)
+    times_of: dict[LocalOp, list[Times]] = defaultdict(list)
     for update in updates:
-        for own, times in _of_update(update, rank, batch_norm, microbatch, typed).items():
-            found[own].append(mean(times))
+        for op, times in _of_update(update, rank, batch_norm, microbatch, typed).items():
+            times_of[op].append(mean(times))
     return {
-        own: Times(median(one.forward for one in times), median(one.backward for one in times))
-        for own, times in found.items()
+        op: Times(median(one.forward for one in times), median(one.backward for one in times))
+        for op, times in times_of.items()
     }
 
 
@@ -163,14 +163,14 @@ def _of_update(
         if segment.kind in ("forward", "backward") and segment.call:
             spent[segment.run, segment.call][segment.kind == "backward"] += segment.seconds
             issuing[segment.run, segment.call] += segment.host
-    found: dict[LocalOp, list[Times]] = defaultdict(list)
+    times_of: dict[LocalOp, list[Times]] = defaultdict(list)
     for run, placement in enumerate(map(typed, update.placements)):
         for placed in placement.calls:
             call = run, placed.call.name
             if call not in spent or issuing[call] > _LATE * sum(spent[call]):
                 continue
-            own = local_op(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
-            talks = internal_messages(placed, placement.graph, placement.mesh, own, batch_norm).axes
-            if not talks and not own.is_empty and own.op not in VIEWS:
-                found[own].append(Times(*spent[call]))
-    return found
+            op = local_op(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
+            talks = internal_messages(placed, placement.graph, placement.mesh, op, batch_norm).axes
+            if not talks and not op.is_empty and op.op not in VIEWS:
+                times_of[op].append(Times(*spent[call]))
+    return times_of

@@ -30,8 +30,8 @@ class Change:
 
 def changes(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> tuple[Change, ...]:
     """What would make the plan faster, the most helpful first; what would not is left out."""
-    found = [change for change in _all(planned, scored, layers) if change.gain > 1.005]
-    return tuple(sorted(found, key=lambda change: -change.gain))
+    helpful = [change for change in _all(planned, scored, layers) if change.gain > 1.005]
+    return tuple(sorted(helpful, key=lambda change: -change.gain))
 
 
 def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterator[Change]:
@@ -57,10 +57,10 @@ def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterato
     updating = min(one.timeline.by_kind().get("update", 0.0) for one in (scored, planned.serial))
     update = replace(costs.update, fixed=costs.update.fixed - updating / 2)
     yield again("optimizer", "an optimizer that is twice as fast", replace(costs, update=update))
-    given = costs.input
-    if given.per_pass or given.per_sample:
-        given = replace(given, per_pass=given.per_pass / 2, per_sample=given.per_sample / 2)
-        yield again("input", "input that is ready twice as fast", replace(costs, input=given))
+    cost = costs.input
+    if cost.per_pass or cost.per_sample:
+        cost = replace(cost, per_pass=cost.per_pass / 2, per_sample=cost.per_sample / 2)
+        yield again("input", "input that is ready twice as fast", replace(costs, input=cost))
 
 
 def _batch(planned: Planned, scored: Scored) -> Iterator[Change]:
@@ -82,16 +82,16 @@ def _batch(planned: Planned, scored: Scored) -> Iterator[Change]:
 def faster(links: Links, factor: float) -> Links:
     """Links that carry every message in 1/`factor` of the time."""
 
-    def curve(given: Curve | None) -> Curve | None:
-        return given and Curve(tuple((size, seconds / factor) for size, seconds in given.points))
+    def curve(measured: Curve | None) -> Curve | None:
+        return measured and Curve(tuple((size, seconds / factor) for size, seconds in measured.points))
 
-    def link(given: Link) -> Link:
-        curves: dict[str, Any] = {kind: curve(getattr(given, kind)) for kind in get_args(Collective)}
-        return replace(given, **curves)
+    def link(measured: Link) -> Link:
+        curves: dict[str, Any] = {kind: curve(getattr(measured, kind)) for kind in get_args(Collective)}
+        return replace(measured, **curves)
 
     otherwise = links.otherwise
     return Links(
-        {ranks: link(given) for ranks, given in links.measured.items()},
+        {ranks: link(measured) for ranks, measured in links.measured.items()},
         None if otherwise is None else lambda ranks: link(otherwise(ranks)),
     )
 
@@ -164,22 +164,22 @@ class Explained:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what was assumed, left out, or is to be doubted."""
-        found = [*self.planned.notes, *(self.planned.search.notes if self.planned.search is not None else ())]
+        sentences = [*self.planned.notes, *(self.planned.search.notes if self.planned.search is not None else ())]
         staging = self.scored.staging
         passes = [] if staging is None else [staging.in_flight(stage) for stage in range(staging.number)]
         again = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
-        found += [] if again is None else [again]
+        sentences += [] if again is None else [again]
         if self.efficiency > _TOO_GOOD:
-            found.append(
+            sentences.append(
                 f"{self.speedup:.1f} × on {self.planned.devices} devices is more than can be: the machine was busy "
                 f"while times were measured; {_AGAIN}"
             )
         if _too_slow(self.planned, self.parts):
-            found.append(
+            sentences.append(
                 f"each device computes {_ratio(self.parts, 1 / self.planned.devices)} times as long as one that does "
                 f"all alone, which no plan explains: the machine was busy while times were measured; {_AGAIN}"
             )
-        return tuple(found)
+        return tuple(sentences)
 
     @property
     def samples_per_second(self) -> float:
@@ -198,11 +198,11 @@ def explained(planned: Planned, scored: Scored | None = None) -> Explained:
 
 def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
     """Where the time goes, beside an even share of one device's."""
-    own, serial = _seconds(scored), _seconds(planned.serial)
-    names = dict.fromkeys([*own, *serial])
-    found = [Part(name, own.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
+    seconds_of, serial = _seconds(scored), _seconds(planned.serial)
+    names = dict.fromkeys([*seconds_of, *serial])
+    parts = [Part(name, seconds_of.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
     least = _ROUNDING * scored.seconds
-    return tuple(part for part in found if part.seconds > least or part.ideal > least)
+    return tuple(part for part in parts if part.seconds > least or part.ideal > least)
 
 
 def _seconds(scored: Scored) -> dict[str, float]:
@@ -300,9 +300,9 @@ def _lost(parts: dict[str, Part], *names: str) -> float:
 
 
 def _too_slow(planned: Planned, parts: tuple[Part, ...]) -> bool:
-    own = [part for part in parts if part.name in _COMPUTING]
-    alone = planned.devices * sum(part.ideal for part in own)
-    return planned.devices > 1 and sum(part.seconds for part in own) > _TOO_SLOW * alone > 0
+    computing = [part for part in parts if part.name in _COMPUTING]
+    alone = planned.devices * sum(part.ideal for part in computing)
+    return planned.devices > 1 and sum(part.seconds for part in computing) > _TOO_SLOW * alone > 0
 
 
 def _slower(planned: Planned, layers: tuple[Layer, ...]) -> Layer | None:
@@ -321,24 +321,24 @@ def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: fl
     name = (layer.name or "the network itself") if layer is not None else ""
 
     def share(*names: str) -> str:
-        return rough_percent(sum(parts[each].seconds for each in names if each in parts) / total if total else 0.0)
+        return rough_percent(sum(parts[name].seconds for name in names if name in parts) / total if total else 0.0)
 
     computing = share(*_COMPUTING)
     match kind:
         case "compute":
-            own = rough_percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
-            most = f", most of all in {name} ({own})" if layer is not None else ""
+            part = rough_percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
+            most = f", most of all in {name} ({part})" if layer is not None else ""
             return f"Compute-bound: {computing} of an update is computing{most}."
         case "communication":
             assert layer is not None
-            own = rough_percent((layer.exposed + layer.copies) / total)
+            part = rough_percent((layer.exposed + layer.copies) / total)
             waits = share("exposed communication", "packing for messages")
             if layer.exposed + layer.copies < _lost(parts, "exposed communication", "packing for messages") / 3:
                 return (
                     f"Communication-bound: {waits} of an update is sending and waiting, spread over many layers, most "
-                    f"in {name} ({own})."
+                    f"in {name} ({part})."
                 )
-            return f"Communication-bound in {name}: {waits} of an update is sending and waiting, {own} for this layer."
+            return f"Communication-bound in {name}: {waits} of an update is sending and waiting, {part} for this layer."
         case "batch":
             workload = planned.workload
             engine = f", {ENGINE} {share(ENGINE)} of an update" if ENGINE in parts else ""
@@ -371,6 +371,6 @@ def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: fl
 
 def _ratio(parts: Iterable[Part], part: float = 1.0) -> str:
     """How many times its even share computing takes, or a part of it."""
-    own = [one for one in parts if one.name in _COMPUTING]
-    ideal = sum(one.ideal for one in own)
-    return f"{part * sum(one.seconds for one in own) / ideal:.2f}" if ideal else "many"
+    computing = [one for one in parts if one.name in _COMPUTING]
+    ideal = sum(one.ideal for one in computing)
+    return f"{part * sum(one.seconds for one in computing) / ideal:.2f}" if ideal else "many"

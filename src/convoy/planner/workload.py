@@ -110,8 +110,8 @@ class Workload:
         the samples of every pass."""
         if stages == 1 or not self.counts or self.in_passes is None:
             return self
-        wanted, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
-        count = next((number for number in counts if number >= wanted), counts[-1])
+        preferred, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
+        count = next((number for number in counts if number >= preferred), counts[-1])
         return self if count == self.passes else self.in_passes(count)
 
     def counts_for(self, parts: int) -> tuple[int, ...]:
@@ -192,16 +192,16 @@ def workload_of(
     captured: dict[int, Graph] = {}
 
     def graph_at(samples: int) -> Graph:
-        found = _scaled(captured, samples)
-        if found is None:
+        graph = _scaled(captured, samples)
+        if graph is None:
             images = tuple(torch.empty(samples, *x.shape[1:], dtype=x.dtype, device="meta") for x in examples)
             try:
-                found = captured[samples] = capture(model, images, training=True)
+                graph = captured[samples] = capture(model, images, training=True)
             except CaptureError as error:
                 raise ConvoyError(
                     f"the planner needs the network as one graph, but {error}: write a plan yourself, e.g. sample=2"
                 ) from error
-        return under_autocast(recomputing(found, recompute), precision, examples[0].device.type)
+        return under_autocast(recomputing(graph, recompute), precision, examples[0].device.type)
 
     first = graph_at(math.ceil(global_batch / passes))
     check_recompute(recompute, (call.layer for call in first.calls))
@@ -214,11 +214,11 @@ def workload_of(
 
     @cache
     def made(batch: int, number: int) -> Workload:
-        own = graph_at(math.ceil(batch / number))
+        graph = graph_at(math.ceil(batch / number))
         return Workload(
             name=name or type(model).__name__,
-            graph=own,
-            outputs=tuple(dict.fromkeys(ref.name for ref in leaves(own.output, Ref))),
+            graph=graph,
+            outputs=tuple(dict.fromkeys(ref.name for ref in leaves(graph.output, Ref))),
             passes=number,
             device=examples[0].device,
             channels_last=bool(channels_last),
@@ -231,7 +231,7 @@ def workload_of(
             contents=contents,
             resized=lambda samples: made(samples * number, number),
             total=batch,
-            counts=_counts(own, batch, microbatch, number, batch_norm),
+            counts=_counts(graph, batch, microbatch, number, batch_norm),
             in_passes=lambda passes: made(batch, passes),
         )
 
@@ -242,10 +242,10 @@ def _scaled(captured: Mapping[int, Graph], samples: int) -> Graph | None:
     """The network at a number of samples from what it was captured at; None where that does not say it."""
     if samples in captured:
         return captured[samples]
-    known = [size for size in captured if size > 1]  # some networks do something else with a single sample
-    if samples == 1 or len(known) < 2:
+    sizes = [size for size in captured if size > 1]  # some networks do something else with a single sample
+    if samples == 1 or len(sizes) < 2:
         return None
-    return captured[known[0]].scaled(captured[known[1]], samples)
+    return captured[sizes[0]].scaled(captured[sizes[1]], samples)
 
 
 def _counts(graph: Graph, batch: int, microbatch: int, passes: int, batch_norm: BatchNorm) -> tuple[int, ...]:
@@ -261,6 +261,6 @@ def _counts(graph: Graph, batch: int, microbatch: int, passes: int, batch_norm: 
 
 def _contents(model: nn.Module, examples: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors at hand: none that has only a shape, and no images that are all of one color."""
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    found |= {name: x for name, x in examples.items() if not x.is_meta and bool((x != x.flatten()[:1]).any())}
-    return {name: tensor.detach() for name, tensor in found.items() if not tensor.is_meta}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors |= {name: x for name, x in examples.items() if not x.is_meta and bool((x != x.flatten()[:1]).any())}
+    return {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}

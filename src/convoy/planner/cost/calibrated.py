@@ -62,9 +62,9 @@ def fit(measured: Sequence[tuple[LocalOp, float]], way: Way, roofline: Roofline)
     rates = [level for _ in count]
     for _ in range(_ROUNDS):
         for i in count:
-            others = sum(products[i][j] * rates[j] for j in count if j != i)
-            wanted = (sums[i] - others + _HELD / level) / (products[i][i] + _HELD / level**2)
-            rates[i] = max(0.0, wanted)
+            rest = sum(products[i][j] * rates[j] for j in count if j != i)
+            rate = (sums[i] - rest + _HELD / level) / (products[i][i] + _HELD / level**2)
+            rates[i] = max(0.0, rate)
     return Regression(roofline, way, tuple(rates))
 
 
@@ -89,10 +89,10 @@ class Neighbours:
     """Measured operations of one kind, with their measured over modelled times."""
 
     def __init__(self, ratios: Mapping[LocalOp, Ratios]) -> None:
-        known = sorted((_known(local_op, found) for local_op, found in ratios.items()), key=lambda one: one.work)
-        self._all = known
+        operations = sorted((_known(local_op, ratio) for local_op, ratio in ratios.items()), key=lambda one: one.work)
+        self._all = operations
         self._alike: dict[frozenset[tuple[str, object]], list[_Known]] = {}
-        for one in known:
+        for one in operations:
             self._alike.setdefault(one.options, []).append(one)
 
     def correction(self, local_op: LocalOp) -> Ratios:
@@ -100,10 +100,10 @@ class Neighbours:
 
         Operations with other options count only where too few have the same.
         """
-        mine = _known(local_op, (0.0, 0.0))
-        alike = self._alike.get(mine.options, [])
-        among = _around(alike if len(alike) >= _COUNT else self._all, mine.work)
-        near = sorted(((_distance(mine, other), at) for at, other in enumerate(among)))[:_COUNT]
+        target = _known(local_op, (0.0, 0.0))
+        same_options = self._alike.get(target.options, [])
+        among = _around(same_options if len(same_options) >= _COUNT else self._all, target.work)
+        near = sorted(((_distance(target, other), at) for at, other in enumerate(among)))[:_COUNT]
         weighted = [(1 / (0.01 + far * far), among[at].ratios) for far, at in near]
         forward, backward = (
             [(weight, ratios[way]) for weight, ratios in weighted if ratios[way] > 0] for way in (0, 1)
@@ -120,9 +120,9 @@ def _known(local_op: LocalOp, ratios: Ratios) -> _Known:
     return _Known(sum(features[:2]), features, options, tuple(operand.gradient for operand in local_op.inputs), ratios)
 
 
-def _around(known: Sequence[_Known], work: float) -> Sequence[_Known]:
-    at = bisect_left(known, work, key=lambda one: one.work)
-    return known[max(0, at - _WINDOW) : at + _WINDOW]
+def _around(operations: Sequence[_Known], work: float) -> Sequence[_Known]:
+    at = bisect_left(operations, work, key=lambda one: one.work)
+    return operations[max(0, at - _WINDOW) : at + _WINDOW]
 
 
 def _distance(one: _Known, other: _Known) -> float:
@@ -175,15 +175,15 @@ class Calibrated:
     def _predicted(self, local_op: LocalOp) -> Times:
         model = self.roofline(local_op)
         forward, backward = self._of_op.get(local_op.op, self._of_bound[local_op.flops.forward > 0])
-        found = [model.forward * forward, model.backward * backward]
+        seconds = [model.forward * forward, model.backward * backward]
         kind = self._kinds.get((local_op.op, local_op.function))
         if kind is not None:
             correction = kind.neighbours.correction(local_op)
             for way, regression in enumerate(kind.regressions):
                 if regression is not None:
-                    found[way] = regression(local_op) * correction[way]
+                    seconds[way] = regression(local_op) * correction[way]
         host = self._issuing.get(local_op.op, self._issuing[""])
-        return Times(found[0], found[1], *host)
+        return Times(seconds[0], seconds[1], *host)
 
     def _middle(self, pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
         """Measured over roofline, forward and backward."""
@@ -197,10 +197,10 @@ class Calibrated:
 
 def _issuing(pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
     """Seconds that a host takes to issue such operations: about the same whatever their sizes."""
-    known = [times for _, times in pairs if times.host > 0]
-    if not known:
+    timed = [times for _, times in pairs if times.host > 0]
+    if not timed:
         return 0.0, 0.0
-    return median(times.host_forward for times in known), median(times.host_backward for times in known)
+    return median(times.host_forward for times in timed), median(times.host_backward for times in timed)
 
 
 @dataclass(frozen=True)
@@ -244,5 +244,5 @@ def fitted(measured: Mapping[LocalOp, Times]) -> Roofline:
 
 
 def _upper(values: Iterable[float], otherwise: float) -> float:
-    found = sorted(values)
-    return found[int(0.9 * (len(found) - 1))] if found else otherwise
+    ascending = sorted(values)
+    return ascending[int(0.9 * (len(ascending) - 1))] if ascending else otherwise

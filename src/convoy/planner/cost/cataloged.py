@@ -34,10 +34,10 @@ class CatalogedTimes:
             return Times(*(size / rate + launch if size else 0.0 for size in moved))
         item = _item(local_op)
         if item not in self._known:
-            found = times(Work.of([item], 0, 0, 0, 0, 1), 1, self.device, self.precision, self.software)
+            predicted = times(Work.of([item], 0, 0, 0, 0, 1), 1, self.device, self.precision, self.software)
             needs = any(operand.gradient for operand in local_op.inputs)
-            own = float(found.forward[0]), float(found.backward[0]), found.host, 2 * found.host
-            self._known[item] = Times(*own) if needs else Times(own[0], 0.0, found.host)
+            numbers = float(predicted.forward[0]), float(predicted.backward[0]), predicted.host, 2 * predicted.host
+            self._known[item] = Times(*numbers) if needs else Times(numbers[0], 0.0, predicted.host)
         return self._known[item]
 
 
@@ -54,7 +54,7 @@ def _item(one: LocalOp) -> Item:
     for size in shape[2:]:
         window *= size
     stride = one.option("stride")
-    strided = isinstance(stride, tuple) and any(isinstance(each, int) and each > 1 for each in stride)
+    strided = isinstance(stride, tuple) and any(isinstance(step, int) and step > 1 for step in stride)
     first = not one.inputs[0].gradient
     return Item(
         kind, one.flops.forward / 2, read, written, weights, window, shape[1], shape[0] / groups, groups, strided, first

@@ -105,6 +105,6 @@ def _numerics(is_cpu: bool) -> Iterator[str]:
         yield "benchmark"
     convolutions: Any = torch.backends.mkldnn if is_cpu else torch.backends.cudnn
     products: Any = torch.backends.mkldnn if is_cpu else torch.backends.cuda
-    for what, each in (("convolutions", convolutions.conv), ("products", products.matmul)):
-        if each.fp32_precision in _LOWER:
-            yield f"{each.fp32_precision} {what}"
+    for what, setting in (("convolutions", convolutions.conv), ("products", products.matmul)):
+        if setting.fp32_precision in _LOWER:
+            yield f"{setting.fp32_precision} {what}"

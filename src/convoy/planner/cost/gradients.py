@@ -99,8 +99,8 @@ class GradientMessage:
 
     @property
     def name(self) -> str:
-        others = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
-        return f"{self.parameters[0]}{others}" if self.parameters else "users"
+        more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+        return f"{self.parameters[0]}{more}" if self.parameters else "users"
 
 
 @dataclass(frozen=True)
@@ -136,30 +136,30 @@ def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: 
         members = tuple(names[member] for member in bucket.members)
         itemsize = items[(bucket.members or bucket.tally)[0]].dtype.itemsize
         layer = layers.get(members[0], "") if members else ""
-        own = tuple(sum(held[name][rank] for name in members) for rank in range(mesh.num_devices))
+        by_rank = tuple(sum(held[name][rank] for name in members) for rank in range(mesh.num_devices))
         if bucket.alone and divided:
             count = mesh.size(bucket.axes)
-            pieces = tuple(size - size // count for size in own)
+            pieces = tuple(size - size // count for size in by_rank)
             messages.append(
-                GradientMessage(bucket.axes, layer, members, "reduce_scatter", pieces, (0,) * len(own), pieces)
+                GradientMessage(bucket.axes, layer, members, "reduce_scatter", pieces, (0,) * len(by_rank), pieces)
             )
             shared[members[0]] = count
             continue
-        sent = tuple(size + len(bucket.tally) * itemsize for size in own)
-        copied = (0,) * len(own) if bucket.alone else own
+        sent = tuple(size + len(bucket.tally) * itemsize for size in by_rank)
+        copied = (0,) * len(by_rank) if bucket.alone else by_rank
         messages.append(GradientMessage(bucket.axes, layer, members, "all_reduce", sent, copied))
     ranks = range(mesh.num_devices)
-    whole = tuple(sum(each[rank] for each in held.values()) for rank in ranks)
-    updated = tuple(sum(each[rank] // shared.get(name, 1) for name, each in held.items()) for rank in ranks)
+    whole = tuple(sum(row[rank] for row in held.values()) for rank in ranks)
+    updated = tuple(sum(row[rank] // shared.get(name, 1) for name, row in held.items()) for rank in ranks)
     return Exchange(tuple(messages), divided, whole, updated, len(held))
 
 
 def _layers(placement: Placement) -> dict[str, str]:
-    found: dict[str, str] = {}
+    first: dict[str, str] = {}
     for placed in placement.calls:
         for name in placed.call.inputs:
-            found.setdefault(name, placed.call.layer)
-    return found
+            first.setdefault(name, placed.call.layer)
+    return first
 
 
 def gradient_axes(placement: Placement, name: str) -> Axes:
@@ -172,14 +172,14 @@ def held_bytes(placement: Placement, parameters: Sequence[str]) -> dict[str, tup
     """The bytes of some parameters on each rank."""
     mesh = placement.mesh
     places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
-    known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}  # blocks repeat
-    found = {}
+    numels: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}  # blocks repeat
+    by_name = {}
     for value in map(placement.graph.values.__getitem__, parameters):
         layout = placement.layouts.get(value.name, WHOLE)
-        if (layout, value.shape) not in known:
-            known[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)
-        found[value.name] = tuple(numel * value.dtype.itemsize for numel in known[layout, value.shape])
-    return found
+        if (layout, value.shape) not in numels:
+            numels[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)
+        by_name[value.name] = tuple(numel * value.dtype.itemsize for numel in numels[layout, value.shape])
+    return by_name
 
 
 def reduced_axes(messages: Sequence[GradientMessage], mesh: Mesh) -> set[Axes]:

@@ -104,15 +104,15 @@ class Link:
         return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share, **host}
 
     @staticmethod
-    def from_dict(given: Mapping[str, Any]) -> "Link":
+    def from_dict(document: Mapping[str, Any]) -> "Link":
         """The link that `to_dict` wrote; a KeyError, TypeError or ValueError where it is none."""
         curves: dict[str, Curve] = {
-            kind: Curve(tuple((int(size), float(seconds)) for size, seconds in given[kind]))
+            kind: Curve(tuple((int(size), float(seconds)) for size, seconds in document[kind]))
             for kind in get_args(Collective)
-            if kind in given or kind in ("all_reduce", "exchange")
+            if kind in document or kind in ("all_reduce", "exchange")
         }
-        host = float(given.get("host", 0.0))
-        return Link(overlap=bool(given["overlap"]), cpu_share=float(given["cpu_share"]), host=host, **curves)
+        host = float(document.get("host", 0.0))
+        return Link(overlap=bool(document["overlap"]), cpu_share=float(document["cpu_share"]), host=host, **curves)
 
 
 class AnyLink(Protocol):
@@ -134,9 +134,9 @@ class Links:
     def of(self, mesh: Mesh, axes: Axes) -> Link:
         """The link of the groups over some axes of a mesh; a ConvoyError where nothing is known of any link."""
         ranks = first_group(mesh, axes)
-        found = self.measured.get(ranks)
-        if found is not None:
-            return found
+        link = self.measured.get(ranks)
+        if link is not None:
+            return link
         if self.otherwise is not None:
             return self.otherwise(ranks)
         if not self.measured:
@@ -150,7 +150,7 @@ class Links:
         """
         first, last = sorted((source, target))
         for places in ((first, last), (0, last - first)):
-            ranks = tuple(mesh.rank([place if each == axis else 0 for each in mesh.axes]) for place in places)
+            ranks = tuple(mesh.rank([place if a == axis else 0 for a in mesh.axes]) for place in places)
             if ranks in self.measured:
                 return self.measured[ranks]
             if self.otherwise is not None:
@@ -161,8 +161,8 @@ class Links:
         return [{"ranks": list(ranks), **link.to_dict()} for ranks, link in self.measured.items()]
 
     @staticmethod
-    def from_list(given: Sequence[Mapping[str, Any]]) -> "Links":
-        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in given})
+    def from_list(rows: Sequence[Mapping[str, Any]]) -> "Links":
+        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in rows})
 
 
 def first_group(mesh: Mesh, axes: Axes) -> Ranks:

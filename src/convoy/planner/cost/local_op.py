@@ -42,12 +42,12 @@ class GraphFacts:
 
 def _adding(graph: Graph, differentiable: frozenset[str]) -> dict[str, frozenset[str]]:
     seen: set[str] = set()
-    found = {}
+    adding = {}
     for call in reversed(graph.calls):
-        taken = differentiable.intersection(call.inputs) if differentiable.intersection(call.outputs) else frozenset()
-        found[call.name] = frozenset(taken & seen)
-        seen |= taken
-    return found
+        inputs = differentiable.intersection(call.inputs) if differentiable.intersection(call.outputs) else frozenset()
+        adding[call.name] = frozenset(inputs & seen)
+        seen |= inputs
+    return adding
 
 
 _known: dict[int, tuple["weakref.ref[Graph]", GraphFacts]] = {}
@@ -55,11 +55,11 @@ _known: dict[int, tuple["weakref.ref[Graph]", GraphFacts]] = {}
 
 def graph_facts(graph: Graph) -> GraphFacts:
     """The facts of a graph, worked out once."""
-    found = _known.get(id(graph))
-    if found is None or found[0]() is not graph:
+    entry = _known.get(id(graph))
+    if entry is None or entry[0]() is not graph:
         number = id(graph)
-        found = _known[number] = (weakref.ref(graph, lambda _: _known.pop(number, None)), GraphFacts.of(graph))
-    return found[1]
+        entry = _known[number] = (weakref.ref(graph, lambda _: _known.pop(number, None)), GraphFacts.of(graph))
+    return entry[1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -143,7 +143,7 @@ class LocalOp:
         return {**asdict(self), "options": dict(self.options)}
 
     @staticmethod
-    def from_dict(given: dict[str, Any]) -> "LocalOp":
+    def from_dict(document: dict[str, Any]) -> "LocalOp":
         """The operation that `to_dict` wrote, also after a way through JSON; a KeyError, TypeError or ValueError where
         it is none."""
         inputs, outputs = (
@@ -151,10 +151,10 @@ class LocalOp:
                 Operand(tuple(map(int, o["shape"])), str(o["dtype"]), o["role"], bool(o["gradient"]), bool(o["adds"]))
                 for o in part
             )
-            for part in (given["inputs"], given["outputs"])
+            for part in (document["inputs"], document["outputs"])
         )
-        options = tuple(sorted((str(name), _tuples(value)) for name, value in dict(given["options"]).items()))
-        return LocalOp(str(given["op"]), str(given["function"]), inputs, outputs, options)
+        options = tuple(sorted((str(name), _tuples(value)) for name, value in dict(document["options"]).items()))
+        return LocalOp(str(document["op"]), str(document["function"]), inputs, outputs, options)
 
     @property
     def is_empty(self) -> bool:
@@ -182,13 +182,13 @@ class LocalOp:
         operation = OPERATIONS.get(self.op)
         if self.is_empty or (operation is not None and operation.is_view):
             return PerPass(0, added)
-        taken, given = (sum(operand.bytes for operand in part) for part in (self.inputs, self.outputs))
-        wanted = sum(operand.bytes for operand in self.inputs if operand.gradient)
+        read, written = (sum(operand.bytes for operand in part) for part in (self.inputs, self.outputs))
+        gradients = sum(operand.bytes for operand in self.inputs if operand.gradient)
         if operation is not None and operation.is_slice:
-            return PerPass(0, given + wanted + added)
-        again = int((operation.passes if operation is not None else 0.0) * given) + 2 * self._padded()
-        backward = given + wanted + (0 if self.function in _KEEP_NOTHING else taken) + again
-        return PerPass(taken + given + again, backward + added if wanted else 0)
+            return PerPass(0, written + gradients + added)
+        again = int((operation.passes if operation is not None else 0.0) * written) + 2 * self._padded()
+        backward = written + gradients + (0 if self.function in _KEEP_NOTHING else read) + again
+        return PerPass(read + written + again, backward + added if gradients else 0)
 
     def describe(self) -> str:
         """For people: `conv 32×64×56×56 → 32×64×56×56, 3×3 /1`."""
@@ -206,7 +206,7 @@ class LocalOp:
         padding = self.option("padding")
         if not isinstance(padding, tuple):
             return 0
-        copied = any(isinstance(each, tuple) and any(each[1:]) for each in padding)
+        copied = any(isinstance(sides, tuple) and any(sides[1:]) for sides in padding)
         return self.inputs[0].bytes if copied else 0
 
 

@@ -41,18 +41,18 @@ def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = No
     """
     if staging is None:
         return _of_part(placement, costs)
-    found = []
+    memory = []
     of_stages = [_of_stage(placement, costs, staging, stage) for stage in range(staging.number)]
     for rank in range(placement.mesh.num_devices):
-        found.append(of_stages[staging.stage_of(rank)][rank])
-    return found
+        memory.append(of_stages[staging.stage_of(rank)][rank])
+    return memory
 
 
 def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) -> list[RankMemory]:
     part, mesh = staging.part(placement, stage), placement.mesh
-    found = _of_part(part, costs, staging.in_flight(stage))
+    memories = _of_part(part, costs, staging.in_flight(stage))
     if not placement.graph.training:
-        return found
+        return memories
     weights = [value.name for value in placement.graph.parameters() if value.name in part.layouts]
     differentiable = needs_gradient(placement.graph)
     passes = len(staging.samples)
@@ -69,7 +69,7 @@ def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) 
         )
         if mesh.stage_of(rank) == stage
         else memory
-        for rank, memory in enumerate(found)
+        for rank, memory in enumerate(memories)
     ]
 
 
@@ -83,11 +83,11 @@ def _sent_and_received(
     def size(crossing: Crossing, gradient: bool) -> int:
         return 0 if gradient and crossing.value not in differentiable else _size(placement, crossing.value, rank)
 
-    found = min(2, in_flight) * sum(size(crossing, True) for crossing in staging.staged.sent(stage))
+    total = min(2, in_flight) * sum(size(crossing, True) for crossing in staging.staged.sent(stage))
     for crossing in staging.staged.received(stage):
-        kept = returning(staging.schedule, passes, crossing.source, stage, staging.number)
-        found += kept * size(crossing, True) + (in_flight < passes) * size(crossing, False)
-    return found
+        passes_kept = returning(staging.schedule, passes, crossing.source, stage, staging.number)
+        total += passes_kept * size(crossing, True) + (in_flight < passes) * size(crossing, False)
+    return total
 
 
 def _size(placement: Placement, name: str, rank: int) -> int:
@@ -97,9 +97,9 @@ def _size(placement: Placement, name: str, rank: int) -> int:
 
 
 def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[RankMemory]:
-    found = predict_memory(placement, in_flight)
+    memories = predict_memory(placement, in_flight)
     if not placement.graph.training:
-        return [RankMemory(m.parameters, 0, m.buffers, m.activations, 0, 0) for m in found]
+        return [RankMemory(m.parameters, 0, m.buffers, m.activations, 0, 0) for m in memories]
     sent = gradient_exchange(placement, costs)
     calls = placement.calls if costs.on_cpu else ()
     return [
@@ -112,7 +112,7 @@ def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[Ran
             sum(message.copied[rank] for message in sent.messages),
             max((workspace(placed, placement, rank) for placed in calls), default=0),
         )
-        for rank, memory in enumerate(found)
+        for rank, memory in enumerate(memories)
     ]
 
 

@@ -97,11 +97,11 @@ def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedu
     going = True
     while going:
         going = False
-        for stage, own in enumerate(stages):
+        for stage, times in enumerate(stages):
             while (action := waiting[stage]) is not None:
                 kind, number = action
                 if kind == "weights":
-                    free[stage] += own.weights * (number - computed[stage])
+                    free[stage] += times.weights * (number - computed[stage])
                     computed[stage], waiting[stage] = number, next(orders[stage], None)
                     continue
                 forward = kind == "forward"
@@ -110,11 +110,11 @@ def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedu
                 if not is_turn and needs not in arrived:
                     break
                 start = max(free[stage], 0.0 if is_turn else arrived[needs])
-                free[stage] = start + (own.forward if forward else own.backward - postpones * own.weights)
+                free[stage] = start + (times.forward if forward else times.backward - postpones * times.weights)
                 to = stage + 1 if forward else stage - 1
                 if 0 <= to < count:
                     begins = max(free[stage], way_out[stage])
-                    way_out[stage] = begins + (own.sends if forward else own.returns)
+                    way_out[stage] = begins + (times.sends if forward else times.returns)
                     arrived[forward, to, number] = way_out[stage]
                 waiting[stage], going = next(orders[stage], None), True
-    return max(own + stage.once for own, stage in zip(free, stages, strict=True))
+    return max(end + stage.once for end, stage in zip(free, stages, strict=True))

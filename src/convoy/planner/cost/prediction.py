@@ -48,13 +48,13 @@ class Scored:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """For each stage, the part of an update in which its devices wait for others and have nothing to compute."""
-        found: dict[int, list[float]] = {}
+        idle_parts: dict[int, list[float]] = {}
         if self.staging is None:
             return ()
         for rank in self.timeline.ranks:
             idle = self.timeline.by_kind(rank)["idle"]
-            found.setdefault(self.staging.stage_of(rank), []).append(idle / self.seconds if self.seconds else 0.0)
-        return tuple(sum(found[stage]) / len(found[stage]) for stage in sorted(found))
+            idle_parts.setdefault(self.staging.stage_of(rank), []).append(idle / self.seconds if self.seconds else 0.0)
+        return tuple(sum(idle_parts[stage]) / len(idle_parts[stage]) for stage in sorted(idle_parts))
 
     @property
     def bubble(self) -> float:
@@ -76,7 +76,7 @@ def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, stag
     by_stage: tuple[RankMemory, ...] = ()
     if staging is not None:
         of_stages = [
-            [own for rank, own in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)
+            [one for rank, one in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)
         ]
         by_stage = tuple(map(most, of_stages))
     return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)

@@ -112,7 +112,7 @@ class InternalMessages:
 
 
 def internal_messages(
-    placed: PlacedCall, graph: Graph, mesh: Mesh, own: LocalOp, batch_norm: BatchNorm = "sync"
+    placed: PlacedCall, graph: Graph, mesh: Mesh, op: LocalOp, batch_norm: BatchNorm = "sync"
 ) -> InternalMessages:
     """The messages inside a call, on a rank whose operation of it is `own`: those of its kernel."""
     call = placed.call
@@ -125,14 +125,14 @@ def internal_messages(
     if call.op == "batch_norm" and (batch_norm != "sync" or not graph.training):
         samples = layout.split(0)
         axes = tuple(axis for axis in axes if samples is None or axis not in samples.axes)
-    others = mesh.size(axes) - 1
-    if others == 0:
+    peers = mesh.size(axes) - 1
+    if peers == 0:
         return InternalMessages()
-    shape = own.inputs[call.inputs.index(source)].shape
+    shape = op.inputs[call.inputs.index(source)].shape
     itemsize = max(4, graph.values[source].dtype.itemsize)
     size = operation.statistics(call, shape) * itemsize
     summed: tuple[tuple[Collective, int], ...] = (("all_reduce", size),)
-    forward: tuple[tuple[Collective, int], ...] = (("exchange", others * size),)
+    forward: tuple[tuple[Collective, int], ...] = (("exchange", peers * size),)
     return InternalMessages(axes, forward + summed if operation.sums_in_forward else forward, summed)
 
 
@@ -152,10 +152,10 @@ def running_statistics(placement: Placement, batch_norm: BatchNorm) -> list[Mess
         layout, shape = placed.placed.inputs[call.attributes["input"]], graph.shape(call.attributes["input"])
         split = layout.split(0)
         axes = tuple(axis for axis in split.axes if mesh.sizes[axis] > 1) if split else ()
-        found = sums.setdefault(axes, [0] * mesh.num_devices)
+        of_ranks = sums.setdefault(axes, [0] * mesh.num_devices)
         for rank in range(mesh.num_devices):
             channels = layout.local_shape(shape, mesh, mesh.coordinates(rank))[1]
-            found[rank] += 2 * channels * graph.values[call.attributes["running_mean"]].dtype.itemsize
+            of_ranks[rank] += 2 * channels * graph.values[call.attributes["running_mean"]].dtype.itemsize
     return [Message(axes, "all_reduce", tuple(numbers)) for axes, numbers in sums.items() if axes]
 
 
@@ -193,22 +193,22 @@ class _Program:
 
     def items(self) -> list[Item]:
         sent: dict[str, list[Sent]] = {}
-        for each in transfer_traffic(self.placement):
-            sent.setdefault(each.call, []).append(each)
-        found: list[Item] = []
+        for traffic in transfer_traffic(self.placement):
+            sent.setdefault(traffic.call, []).append(traffic)
+        items: list[Item] = []
         calls: list[Item] = []
         for placed in self.placement.calls:
-            found += [self._transfer(each, placed.call.layer) for each in sent.get(placed.call.name, ())]
+            items += [self._transfer(traffic, placed.call.layer) for traffic in sent.get(placed.call.name, ())]
             calls.append(self._call(placed))
-            found.append(calls[-1])
-        found += [self._transfer(each, "") for each in sent.get("", ())]
-        self._complete(found)
+            items.append(calls[-1])
+        items += [self._transfer(traffic, "") for traffic in sent.get("", ())]
+        self._complete(items)
         for stretch in stretches(self.placement) if self.graph.training else ():
-            items = calls[stretch.start : stretch.stop]
-            last = next((item for item in reversed(items) if item.differentiable), None)
+            recomputed = calls[stretch.start : stretch.stop]
+            last = next((item for item in reversed(recomputed) if item.differentiable), None)
             if last is not None:
-                last.again = tuple(items)
-        return found
+                last.again = tuple(recomputed)
+        return items
 
     def _call(self, placed: PlacedCall) -> Item:
         call = placed.call
@@ -228,19 +228,19 @@ class _Program:
 
     def _pieces(self, placed: PlacedCall) -> tuple[LocalOp, ...]:
         """One object for all ranks that compute alike."""
-        known: dict[tuple, LocalOp] = {}
-        found = []
+        by_signature: dict[tuple, LocalOp] = {}
+        pieces = []
         for rank, place in enumerate(self.places):
             signature = tuple(_signature(placed, place, self.mesh))
-            if signature not in known:
+            if signature not in by_signature:
                 if placed.call.op == "batch_norm":
                     options = {"batch_norm": self.batch_norm, "microbatch": self.microbatch}
                     new = local_op(placed, self.placement, rank, **options)  # type: ignore[arg-type]
                 else:
                     new = local_op_at(placed.call, placed.placed, self.graph, self.mesh, place, placed.transfers)
-                known[signature] = self.canonical.setdefault(new, new)
-            found.append(known[signature])
-        return tuple(found)
+                by_signature[signature] = self.canonical.setdefault(new, new)
+            pieces.append(by_signature[signature])
+        return tuple(pieces)
 
     def _inside(
         self, placed: PlacedCall, local_ops: Sequence[LocalOp], backward: bool

@@ -24,11 +24,11 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     for task in tasks:
         issuing[task.rank] += task.host
     ahead = dict.fromkeys(issuing, 0.0)
-    found = _Simulation(tasks, ahead).run()
+    timeline = _Simulation(tasks, ahead).run()
     for _ in range(_ROUNDS if any(issuing.values()) else 0):
-        ahead = {rank: max(0.0, ahead[rank] + found.total - own) for rank, own in issuing.items()}
-        found = _Simulation(tasks, ahead).run()
-    return found
+        ahead = {rank: max(0.0, ahead[rank] + timeline.total - busy) for rank, busy in issuing.items()}
+        timeline = _Simulation(tasks, ahead).run()
+    return timeline
 
 
 # After which a host is ahead as in all later updates: a device that is slower leaves it room in the first round
@@ -166,27 +166,27 @@ class _Simulation:
         if activity.is_message:
             return 1.0 / len(messages)
         coming = self.received[rank]
-        shares = (sum(other.share for other in each) / len(each) for each in (messages, coming) if each)
+        shares = (sum(other.share for other in group) / len(group) for group in (messages, coming) if group)
         return max(0.0, 1.0 - sum(shares))
 
 
-def rank_classes(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
+def rank_classes(mesh: Mesh, work: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
     """For every rank the first one that does the same, and meets ranks that do the same as those it meets.
 
     `own` is what each rank does by itself, `axes` those over which ranks meet. Colors are refined until they are stable
     (Weisfeiler and Leman, 1968): ranks of one color then have equal timelines, because they begin alike and everything
     they wait for is alike.
     """
-    groups = [list(mesh.groups(each)) for each in sorted(set(axes))]
-    colors = _numbered(own)
+    groups = [list(mesh.groups(a)) for a in sorted(set(axes))]
+    colors = _numbered(work)
     while True:
-        met: list[list[tuple[int, ...]]] = [[] for _ in own]
+        met: list[list[tuple[int, ...]]] = [[] for _ in work]
         for kind in groups:
             for group in kind:
                 together = tuple(sorted(colors[rank] for rank in group))
                 for rank in group:
                     met[rank].append(together)
-        finer = _numbered([(color, *others) for color, others in zip(colors, met, strict=True)])
+        finer = _numbered([(color, *neighbors) for color, neighbors in zip(colors, met, strict=True)])
         if len(set(finer)) == len(set(colors)):
             first: dict[int, int] = {}
             return [first.setdefault(color, rank) for rank, color in enumerate(finer)]
@@ -194,5 +194,5 @@ def rank_classes(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> l
 
 
 def _numbered(values: Sequence[Hashable]) -> list[int]:
-    known: dict[Hashable, int] = {}
-    return [known.setdefault(value, len(known)) for value in values]
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]

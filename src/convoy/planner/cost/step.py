@@ -61,18 +61,18 @@ class _Stage:
         self.first_without_weights = 0  # the pass whose weight gradients are computed next
         self.items = program(placement, costs.batch_norm, costs.microbatch)
         names = [name for item in reversed(self.items) for name in item.parameters]
-        known = set(names)
+        listed = set(names)
         names += [
             value.name
             for value in placement.graph.parameters()
-            if value.name not in known and (value.name in placement.layouts or not placement.is_part)
+            if value.name not in listed and (value.name in placement.layouts or not placement.is_part)
         ]
         self.exchange = exchange(placement, names, costs.update, costs.message_sizes, costs.on_cpu)
 
     @property
     def axes(self) -> set[Axes]:
-        found = {m.axes for item in self.items for m in (*item.forward, *item.backward)}
-        return found | reduced_axes(self.exchange.messages, self.placement.mesh)
+        axes = {m.axes for item in self.items for m in (*item.forward, *item.backward)}
+        return axes | reduced_axes(self.exchange.messages, self.placement.mesh)
 
     def own(self, rank: int) -> Hashable:
         """What a rank does by itself, for comparison with others."""
@@ -133,12 +133,12 @@ class _Builder:
         return self.found
 
     def _rank_classes(self, stages: Sequence[_Stage]) -> list[int]:
-        own: list[Hashable] = [None] * self.mesh.num_devices
+        work: list[Hashable] = [None] * self.mesh.num_devices
         for place, stage in enumerate(stages):
             for rank in stage.ranks:
-                own[rank] = (place, self.samples[rank], stage.own(rank), self._slowdown(rank))
+                work[rank] = (place, self.samples[rank], stage.own(rank), self._slowdown(rank))
         axes = set(chain.from_iterable(stage.axes for stage in stages))
-        return rank_classes(self.mesh, own, axes | ({(self.staging.axis,)} if self.staging is not None else set()))
+        return rank_classes(self.mesh, work, axes | ({(self.staging.axis,)} if self.staging is not None else set()))
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -188,7 +188,7 @@ class _Builder:
         if self.staging is None or not (forward or self.placement.graph.training):
             return True
         staged = self.staging.staged
-        found: dict[int, list[int]] = {}
+        messages: dict[int, list[int]] = {}
         for crossing in staged.received(self.place) if forward else staged.sent(self.place):
             other = crossing.source if forward else crossing.target
             if not forward and not self._returns(crossing):
@@ -197,8 +197,8 @@ class _Builder:
                 key = (crossing, forward, number, self.first[self.staging.peer(rank, other)])
                 if key not in self.sent:
                     return False
-                found.setdefault(rank, []).append(self.sent[key])
-        for rank, numbers in found.items():
+                messages.setdefault(rank, []).append(self.sent[key])
+        for rank, numbers in messages.items():
             self.chain[rank] = (*self.chain[rank], *numbers)
         return True
 
@@ -294,8 +294,8 @@ class _Builder:
         """Seconds for laying out a weight, which zero-bubble saves in passes after the first."""
         if not (self._postpones and self.costs.lays_out and item.postponed):
             return 0.0
-        found = laid_out(item.local_ops[rank])
-        return self._times(found).forward if found is not None else 0.0
+        layout_op = laid_out(item.local_ops[rank])
+        return self._times(layout_op).forward if layout_op is not None else 0.0
 
     def _weights(self, last: bool, again: bool) -> None:
         """The weight gradients that backward passes have postponed; with those of the last pass, all gradients are

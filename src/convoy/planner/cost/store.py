@@ -73,15 +73,15 @@ class ProfileStore:
 
     def rows(self, device: Device) -> list[Measurement]:
         """What is known of every operation, those measured longest ago first."""
-        found: dict[str, list[Measurement]] = {}
+        by_op: dict[str, list[Measurement]] = {}
         for op, *columns in self._read(
             "SELECT op, local_op, measured, source, forward, backward, host_forward, host_backward FROM times "
             "WHERE device = ? ORDER BY number",
             device.key,
         ):
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # somebody else's rows
-                found[op] = [*found.pop(op, []), _row(*columns)]
-        return [_together(rows) for rows in found.values()]
+                by_op[op] = [*by_op.pop(op, []), _row(*columns)]
+        return [_together(rows) for rows in by_op.values()]
 
     def put(self, device: Device, measured: Mapping[LocalOp, Times], source: Source = "profiling") -> None:
         """Add measurements of the planner, or of a run; a ValueError for a time that is none. A run knows nothing of
@@ -94,24 +94,24 @@ class ProfileStore:
             return
         with self._writing(device, now) as database:
             for local_op, times in measured.items():
-                here = device.key, local_op.key
+                where = device.key, local_op.key
                 host = times.host_forward, times.host_backward
                 if source == "run":
                     query = (
                         "SELECT host_forward, host_backward FROM times WHERE device = ? AND op = ? ORDER BY number DESC"
                     )
-                    host = database.execute(query, here).fetchone() or host
+                    host = database.execute(query, where).fetchone() or host
                 old = "DELETE FROM times WHERE device = ? AND op = ? AND"
-                database.execute(f"{old} (source != 'run' OR measured < ?)", (*here, now - _LONG_S))
-                kept = database.execute("SELECT number FROM times WHERE device = ? AND op = ? ORDER BY number", here)
-                runs = kept.fetchall()
+                database.execute(f"{old} (source != 'run' OR measured < ?)", (*where, now - _LONG_S))
+                cursor = database.execute("SELECT number FROM times WHERE device = ? AND op = ? ORDER BY number", where)
+                runs = cursor.fetchall()
                 if source != "run" and runs:
                     continue
                 if len(runs) >= _RUNS:
-                    database.execute(f"{old} number <= ?", (*here, runs[-_RUNS][0]))
+                    database.execute(f"{old} number <= ?", (*where, runs[-_RUNS][0]))
                 columns = "device, op, local_op, forward, backward, measured, source, host_forward, host_backward"
                 values = json.dumps(local_op.to_dict()), times.forward, times.backward, now, source, *host
-                database.execute(f"INSERT INTO times ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*here, *values))
+                database.execute(f"INSERT INTO times ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*where, *values))
             newest = database.execute(
                 "SELECT max(number) FROM times WHERE device = ? GROUP BY op ORDER BY 1 DESC", (device.key,)
             ).fetchall()
@@ -127,15 +127,15 @@ class ProfileStore:
 
     def noted(self, device: Device, name: str) -> Any:
         """What was noted last under a name, None where nothing was."""
-        found = self._read("SELECT value FROM notes WHERE device = ? AND name = ?", device.key, name)
-        return json.loads(found[0][0]) if found else None
+        rows = self._read("SELECT value FROM notes WHERE device = ? AND name = ?", device.key, name)
+        return json.loads(rows[0][0]) if rows else None
 
     def devices(self) -> list[Device]:
-        found = []
+        devices = []
         for (text,) in self._read("SELECT device FROM devices ORDER BY key"):
             with contextlib.suppress(TypeError, ValueError):  # of another version of this program
-                found.append(Device(**json.loads(text)))
-        return found
+                devices.append(Device(**json.loads(text)))
+        return devices
 
     def clear(self, device: Device | None = None) -> int:
         """Forget a device, or all of them; how many those were."""
@@ -164,8 +164,8 @@ class ProfileStore:
                 if device is not None:
                     values = device.key, json.dumps(asdict(device)), now
                     database.execute("INSERT OR REPLACE INTO devices VALUES (?, ?, ?)", values)
-                    known = database.execute("SELECT key FROM devices ORDER BY changed DESC").fetchall()
-                    _forget(database, [key for (key,) in known[_DEVICES:]])
+                    keys = database.execute("SELECT key FROM devices ORDER BY changed DESC").fetchall()
+                    _forget(database, [key for (key,) in keys[_DEVICES:]])
                 yield database
                 database.execute("COMMIT")
         except sqlite3.Error as error:
@@ -176,9 +176,9 @@ class ProfileStore:
             database = sqlite3.connect(self._file, _PATIENCE_S, isolation_level=None)
             try:
                 database.executescript(_TABLES)
-                known = {name for _, name, *_ in database.execute("PRAGMA table_info(times)")}
+                columns = {name for _, name, *_ in database.execute("PRAGMA table_info(times)")}
                 for column in _LATER:
-                    if column not in known:
+                    if column not in columns:
                         with contextlib.suppress(sqlite3.OperationalError):  # another process has just done it
                             database.execute(f"ALTER TABLE times ADD COLUMN {column} REAL")
             except sqlite3.DatabaseError as error:
@@ -193,9 +193,9 @@ class ProfileStore:
 
 def default_folder() -> Path:
     """`$CONVOY_CACHE/profiles`, else `convoy/profiles` under `$XDG_CACHE_HOME` or `~/.cache`."""
-    own = os.environ.get(ENVIRONMENT)
-    if own:
-        return expanded(own) / "profiles"
+    folder = os.environ.get(ENVIRONMENT)
+    if folder:
+        return expanded(folder) / "profiles"
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else expanded("~") / ".cache") / "convoy" / "profiles"
 
@@ -211,7 +211,7 @@ def _row(local_op: str, measured: float, source: str, *seconds: float | None) ->
     forward, backward, *host = seconds
     if forward is None or backward is None:
         raise ValueError("an operation without its times")
-    times = Times(float(forward), float(backward), *(float(each or 0.0) for each in host))
+    times = Times(float(forward), float(backward), *(float(number or 0.0) for number in host))
     return Measurement(
         LocalOp.from_dict(json.loads(local_op)), times, measured, "run" if source == "run" else "profiling"
     )

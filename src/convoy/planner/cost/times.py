@@ -54,8 +54,8 @@ class Table:
         self.otherwise = otherwise
 
     def __call__(self, local_op: LocalOp, /) -> Times:
-        found = self.measured.get(local_op.key)
-        return self.otherwise(local_op) if found is None else found
+        times = self.measured.get(local_op.key)
+        return self.otherwise(local_op) if times is None else times
 
 
 @dataclass(frozen=True)

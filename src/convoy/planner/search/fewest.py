@@ -97,8 +97,8 @@ class _Counting:
     def _view(numbers: Numbers, scope: Scope, bucket: _Bucket, fixed: Mapping[int, int]) -> Numbers:
         if fixed:
             at = tuple(slice(None) if v == bucket.variable else fixed[v] for v in scope)
-            found: Numbers = numbers[at]
-            return found
+            part: Numbers = numbers[at]
+            return part
         if numbers.ndim == len(scope):
             return aligned(numbers, scope, bucket.scope)
         sizes = iter(numbers.shape)
@@ -139,27 +139,27 @@ class _Counting:
 
 def _shifted(total: Numbers, counts: Numbers) -> Numbers:
     """Vectors by count, after so many more."""
-    found = np.full(np.broadcast_shapes(total.shape, (*counts.shape, 1)), np.inf)
+    shifted = np.full(np.broadcast_shapes(total.shape, (*counts.shape, 1)), np.inf)
     length = total.shape[-1]
     for count in np.unique(counts).astype(int).tolist():
         if count < length:
             moved = np.full(total.shape, np.inf)
             moved[..., count:] = total[..., : length - count]
-            found = np.where((counts == count)[..., None], moved, found)
-    return found
+            shifted = np.where((counts == count)[..., None], moved, shifted)
+    return shifted
 
 
 def _convolved(first: Numbers, second: Numbers) -> Numbers:
     """Vectors by count of both together: the least sum over all ways to share a count."""
-    finite = [np.flatnonzero(np.isfinite(each).reshape(-1, each.shape[-1]).any(axis=0)) for each in (first, second)]
+    finite = [np.flatnonzero(np.isfinite(part).reshape(-1, part.shape[-1]).any(axis=0)) for part in (first, second)]
     if len(finite[0]) < len(finite[1]):
         first, second, finite = second, first, finite[::-1]
     length = first.shape[-1]
-    found = np.full(np.broadcast_shapes(first.shape, second.shape), np.inf)
+    sums = np.full(np.broadcast_shapes(first.shape, second.shape), np.inf)
     for count in finite[1].tolist():
         part = first[..., : length - count] + second[..., count : count + 1]
-        np.minimum(found[..., count:], part, out=found[..., count:])
-    return found
+        np.minimum(sums[..., count:], part, out=sums[..., count:])
+    return sums
 
 
 def _part(first: Numbers, second: Numbers, count: int) -> int:

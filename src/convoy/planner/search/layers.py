@@ -58,7 +58,7 @@ def compact(mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
             return Plan(mesh)
         return Plan(Mesh(names, mesh.sizes), (("*", dict(zip(names, strategy, strict=True))),))
     patterns = _patterns(_tree(layers))
-    return Plan(mesh, tuple((pattern, dict(zip(mesh.names, given, strict=True))) for pattern, given in patterns))
+    return Plan(mesh, tuple((pattern, dict(zip(mesh.names, strategy, strict=True))) for pattern, strategy in patterns))
 
 
 def _tree(layers: Mapping[str, Strategy]) -> _Node:
@@ -79,28 +79,28 @@ def _patterns(root: _Node) -> list[tuple[str, Strategy]]:
 
     def visit(node: _Node) -> tuple[Strategy, ...]:
         nodes[node.path] = node
-        found = [strategy for child in node.children.values() for strategy in visit(child)]
-        below[node.path] = tuple(dict.fromkeys(found))
-        own = [node.strategy] if node.strategy is not None else []
-        return tuple(dict.fromkeys([*own, *found]))
+        below_node = [strategy for child in node.children.values() for strategy in visit(child)]
+        below[node.path] = tuple(dict.fromkeys(below_node))
+        here_only = [node.strategy] if node.strategy is not None else []
+        return tuple(dict.fromkeys([*here_only, *below_node]))
 
     everything = visit(root)
 
     @cache
     def children(path: str, inherited: Strategy) -> Patterns:
-        found: Patterns = ()
+        patterns: Patterns = ()
         for child in nodes[path].children.values():
-            found += of(child.path, inherited)
-        return found
+            patterns += of(child.path, inherited)
+        return patterns
 
     @cache
     def of(path: str, inherited: Strategy) -> Patterns:
         """The patterns of a node and all below it, where a pattern above gives `inherited`."""
         node = nodes[path]
-        own = ((path, node.strategy),) if node.strategy is not None and node.strategy != inherited else ()
+        first = ((path, node.strategy),) if node.strategy is not None and node.strategy != inherited else ()
         options: list[Patterns] = [children(path, inherited)]
         options += [(*children(path, s), (f"{path}.*", s)) for s in below[path] if s != inherited]
-        return (*own, *_shortest(options))
+        return (*first, *_shortest(options))
 
     whole = [root.strategy] if root.strategy is not None else list(everything)
     options: list[Patterns] = [(*children("", s), ("*", s)) for s in whole]
@@ -112,7 +112,7 @@ def _shortest(options: Sequence[Patterns]) -> Patterns:
 
 
 def allowed(
-    prices: Prices, batch: Batch, calls: Iterable[Call], given: Iterable[Strategy], narrow: bool = True
+    prices: Prices, batch: Batch, calls: Iterable[Call], proposed: Iterable[Strategy], narrow: bool = True
 ) -> list[Strategy]:
     """The strategies among `given` that a layer with these calls can have; else the rule's own ConvoyError.
 
@@ -121,16 +121,16 @@ def allowed(
     layers on a vector for each sample, whose rule then does what `sample` or `replicate` does, whichever the input is
     in already.
     """
-    found: dict[tuple[object, ...], Strategy] = {}
-    calls, given = list(calls), list(given)
-    candidates = set(given)
+    distinct: dict[tuple[object, ...], Strategy] = {}
+    calls, proposed = list(calls), list(proposed)
+    candidates = set(proposed)
     vectors = len(calls) == 1 and is_on_vectors(calls[0], prices.graph, batch)
     drawing = all(call.op == "random" for call in calls)
-    alike = all(call.op in ("conv", "random") for call in calls)  # linear layers follow more of their input
+    by_layouts = all(call.op in ("conv", "random") for call in calls)  # linear layers follow more of their input
     refused: tuple[Call, Strategy] | None = None
-    for strategy in given:
+    for strategy in proposed:
         if drawing:  # by samples or not at all
-            strategy = tuple("sample" if each == "sample" else "replicate" for each in strategy)
+            strategy = tuple("sample" if choice == "sample" else "replicate" for choice in strategy)
         rows = {"height", "width"} & set(strategy)
         if narrow and vectors and rows and _instead(strategy, batch) <= candidates:
             continue
@@ -142,22 +142,22 @@ def allowed(
                 break
             answers.append((answer.wants, answer.gives))
         else:
-            found.setdefault(tuple(answers) if narrow and alike else strategy, strategy)
-    if not found and refused is not None:
+            distinct.setdefault(tuple(answers) if narrow and by_layouts else strategy, strategy)
+    if not distinct and refused is not None:
         call, strategy = refused  # its rule names this layer, not one that is like it
         OPERATIONS[call.op].place(Situation(prices.graph, prices.mesh, batch, call, strategy, {}))
-    return list(found.values())
+    return list(distinct.values())
 
 
 def _instead(strategy: Strategy, batch: Batch) -> set[Strategy]:
     """The strategies of which a linear layer on vectors does one, as its input lies, where it would divide rows or
     columns."""
     choices: list[tuple[str, ...]] = []
-    for axis, each in enumerate(strategy):
-        if each in ("height", "width"):
+    for axis, choice in enumerate(strategy):
+        if choice in ("height", "width"):
             choices.append(("sample", "replicate") if axis in batch.axes else ("replicate",))
         else:
-            choices.append((each,))
+            choices.append((choice,))
     return set(itertools.product(*choices))
 
 
@@ -182,14 +182,14 @@ def tied(groups: Groups, met: Iterable[str], graph: Graph) -> Groups:
     container = met[-1].rpartition(".")[0] if met else ""
     while container:
         inside = [layer for layer in roles if layer.startswith(f"{container}.")]
-        found = _by_role(groups, inside, roles)
-        if len(found) < len(groups) and 2 * len(set(met).intersection(inside)) >= len(set(met)):
-            return found
+        merged = _by_role(groups, inside, roles)
+        if len(merged) < len(groups) and 2 * len(set(met).intersection(inside)) >= len(set(met)):
+            return merged
         container = container.rpartition(".")[0]
     for layers in (met, list(roles)):
-        found = _by_role(groups, layers, roles)
-        if len(found) < len(groups):
-            return found
+        merged = _by_role(groups, layers, roles)
+        if len(merged) < len(groups):
+            return merged
     return _merged(groups, [set(met) if len(set(met)) > 1 else set(roles)])
 
 
@@ -198,31 +198,31 @@ def tied_where_wide(groups: Groups, graph: Graph, most: int) -> Groups:
     deciding: dict[str, tuple[str, ...]] = {}
     for call in graph.calls:
         if is_choosing(call):
-            found: tuple[str, ...] = (call.layer,)
+            layers: tuple[str, ...] = (call.layer,)
         else:
-            found = tuple(dict.fromkeys(layer for name in call.inputs for layer in deciding.get(name, ())))
-        deciding |= dict.fromkeys(call.outputs, found[-1:] if call.op == "cat" else found)
+            layers = tuple(dict.fromkeys(layer for name in call.inputs for layer in deciding.get(name, ())))
+        deciding |= dict.fromkeys(call.outputs, layers[-1:] if call.op == "cat" else layers)
         if call.op == "cat" and len(call.inputs) > most:
             group_of = {layer: group for group in groups for layer in group}
-            if len({group_of[layer] for layer in found}) > most:
-                groups = tied(groups, found, graph)
+            if len({group_of[layer] for layer in layers}) > most:
+                groups = tied(groups, layers, graph)
     return groups
 
 
 def in_common(group: Sequence[str], allowed: Mapping[str, Sequence[Strategy]]) -> tuple[Strategy, ...]:
     """The strategies that all layers of a group may have; a ConvoyError where there are none."""
-    first, *others = (allowed[layer] for layer in group)
-    found = tuple(strategy for strategy in first if all(strategy in other for other in others))
-    if not found:
+    first, *rest = (allowed[layer] for layer in group)
+    common = tuple(strategy for strategy in first if all(strategy in other for other in rest))
+    if not common:
         raise ConvoyError(f"layers {', '.join(group[:3])} … would be given one strategy, but have none in common")
-    return found
+    return common
 
 
 def _by_role(groups: Groups, layers: Sequence[str], roles: dict[str, Role]) -> Groups:
-    found: dict[Role, set[str]] = {}
+    by_role: dict[Role, set[str]] = {}
     for layer in layers:
-        found.setdefault(roles[layer], set()).add(layer)
-    return _merged(groups, found.values())
+        by_role.setdefault(roles[layer], set()).add(layer)
+    return _merged(groups, by_role.values())
 
 
 def _merged(groups: Groups, together: Iterable[set[str]]) -> Groups:
@@ -265,8 +265,8 @@ class Layers:
     def allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
         """The strategies of each layer on a mesh; a ConvoyError where a layer can have none that it must have."""
         everything = strategies(mesh, batch.axes, self._among)
-        known: dict[object, Sequence[Strategy]] = {}
-        found: dict[str, Sequence[Strategy]] = {}
+        by_kind: dict[object, Sequence[Strategy]] = {}
+        by_layer: dict[str, Sequence[Strategy]] = {}
         for layer, calls in self._calls.items():
             fix = fix_of(layer, self._fixes)
             fixed = fix.on(mesh, self.ops[layer]) if fix else None
@@ -278,14 +278,14 @@ class Layers:
             if fixed is not None and any(s == "sample" and a not in batch.axes for a, s in enumerate(fixed)):
                 raise ConvoyError(f"the fix {fix} needs a batch that can be divided over {mesh}: choose a larger batch")
             key = (tuple(map(prices.kind, calls)), fixed)
-            if key not in known:
-                given = everything if fixed is None else [fixed]
-                known[key] = allowed(prices, batch, calls, given, narrow=fixed is None)
-            found[layer] = known[key]
-        return found
+            if key not in by_kind:
+                proposed = everything if fixed is None else [fixed]
+                by_kind[key] = allowed(prices, batch, calls, proposed, narrow=fixed is None)
+            by_layer[layer] = by_kind[key]
+        return by_layer
 
-    def plan(self, mesh: Mesh, given: Mapping[str, Strategy]) -> Plan:
+    def plan(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
         """A strategy for every layer as a plan of few patterns."""
-        plan = compact(mesh, {layer: given[layer] for layer in self.ops})
-        assert all(plan.strategy(layer, op) == given[layer] for layer, op in self.ops.items())
+        plan = compact(mesh, {layer: layers[layer] for layer in self.ops})
+        assert all(plan.strategy(layer, op) == layers[layer] for layer, op in self.ops.items())
         return plan

@@ -47,21 +47,21 @@ def fitting(
     if least > limit:
         return Fitting(smallest, least, False, fastest.seconds)
     best, of_best, bound = smallest, least, fastest.seconds
-    known = {_key(fastest): needed, _key(smallest): least}
+    memory_of = {_key(fastest): needed, _key(smallest): least}
     # what is counted on rank 0 and what the busiest rank needs differ: the price is for bytes as they are counted
     counted_limit = limit * fastest.bytes / needed
     low, high = 0.0, max(smallest.seconds - fastest.seconds, 1e-9) / max(fastest.bytes - smallest.bytes, 1.0) * 1e3
     for _ in range(_ROUNDS):
         price = (low * high) ** 0.5 if low else high / 8
-        found = solver.solve(byte_price=price)
-        bound = max(bound, found.seconds + price * (found.bytes - counted_limit))
-        if _key(found) not in known:
-            known[_key(found)] = memory(found.layers)
-        needed = known[_key(found)]
+        solution = solver.solve(byte_price=price)
+        bound = max(bound, solution.seconds + price * (solution.bytes - counted_limit))
+        if _key(solution) not in memory_of:
+            memory_of[_key(solution)] = memory(solution.layers)
+        needed = memory_of[_key(solution)]
         if needed <= limit:
             high = price
-            if found.seconds < best.seconds:
-                best, of_best = found, needed
+            if solution.seconds < best.seconds:
+                best, of_best = solution, needed
         else:
             low = price
         if low and high / low < 1.01:
@@ -96,11 +96,11 @@ def nothing_fits(
             if graph.values[name].origin == "parameter":
                 held += costs.parameter_memory(graph.values[name], placement.layouts[name], mesh)
         parameters += held
-        for kept in kept_by(placed, placement):
-            if graph.values[kept.value].origin in ("call", "input"):
-                own = kept.itemsize * prod(kept.layout.local_shape(graph.shape(kept.value), mesh, origin))
-                outputs[kept.value] = max(own, outputs.get(kept.value, 0.0))
-                held += own
+        for tensor in kept_by(placed, placement):
+            if graph.values[tensor.value].origin in ("call", "input"):
+                num_bytes = tensor.itemsize * prod(tensor.layout.local_shape(graph.shape(tensor.value), mesh, origin))
+                outputs[tensor.value] = max(num_bytes, outputs.get(tensor.value, 0.0))
+                held += num_bytes
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
     name = f"layer {largest}" if largest else "what the network itself computes"

@@ -30,12 +30,12 @@ def using_all_axes(solver: Solver, solution: Solution, ops: Mapping[str, str], e
     heap: list[tuple[float, int, Solution, dict[str, Sequence[Strategy]]]] = [(solution.seconds, 0, solution, {})]
     count = 0
     while heap and count < _BRANCHES:
-        seconds, _, found, only = heapq.heappop(heap)
+        seconds, _, best, only = heapq.heappop(heap)
         if seconds >= enough:
             return None
-        missing = sorted(set(axes) - set(used_axes(found.layers, ops)))
+        missing = sorted(set(axes) - set(used_axes(best.layers, ops)))
         if not missing:
-            return found
+            return best
         for group in solver.groups:
             having = [s for s in only.get(group[0], solver.allowed[group[0]]) if s[missing[0]] == "sample"]
             if not having or ops[group[0]] == "random":
@@ -100,14 +100,14 @@ class SearchResult:
     @cached_property
     def next_best(self) -> tuple[NextBest, ...]:
         """The second best strategies, layer by layer in the network's order; worked out when first asked for."""
-        found = []
+        rows = []
         for v, numbers in next_best(self.solution).items():
             choice = self.solution.problem.choices[v]
-            own = self.solution.layers[choice.layers[0]]
-            others = [(float(n), s) for n, s in zip(numbers, choice.strategies, strict=True) if s != own]
-            seconds, other = min(others, default=(float("inf"), None), key=lambda pair: pair[0])
-            found.append(NextBest(choice.layers, own, other if seconds < float("inf") else None, seconds))
-        return tuple(found)
+            chosen = self.solution.layers[choice.layers[0]]
+            rivals = [(float(n), s) for n, s in zip(numbers, choice.strategies, strict=True) if s != chosen]
+            seconds, other = min(rivals, default=(float("inf"), None), key=lambda pair: pair[0])
+            rows.append(NextBest(choice.layers, chosen, other if seconds < float("inf") else None, seconds))
+        return tuple(rows)
 
 
 # The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many.

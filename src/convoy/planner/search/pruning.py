@@ -30,21 +30,21 @@ def least_of_layers(
 ) -> dict[str, dict[Strategy, float]]:
     """For every layer and strategy, seconds that a plan spends there at least: on its calls and its parameters."""
     first = {name: call.name for call in reversed(prices.graph.calls) for name in call.inputs}
-    found: dict[str, dict[Strategy, float]] = {layer: dict.fromkeys(given, 0.0) for layer, given in allowed.items()}
-    known: dict[tuple[object, ...], float] = {}
+    least: dict[str, dict[Strategy, float]] = {layer: dict.fromkeys(options, 0.0) for layer, options in allowed.items()}
+    asked: dict[tuple[object, ...], float] = {}
     for call in prices.graph.calls:
         if not is_choosing(call):
             continue
-        own = tuple(first[name] == call.name for name in call.inputs)
-        for strategy, seconds in found[call.layer].items():
-            key = (prices.kind(call), strategy, own)
-            if key not in known:
-                known[key] = _least(prices, batch, call, strategy, own)
-            found[call.layer][strategy] = seconds + known[key]
-    return found
+        is_first = tuple(first[name] == call.name for name in call.inputs)
+        for strategy, seconds in least[call.layer].items():
+            key = (prices.kind(call), strategy, is_first)
+            if key not in asked:
+                asked[key] = _least(prices, batch, call, strategy, is_first)
+            least[call.layer][strategy] = seconds + asked[key]
+    return least
 
 
-def _least(prices: Prices, batch: Batch, call: Call, strategy: Strategy, own: Sequence[bool]) -> float:
+def _least(prices: Prices, batch: Batch, call: Call, strategy: Strategy, is_first: Sequence[bool]) -> float:
     """Seconds of one call whose input is divided evenly; nothing where its rule would follow the input."""
     if call.op != "conv" and not is_on_vectors(call, prices.graph, batch):
         return 0.0
@@ -52,7 +52,7 @@ def _least(prices: Prices, batch: Batch, call: Call, strategy: Strategy, own: Se
     if isinstance(answer, ConvoyError):
         return float("inf")
     seconds = answer.seconds
-    for name, want, is_own in zip(call.inputs, answer.wants, own, strict=True):
+    for name, want, is_own in zip(call.inputs, answer.wants, is_first, strict=True):
         value = prices.graph.values[name]
         if value.origin == "parameter" and is_own:
             seconds += prices.parameter(value, want)[0]
@@ -69,14 +69,14 @@ def possible(
     strategy. Layers of a group have one strategy together."""
     sums: list[dict[Strategy, float]] = []
     for group in groups:
-        given = [s for s in allowed[group[0]] if all(s in allowed[layer] for layer in group[1:])]
-        sums.append({s: sum(least[layer][s] for layer in group) for s in given})
-    total = sum(min(each.values(), default=0.0) for each in sums)
-    found: dict[str, Sequence[Strategy]] = {}
-    for group, each in zip(groups, sums, strict=True):
-        rest = total - min(each.values(), default=0.0)
-        found |= dict.fromkeys(group, kept(list(each), [rest + seconds for seconds in each.values()], enough))
-    return found
+        common = [s for s in allowed[group[0]] if all(s in allowed[layer] for layer in group[1:])]
+        sums.append({s: sum(least[layer][s] for layer in group) for s in common})
+    total = sum(min(costs.values(), default=0.0) for costs in sums)
+    by_layer: dict[str, Sequence[Strategy]] = {}
+    for group, costs in zip(groups, sums, strict=True):
+        rest = total - min(costs.values(), default=0.0)
+        by_layer |= dict.fromkeys(group, kept(list(costs), [rest + seconds for seconds in costs.values()], enough))
+    return by_layer
 
 
 def relaxed(tables: Iterable[Table], most: int) -> list[Table]:
@@ -85,18 +85,18 @@ def relaxed(tables: Iterable[Table], most: int) -> list[Table]:
     A larger one that only forbids becomes one for each pair of its last variable, the result of a join, with another;
     one of seconds becomes its minima over all but two variables.
     """
-    found: list[Table] = []
+    tables_kept: list[Table] = []
     for table in tables:
         count = table.numbers.ndim
         if table.numbers.size <= most:
-            found.append(table)
+            tables_kept.append(table)
         elif np.isinf(table.numbers).any() and not np.where(np.isinf(table.numbers), 0.0, table.numbers).any():
             for axis in range(count - 1):
                 gone = tuple(other for other in range(count - 1) if other != axis)
-                found.append(Table((table.scope[axis], table.scope[-1]), table.numbers.min(axis=gone)))
+                tables_kept.append(Table((table.scope[axis], table.scope[-1]), table.numbers.min(axis=gone)))
         else:
-            found.append(_pair(table))
-    return found
+            tables_kept.append(_pair(table))
+    return tables_kept
 
 
 def _pair(table: Table) -> Table:
@@ -147,13 +147,13 @@ class Floor:
         if not self._holds(batch):
             return 0.0
         left_out = set(self.batch.axes) - set(batch.axes)
-        kept = {v: list(range(size)) for v, size in self.sizes.items()}
+        states_of = {v: list(range(size)) for v, size in self.sizes.items()}
         for v, choice in enumerate(self.choices):
-            kept[v] = [n for n, s in enumerate(choice.strategies) if all(s[axis] != "sample" for axis in left_out)]
-            if not kept[v]:  # all that the layer may have there was left out
+            states_of[v] = [n for n, s in enumerate(choice.strategies) if all(s[axis] != "sample" for axis in left_out)]
+            if not states_of[v]:  # all that the layer may have there was left out
                 return self.most
-        sizes = {v: len(states) for v, states in kept.items()}
-        return min(self.most, Elimination(restricted(self.tables, kept), sizes, self.limit).least)
+        sizes = {v: len(states) for v, states in states_of.items()}
+        return min(self.most, Elimination(restricted(self.tables, states_of), sizes, self.limit).least)
 
     def _holds(self, batch: Batch) -> bool:
         """Whether each rank has as many samples, and where inputs lie matters to no more than sending them.
@@ -195,11 +195,11 @@ def remaining(
     graph, least_known = shared.prices.graph, enough
     if not np.isfinite(enough):
         least_known = price(
-            {layer: min(given, key=partial(_plainness, batch.axes)) for layer, given in allowed.items()}
+            {layer: min(options, key=partial(_plainness, batch.axes)) for layer, options in allowed.items()}
         )
     most = least_known * INTERESTING
-    found = possible(least_of_layers(shared.prices, batch, allowed), allowed, groups, most)
-    choices = [Choice(group, in_common(group, found)) for group in groups]
+    strategies = possible(least_of_layers(shared.prices, batch, allowed), allowed, groups, most)
+    choices = [Choice(group, in_common(group, strategies)) for group in groups]
     # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
     tied = any(len(group) > 1 for group in groups)
     rounds: Sequence[Sent] = ("nothing",) if tied else ("nothing", "at least") if enough < np.inf else ("at least",)
@@ -211,7 +211,7 @@ def remaining(
             if elimination.least > enough:
                 raise UninterestingError(elimination.least)
     except TooWideError:
-        return found, None
+        return strategies, None
     floor = Floor(graph, batch, choices, inner, problem.sizes, most, limit)
     layers = assigned(choices, elimination.assignment())
     ops = {call.layer: call.op for call in graph.calls if call.op in COMPUTE}
@@ -220,15 +220,15 @@ def remaining(
     bounds = elimination.min_marginals()
     for v, choice in enumerate(choices):
         near = kept(choice.strategies, list(bounds[v]), least_known * (1 + tolerance))
-        found |= dict.fromkeys(choice.layers, near)
-    return found, floor
+        strategies |= dict.fromkeys(choice.layers, near)
+    return strategies, floor
 
 
 def _plainness(axes: Axes, strategy: Strategy) -> tuple[int, int, int]:
     """Least for samples on all axes that may divide them, and filters, or else rows, on the others."""
-    others = [each for axis, each in enumerate(strategy) if axis not in axes]
+    rest = [choice for axis, choice in enumerate(strategy) if axis not in axes]
     return (
         sum(strategy[axis] != "sample" for axis in axes),
-        sum(each not in ("filter", "height") for each in others),
-        sum(each == "height" for each in others),
+        sum(choice not in ("filter", "height") for choice in rest),
+        sum(choice == "height" for choice in rest),
     )

@@ -164,15 +164,15 @@ class _Search:
             self.graph, self.costs, self.layers, self.parts, self.outputs, with_memory, self.tolerance
         )
         self.searched = searched
-        found = [one for mesh in self.meshes for one in searched.on(mesh)]
-        if not found:
+        solutions = [one for mesh in self.meshes for one in searched.on(mesh)]
+        if not solutions:
             raise searched.refused or ConvoyError("no plan divides this network over these devices")
-        self.least = min(one.solution.seconds for one in found)
-        found = [self._simplest(one) for one in found]
-        near = [one for one in found if one.solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
+        self.least = min(one.solution.seconds for one in solutions)
+        solutions = [self._simplest(one) for one in solutions]
+        near = [one for one in solutions if one.solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
         best = min(near, key=lambda one: (one.solution.redistributions if self.tolerance else 0, *_rank(one)))
-        others = sorted((one for one in found if one is not best and not self._is_flat(one)), key=_rank)
-        return [best, *others]
+        rest = sorted((one for one in solutions if one is not best and not self._is_flat(one)), key=_rank)
+        return [best, *rest]
 
     def _simplest(self, one: MeshSolution) -> MeshSolution:
         """A plan of fewer redistributions, where that takes hardly longer than the fastest of all or of its kind."""
@@ -199,11 +199,11 @@ class _Search:
         flat = any(len(mesh.sizes) == 1 for mesh in self.meshes)
         return flat and len(one.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in one.solution.layers.values())
 
-    def _fit(self, found: Sequence[MeshSolution]) -> list[MeshSolution]:
+    def _fit(self, solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
         """The plans that fit into memory, each made smaller where it must be; a ConvoyError where none does."""
         assert self.memory_limit is not None
         tried: list[tuple[MeshSolution, Fitting]] = []
-        for one in found:
+        for one in solutions:
             fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory_of, one.mesh))
             tried.append((MeshSolution(one.solver, one.mesh, fit.solution, one.free), fit))
         fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)

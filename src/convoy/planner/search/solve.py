@@ -106,7 +106,7 @@ class Solver:
 
     def _solution(self, problem: Problem, elimination: Elimination, states: Mapping[int, int]) -> Solution:
         seconds, held, count = (
-            _at(each, states) for each in ((*problem.seconds, *problem.ends), problem.bytes, problem.redistributions)
+            _at(part, states) for part in ((*problem.seconds, *problem.ends), problem.bytes, problem.redistributions)
         )
         layers = assigned(problem.choices, states)
         return Solution(layers, seconds, round(count), held, self.groups, problem, elimination)
@@ -121,27 +121,27 @@ class Solver:
             return solution
         problem, budget = solution.problem, budget * (1 + 1e-12)
         marginals = solution.elimination.min_marginals()
-        kept = {v: np.flatnonzero(numbers <= budget).tolist() for v, numbers in marginals.items()}
+        states_of = {v: np.flatnonzero(numbers <= budget).tolist() for v, numbers in marginals.items()}
         seconds, counts = (
-            restricted(tables, kept) for tables in ([*problem.seconds, *problem.ends], problem.redistributions)
+            restricted(tables, states_of) for tables in ([*problem.seconds, *problem.ends], problem.redistributions)
         )
-        sizes = {v: len(states) for v, states in kept.items()}
+        sizes = {v: len(states) for v, states in states_of.items()}
         try:
-            found = fewest(seconds, counts, sizes, budget, solution.redistributions, LIMIT)
+            simple = fewest(seconds, counts, sizes, budget, solution.redistributions, LIMIT)
         except TooWideError:
             return None
-        if found is None:
+        if simple is None:
             return solution
-        return self._solution(problem, solution.elimination, {v: kept[v][state] for v, state in found.items()})
+        return self._solution(problem, solution.elimination, {v: states_of[v][state] for v, state in simple.items()})
 
     def price(self, layers: Mapping[str, Strategy]) -> tuple[float, int]:
         """Seconds and number of redistributions of one plan; infinite seconds where it cannot be."""
         choices = [Choice((layer,), (layers[layer],)) for layer in self.allowed]
         problem = build(self.shared, self.batch, choices, self.outputs)
-        found = Elimination([*problem.seconds, *problem.ends], problem.sizes, LIMIT)
-        if not np.isfinite(found.least):
+        elimination = Elimination([*problem.seconds, *problem.ends], problem.sizes, LIMIT)
+        if not np.isfinite(elimination.least):
             return float("inf"), 0
-        return found.least, round(_at(problem.redistributions, found.assignment()))
+        return elimination.least, round(_at(problem.redistributions, elimination.assignment()))
 
     def floor(self, batch: Batch) -> float:
         """Seconds that every plan takes at least that divides the samples over fewer axes; 0 where it is not known."""

@@ -51,24 +51,24 @@ def in_best_passes(
     More and more of them are tried, or fewer and fewer, as long as that is better: more leave stages waiting for less
     of the time, and fewer are larger, which is faster to compute. `found_in` gives None where there can be nothing.
     """
-    known: dict[int, _Found | None] = {}
+    results: dict[int, _Found | None] = {}
 
-    def at(wanted: int) -> _Found | None:
-        passes = next(number for number in counts if number >= wanted)
-        if passes not in known:
-            known[passes] = found_in(passes)
-        return known[passes]
+    def at(least: int) -> _Found | None:
+        passes = next(number for number in counts if number >= least)
+        if passes not in results:
+            results[passes] = found_in(passes)
+        return results[passes]
 
     start = min(PARTS_PER_STAGE * stages, counts[-1])
     most = min(counts[-1], max(_MOST_PASSES, start))
     best = at(start)
     for times in (2.0, 0.5):
-        wanted = int(times * start)
-        while 1 <= wanted <= most:
-            other = at(wanted)
+        number = int(times * start)
+        while 1 <= number <= most:
+            other = at(number)
             if best is not None and (other is None or price(other) >= price(best)):
                 break
-            best, wanted = other, int(times * wanted)
+            best, number = other, int(times * number)
     return best
 
 
@@ -123,18 +123,18 @@ class _StageSearch:
     _known_alone: dict[int, float] = field(default_factory=dict)
 
     def run(self, top: int) -> list[Staged]:
-        found: list[Staged] = []
+        plans: list[Staged] = []
         worse = 0
         for stages in (n for n in range(2, self.num_devices + 1) if self.num_devices % n == 0):
             best = self._with(stages)
             if best is not None:
-                worse = 0 if best.seconds <= min((one.seconds for one in found), default=np.inf) else worse + 1
-                found.append(best)
+                worse = 0 if best.seconds <= min((one.seconds for one in plans), default=np.inf) else worse + 1
+                plans.append(best)
             elif self._fits:  # it is much slower
-                worse += _WORSE if found else 1
+                worse += _WORSE if plans else 1
             if worse >= _WORSE:  # a finer division has ever more bubble and messages
                 break
-        return sorted(found, key=lambda one: one.seconds)[:top]
+        return sorted(plans, key=lambda one: one.seconds)[:top]
 
     def _with(self, stages: int) -> Staged | None:
         """The best plan with so many stages."""
@@ -173,14 +173,14 @@ class _StageSearch:
                 chain = Chain(update, update.place(plan))
             except ConvoyError:  # samples of a pass that so many ranks cannot share
                 continue
-            found = self._cut(chain, plan, stages)
-            if found is not None:
-                return found
+            priced = self._cut(chain, plan, stages)
+            if priced is not None:
+                return priced
         return None
 
     def _ideal(self, stages: int, passes: int) -> float:
         """Seconds of stages that are all equal, and send nothing."""
-        speed = sum(1 / own for own in self.slowdowns) if self.slowdowns else self.num_devices
+        speed = sum(1 / slowdown for slowdown in self.slowdowns) if self.slowdowns else self.num_devices
         busy = 1 - min(bubble(schedule, passes, stages) for schedule in self.schedules)
         return self._alone(passes) * passes / speed / busy
 
@@ -216,7 +216,7 @@ class _StageSearch:
         """The best way to cut it, and in which schedule; None where none fits."""
         mesh = Mesh((STAGE, *plan.mesh.names), (stages, *plan.mesh.sizes))
         passes, graph = chain.update.passes, chain.update.graph
-        found: list[Staged] = []
+        tried_plans: list[Staged] = []
         sums: list[float] = []
         plain = self._times(chain, mesh, stages, postpones=False)
         postponing = self._times(chain, mesh, stages, postpones=True) if "zero-bubble" in self.schedules else plain
@@ -234,12 +234,12 @@ class _StageSearch:
                     break
                 for schedule in (leading,) if self.memory_limit is not None else self.schedules:
                     pairs = zip(of_schedules[schedule], itertools.pairwise(cuts), strict=True)
-                    seconds = pipeline_seconds([own.between(pair) for own, pair in pairs], passes, schedule)
+                    seconds = pipeline_seconds([times.between(pair) for times, pair in pairs], passes, schedule)
                     self.known = min(self.known, seconds)
                     names = tuple(graph.calls[chain.cuts[cut]].layer for cut in cuts[1:-1])
-                    found.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
-        if found:
-            best = min(found, key=lambda one: one.seconds)
+                    tried_plans.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
+        if tried_plans:
+            best = min(tried_plans, key=lambda one: one.seconds)
             return _Priced(best.seconds, best)
         return _Priced(min(sums)) if sums else None
 
@@ -248,39 +248,39 @@ class _StageSearch:
         pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
-        found = []
+        times = []
         for stage in range(stages):
             after, before = (pairs[at] if 0 <= at < stages - 1 else None for at in (stage, stage - 1))
             sends = ways[after][0] if after is not None else nothing
             returns = ways[before][1] if before is not None else nothing
             beside = max(_share(link) for link in (before, after) if link is not None) * (sends + returns)
-            slower, own, saved = self._slowdown(mesh, stage), chain.seconds, nothing
+            slower, seconds, saved = self._slowdown(mesh, stage), chain.seconds, nothing
             if postpones:
-                own = own - chain.laid_out
+                seconds = seconds - chain.laid_out
                 saved = _joined(chain.update.passes, stage, stages) * chain.joined
-            found.append(_Times(slower * own + beside, slower * saved, sends, returns, chain.once))
-        return found
+            times.append(_Times(slower * seconds + beside, slower * saved, sends, returns, chain.once))
+        return times
 
     def _bounds(self, chain: Chain, times: Sequence["_Times"], schedule: Schedule) -> Bounds:
         """What decides about the cuts under a schedule; infinite where a stage does not fit into memory."""
         through, rest = [], []
         passes, stages = chain.update.passes, len(times)
-        for stage, own in enumerate(times):
-            computes, sent = own.computes - own.saved, own.sends + own.returns
+        for stage, of_stage in enumerate(times):
+            computes, sent = of_stage.computes - of_stage.saved, of_stage.sends + of_stage.returns
             one = _WAITS[schedule] * computes + sent
             if self.memory_limit is not None:
-                kept = np.maximum(chain.kept, chain.postponed) if schedule == "zero-bubble" else chain.kept
-                held = chain.held + in_flight(schedule, passes, stage, stages) * kept
+                activations = np.maximum(chain.kept, chain.postponed) if schedule == "zero-bubble" else chain.kept
+                held = chain.held + in_flight(schedule, passes, stage, stages) * activations
                 one = np.where(held <= self.memory_limit, one, np.inf)
             through.append(one)
-            rest.append((passes - _WAITS[schedule]) * np.maximum(computes, sent) + own.once)
+            rest.append((passes - _WAITS[schedule]) * np.maximum(computes, sent) + of_stage.once)
         return Bounds(through, rest)
 
     def _slowdown(self, mesh: Mesh, stage: int) -> float:
         """The slowdown of the slowest rank of a stage."""
         if not self.slowdowns:
             return 1.0
-        return max(own for rank, own in enumerate(self.slowdowns) if mesh.coordinates(rank)[0] == stage)
+        return max(slowdown for rank, slowdown in enumerate(self.slowdowns) if mesh.coordinates(rank)[0] == stage)
 
 
 def _share(link: Link) -> float:
@@ -309,7 +309,7 @@ class _Times:
     def between(self, cuts: tuple[int, int]) -> StageTimes:
         """Seconds of the stage between two cuts; the gradients of weights take half of the backward pass."""
         computes, saved, sends, returns, once = (
-            float(own[cuts]) for own in (self.computes, self.saved, self.sends, self.returns, self.once)
+            float(numbers[cuts]) for numbers in (self.computes, self.saved, self.sends, self.returns, self.once)
         )
         weights = max(0.0, _BACK / 2 * computes - saved)
         return StageTimes((1 - _BACK) * computes, _BACK / 2 * computes + weights, sends, returns, once, weights)
