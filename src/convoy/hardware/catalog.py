@@ -138,12 +138,9 @@ _HOSTS = re.compile(r"([0-9]+)\s*x\s*\((.+)\)")
 
 
 def machine(text: str, between: str | None = None, added: Mapping[str, Device] | None = None) -> Machine:
-    """A machine from its text.
-
-    `8xv100-sxm2` is one host; `4x(8xa100-sxm4)` four, linked by `between` (by default 10 Gbit/s);
-    `2xtitan-x+1xgtx-1080` unequal devices of one host. `:pcie3` at the end names another link than the device's usual
-    one.
-    """
+    """A machine from its text. `8xv100-sxm2` is one host; `4x(8xa100-sxm4)` four, linked by `between` (by default 10
+    Gbit/s); `2xtitan-x+1xgtx-1080` unequal devices of one host. `:pcie3` at the end names another link than the
+    device's usual one."""
     inner, _, link = text.strip().lower().partition(":")
     hosts = 1
     if (several := _HOSTS.fullmatch(inner)) is not None:

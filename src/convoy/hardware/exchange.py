@@ -228,10 +228,8 @@ def ring(
 
 
 def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> Hop:
-    """The link between devices of a host where `local` of them send at once.
-
-    `faster` is how many times as fast as NCCL's ring something else uses links between peers.
-    """
+    """The link between devices of a host where `local` of them send at once. `faster` is how many times as fast as
+    NCCL's ring something else uses links between peers."""
     name = re.sub("-(host|shared|bridge)$", "", site.link)
     link, way = link_named(name), site.link[len(name) :]
     if way == "-bridge" and local == 2:

@@ -42,10 +42,8 @@ _LATENCY = 2e-5
 
 
 def link_named(text: str) -> Hop:
-    """A link by its name in the catalog, or by its rate in bits (`10gbit`) or bytes (`5GB/s`); else a ConvoyError.
-
-    `-N` after a name stands for N of them side by side, as network cards of a host: `infiniband-hdr-8`.
-    """
+    """A link by its name in the catalog, or by its rate in bits (`10gbit`) or bytes (`5GB/s`); else a ConvoyError. `-N`
+    after a name stands for N of them side by side, as network cards of a host: `infiniband-hdr-8`."""
     catalog = links()
     name = text.strip().lower()
     if name in catalog:

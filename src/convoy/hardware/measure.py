@@ -11,11 +11,9 @@ _ROUNDS = 7
 
 
 def measure_device(device: torch.device) -> dict[str, Any]:
-    """The columns of the catalog: arithmetic by matrix products, memory by a copy, a launch by an empty operation.
-
-    A CPU is measured with the threads that torch has. A peak so found is what a program reaches, somewhat less than a
-    data sheet says.
-    """
+    """The columns of the catalog: arithmetic by matrix products, memory by a copy, a launch by an empty operation. A
+    CPU is measured with the threads that torch has. A peak so found is what a program reaches, somewhat less than a
+    data sheet says."""
     is_gpu = device.type == "cuda"
     side = 8192 if is_gpu else 1024
     x, large = torch.randn(side, side, device=device), torch.empty(2**28 if is_gpu else 2**24, device=device)

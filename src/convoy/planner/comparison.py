@@ -17,12 +17,9 @@ MOST = 20  # groups that still fit into a table
 
 
 def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:
-    """The group of every layer, in the order of the network.
-
-    Layers are together that are in the same module, of the deepest level at which there are at most `most`; layers
-    without parameters belong to what comes before them. Where even the outermost modules are too many, they are not put
-    together any further.
-    """
+    """The group of every layer, in the order of the network. Layers are together that are in the same module, of the
+    deepest level at which there are at most `most`; layers without parameters belong to what comes before them. Where
+    even the outermost modules are too many, they are not put together any further."""
     graph = placement.graph
     has_parameters: dict[str, bool] = {}
     for placed in placement.calls:
@@ -37,7 +34,6 @@ def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:
 
 
 def _at(depth: int, has_parameters: dict[str, bool]) -> dict[str, str]:
-    """The groups where names are cut to `depth` parts."""
     heavy = {_cut(layer, depth) for layer, is_heavy in has_parameters.items() if is_heavy}
     group_of: dict[str, str] = {}
     last = ""
@@ -142,10 +138,8 @@ def of_all_stages(summaries: Sequence[Summary]) -> Summary | None:
 def groups_beside(
     placement: Placement, before: Summary | None, after: Summary | None, stages: Sequence[int] = ()
 ) -> tuple[Group, ...]:
-    """The layers in groups, and what gradients of all of them take; without what nobody knows.
-
-    `before` was predicted, `after` measured. `stages` are those of the calls, from 0; empty for a network in one piece.
-    """
+    """The layers in groups, and what gradients of all of them take; without what nobody knows. `before` was predicted,
+    `after` measured. `stages` are those of the calls, from 0; empty for a network in one piece."""
     if after is None or not after.layers:
         return ()
     run_by: dict[str, int] = {}

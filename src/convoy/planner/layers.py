@@ -166,7 +166,6 @@ def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dic
 
 
 def _one_other(strategy: Strategy, mesh: Mesh) -> Iterator[Strategy]:
-    """Strategies that differ on one axis."""
     for axis, current in enumerate(strategy):
         for other in AXIS_STRATEGIES if axis != mesh.stage_axis else ():
             if other != current:

@@ -62,10 +62,8 @@ def measure_links(
 
 def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -> tuple[Links, float]:
     """Links of the groups of all meshes, and the engine's seconds for a redistribution in one direction, beside the
-    collective. All ranks call it.
-
-    Messages much larger than `largest`, the bytes of the largest tensor that will be sent, are not tried.
-    """
+    collective. All ranks call it. Messages much larger than `largest`, the bytes of the largest tensor that will be
+    sent, are not tried."""
     sizes = [size for size in SIZES if size <= 4 * largest]
     links: dict[tuple[int, ...], Link] = {}
     overhead = 0.0
@@ -150,17 +148,14 @@ class _Probe:
         return max(row[0] for row in rows) / 1e6
 
     def _exchange(self, x: Tensor) -> object:
-        """Send the same to every other rank."""
         sends: list[Tensor | None] = [x] * self._ranks
         sends[self._place] = x.new_empty(0)
         shapes = [None if rank == self._place else x.shape for rank in range(self._ranks)]
         return collectives.exchange(sends, shapes, self._group)
 
     def _time(self, run: Callable[[Tensor], object], numbers: int) -> float:
-        """Seconds of one collective: of the slowest CPU; of the GPU that begins it last.
-
-        Each GPU is kept busy for as long as its host has taken, so they begin one after another and end together.
-        """
+        """Seconds of one collective: of the slowest CPU; of the GPU that begins it last. Each GPU is kept busy for as
+        long as its host has taken, so they begin one after another and end together."""
         of_ranks = min if self._clock.is_queue else max
         like = torch.ones(numbers, device=self._device)
         buffers = cycle([like.clone() for _ in range(max(1, min(_TURNS, _MOST // max(1, like.nbytes))))])

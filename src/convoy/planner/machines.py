@@ -89,7 +89,6 @@ class Prediction:
 
     @property
     def plan(self) -> Plan:
-        """The fastest plan."""
         return self.planned.best.plan if self.planned is not None else Plan.by_samples(len(self.machine.devices))
 
     @property
@@ -99,11 +98,9 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """The speed-up for each device."""
         return self.speedup / len(self.machine.devices)
 
     def days(self, images: float) -> float:
-        """Days until so many images have been trained on."""
         return images / self.best / 86400
 
     def price(self, images: float, hour: float) -> float:
@@ -111,7 +108,6 @@ class Prediction:
         return 24 * self.days(images) * len(self.machine.devices) * hour
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {
             "machine": self.machine.text,
             "between": self.machine.between,

@@ -52,11 +52,8 @@ def slowdowns_of(
     measured: Sequence[tuple[float, ...]], ranks: Ranks, store: ProfileStore | None, device: Device
 ) -> tuple[float, ...]:
     """How many times as long as in the mean each rank computes; empty where they are about equally fast, or not
-    measured.
-
-    All ranks call it. `measured` has for each profiling the seconds that each rank took for equal work. Where nothing
-    had to be profiled, the store may know it from before.
-    """
+    measured. All ranks call it. `measured` has for each profiling the seconds that each rank took for equal work. Where
+    nothing had to be profiled, the store may know it from before."""
     name = "slowdown of " + hashlib.blake2b(repr(ranks.gather(_place())).encode(), digest_size=8).hexdigest()
     rows = [row for row in measured if len(row) == ranks.num > 1 and min(row) > 0]
 
@@ -359,7 +356,6 @@ class Measurements:
                 self._store.clear(self._devices[alone])
 
     def _local_ops(self, job: Job) -> list[LocalOp]:
-        """The operations of the ranks in a profiling, but for those that take no time."""
         placement = job.placement
         places = dict.fromkeys([0] if job.alone else self._ranks.places(placement.mesh))
         ops = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)

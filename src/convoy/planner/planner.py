@@ -52,6 +52,8 @@ _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
 _RACERS = 2  # of the plans that are predicted to be fastest, beside plain `sample`
 _SETTLED = 0.02  # the part of a plan's computing time that need not be measured
 
+_ASSUMED_LINKS = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -68,12 +70,10 @@ class Planned:
 
     @property
     def best(self) -> Scored:
-        """The plan to run."""
         return self.candidates[0]
 
     @property
     def speedup(self) -> float:
-        """The best plan's, over one device."""
         return self.serial.seconds / self.best.seconds
 
     def warning(self, seconds: float) -> str:
@@ -99,10 +99,8 @@ def score(
     memory_limit: float | None = None,
 ) -> Scored:
     """The prediction for a plan; a ConvoyError where a layer cannot be divided, or the network not cut, as it says.
-
     Without a number of passes, stages take the fastest one. Within `memory_limit`, the bytes of a rank, they take the
-    fastest passes and the faster of the schedules that fit.
-    """
+    fastest passes and the faster of the schedules that fit."""
 
     def price(one: Scored) -> tuple[bool, float]:
         fits = memory_limit is None or one.memory.total <= memory_limit
@@ -189,7 +187,7 @@ def make_plan(
             "measuring the links", lambda _: measured_links(meshes, workload.largest, workload.device)
         )
     elif devices > 1:
-        measured.links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+        measured.links = _ASSUMED_LINKS
         found_notes.append(
             f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
         )
@@ -359,7 +357,6 @@ def passes_of(workload: Workload, plan: Plan) -> int | None:
 
 
 def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> str:
-    """A sentence on devices that are not equally fast."""
     ratios = " : ".join(f"{slowdown / min(slowdowns):.2f}" for slowdown in slowdowns)
     sentence = f"the devices are not equally fast: the same takes them {ratios}"
     if shares is None or len(set(shares)) == 1:
@@ -384,9 +381,8 @@ def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[l
 def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit: float) -> None:
     """Refuse devices into which no plan fits, with a TooLargeError, before anything is measured: for that no times are
     needed."""
-    links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
     update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
-    costs = Costs(Calibrated({}), links, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
+    costs = Costs(Calibrated({}), _ASSUMED_LINKS, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
     with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
         if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
             return

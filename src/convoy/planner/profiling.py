@@ -142,10 +142,8 @@ def _profiler(workload: Workload, placement: Placement, rank: int, groups: Group
 
 
 def _of_each_rank(ranks: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[LocalOp]) -> tuple[float, ...]:
-    """Seconds that each rank takes for what all of them computed, each kind of it once.
-
-    The median over all operations tells how fast a rank is from what has disturbed a single one.
-    """
+    """Seconds that each rank takes for what all of them computed, each kind of it once. The median over all operations
+    tells how fast a rank is from what has disturbed a single one."""
     means = [{one: mean([t for other, t in rows if other == one]).total for one in dict(rows)} for rows in ranks]
     shared = [one for one in means[0] if one not in without and all(one in row for row in means)]
     usual = {one: median(row[one] for row in means) for one in shared}
@@ -157,7 +155,6 @@ def _of_each_rank(ranks: Sequence[Sequence[tuple[LocalOp, Times]]], without: set
 
 
 def _without(times: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
-    """The times without the messages inside."""
     if not messages.axes:
         return Times(*astuple(times))
     link = links.of(mesh, messages.axes)
@@ -176,7 +173,6 @@ def _redistribution(
     times: CallTimes,
     links: Links,
 ) -> tuple[LocalOp, Times]:
-    """What a rank copies for a redistribution, and how long that takes."""
     mesh = placement.mesh
     place = mesh.coordinates(rank)
     one = moved(step, shape, dtype_name(dtype), times.backward > 0, mesh, place)
@@ -217,10 +213,8 @@ _WIDTH, _UPDATES, _ENOUGH = 16, 15, 6
 
 
 def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
-    """The costs, with the time of the engine for an update, and for each parameter whose gradient is exchanged.
-
-    All ranks call it; one alone has nothing to exchange.
-    """
+    """The costs, with the time of the engine for an update, and for each parameter whose gradient is exchanged. All
+    ranks call it; one alone has nothing to exchange."""
     if ranks.num == 1:
         return costs
     what = "measuring the engine"

@@ -158,7 +158,6 @@ class Explained:
 
     @property
     def efficiency(self) -> float:
-        """The speed-up for each device."""
         return self.speedup / self.planned.devices
 
     @property

@@ -29,11 +29,9 @@ _DTYPES = {1: "uint8", 4: "float32", 8: "float64"}
 
 
 class Additive:
-    """Seconds of one update of a network, part by part, each for the rank that has most to do.
-
-    `shown` is the part of an exchange of gradients beside the computation by which the step is longer, beyond the
-    cycles that it takes from it.
-    """
+    """Seconds of one update of a network, part by part, each for the rank that has most to do. `shown` is the part of
+    an exchange of gradients beside the computation by which the step is longer, beyond the cycles that it takes from
+    it."""
 
     def __init__(self, costs: Costs, graph: Graph, passes: int = 1, shown: float = 0.3) -> None:
         self.costs, self.graph, self.passes, self.shown = costs, graph, passes, shown
@@ -196,11 +194,9 @@ def elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, place: Coordina
 
 
 def sent_elements(step: Step, mesh: Mesh, place: Coordinates, shape: tuple[int, ...]) -> Traffic:
-    """As `convoy.plans.traffic.step_elements`, without looking at every other rank.
-
-    In an exchange a rank counts for what it gets, which is what others send: what it wants, but for what it holds. On
-    the way back it sends the gradients of just that.
-    """
+    """As `convoy.plans.traffic.step_elements`, without looking at every other rank. In an exchange a rank counts for
+    what it gets, which is what others send: what it wants, but for what it holds. On the way back it sends the
+    gradients of just that."""
     if step.kind not in ("move", "reduce_scatter"):
         return step_elements(step, mesh, place, shape)
     after = elements(step.target, shape, mesh, place)
@@ -214,11 +210,9 @@ def sent_elements(step: Step, mesh: Mesh, place: Coordinates, shape: tuple[int, 
 
 
 def some_places(step: Step, mesh: Mesh) -> set[Coordinates]:
-    """Places among which is one that sends most.
-
-    The first has the largest parts. One in the middle of all axes has two borders, and the last holds least of what it
-    will want: they are looked at where parts may overlap, or need not be held already.
-    """
+    """Places among which is one that sends most. The first has the largest parts. One in the middle of all axes has two
+    borders, and the last holds least of what it will want: they are looked at where parts may overlap, or need not be
+    held already."""
     parts = {"move": 3, "slice": 2}.get(step.kind, 1)
     return {tuple(size * part // 2 - (part == 2) for size in mesh.sizes) for part in range(parts)}
 

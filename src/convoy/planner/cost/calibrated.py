@@ -96,10 +96,8 @@ class Neighbours:
             self._alike.setdefault(one.options, []).append(one)
 
     def correction(self, local_op: LocalOp) -> Ratios:
-        """What to multiply the model's times by: the mean of the neighbours' ratios, the nearer the more.
-
-        Operations with other options count only where too few have the same.
-        """
+        """What to multiply the model's times by: the mean of the neighbours' ratios, the nearer the more. Operations
+        with other options count only where too few have the same."""
         target = _known(local_op, (0.0, 0.0))
         same_options = self._alike.get(target.options, [])
         among = _around(same_options if len(same_options) >= _COUNT else self._all, target.work)
@@ -140,10 +138,8 @@ def _mean(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 class Calibrated:
-    """Times that are exact where measured, and elsewhere follow from the measured operations of the kind.
-
-    Empty operations and views calibrate nothing. The roofline is by default made from what was measured.
-    """
+    """Times that are exact where measured, and elsewhere follow from the measured operations of the kind. Empty
+    operations and views calibrate nothing. The roofline is by default made from what was measured."""
 
     def __init__(self, measured: Mapping[LocalOp, Times], roofline: Roofline | None = None) -> None:
         self.measured = dict(measured)
@@ -225,10 +221,8 @@ def _ratio(regression: Regression | None, local_op: LocalOp, seconds: float) -> 
 
 
 def fitted(measured: Mapping[LocalOp, Times]) -> Roofline:
-    """A roofline from measured operations: the ceilings that nine tenths of the large ones stay below.
-
-    Where there is nothing to fit to, that of a slow core, so that ratios between operations still say something.
-    """
+    """A roofline from measured operations: the ceilings that nine tenths of the large ones stay below. Where there is
+    nothing to fit to, that of a slow core, so that ratios between operations still say something."""
     arithmetic, memory, least = [], [], []
     for local_op, times in measured.items():
         if local_op.is_empty or local_op.op in VIEWS or times.forward <= 0:

@@ -93,11 +93,9 @@ class CatalogedLinks:
 def costs_of(
     machine: Machine, precision: str, software: Software, share: float, slowdowns: Sequence[float] = ()
 ) -> Costs:
-    """What a step costs on a machine of the catalog, with the times of its first device.
-
-    `share` is the part of the time of messages that they take from the computation beside them; `slowdowns` are how
-    many times as long as the first each device computes.
-    """
+    """What a step costs on a machine of the catalog, with the times of its first device. `share` is the part of the
+    time of messages that they take from the computation beside them; `slowdowns` are how many times as long as the
+    first each device computes."""
     device = machine.devices[0]
     rate = 0.75e9 * device.gbytes_per_s
     return Costs(

@@ -21,11 +21,9 @@ GPU_SHARE, HOST_SHARE = 0.9, 0.55
 
 
 def device_memory(device: torch.device, on_host: int) -> tuple[float, str]:
-    """Bytes for parameters, gradients, optimizer and activations on a device, and a word on where they come from.
-
-    A GPU has what is free and what this process holds of it. What is free of a host's memory, or of what control groups
-    leave of it, its `on_host` ranks share.
-    """
+    """Bytes for parameters, gradients, optimizer and activations on a device, and a word on where they come from. A GPU
+    has what is free and what this process holds of it. What is free of a host's memory, or of what control groups leave
+    of it, its `on_host` ranks share."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         there = float(free + torch.cuda.memory_reserved(device))

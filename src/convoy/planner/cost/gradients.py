@@ -40,10 +40,8 @@ class Update:
 
     @staticmethod
     def fit(measured: Sequence[tuple[int, int, float]], *, state: float = 1.0, divisible: bool = False) -> "Update":
-        """From measured updates: bytes of the parameters, how many they are, and seconds.
-
-        One point gives the rate alone, two or more also the time for a tensor: the least squares of relative errors,
-        neither number below zero.
+        """From measured updates: bytes of the parameters, how many they are, and seconds. One point gives the rate
+        alone, two or more also the time for a tensor: the least squares of relative errors, neither number below zero.
         """
         points = [(num_bytes, tensors, seconds) for num_bytes, tensors, seconds in measured if seconds > 0]
         by_bytes = _slope([(num_bytes / seconds) for num_bytes, _, seconds in points])
@@ -66,9 +64,7 @@ class Update:
 
 def issuing(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Seconds of a host once and for each parameter, from the number of parameters and its seconds for some updates.
-
-    Least squares, neither of them below zero.
-    """
+    Least squares, neither of them below zero."""
     tensors, seconds = ([float(row[column]) for row in measured] for column in (0, 1))
     if not any(seconds):
         return 0.0, 0.0
@@ -115,10 +111,8 @@ class Exchange:
 
 
 def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: Sizes, on_cpu: bool = True) -> Exchange:
-    """The messages of `convoy.engine.gradients.GradientReducer`.
-
-    `order` names the parameters that ranks hold, as their gradients become ready. Only CPUs divide an update for speed.
-    """
+    """The messages of `convoy.engine.gradients.GradientReducer`. `order` names the parameters that ranks hold, as their
+    gradients become ready. Only CPUs divide an update for speed."""
     graph, mesh = placement.graph, placement.mesh
     held = held_bytes(placement, order)
     names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]

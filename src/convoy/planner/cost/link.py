@@ -26,11 +26,9 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by bytes, straight between measured points and exact at them.
-
-    Below the smallest point the time is that of the point: it is mostly latency. Above the largest the last slope goes
-    on; where there is none upwards, the rate of the last point.
-    """
+    """Seconds by bytes, straight between measured points and exact at them. Below the smallest point the time is that
+    of the point: it is mostly latency. Above the largest the last slope goes on; where there is none upwards, the rate
+    of the last point."""
 
     points: tuple[tuple[int, float], ...]  # (bytes, seconds), ascending in bytes, each number of bytes once
 
@@ -145,9 +143,7 @@ class Links:
 
     def between(self, mesh: Mesh, axis: int, source: int, target: int) -> Link:
         """The link between ranks at two places on an axis, the same on all others; a ConvoyError where none is known.
-
-        Where just these were not measured, those as far apart at the beginning of the axis serve; then all along it.
-        """
+        Where just these were not measured, those as far apart at the beginning of the axis serve; then all along it."""
         first, last = sorted((source, target))
         for places in ((first, last), (0, last - first)):
             ranks = tuple(mesh.rank([place if a == axis else 0 for a in mesh.axes]) for place in places)

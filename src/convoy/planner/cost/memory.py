@@ -34,11 +34,9 @@ class RankMemory:
 
 
 def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = None) -> list[RankMemory]:
-    """Memory of every rank in a pass over the batch that was placed, and the update after it.
-
-    A stage keeps the activations of all its passes in flight, with what it receives and sends for them. Of one weight
-    after the other it also has a pass's own gradient, until that is added to those before.
-    """
+    """Memory of every rank in a pass over the batch that was placed, and the update after it. A stage keeps the
+    activations of all its passes in flight, with what it receives and sends for them. Of one weight after the other it
+    also has a pass's own gradient, until that is added to those before."""
     if staging is None:
         return _of_part(placement, costs)
     memory = []

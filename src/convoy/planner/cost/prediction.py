@@ -15,10 +15,8 @@ from convoy.plans.timeline import Timeline, split_engine_time
 def predict(
     placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
 ) -> Timeline:
-    """The timeline of an update; arguments as for `step_tasks`.
-
-    What others get ready beside the computation is waited for at the beginning, if an update is too short for it.
-    """
+    """The timeline of an update; arguments as for `step_tasks`. What others get ready beside the computation is waited
+    for at the beginning, if an update is too short for it."""
     ahead = costs.input
     if not ahead.beside:
         return simulate(step_tasks(placement, costs, passes, every_rank, staging))

@@ -36,8 +36,6 @@ _ROUNDS = 2
 
 
 class _Activity:
-    """A task that runs, or the tasks of a meeting."""
-
     __slots__ = ("is_message", "numbers", "ranks", "rate", "receivers", "remaining", "share", "since", "version")
 
     def __init__(self, numbers: list[int], tasks: Sequence[Task], now: float) -> None:
@@ -97,7 +95,6 @@ class _Simulation:
         return Timeline(tuple(Span(*span) for span in spans))
 
     def _look(self, queue: tuple[int, str]) -> None:
-        """Begin the next task of a stream, if it can."""
         numbers, head = self.queues[queue], self.heads[queue]
         if head > 0 and self.end[numbers[head - 1]] < 0:
             return
@@ -147,7 +144,6 @@ class _Simulation:
             self._look(queue)
 
     def _set_rates(self, ranks: Sequence[int]) -> None:
-        """Give everything that runs on these ranks its speed from now on."""
         touched = {id(activity): activity for rank in ranks for activity in self.active[rank]}
         for activity in touched.values():
             rate = min(self._rate(activity, rank) for rank in activity.ranks)

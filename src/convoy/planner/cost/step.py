@@ -37,11 +37,8 @@ def step_tasks(
     placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
 ) -> list[Task]:
     """The tasks of an update of so many passes, for one rank of each class of ranks that do the same, or for every
-    rank.
-
-    Messages between layers hold up what comes after them. Gradients are sent in the last pass only: beside the
-    computation where the link allows it, otherwise at the end, as the engine does it through shared memory.
-    """
+    rank. Messages between layers hold up what comes after them. Gradients are sent in the last pass only: beside the
+    computation where the link allows it, otherwise at the end, as the engine does it through shared memory."""
     return _Builder(placement, costs, every_rank, staging).tasks(passes)
 
 
@@ -166,7 +163,6 @@ class _Builder:
         self._send(kind == "forward", number)
 
     def _share(self, number: int) -> float:
-        """The samples of a pass, as a part of those of the largest."""
         assert self.staging is not None
         return self.staging.samples[number] / max(self.staging.samples)
 

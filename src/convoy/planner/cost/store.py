@@ -56,10 +56,8 @@ class Measurement:
 
 class ProfileStore:
     """Times of operations, and other facts about a device, by device. Several processes may share it; writing raises
-    OSError where it cannot be.
-
-    The folder is by default `$CONVOY_CACHE/profiles`, or `convoy/profiles` in the user's cache folder.
-    """
+    OSError where it cannot be. The folder is by default `$CONVOY_CACHE/profiles`, or `convoy/profiles` in the user's
+    cache folder."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = default_folder() if path is None else Path(path)
@@ -218,7 +216,6 @@ def _row(local_op: str, measured: float, source: str, *seconds: float | None) ->
 
 
 def _together(rows: list[Measurement]) -> Measurement:
-    """Several measurements of an operation, the newest last, as one."""
     last = rows[-1]
     times = Times(*(_middle(list(ways)) for ways in zip(*(row.times.numbers for row in rows), strict=True)))
     return Measurement(last.local_op, times, last.measured, last.source)

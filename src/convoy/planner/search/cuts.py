@@ -46,7 +46,6 @@ class InPasses:
     costs: Costs
 
     def place(self, plan: Plan) -> Placement:
-        """A pass under a plan; a ConvoyError where a layer cannot be divided as it says."""
         axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
         return place(self.graph, plan, Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes))), self.outputs)
 
@@ -72,11 +71,9 @@ def cuts_of(graph: Graph) -> tuple[int, ...]:
 
 
 class Chain:
-    """What stages of a placed network take, from any cut to any later one.
-
-    `update` is the network without stages, `placement` a pass of it on the devices of a stage. Seconds are those of a
-    pass, forward and backward, but for `once`.
-    """
+    """What stages of a placed network take, from any cut to any later one. `update` is the network without stages,
+    `placement` a pass of it on the devices of a stage. Seconds are those of a pass, forward and backward, but for
+    `once`."""
 
     def __init__(self, update: InPasses, placement: Placement) -> None:
         graph, mesh, costs = update.graph, placement.mesh, update.costs
@@ -226,7 +223,6 @@ class Bounds:
 
     @cached_property
     def possible_rest(self) -> list[Numbers]:
-        """The rest of every stage, infinite where it cannot be."""
         return [
             np.where(np.isfinite(of_stage) & np.triu(np.ones(of_stage.shape, bool), 1), rest, np.inf)
             for of_stage, rest in zip(self.through, self.rest, strict=True)

@@ -45,10 +45,8 @@ class _Bucket:
 
 
 class Elimination:
-    """Eliminates the variables of a sum of tables.
-
-    A TooWideError where, in the best order found, a table has more entries than `limit`.
-    """
+    """Eliminates the variables of a sum of tables. A TooWideError where, in the best order found, a table has more
+    entries than `limit`."""
 
     def __init__(self, tables: Sequence[Table], sizes: Mapping[int, int], limit: int) -> None:
         self._sizes = dict(sizes)
@@ -139,10 +137,8 @@ def aligned(numbers: NDArray, scope: Scope, target: Scope) -> NDArray:
 
 
 def open_tables(tables: Sequence[Table], sizes: Mapping[int, int]) -> list[Table]:
-    """Tables without the variables that have only one state.
-
-    Those decide nothing, but each would be a dimension, of which numpy broadcasts no more than 32.
-    """
+    """Tables without the variables that have only one state. Those decide nothing, but each would be a dimension, of
+    which numpy broadcasts no more than 32."""
     opened = []
     for table in tables:
         closed = tuple(axis for axis, v in enumerate(table.scope) if sizes[v] == 1)

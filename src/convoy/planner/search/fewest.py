@@ -33,11 +33,8 @@ def fewest(
     seconds: Sequence[Table], counts: Sequence[Table], sizes: Mapping[int, int], budget: float, most: int, limit: int
 ) -> dict[int, int] | None:
     """The states with the least count that keep the budget, and of these the ones with the least seconds; None where
-    none does.
-
-    `most` is the count of states that are known to keep it. A TooWideError where a table would have more entries than
-    `limit`.
-    """
+    none does. `most` is the count of states that are known to keep it. A TooWideError where a table would have more
+    entries than `limit`."""
     return _Counting(seconds, counts, sizes, most, limit).best(budget)
 
 

@@ -26,19 +26,15 @@ Patterns = tuple[tuple[str, Strategy], ...]
 
 @dataclass
 class _Node:
-    """A part of the modules' names."""
-
     path: str
     strategy: Strategy | None = None
     children: dict[str, "_Node"] = field(default_factory=dict)
 
 
 def compact(mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
-    """The plan that gives every layer its strategy; the layers are in the network's order.
-
-    One strategy for all layers is written in one line, with axes that are called by their strategies. Otherwise
-    patterns such as `features.*` stand for what most layers below them have, after those of the others.
-    """
+    """The plan that gives every layer its strategy; the layers are in the network's order. One strategy for all layers
+    is written in one line, with axes that are called by their strategies. Otherwise patterns such as `features.*` stand
+    for what most layers below them have, after those of the others."""
     axis = mesh.stage_axis
     if axis is not None:  # on which layers have no strategy
         inner = compact(
@@ -245,10 +241,8 @@ def _role(call: Call, graph: Graph) -> Role:
 
 
 class Layers:
-    """The layers that are chosen for; a ConvoyError where a fix is none, or matches no layer.
-
-    The first fix that matches a layer counts; `among` are the strategies on an axis where none does.
-    """
+    """The layers that are chosen for; a ConvoyError where a fix is none, or matches no layer. The first fix that
+    matches a layer counts; `among` are the strategies on an axis where none does."""
 
     def __init__(self, graph: Graph, fixes: Iterable[str | Fix], among: Sequence[str]) -> None:
         self._calls: dict[str, list[Call]] = {}
@@ -285,7 +279,6 @@ class Layers:
         return by_layer
 
     def plan(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
-        """A strategy for every layer as a plan of few patterns."""
         plan = compact(mesh, {layer: layers[layer] for layer in self.ops})
         assert all(plan.strategy(layer, op) == layers[layer] for layer, op in self.ops.items())
         return plan

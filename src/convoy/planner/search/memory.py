@@ -34,11 +34,8 @@ class Fitting:
 def fitting(
     solver: Solver, fastest: Solution, limit: float, memory: Callable[[Mapping[str, Strategy]], float]
 ) -> Fitting:
-    """A plan for ranks with `limit` bytes.
-
-    The solver counts bytes, `memory` those that a plan really needs on the rank that needs most; `fastest` is the best
-    plan whatever it needs.
-    """
+    """A plan for ranks with `limit` bytes. The solver counts bytes, `memory` those that a plan really needs on the rank
+    that needs most; `fastest` is the best plan whatever it needs."""
     needed = memory(fastest.layers)
     if needed <= limit:
         return Fitting(fastest, needed, True, fastest.seconds)
@@ -81,10 +78,8 @@ def nothing_fits(
     what: str = "no plan fits: the smallest",
     memory: Callable[[Placement], float] | None = None,
 ) -> TooLargeError:
-    """The error for where even the smallest plan is too large.
-
-    `memory` gives the bytes that a placement needs on its rank that needs most; without it, as the costs count them.
-    """
+    """The error for where even the smallest plan is too large. `memory` gives the bytes that a placement needs on its
+    rank that needs most; without it, as the costs count them."""
     layers: dict[str, float] = {}
     outputs: dict[str, float] = {}  # several layers may keep the same one
     parameters = 0.0

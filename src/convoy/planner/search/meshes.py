@@ -21,11 +21,8 @@ _BRANCHES = 400
 
 def using_all_axes(solver: Solver, solution: Solution, ops: Mapping[str, str], enough: float) -> Solution | None:
     """The best plan in which each of the solver's sample axes divides the samples of some layer; None where it takes
-    `enough` seconds.
-
-    The solver's costs hold only for such plans: others are plans of fewer sample axes. Branch and bound over which
-    layer uses an axis that the best plan, `solution`, does not use.
-    """
+    `enough` seconds. The solver's costs hold only for such plans: others are plans of fewer sample axes. Branch and
+    bound over which layer uses an axis that the best plan, `solution`, does not use."""
     axes = solver.batch.axes
     heap: list[tuple[float, int, Solution, dict[str, Sequence[Strategy]]]] = [(solution.seconds, 0, solution, {})]
     count = 0
@@ -125,10 +122,8 @@ class MeshSolution:
 
 
 class MeshSearch:
-    """Solves one mesh after the other; the best plans bound what is looked for next.
-
-    Plans that take longer than the fastest by the share `tolerance` are to be found all the same.
-    """
+    """Solves one mesh after the other; the best plans bound what is looked for next. Plans that take longer than the
+    fastest by the share `tolerance` are to be found all the same."""
 
     def __init__(
         self,

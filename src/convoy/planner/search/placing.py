@@ -53,10 +53,8 @@ class Keys:
 
 
 def relabelled(ids: Ids) -> tuple[Ids, Ids]:
-    """The distinct numbers of an array, ascending, and for every element the place of its number among them.
-
-    As `numpy.unique`, without sorting where the numbers are small.
-    """
+    """The distinct numbers of an array, ascending, and for every element the place of its number among them. As
+    `numpy.unique`, without sorting where the numbers are small."""
     if ids.size == 1:
         return ids.reshape(1), np.zeros_like(ids)
     if ids.size >= 64:
@@ -95,10 +93,8 @@ def combined(codes: Ids, more: Ids, size: int) -> Ids:
 
 
 def codes_of(call: Call, prices: Prices, inputs: Sequence[Ids | None]) -> Ids:
-    """For every state of the inputs a number; states of one number are placed alike.
-
-    `given` has for every input the numbers of its layouts, all of one shape; None for parameters and the like.
-    """
+    """For every state of the inputs a number; states of one number are placed alike. `given` has for every input the
+    numbers of its layouts, all of one shape; None for parameters and the like."""
     if call.op == "cat" and len(call.inputs) > 2:
         return _joined(call, prices, inputs)
     codes: Ids | None = None
@@ -230,11 +226,9 @@ class Shared:
         scope: Scope,
         sizes: Sequence[int],
     ) -> PlacedStates:
-        """A call for all states; a TooWideError where there are too many.
-
-        `given` says where its inputs lie, None for parameters, buffers and constants; `own` is the variable of its
-        layer's strategy, and what it may be, None for calls that follow. `scope` are all variables that it depends on.
-        """
+        """A call for all states; a TooWideError where there are too many. `given` says where its inputs lie, None for
+        parameters, buffers and constants; `own` is the variable of its layer's strategy, and what it may be, None for
+        calls that follow. `scope` are all variables that it depends on."""
         key = (
             self.prices.kind(call),
             tuple((place.key, *map(scope.index, place.scope)) if place else None for place in inputs),

@@ -28,10 +28,8 @@ Strategy = tuple[str, ...]  # one strategy for each axis of a mesh
 
 
 def meshes(num_devices: int, max_axes: int = 2) -> list[Mesh]:
-    """All meshes of so many devices: every ordered factorisation, the last axis between neighbours.
-
-    The axes are called `gpu`, or `node` and `gpu`. One device is a mesh without axes.
-    """
+    """All meshes of so many devices: every ordered factorisation, the last axis between neighbours. The axes are called
+    `gpu`, or `node` and `gpu`. One device is a mesh without axes."""
     names = {1: ("gpu",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
     all_meshes = [Mesh((), ())] if num_devices == 1 else []
     for count in range(1, max_axes + 1):
@@ -77,11 +75,8 @@ Structure = tuple[Any, ...]
 
 
 def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> Structure:
-    """What two calls must have in common to be placed alike and to cost the same.
-
-    Names of tensors stand in it as places among the call's inputs and outputs; those in `differentiable` have a
-    gradient.
-    """
+    """What two calls must have in common to be placed alike and to cost the same. Names of tensors stand in it as
+    places among the call's inputs and outputs; those in `differentiable` have a gradient."""
     places = {name: f"${number}" for number, name in enumerate((*call.inputs, *call.outputs))}
     tensors = tuple(
         (
@@ -120,21 +115,17 @@ def _normal(value: Any, places: Mapping[str, str], graph: Graph) -> Any:
 
 
 class Costs(Protocol):
-    """Seconds of one pass forward and backward, and of the update that follows it, each for the busiest rank.
-
-    Every answer must be a function of what is given: the search asks once for all calls, tensors and steps that are
-    alike, and adds up what it is told.
-    """
+    """Seconds of one pass forward and backward, and of the update that follows it, each for the busiest rank. Every
+    answer must be a function of what is given: the search asks once for all calls, tensors and steps that are alike,
+    and adds up what it is told."""
 
     def context(self, call: Call) -> Hashable:
         """What the seconds of a call depend on that is not in it: how its inputs are used elsewhere, and the like."""
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
-        """Seconds of a call, forward and backward.
-
-        Its `transfers` name the inputs that come from another layout, without the steps, and nothing for calls whose
-        layer has a strategy. Of the placement, only graph, mesh and batch are filled in.
-        """
+        """Seconds of a call, forward and backward. Its `transfers` name the inputs that come from another layout,
+        without the steps, and nothing for calls whose layer has a strategy. Of the placement, only graph, mesh and
+        batch are filled in."""
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
         """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""
@@ -166,10 +157,8 @@ class Costs(Protocol):
 
 
 def additive_seconds(placement: Placement, costs: Costs) -> float:
-    """The sum that the search makes least, over a network as it is placed.
-
-    A value travels once for all calls that want it in the same layout (`convoy.plans.traffic`).
-    """
+    """The sum that the search makes least, over a network as it is placed. A value travels once for all calls that want
+    it in the same layout (`convoy.plans.traffic`)."""
     graph, mesh = placement.graph, placement.mesh
     differentiable = needs_gradient(graph)
     total = sum(costs.compute(placed, placement) for placed in placement.calls)
@@ -244,11 +233,8 @@ class Prices:
         return number
 
     def answer(self, call: Call, batch: Batch, strategy: Strategy, inputs: Sequence[int]) -> Answer | ConvoyError:
-        """How a call is placed, or why it cannot be.
-
-        The strategy is empty where the call's rule does not look at it; `given` has for every input the number of its
-        layout, NOWHERE for parameters, buffers and constants.
-        """
+        """How a call is placed, or why it cannot be. The strategy is empty where the call's rule does not look at it;
+        `given` has for every input the number of its layout, NOWHERE for parameters, buffers and constants."""
         key = (self.kind(call), *self._relevant(call, batch, strategy, inputs))
         answer = self._answers.get(key)
         if answer is None:
@@ -312,7 +298,6 @@ class Prices:
         return prod(layout.local_shape(shape, self.mesh, (0,) * len(self.mesh.sizes)))
 
     def transfer(self, source: int, target: int, value: Value) -> float:
-        """Seconds from one layout of a value to another."""
         if source in (target, NOWHERE) or target == NOWHERE:
             return 0.0
         differentiable = value.name in self.differentiable

@@ -39,10 +39,8 @@ class Tensors:
         self._sizes = sizes
 
     def sent(self, value: Value, source: Known, uses: Sequence[Known], apart: bool = False) -> list[Sending]:
-        """What it takes to bring a value to all who use it: once for those that want it in the same layout.
-
-        With `apart`, each of those that may want the same counts its part of it: a lower bound over fewer variables.
-        """
+        """What it takes to bring a value to all who use it: once for those that want it in the same layout. With
+        `apart`, each of those that may want the same counts its part of it: a lower bound over fewer variables."""
         sendings = []
         for group in _that_share(uses, source):
             for members in [[use] for use in group] if apart else [group]:
@@ -75,7 +73,6 @@ class Tensors:
         return total, count
 
     def _seconds(self, value: Value, source: Ids, target: Ids) -> NDArray[np.float64]:
-        """Seconds for each pair of layouts, as arrays that broadcast."""
         (left, left_at), (right, right_at) = relabelled(source), relabelled(target)
         present = np.zeros((len(left), len(right)), bool)
         present[left_at, right_at] = True
@@ -155,12 +152,9 @@ def build(
     with_memory: bool = False,
     sent: Sent = "exactly",
 ) -> Problem:
-    """The tables of a graph; a TooWideError where too much meets in one call.
-
-    Every layer whose rule looks at its strategy is in one of the choices. Where what is sent between calls counts `at
-    least`, a call that may share what it wants with others counts its part of it. Unless it is `exactly`, the least sum
-    is a lower bound.
-    """
+    """The tables of a graph; a TooWideError where too much meets in one call. Every layer whose rule looks at its
+    strategy is in one of the choices. Where what is sent between calls counts `at least`, a call that may share what it
+    wants with others counts its part of it. Unless it is `exactly`, the least sum is a lower bound."""
     return _Builder(shared, batch, choices, with_memory, sent).build(list(outputs))
 
 

@@ -80,11 +80,9 @@ def possible(
 
 
 def relaxed(tables: Iterable[Table], most: int) -> list[Table]:
-    """Tables whose sum is nowhere more than that of the given ones, none with more entries than `most`.
-
-    A larger one that only forbids becomes one for each pair of its last variable, the result of a join, with another;
-    one of seconds becomes its minima over all but two variables.
-    """
+    """Tables whose sum is nowhere more than that of the given ones, none with more entries than `most`. A larger one
+    that only forbids becomes one for each pair of its last variable, the result of a join, with another; one of seconds
+    becomes its minima over all but two variables."""
     tables_kept: list[Table] = []
     for table in tables:
         count = table.numbers.ndim
@@ -130,9 +128,7 @@ class UninterestingError(Exception):
 @dataclass(frozen=True)
 class Floor:
     """What plans take at least that divide the samples over fewer axes, from the tables of those that use more of them.
-
-    The two differ only in where the network's inputs lie and its outputs have to be, and in what layers may have.
-    """
+    The two differ only in where the network's inputs lie and its outputs have to be, and in what layers may have."""
 
     graph: Graph
     batch: Batch  # where the tables hold
@@ -156,10 +152,8 @@ class Floor:
         return min(self.most, Elimination(restricted(self.tables, states_of), sizes, self.limit).least)
 
     def _holds(self, batch: Batch) -> bool:
-        """Whether each rank has as many samples, and where inputs lie matters to no more than sending them.
-
-        Which samples a rank has is a matter of their order, and no cost knows of it.
-        """
+        """Whether each rank has as many samples, and where inputs lie matters to no more than sending them. Which
+        samples a rank has is a matter of their order, and no cost knows of it."""
         inputs = set(self.graph.inputs)
         if any(call.op != "conv" for call in self.graph.calls if inputs.intersection(call.inputs)):
             return False

@@ -32,11 +32,9 @@ class Solution:
 
 
 class Solver:
-    """Finds the best plan on one mesh, where the samples are divided over the axes of a batch.
-
-    Plans of more than `enough` seconds are of no interest; those that take longer than the fastest by the share
-    `tolerance` are to be found all the same.
-    """
+    """Finds the best plan on one mesh, where the samples are divided over the axes of a batch. Plans of more than
+    `enough` seconds are of no interest; those that take longer than the fastest by the share `tolerance` are to be
+    found all the same."""
 
     def __init__(
         self,
@@ -79,11 +77,8 @@ class Solver:
         self, byte_price: float = 0.0, only: Mapping[str, Sequence[Strategy]] | None = None, time_price: float = 1.0
     ) -> Solution:
         """The least sum of seconds, and of bytes at a price in seconds each; `only` is what some layers may have at
-        most.
-
-        A ConvoyError with a rule's sentence where there is no plan, an UninterestingError where there is none of at
-        most `enough` seconds.
-        """
+        most. A ConvoyError with a rule's sentence where there is no plan, an UninterestingError where there is none of
+        at most `enough` seconds."""
         while True:
             problem = self._problem if only is None and self._problem is not None else self.problem(only)
             tables = [*problem.seconds, *problem.ends]
@@ -113,10 +108,8 @@ class Solver:
 
     def simplest(self, solution: Solution, budget: float) -> Solution | None:
         """Of the plans within a budget of seconds, the fastest of those with fewest redistributions; None where the
-        tables that count them would be too large.
-
-        The budget is at least the seconds of the fastest plan, `solution`, and at most by the solver's tolerance more.
-        """
+        tables that count them would be too large. The budget is at least the seconds of the fastest plan, `solution`,
+        and at most by the solver's tolerance more."""
         if not solution.redistributions:
             return solution
         problem, budget = solution.problem, budget * (1 + 1e-12)
@@ -149,10 +142,8 @@ class Solver:
 
     def _possible(self) -> Mapping[str, Sequence[Strategy]]:
         """The strategies that the layers may have in a best plan: all that is allowed, unless that was too much to
-        search; an UninterestingError where none is left.
-
-        Under a limit of memory nothing is left out: what fits may cost more than any plan that is known.
-        """
+        search; an UninterestingError where none is left. Under a limit of memory nothing is left out: what fits may
+        cost more than any plan that is known."""
         if self.with_memory or not self._is_wide:
             return self.allowed
         if self.groups not in self._kept:

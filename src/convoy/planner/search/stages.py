@@ -47,10 +47,8 @@ def in_best_passes(
     counts: Sequence[int], stages: int, found_in: Callable[[int], _Found | None], price: Callable[[_Found], Any]
 ) -> _Found | None:
     """The best of what is found in some of the numbers of passes in `counts`, which ascend; the least price is best.
-
     More and more of them are tried, or fewer and fewer, as long as that is better: more leave stages waiting for less
-    of the time, and fewer are larger, which is faster to compute. `found_in` gives None where there can be nothing.
-    """
+    of the time, and fewer are larger, which is faster to compute. `found_in` gives None where there can be nothing."""
     results: dict[int, _Found | None] = {}
 
     def at(least: int) -> _Found | None:
@@ -137,7 +135,6 @@ class _StageSearch:
         return sorted(plans, key=lambda one: one.seconds)[:top]
 
     def _with(self, stages: int) -> Staged | None:
-        """The best plan with so many stages."""
         inner = self.num_devices // stages
         mesh = Mesh(("gpu",), (inner,)) if inner > 1 else Mesh((), ())
         plans: dict[float | None, Plan | None] = {}
@@ -277,7 +274,6 @@ class _StageSearch:
         return Bounds(through, rest)
 
     def _slowdown(self, mesh: Mesh, stage: int) -> float:
-        """The slowdown of the slowest rank of a stage."""
         if not self.slowdowns:
             return 1.0
         return max(slowdown for rank, slowdown in enumerate(self.slowdowns) if mesh.coordinates(rank)[0] == stage)
