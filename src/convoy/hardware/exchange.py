@@ -88,12 +88,12 @@ def step(
     count: int,
     site: Site,
     scheme: Scheme,
-    given: Mapping[str, Coefficients] | None = None,
+    coefficients: Mapping[str, Coefficients] | None = None,
 ) -> Step:
-    """How long an update of `images` on each of `count` devices takes. `given` are coefficients by part, by default
+    """How long an update of `images` on each of `count` devices takes. The coefficients are by part, by default
     those of the package."""
-    one = times(work, images, device, precision, software, given["one device"] if given else None)
-    return several(one, work, images, device, precision, software, count, site, scheme, given)
+    one = times(work, images, device, precision, software, coefficients["one device"] if coefficients else None)
+    return several(one, work, images, device, precision, software, count, site, scheme, coefficients)
 
 
 def several(
@@ -106,10 +106,10 @@ def several(
     count: int,
     site: Site,
     scheme: Scheme,
-    given: Mapping[str, Coefficients] | None = None,
+    coefficients: Mapping[str, Coefficients] | None = None,
 ) -> Step:
     """As `step`, where the times of one device are known."""
-    c = given["several devices"] if given else coefficients_of("several devices")
+    c = coefficients["several devices"] if coefficients else coefficients_of("several devices")
 
     def factor(name: str) -> float:
         return math.exp(c.get(name, 0.0))

@@ -104,11 +104,16 @@ class Times:
 
 
 def times(
-    work: Work, images: float, device: Device, precision: str, software: Software, given: Coefficients | None = None
+    work: Work,
+    images: float,
+    device: Device,
+    precision: str,
+    software: Software,
+    coefficients: Coefficients | None = None,
 ) -> Times:
     """Seconds of an update of so many images on a device, in `fp32`, `tf32` or `fp16` (which stands for bf16 too).
-    `given` are coefficients, by default those of the package."""
-    c = coefficients_of("one device") if given is None else given
+    The coefficients are by default those of the package."""
+    c = coefficients_of("one device") if coefficients is None else coefficients
     units = arithmetic(device, precision)
     group = units_of(device, precision)
     wide = units.units in ("tensor", "tf32")

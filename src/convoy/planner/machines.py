@@ -190,12 +190,7 @@ def plan_on(
     )
     fixes = [fix] if isinstance(fix, str) else list(fix)
     return predict(
-        workload,
-        devices,
-        precision,
-        fixes=fixes,
-        memory_limit=memory_limit,
-        images_per_second=images_per_second,
+        workload, devices, precision, fixes=fixes, memory_limit=memory_limit, images_per_second=images_per_second
     )
 
 
@@ -327,12 +322,7 @@ def _step(
 
 
 def _planned(
-    workload: Workload,
-    machine: Machine,
-    costs: Costs,
-    fixes: Sequence[str],
-    plans: Sequence[Plan],
-    room: float,
+    workload: Workload, machine: Machine, costs: Costs, fixes: Sequence[str], plans: Sequence[Plan], room: float
 ) -> tuple[Planned, float]:
     """The plans that are predicted to be fastest, and how much faster than data parallelism the first is."""
     count = len(machine.devices)

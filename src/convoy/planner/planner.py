@@ -92,11 +92,7 @@ Proposal = tuple[Plan, int | None]  # A plan, and the number of passes through i
 
 
 def score(
-    workload: Workload,
-    plan: Plan,
-    costs: Costs,
-    passes: int | None = None,
-    memory_limit: float | None = None,
+    workload: Workload, plan: Plan, costs: Costs, passes: int | None = None, memory_limit: float | None = None
 ) -> Scored:
     """The prediction for a plan; a ConvoyError where a layer cannot be divided, or the network not cut, as it says.
     Without a number of passes, stages take the fastest one. Within `memory_limit`, the bytes of a rank, they take the
@@ -452,12 +448,7 @@ def _smallest(workload: Workload, devices: int, costs: Costs, limit: float, refu
 
 
 def _search_stages(
-    workload: Workload,
-    devices: int,
-    costs: Costs,
-    fixes: Sequence[str],
-    memory_limit: float | None,
-    known: float,
+    workload: Workload, devices: int, costs: Costs, fixes: Sequence[str], memory_limit: float | None, best_s: float
 ) -> list[Proposal]:
     """The fastest plans with stages, if they may be as fast as what is known."""
     if not workload.counts or devices == 1:
@@ -476,7 +467,7 @@ def _search_stages(
         slowdowns=costs.slowdowns,
         fixes=fixes,
         memory_limit=memory_limit,
-        known=known,
+        known=best_s,
         schedules=workload.schedules,
     )
     return [(one.plan, one.passes) for one in staged]

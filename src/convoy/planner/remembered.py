@@ -151,11 +151,7 @@ def measured_ops(
 
 
 def _of_update(
-    update: WatchedUpdate,
-    rank: int,
-    batch_norm: BatchNorm,
-    microbatch: int,
-    typed: Callable[[Placement], Placement],
+    update: WatchedUpdate, rank: int, batch_norm: BatchNorm, microbatch: int, typed: Callable[[Placement], Placement]
 ) -> dict[LocalOp, list[Times]]:
     spent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     issuing: dict[tuple[int, str], float] = defaultdict(float)

@@ -153,10 +153,7 @@ class Calibrated:
         multiplying = [pair for pair in everything if pair[0].flops.forward > 0]
         moving = [pair for pair in everything if pair[0].flops.forward == 0]
         self._of_op = {op: self._middle([pair for pair in everything if pair[0].op == op]) for op, _ in groups}
-        self._of_bound = {
-            True: self._middle(multiplying or everything),
-            False: self._middle(moving or everything),
-        }
+        self._of_bound = {True: self._middle(multiplying or everything), False: self._middle(moving or everything)}
         self._issuing = {op: _issuing([pair for pair in everything if pair[0].op == op]) for op in self._of_op}
         self._issuing[""] = _issuing(everything)
         self._found: dict[LocalOp, Times] = {}

@@ -10,7 +10,7 @@ import torch
 from convoy.planner.cost.link import Collective
 from convoy.plans.buckets import WORTH_DIVIDING, Item, Sizes, plan_buckets
 from convoy.plans.layout import WHOLE, Layout
-from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 
 
@@ -174,8 +174,3 @@ def held_bytes(placement: Placement, parameters: Sequence[str]) -> dict[str, tup
             numels[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)
         by_name[value.name] = tuple(numel * value.dtype.itemsize for numel in numels[layout, value.shape])
     return by_name
-
-
-def reduced_axes(messages: Sequence[GradientMessage], mesh: Mesh) -> set[Axes]:
-    """All sets of axes over which messages go."""
-    return {message.axes for message in messages if mesh.size(message.axes) > 1}

@@ -82,18 +82,8 @@ class Link:
     host: float = 0.0  # for the host to issue a collective; 0 where it is the device
 
     def seconds(self, kind: Collective, num_bytes: float) -> float:
-        return self._curve(kind)(num_bytes)
-
-    def _curve(self, kind: Collective) -> Curve:
-        match kind:
-            case "all_reduce":
-                return self.all_reduce
-            case "reduce_scatter":
-                return self.reduce_scatter or self.exchange
-            case "gather":
-                return self.gather or self.exchange
-            case "exchange":
-                return self.exchange
+        curve: Curve | None = getattr(self, kind)
+        return (curve or self.exchange)(num_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Collective)}

@@ -39,11 +39,8 @@ def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = No
     also has a pass's own gradient, until that is added to those before."""
     if staging is None:
         return _of_part(placement, costs)
-    memory = []
     of_stages = [_of_stage(placement, costs, staging, stage) for stage in range(staging.number)]
-    for rank in range(placement.mesh.num_devices):
-        memory.append(of_stages[staging.stage_of(rank)][rank])
-    return memory
+    return [of_stages[staging.stage_of(rank)][rank] for rank in range(placement.mesh.num_devices)]
 
 
 def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) -> list[RankMemory]:

@@ -18,7 +18,7 @@ from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
-from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name, graph_facts
+from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
@@ -34,16 +34,11 @@ class Message:
     bytes: tuple[int, ...]  # of each rank, as `Link.seconds` counts them for the kind
 
 
-def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coordinates) -> LocalOp:
-    """What a rank copies for a transfer, beside what it sends: packing, putting together, clones of sums."""
-    value = graph.values[name]
-    return moved(step, value.shape, dtype_name(value.dtype), name in graph_facts(graph).differentiable, mesh, place)
-
-
 def moved(
     step: Step, shape: tuple[int, ...], dtype: str, differentiable: bool, mesh: Mesh, place: Coordinates
 ) -> LocalOp:
-    """The copies of a transfer of a tensor of any graph; `shape` is the whole tensor's."""
+    """What a rank copies for a transfer of a tensor, whose whole shape it is, beside what it sends: packing, putting
+    together, clones of sums."""
     before, after = (
         Operand(layout.local_shape(shape, mesh, place), dtype, "activation", differentiable)
         for layout in (step.source, step.target)
@@ -269,7 +264,8 @@ class _Program:
         value = self.graph.values[name]
         key = (step, value.shape, value.dtype, backward)
         if key not in self.moved:
-            ones = (redistribution(step, self.graph, name, self.mesh, place) for place in self.places)
+            dtype = dtype_name(value.dtype)
+            ones = (moved(step, value.shape, dtype, backward, self.mesh, place) for place in self.places)
             self.moved[key] = tuple(self.canonical.setdefault(one, one) for one in ones)
         local_ops = self.moved[key]
 

@@ -8,7 +8,7 @@ from itertools import chain, count
 from math import prod
 
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
+from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.pipeline import Staging
@@ -69,7 +69,7 @@ class _Stage:
     @property
     def axes(self) -> set[Axes]:
         axes = {m.axes for item in self.items for m in (*item.forward, *item.backward)}
-        return axes | reduced_axes(self.exchange.messages, self.placement.mesh)
+        return axes | {m.axes for m in self.exchange.messages if self.placement.mesh.size(m.axes) > 1}
 
     def own(self, rank: int) -> Hashable:
         """What a rank does by itself, for comparison with others."""
@@ -439,14 +439,7 @@ class _Sending:
 
     def _send(self, message: GradientMessage, blocks: bool) -> dict[int, int]:
         return self._builder._collective(
-            message.axes,
-            message.kind,
-            message.bytes,
-            "gradients",
-            "gradient",
-            message.layer,
-            message.name,
-            blocks,
+            message.axes, message.kind, message.bytes, "gradients", "gradient", message.layer, message.name, blocks
         )
 
     def _overlaps(self, message: GradientMessage) -> bool:

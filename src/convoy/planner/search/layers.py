@@ -39,11 +39,11 @@ def compact(mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
     if axis is not None:  # on which layers have no strategy
         inner = compact(
             Mesh(mesh.names[:axis] + mesh.names[axis + 1 :], mesh.sizes[:axis] + mesh.sizes[axis + 1 :]),
-            {name: own[:axis] + own[axis + 1 :] for name, own in layers.items()},
+            {name: strategy[:axis] + strategy[axis + 1 :] for name, strategy in layers.items()},
         )
         names, sizes = (
-            (*own[:axis], whole, *own[axis:])
-            for own, whole in ((inner.mesh.names, STAGE), (inner.mesh.sizes, mesh.sizes[axis]))
+            (*inside[:axis], stage, *inside[axis:])
+            for inside, stage in ((inner.mesh.names, STAGE), (inner.mesh.sizes, mesh.sizes[axis]))
         )
         return Plan(Mesh(names, sizes), inner.layers)
     distinct = list(dict.fromkeys(layers.values()))

@@ -11,7 +11,7 @@ from convoy.planner.search.layers import Groups, Layers
 from convoy.planner.search.placing import Shared
 from convoy.planner.search.prices import Costs, Prices, Strategy, sample_axes_of, used_axes
 from convoy.planner.search.pruning import INTERESTING, UninterestingError
-from convoy.planner.search.solve import Solution, Solver, next_best
+from convoy.planner.search.solve import Solution, Solver
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Batch
 from convoy.plans.plan import Plan
@@ -98,10 +98,10 @@ class SearchResult:
     def next_best(self) -> tuple[NextBest, ...]:
         """The second best strategies, layer by layer in the network's order; worked out when first asked for."""
         rows = []
-        for v, numbers in next_best(self.solution).items():
-            choice = self.solution.problem.choices[v]
+        marginals = self.solution.elimination.min_marginals()
+        for v, choice in enumerate(self.solution.problem.choices):
             chosen = self.solution.layers[choice.layers[0]]
-            rivals = [(float(n), s) for n, s in zip(numbers, choice.strategies, strict=True) if s != chosen]
+            rivals = [(float(n), s) for n, s in zip(marginals[v], choice.strategies, strict=True) if s != chosen]
             seconds, other = min(rivals, default=(float("inf"), None), key=lambda pair: pair[0])
             rows.append(NextBest(choice.layers, chosen, other if seconds < float("inf") else None, seconds))
         return tuple(rows)

@@ -31,11 +31,10 @@ def meshes(num_devices: int, max_axes: int = 2) -> list[Mesh]:
     """All meshes of so many devices: every ordered factorisation, the last axis between neighbours. The axes are called
     `gpu`, or `node` and `gpu`. One device is a mesh without axes."""
     names = {1: ("gpu",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
-    all_meshes = [Mesh((), ())] if num_devices == 1 else []
-    for count in range(1, max_axes + 1):
-        for sizes in _factorisations(num_devices, count):
-            all_meshes.append(Mesh(names[count], sizes))
-    return all_meshes
+    if num_devices == 1:
+        return [Mesh((), ())]
+    counts = range(1, max_axes + 1)
+    return [Mesh(names[count], sizes) for count in counts for sizes in _factorisations(num_devices, count)]
 
 
 def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -79,13 +78,7 @@ def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> Struc
     places among the call's inputs and outputs; those in `differentiable` have a gradient."""
     places = {name: f"${number}" for number, name in enumerate((*call.inputs, *call.outputs))}
     tensors = tuple(
-        (
-            (value := graph.values[name]).shape,
-            str(value.dtype),
-            value.origin,
-            name in differentiable,
-        )
-        for name in places
+        ((value := graph.values[name]).shape, str(value.dtype), value.origin, name in differentiable) for name in places
     )
     return (
         call.op,

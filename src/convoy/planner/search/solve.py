@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from convoy.errors import ConvoyError
-from convoy.planner.search.elimination import Elimination, Numbers, Table, TooWideError
+from convoy.planner.search.elimination import Elimination, Table, TooWideError
 from convoy.planner.search.fewest import fewest, restricted
 from convoy.planner.search.layers import Groups, alone, in_common, tied, tied_where_wide
 from convoy.planner.search.placing import Choice, Shared
@@ -172,9 +172,3 @@ class Solver:
 
 def _at(tables: Iterable[Table], states: Mapping[int, int]) -> float:
     return float(sum(table.numbers[tuple(states[v] for v in table.scope)] for table in tables))
-
-
-def next_best(solution: Solution) -> dict[int, Numbers]:
-    """For every choice the least sums by strategy, all else as good as can be."""
-    marginals = solution.elimination.min_marginals()
-    return {v: marginals[v] for v in range(len(solution.problem.choices))}
