@@ -37,8 +37,8 @@ class Message:
 def moved(
     step: Step, shape: tuple[int, ...], dtype: str, differentiable: bool, mesh: Mesh, place: Coordinates
 ) -> LocalOp:
-    """What a rank copies for a transfer of a tensor, whose whole shape it is, beside what it sends: packing, putting
-    together, clones of sums."""
+    """What a rank copies for a transfer, beside what it sends: packing, putting together, clones of sums. `shape` is
+    that of the whole tensor."""
     before, after = (
         Operand(layout.local_shape(shape, mesh, place), dtype, "activation", differentiable)
         for layout in (step.source, step.target)
@@ -80,8 +80,8 @@ def laid_out(one: LocalOp) -> LocalOp | None:
 
 
 def joined(one: LocalOp, number: float) -> LocalOp | None:
-    """A call with the samples of several passes, as the weight's gradients of all of them are computed in one; None
-    where each is computed by itself. A smaller pass counts as a part of one."""
+    """A call with the samples of `number` passes (a part of one for a smaller pass), as the weight's gradients of all
+    of them are computed in one; None where each is computed by itself."""
     operands = (*one.inputs, *one.outputs)
     moved = sum(prod(operand.shape) for operand in operands if operand.role == "activation")
     weight = max((prod(operand.shape) for operand in operands if operand.role == "parameter"), default=0)
