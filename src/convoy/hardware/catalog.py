@@ -20,32 +20,20 @@ from convoy.terminal import did_you_mean
 
 @dataclass(frozen=True)
 class Device:
-    """A device, as its data sheet says.
-
-    Attributes:
-        name: in the catalog.
-        generation: of its architecture, with which the part of the peak that layers reach changes.
-        processors: multiprocessors.
-        fp32, tf32, fp16: peak arithmetic in TFLOP/s; `tf32` and `fp16` are 0 where it has no faster units for them.
-        memory_gb, gbytes_per_s: memory, and its bandwidth.
-        launch_us: microseconds that starting a kernel takes.
-        host: the link that its hosts usually have between such devices.
-        peer: whether devices of one host copy to each other without passing through the host's memory.
-        source: of these numbers.
-    """
+    """A device, as its data sheet says."""
 
     name: str
-    generation: str
-    processors: int
-    fp32: float
+    generation: str  # of the architecture: the part of the peak that layers reach changes with it
+    processors: int  # multiprocessors
+    fp32: float  # peak arithmetic in TFLOP/s; 0 for tf32 and fp16 without faster units for them
     tf32: float
     fp16: float
     memory_gb: float
     gbytes_per_s: float
-    launch_us: float
-    host: str
-    peer: bool
-    source: str
+    launch_us: float  # to start a kernel
+    host: str  # name of the usual link between such devices in a host
+    peer: bool  # devices of a host copy to each other without passing through the host's memory
+    source: str  # of these numbers
 
     @property
     def tensor_cores(self) -> bool:
@@ -55,35 +43,24 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices in hosts.
+    """Devices in hosts."""
 
-    Attributes:
-        text: as it was asked for.
-        devices: host by host.
-        per_host: devices of each host.
-        link: name of the link between devices of a host.
-        between: name or rate of the network between hosts; empty where there is one host.
-    """
-
-    text: str
-    devices: tuple[Device, ...]
+    text: str  # as it was asked for
+    devices: tuple[Device, ...]  # host by host
     per_host: int
-    link: str
-    between: str = ""
+    link: str  # between devices of a host, by name
+    between: str = ""  # network between hosts, by name or rate; empty for one host
 
     @property
     def hosts(self) -> int:
-        """How many there are."""
         return len(self.devices) // self.per_host
 
     @property
     def label(self) -> str:
-        """With the network, for people."""
         return self.text + (f" over {self.between}" if self.between else "")
 
     @property
     def slowest(self) -> Device:
-        """The device with the least arithmetic."""
         return min(self.devices, key=lambda device: device.fp32)
 
 
@@ -106,25 +83,21 @@ def _device(row: Mapping[str, Any]) -> Device:
 def devices() -> dict[str, Device]:
     """All devices of the catalog, by name and by their other names."""
     text = resources.files("convoy.hardware").joinpath("devices.csv").read_text(encoding="utf-8")
-    found: dict[str, Device] = {}
+    by_name: dict[str, Device] = {}
     for row in csv.DictReader(text.splitlines()):
         device = _device(row)
         for name in (row["name"], *filter(None, row["aliases"].split(";"))):
-            found[name] = device
-    return found
+            by_name[name] = device
+    return by_name
 
 
 def device_named(name: str, added: Mapping[str, Device] | None = None) -> Device:
-    """A device of the catalog, or of those that were added.
-
-    Raises:
-        ConvoyError: there is none of this name.
-    """
-    known = {**devices(), **(added or {})}
-    wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
-    if wanted in known:
-        return known[wanted]
-    near = difflib.get_close_matches(wanted, known, 3, 0.4) or sorted(known)[:3]
+    """A device of the catalog or of `added`; a ConvoyError names the nearest ones."""
+    catalog = {**devices(), **(added or {})}
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    if key in catalog:
+        return catalog[key]
+    near = difflib.get_close_matches(key, catalog, 3, 0.4) or sorted(catalog)[:3]
     raise ConvoyError(
         f"{name!r} is no device that is known: the nearest are {', '.join(near)}; --catalog FILE adds others"
     )
@@ -135,23 +108,19 @@ _FIELDS = ("generation", *_POSITIVE)
 
 
 def read_devices(path: Path) -> dict[str, Device]:
-    """Devices of a YAML file: a mapping of names to the columns of the catalog.
-
-    Raises:
-        ConvoyError: the file cannot be read, or a device lacks a number.
-    """
-    given = parse(read_text(path, "devices"), str(path))
-    if not isinstance(given, dict):
+    """Devices of a YAML file: a mapping of names to the columns of the catalog. Mistakes in it are ConvoyErrors."""
+    document = parse(read_text(path, "devices"), str(path))
+    if not isinstance(document, dict):
         raise ConvoyError(f"{path}: devices are a mapping of names to numbers, e.g. my-gpu: {{fp32: 12.5, …}}")
-    found = {}
-    for name, row in given.items():
+    read = {}
+    for name, row in document.items():
         lacking = [field for field in _FIELDS if not isinstance(row, dict) or field not in row]
         if lacking:
             raise ConvoyError(f"{path}: {name} lacks {', '.join(lacking)}")
         try:
             device = _device({"name": str(name).lower(), "source": str(path), **row})
             link_named(device.host)
-            generations = dict.fromkeys(each.generation for each in devices().values())
+            generations = dict.fromkeys(listed.generation for listed in devices().values())
             if device.generation not in generations:
                 hint = did_you_mean(device.generation, list(generations), otherwise=f"one of {', '.join(generations)}")
                 raise ConvoyError(f"generation is {device.generation}{hint}")
@@ -160,8 +129,8 @@ def read_devices(path: Path) -> dict[str, Device]:
         for field in _POSITIVE:
             if not 0 < getattr(device, field) < math.inf:
                 raise ConvoyError(f"{path}: {name}: {field} is {getattr(device, field)}, but has to be more than 0")
-        found[device.name] = device
-    return found
+        read[device.name] = device
+    return read
 
 
 _PART = re.compile(r"(?:([0-9]+)\s*x\s*)?(.+)")
@@ -169,21 +138,13 @@ _HOSTS = re.compile(r"([0-9]+)\s*x\s*\((.+)\)")
 
 
 def machine(text: str, between: str | None = None, added: Mapping[str, Device] | None = None) -> Machine:
-    """Devices as people write them.
-
-    Args:
-        text: `8xv100-sxm2` is one host; `4x(8xa100-sxm4)` four, linked by `between`; `2xtitan-x+1xgtx-1080` unequal
-            devices of one host. `:pcie3` at the end names another link than the device's usual one.
-        between: network between hosts; 10 Gbit/s where nobody says.
-        added: devices beside those of the catalog.
-
-    Raises:
-        ConvoyError: no such device or link, or no such machine.
-    """
+    """A machine from its text. `8xv100-sxm2` is one host; `4x(8xa100-sxm4)` four, linked by `between` (by default 10
+    Gbit/s); `2xtitan-x+1xgtx-1080` unequal devices of one host. `:pcie3` at the end names another link than the
+    device's usual one."""
     inner, _, link = text.strip().lower().partition(":")
     hosts = 1
-    if (found := _HOSTS.fullmatch(inner)) is not None:
-        hosts, inner = int(found[1]), found[2]
+    if (several := _HOSTS.fullmatch(inner)) is not None:
+        hosts, inner = int(several[1]), several[2]
     if "(" in inner or ")" in inner:
         raise ConvoyError(f"{text!r} is no machine: write e.g. 8xv100-sxm2, 4x(8xa100-sxm4) or 2xtitan-x+1xgtx-1080")
     chosen = tuple(_counted(inner, text, added))
@@ -198,10 +159,10 @@ def machine(text: str, between: str | None = None, added: Mapping[str, Device] |
 
 def _counted(text: str, whole: str, added: Mapping[str, Device] | None) -> Iterable[Device]:
     for part in text.split("+"):
-        found = _PART.fullmatch(part.strip())
-        if found is None or not found[2].strip():
+        match = _PART.fullmatch(part.strip())
+        if match is None or not match[2].strip():
             raise ConvoyError(f"{whole!r} is no machine: a device's name is lacking")
-        count = int(found[1] or 1)
+        count = int(match[1] or 1)
         if not 1 <= count <= 65536:
             raise ConvoyError(f"{whole!r} is no machine: there cannot be {count} devices of a kind")
-        yield from (device_named(found[2], added),) * count
+        yield from (device_named(match[2], added),) * count

@@ -19,79 +19,50 @@ from convoy.hardware.work import KINDS, Work
 
 @dataclass(frozen=True)
 class Site:
-    """Where devices stand.
+    """Where devices stand."""
 
-    Attributes:
-        per_host: devices of a host.
-        link: name of the link between them; with `-host` at the end, all passes through the host's memory, with
-            `-shared` two devices share the way to it, with `-bridge` pairs have a link of their own beside it.
-        network: name of the link between hosts, `-N` at the end for N cards in each.
-        sockets: processors of a host, over which its devices are spread.
-        memory: GB/s of the host's memory, which all share that copy through it.
-        cores: of a host, which decode its pictures.
-    """
-
-    per_host: int
+    per_host: int  # devices of a host
+    # name of the link between devices of a host. With `-host` at the end all passes through the host's memory, with
+    # `-shared` two devices share the way to it, with `-bridge` pairs have a link of their own beside it
     link: str
-    network: str = ""
-    sockets: int = 2
-    memory: float = 140.0
-    cores: int = 32
+    network: str = ""  # name of the link between hosts, `-N` at the end for N cards in each
+    sockets: int = 2  # processors of a host, over which its devices are spread
+    memory: float = 140.0  # GB/s of the host's memory, shared by all copies through it
+    cores: int = 32  # of a host, to decode pictures
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How gradients are added.
+    """How gradients are added."""
 
-    Attributes:
-        kind: `ring`, `tree`; `replicated` as TensorFlow's towers; `host` in the memory of the host, `host-ring` the
-            same with a ring of the hosts' processors; `server-gpu` on one GPU; `servers` on the hosts, one on each;
-            `servers-gpu` on a GPU of each; `keras` one device after the other; `pipeline` through stages;
-            `one-weird-trick`, `model`, `hybrid` of Krizhevsky and Yadan; `none` not at all.
-        overlap: whether messages travel beside the backward pass.
-        fused: whether small gradients share a message; of servers, whether a host's devices share one copy of what
-            they get and give.
-        itemsize: bytes of a number in a message.
-        cycle: seconds after which the library looks again for gradients that all devices have.
-        feed: `synthetic` where data comes from nowhere, `fake` from the host's memory, `real` is decoded by the host,
-            `gpu` by the devices.
-        parts: microbatches of a pipeline.
-        relative: whether the speed-up that is asked for is over two stages and one microbatch.
-    """
-
+    # `ring`, `tree`; `replicated` as TensorFlow's towers; `host` in the memory of the host, `host-ring` the same with a
+    # ring of the hosts' processors; `server-gpu` on one GPU; `servers` on the hosts, one on each; `servers-gpu` on a
+    # GPU of each; `keras` one device after the other; `pipeline` through stages; `one-weird-trick`, `model`, `hybrid`
+    # of Krizhevsky and Yadan; `none` not at all
     kind: str = "ring"
-    overlap: bool = True
+    overlap: bool = True  # messages travel beside the backward pass
+    # small gradients share a message; with servers, the devices of a host share one copy of what they send
     fused: bool = True
-    itemsize: int = 4
-    cycle: float = 0.0
+    itemsize: int = 4  # bytes of a number in a message
+    cycle: float = 0.0  # seconds between two looks for gradients that all devices have
+    # `synthetic` from nowhere, `fake` from the host's memory, `real` decoded by the host, `gpu` by devices
     feed: str = "synthetic"
-    parts: int = 1
-    relative: bool = False
+    parts: int = 1  # microbatches of a pipeline
+    relative: bool = False  # the speed-up is over two stages and one microbatch
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of an update of several devices.
-
-    Attributes:
-        seconds: all of it.
-        alone: of one device with its images.
-        exchange: adding gradients, if there were nothing else.
-        exposed: what of it the update waits for.
-        feed: what the host takes to get the input of its devices ready, if there were nothing else.
-        slower: what else several devices take longer for.
-        times: of one device.
-        inside, between: of the exchange, on the links of a host and between hosts.
-    """
+    """Seconds of an update of several devices."""
 
     seconds: float
-    alone: float
-    exchange: float
-    exposed: float
-    feed: float
-    slower: float
-    times: Times
-    inside: float
+    alone: float  # one device with its images
+    exchange: float  # adding gradients, if there were nothing else
+    exposed: float  # the part of `exchange` that the update waits for
+    feed: float  # the host's, to get the input of its devices ready, if there were nothing else
+    slower: float  # what else takes several devices longer
+    times: Times  # of one device
+    inside: float  # of the exchange, on the links of a host, and between hosts
     between: float
 
     @property
@@ -117,21 +88,12 @@ def step(
     count: int,
     site: Site,
     scheme: Scheme,
-    given: Mapping[str, Coefficients] | None = None,
+    coefficients: Mapping[str, Coefficients] | None = None,
 ) -> Step:
-    """How long an update takes.
-
-    Args:
-        work: of the network.
-        images: of the update, on each device.
-        device, precision, software: as in `convoy.hardware.speed.times`.
-        count: devices.
-        site: where they stand.
-        scheme: how gradients are added.
-        given: coefficients by part; those of the package where there are none.
-    """
-    one = times(work, images, device, precision, software, given["one device"] if given else None)
-    return several(one, work, images, device, precision, software, count, site, scheme, given)
+    """How long an update of `images` on each of `count` devices takes. The coefficients are by part, by default
+    those of the package."""
+    one = times(work, images, device, precision, software, coefficients["one device"] if coefficients else None)
+    return several(one, work, images, device, precision, software, count, site, scheme, coefficients)
 
 
 def several(
@@ -144,10 +106,10 @@ def several(
     count: int,
     site: Site,
     scheme: Scheme,
-    given: Mapping[str, Coefficients] | None = None,
+    coefficients: Mapping[str, Coefficients] | None = None,
 ) -> Step:
     """As `step`, where the times of one device are known."""
-    c = given["several devices"] if given else coefficients_of("several devices")
+    c = coefficients["several devices"] if coefficients else coefficients_of("several devices")
 
     def factor(name: str) -> float:
         return math.exp(c.get(name, 0.0))
@@ -266,14 +228,8 @@ def ring(
 
 
 def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> Hop:
-    """The link between devices of a host where so many of them send at once.
-
-    Args:
-        site: the host.
-        local: devices that send.
-        factor: fitted factors.
-        faster: how many times as fast as NCCL's ring something else uses links between peers.
-    """
+    """The link between devices of a host where `local` of them send at once. `faster` is how many times as fast as
+    NCCL's ring something else uses links between peers."""
     name = re.sub("-(host|shared|bridge)$", "", site.link)
     link, way = link_named(name), site.link[len(name) :]
     if way == "-bridge" and local == 2:

@@ -11,17 +11,11 @@ from convoy.errors import ConvoyError
 
 @dataclass(frozen=True)
 class Hop:
-    """One hop between two devices.
+    """One hop between two devices."""
 
-    Attributes:
-        latency: seconds of a message without content.
-        rate: bytes a second in one direction.
-        source: of these numbers.
-    """
-
-    latency: float
-    rate: float
-    source: str = ""
+    latency: float  # seconds of a message without content
+    rate: float  # bytes a second in one direction
+    source: str = ""  # of these numbers
 
     @staticmethod
     def gbit(gbit_per_s: float, latency: float = 5e-5) -> "Hop":
@@ -31,7 +25,7 @@ class Hop:
 
 @cache
 def links() -> dict[str, Hop]:
-    """Those of the catalog by name."""
+    """The links of the catalog by name."""
     text = resources.files("convoy.hardware").joinpath("links.csv").read_text(encoding="utf-8")
     return {
         row["name"]: Hop(
@@ -48,24 +42,19 @@ _LATENCY = 2e-5
 
 
 def link_named(text: str) -> Hop:
-    """A link by its name in the catalog, or by its rate in bits (`10gbit`) or bytes (`5GB/s`).
-
-    `-N` after a name stands for N of them side by side, as network cards of a host: `infiniband-hdr-8`.
-
-    Raises:
-        ConvoyError: it is neither.
-    """
-    known = links()
+    """A link by its name in the catalog, or by its rate in bits (`10gbit`) or bytes (`5GB/s`); else a ConvoyError. `-N`
+    after a name stands for N of them side by side, as network cards of a host: `infiniband-hdr-8`."""
+    catalog = links()
     name = text.strip().lower()
-    if name in known:
-        return known[name]
+    if name in catalog:
+        return catalog[name]
     base, _, cards = name.rpartition("-")
-    if base in known and cards.isdecimal() and int(cards):
-        return Hop(known[base].latency, known[base].rate * int(cards), known[base].source)
+    if base in catalog and cards.isdecimal() and int(cards):
+        return Hop(catalog[base].latency, catalog[base].rate * int(cards), catalog[base].source)
     match = _RATE.fullmatch(name)
     if match is None or float(match[1]) == 0:
         raise ConvoyError(
-            f"{text!r} is no link: write a rate such as 10gbit or 5GB/s, or one of {', '.join(sorted(known))}"
+            f"{text!r} is no link: write a rate such as 10gbit or 5GB/s, or one of {', '.join(sorted(catalog))}"
         )
     number, unit = float(match[1]), match[2]
     if unit in ("mbit", "gbit"):

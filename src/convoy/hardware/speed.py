@@ -19,42 +19,32 @@ import numpy as np
 from convoy.hardware.catalog import Device
 from convoy.hardware.work import KINDS, Array, Work
 
+# By name; all are logarithms of factors, so that 0 changes nothing. What is not there is 0.
 Coefficients = Mapping[str, float]
-"""By name; all are logarithms of factors, so that 0 changes nothing. What is not there is 0."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """What runs the network.
+    """What runs the network."""
 
-    Attributes:
-        framework: its name; one that was not fitted is as the mean of all.
-        cudnn: major version of the library of kernels.
-        compiled: whether a compiler (XLA, torch.compile) fuses what is between convolutions.
-        channels_last: whether activations lie with the channels innermost, as tensor cores want them.
-        generation: the year of what was measured at small batches too, so that what a launch takes of the host and of
-            the device is told apart; empty for all before, whose tables show the sum alone.
-        recorded: whether updates are replayed as CUDA graphs, for which a host does nothing.
-        kernels: whether Convoy's own kernels normalize, with the ReLU and the addition that follow.
-    """
-
-    framework: str = "pytorch"
-    cudnn: int = 9
-    compiled: bool = False
-    channels_last: bool = False
+    framework: str = "pytorch"  # one that was not fitted is as the mean of all
+    cudnn: int = 9  # major version
+    compiled: bool = False  # a compiler (XLA, torch.compile) fuses what is between convolutions
+    channels_last: bool = False  # activations lie with the channels innermost, as tensor cores want them
+    # The year of what was measured at small batches too, so that the host's and the device's part of a launch are told
+    # apart; empty for all before, whose tables show the sum alone
     generation: str = ""
-    recorded: bool = False
-    kernels: bool = False
+    recorded: bool = False  # updates are replayed as CUDA graphs, which cost the host nothing
+    kernels: bool = False  # Convoy's own kernels normalize, with the ReLU and the addition that follow
 
 
-OURS = Software(generation="2026")
-"""Convoy runs on PyTorch of today."""
+OURS = Software(generation="2026")  # Convoy runs on PyTorch of today
 
 PRECISIONS = ("fp32", "tf32", "fp16")
 
 _CONV, _LINEAR, _NORM, _POOL, _POINT = range(len(KINDS))
+# How often each kind goes over what it reads and writes, forward and backward
 _PASSES = np.array([[1.0, 1.0, 2.0, 1.0, 1.0], [2.0, 2.0, 2.5, 1.5, 1.5]])
-"""How often each kind goes over what it reads and writes, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -85,57 +75,45 @@ def units_of(device: Device, precision: str) -> str:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of an update on one device.
+    """Seconds of an update on one device."""
 
-    Attributes:
-        forward, backward: of each row of the work, all its calls together.
-        arithmetic, memory, launch: of both passes, as if there were nothing else.
-        update: of the weights.
-        fixed: of the framework, once.
-        host: for each launch, that the host takes to issue it while the device is at others; 0 where it is in `launch`.
-        issuing: of the host, all launches.
-    """
-
-    forward: Array
+    forward: Array  # of each row of the work, all its calls together
     backward: Array
-    arithmetic: float
+    arithmetic: float  # of both passes, if there were nothing else; like `memory` and `launch`
     memory: float
     launch: float
-    update: float
-    fixed: float
-    host: float = 0.0
-    issuing: float = 0.0
+    update: float  # of the weights
+    fixed: float  # of the framework, once
+    host: float = 0.0  # to issue one launch while the device is busy; 0 where it is part of `launch`
+    issuing: float = 0.0  # of the host, all launches
 
     @property
     def device(self) -> float:
-        """What the device takes for all of them."""
+        """The device's own time."""
         return float(self.forward.sum() + self.backward.sum()) + self.update + self.fixed
 
     @property
     def total(self) -> float:
-        """Of both: the longer, and a part of the shorter."""
+        """Device and host together: the longer, and a part of the shorter."""
         return float((self.device**4 + self.issuing**4) ** 0.25)
 
     @property
     def waiting(self) -> float:
-        """What the device waits for its host."""
+        """The device's wait for its host."""
         return self.total - self.device
 
 
 def times(
-    work: Work, images: float, device: Device, precision: str, software: Software, given: Coefficients | None = None
+    work: Work,
+    images: float,
+    device: Device,
+    precision: str,
+    software: Software,
+    coefficients: Coefficients | None = None,
 ) -> Times:
-    """How long an update of a network takes on a device.
-
-    Args:
-        work: of the network.
-        images: of the update.
-        device: the device.
-        precision: `fp32`, `tf32` or `fp16`, which is bf16 too.
-        software: what runs it.
-        given: coefficients; those of the package where there are none.
-    """
-    c = coefficients_of("one device") if given is None else given
+    """Seconds of an update of so many images on a device, in `fp32`, `tf32` or `fp16` (which stands for bf16 too).
+    The coefficients are by default those of the package."""
+    c = coefficients_of("one device") if coefficients is None else coefficients
     units = arithmetic(device, precision)
     group = units_of(device, precision)
     wide = units.units in ("tensor", "tf32")
@@ -151,18 +129,18 @@ def times(
     year = f" {software.generation}" if software.generation else ""
     start = device.launch_us * 1e-6 * factor(f"launch{year}")
     launch = start * work.count
-    both = []
+    ways = []
     for way in (0, 1):
         of_memory = moved[way] * work.count / bandwidth
         overlapped = (seconds[way] ** 2 + of_memory**2) ** 0.5
-        both.append(scale * (overlapped + (1 + way) * launch))
+        ways.append(scale * (overlapped + (1 + way) * launch))
     # weights, gradients and momentum are read, two of them written
     update = scale * (20 * work.parameters / bandwidth + work.tensors * start)
     kind = "compiled" if software.compiled else "eager"
     host = 20e-6 * factor(f"host {kind}{year}") if year and not software.recorded else 0.0
     return Times(
-        forward=both[0],
-        backward=both[1],
+        forward=ways[0],
+        backward=ways[1],
         arithmetic=float(scale * seconds.sum()),
         memory=float(scale * (moved * work.count).sum() / bandwidth),
         launch=float(3 * scale * launch.sum()),
@@ -220,14 +198,10 @@ class Factor(Protocol):
 
 @cache
 def coefficients_of(part: str) -> dict[str, float]:
-    """Those of the package, fitted to all published measurements.
-
-    Args:
-        part: `one device` or `several devices`.
-    """
+    """The package's coefficients for `one device` or `several devices`, fitted to all published measurements."""
     text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, float]] = json.loads(text)
-    return found.get(part, {})
+    parts: dict[str, dict[str, float]] = json.loads(text)
+    return parts.get(part, {})
 
 
 def memory_of(work: Work, images: float, precision: str) -> float:

@@ -15,8 +15,8 @@ from convoy.ops import OPERATIONS, capture
 Shape = tuple[int, ...]
 Array = npt.NDArray[np.float64]
 
+# What calls are told apart by; views cost nothing and are none of them
 KINDS = ("conv", "linear", "norm", "pool", "pointwise")
-"""What calls are told apart by; views cost nothing and are none of them."""
 
 KIND_OF = {"conv": "conv", "linear": "linear", "batch_norm": "norm", "group_norm": "norm", "layer_norm": "norm"}
 KIND_OF |= {"lrn": "norm", "rms_norm": "norm", "pool": "pool", "pooling": "pool", "adaptive_pool": "pool"}
@@ -24,32 +24,19 @@ KIND_OF |= {"lrn": "norm", "rms_norm": "norm", "pool": "pool", "pooling": "pool"
 
 @dataclass(frozen=True)
 class Item:
-    """A call on one device.
+    """A call on one device."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        macs: multiply-adds of its forward pass.
-        read, written: elements of its inputs that are activations, and of its outputs.
-        weights: elements of its parameters.
-        window: elements of a filter's window, 1 for 1x1 and what is not a convolution.
-        depth: input channels that each output is a sum over, of one group.
-        width: output channels of one group.
-        groups: of a convolution.
-        strided: whether its windows are more than one pixel apart.
-        first: whether its input has no gradient.
-    """
-
-    kind: str
-    macs: float
-    read: float
+    kind: str  # one of `KINDS`
+    macs: float  # multiply-adds of the forward pass
+    read: float  # elements of the inputs that are activations, and of the outputs
     written: float
-    weights: float
-    window: float = 1.0
-    depth: float = 1.0
-    width: float = 1.0
+    weights: float  # elements of the parameters
+    window: float = 1.0  # elements of a filter's window, 1 for 1x1 and what is not a convolution
+    depth: float = 1.0  # input channels of a group, over which each output is a sum
+    width: float = 1.0  # output channels of a group
     groups: float = 1.0
-    strided: bool = False
-    first: bool = False
+    strided: bool = False  # windows are more than one pixel apart
+    first: bool = False  # its input has no gradient
 
 
 def item_of(call: Call, graph: Graph, shape: Callable[[str], Shape]) -> Item | None:
@@ -79,39 +66,28 @@ def item_of(call: Call, graph: Graph, shape: Callable[[str], Shape]) -> Item | N
 
 @dataclass(frozen=True)
 class Work:
-    """All calls of a network for one image, equal ones together: columns of numbers.
+    """All calls of a network for one image, equal ones together: columns of numbers."""
 
-    Attributes:
-        kind: the number of each row's kind in `KINDS`.
-        count: how many calls a row stands for.
-        macs, read, written: for one image and one call.
-        weights, window, depth, width, groups, strided, first: as in `Item`.
-        parameters: elements that are trained.
-        tensors: how many parameters these are.
-        kept: elements that the backward pass of one image needs.
-        image: elements of an image.
-    """
-
-    kind: npt.NDArray[np.int64]
-    count: Array
-    macs: Array
+    kind: npt.NDArray[np.int64]  # of each row, by its place in `KINDS`
+    count: Array  # calls that a row stands for
+    macs: Array  # for one image and one call, like `read` and `written`
     read: Array
     written: Array
-    weights: Array
+    weights: Array  # this and the columns below as in `Item`
     window: Array
     depth: Array
     width: Array
     groups: Array
     strided: Array
     first: Array
-    parameters: float
-    tensors: int
-    kept: float
-    image: float
+    parameters: float  # elements that are trained
+    tensors: int  # number of parameters
+    kept: float  # elements that the backward pass of one image needs
+    image: float  # elements of an image
 
     @staticmethod
     def of(items: Iterable[Item], parameters: float, tensors: int, kept: float, image: float, images: float) -> "Work":
-        """From calls over so many images."""
+        """The work of calls over so many images."""
         counted: dict[Item, int] = {}
         for item in items:
             counted[item] = counted.get(item, 0) + 1
@@ -146,9 +122,6 @@ def work_of_graph(graph: Graph) -> Work:
 
 
 def work_of(network: nn.Module, image: Sequence[int]) -> Work:
-    """The work of a network on images of (channels, height, width); it may be on the meta device.
-
-    Raises:
-        CaptureError: the network cannot be seen as one graph.
-    """
+    """The work of a network on images of (channels, height, width); it may be on the meta device. A network that cannot
+    be captured is a CaptureError."""
     return work_of_graph(capture(network, [torch.empty(2, *image, device="meta")], training=True))

@@ -13,10 +13,5 @@ if TYPE_CHECKING:
     from convoy.planner.workload import workload_of as workload_of
 
 __getattr__ = lazily(
-    __name__,
-    {
-        "cost.prediction": "Scored",
-        "planner": "Planned make_plan score",
-        "workload": "Workload workload_of",
-    },
+    __name__, {"cost.prediction": "Scored", "planner": "Planned make_plan score", "workload": "Workload workload_of"}
 )

@@ -13,45 +13,36 @@ from convoy.plans.timeline import PARTS, LayerSeconds, Summary
 from convoy.plans.traffic import gradient_traffic
 from convoy.units import seconds, table
 
-MOST = 20
-"""Groups that still fit into a table."""
+MOST = 20  # groups that still fit into a table
 
 
 def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:
-    """The group of every layer, in the order of the network.
-
-    Layers are together that are in the same module, of the deepest level at which there are few enough; layers without
-    parameters belong to what comes before them. Where even the outermost modules are too many, they are not put
-    together any further.
-
-    Args:
-        placement: the network under its plan.
-        most: groups there may be.
-    """
+    """The group of every layer, in the order of the network. Layers are together that are in the same module, of the
+    deepest level at which there are at most `most`; layers without parameters belong to what comes before them. Where
+    even the outermost modules are too many, they are not put together any further."""
     graph = placement.graph
     has_parameters: dict[str, bool] = {}
     for placed in placement.calls:
-        own = any(graph.values[name].origin == "parameter" for name in placed.call.inputs)
-        has_parameters[placed.call.layer] = has_parameters.get(placed.call.layer, False) or own
+        is_parametric = any(graph.values[name].origin == "parameter" for name in placed.call.inputs)
+        has_parameters[placed.call.layer] = has_parameters.get(placed.call.layer, False) or is_parametric
     deepest = max((layer.count(".") + 1 for layer in has_parameters), default=1)
     for depth in range(deepest, 0, -1):
-        found = _at(depth, has_parameters)
-        if len(set(found.values())) <= most:
+        group_of = _at(depth, has_parameters)
+        if len(set(group_of.values())) <= most:
             break
-    return found if has_parameters else {}
+    return group_of if has_parameters else {}
 
 
 def _at(depth: int, has_parameters: dict[str, bool]) -> dict[str, str]:
-    """The groups where names are cut to `depth` parts."""
-    heavy = {_cut(layer, depth) for layer, own in has_parameters.items() if own}
-    found: dict[str, str] = {}
+    heavy = {_cut(layer, depth) for layer, is_heavy in has_parameters.items() if is_heavy}
+    group_of: dict[str, str] = {}
     last = ""
     for layer in has_parameters:
         group = _cut(layer, depth)
         if group in heavy or not last:
             last = group
-        found[layer] = last
-    return found
+        group_of[layer] = last
+    return group_of
 
 
 def _cut(layer: str, depth: int) -> str:
@@ -59,8 +50,7 @@ def _cut(layer: str, depth: int) -> str:
 
 
 GRADIENTS = "gradients of all layers"
-Seconds = Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(finite)]
-"""None where there is nothing."""
+Seconds = Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(finite)]  # None where there is nothing
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,6 @@ class Both:
 
     @property
     def longest(self) -> float:
-        """The larger of both; 0 where there is nothing."""
         return max(self.predicted_s or 0.0, self.measured_s or 0.0)
 
     @property
@@ -83,58 +72,38 @@ class Both:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that stand together.
+    """Layers that stand together."""
 
-    Attributes:
-        name: the module's name; `GRADIENTS` for what is exchanged when all layers are done.
-        computes: forward, backward and packing.
-        waits: exchanging what layers need of others.
-        stages: that run them, numbered from 1; empty where the network is in one piece.
-    """
-
-    name: str
-    computes: Both
-    waits: Both
-    stages: tuple[int, ...] = ()
+    name: str  # of the module, or `GRADIENTS` for what is exchanged when all layers are done
+    computes: Both  # forward, backward and packing
+    waits: Both  # exchanging what layers need of other ranks
+    stages: tuple[int, ...] = ()  # that run them, from 1; empty for a network in one piece
 
     @property
     def title(self) -> str:
-        """The name, and where there are stages, which."""
         numbers = ", ".join(map(str, self.stages))
         return f"{self.name} (stage{'s'[: len(self.stages) > 1]} {numbers})" if numbers else self.name
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """An update as it was predicted and as it was measured, which `prediction.json` keeps; seconds of one rank.
-
-    Attributes:
-        batch: samples of an update.
-        rank: the rank whose seconds they are: of the prediction's, the one that computes longest.
-        update: the whole; measured, the median of `timed` updates, without evaluations and checkpoints.
-        parts: by name, as `convoy.plans.timeline.PARTS` has them; measured, the medians of `watched` updates.
-        groups: groups of layers in the order of the network; empty where its layers were not watched.
-        stages: what the rank of each that computes longest computes, and waits for other stages; empty where there are
-            none, or they were not watched.
-        learned: operations whose times the profile store has taken over.
-        notes: sentences on what there is not.
-        one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
-    """
+    """An update as it was predicted and as it was measured, which `prediction.json` keeps; seconds of one rank."""
 
     model: str = ""
     plan: str = ""
     devices: int = 1
-    batch: int = 0
-    rank: int = 0
-    timed: int = 0
-    watched: int = 0
-    learned: int = 0
+    batch: int = 0  # samples of an update
+    rank: int = 0  # whose seconds they are: the one that is predicted to compute longest
+    timed: int = 0  # updates of which `update` is the median, without evaluations and checkpoints
+    watched: int = 0  # updates of which `parts` are medians
+    learned: int = 0  # operations whose times the profile store has taken over
     update: Both = Both()
-    parts: Mapping[str, Both] = field(default_factory=dict)
-    groups: tuple[Group, ...] = ()
+    parts: Mapping[str, Both] = field(default_factory=dict)  # by name, as in `convoy.plans.timeline.PARTS`
+    groups: tuple[Group, ...] = ()  # in the order of the network; empty where layers were not watched
+    # of the rank of each that computes longest; empty without stages, or where they were not watched
     stages: tuple[Group, ...] = ()
-    notes: tuple[str, ...] = ()
-    one_device_s: Seconds = None
+    notes: tuple[str, ...] = ()  # sentences on what is missing
+    one_device_s: Seconds = None  # an update on one device, as predicted; None where one runs
     version: Literal[1] = 1
 
     @field_validator("parts", mode="before")
@@ -144,11 +113,9 @@ class Comparison:
 
     @property
     def error(self) -> float | None:
-        """Of the predicted update."""
         return self.update.error
 
     def to_document(self) -> dict[str, Any]:
-        """As `prediction.json` has it, in seconds."""
         return asdict(self)
 
 
@@ -156,29 +123,23 @@ _OLDER = {"optimiser": "optimizer"}
 
 
 def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
-    """The parts of an update."""
-    one, other = (each.parts if each else {} for each in (before, after))
-    known = [part for part in PARTS if part in one or part in other or part != "stages"]
-    return {part: Both(one.get(part), other.get(part)) for part in known}
+    """The parts of an update, predicted and measured."""
+    one, other = (summary.parts if summary else {} for summary in (before, after))
+    names = [part for part in PARTS if part in one or part in other or part != "stages"]
+    return {part: Both(one.get(part), other.get(part)) for part in names}
 
 
-def of_all_stages(found: Sequence[Summary]) -> Summary | None:
-    """The first of some ranks', with the layers that others run; None of nobody."""
-    layers = {name: spent for one in reversed(found) for name, spent in one.layers.items()}
-    return replace(found[0], layers=layers) if found else None
+def of_all_stages(summaries: Sequence[Summary]) -> Summary | None:
+    """The first of some summaries, with the layers that other ranks run; None of none."""
+    layers = {name: spent for one in reversed(summaries) for name, spent in one.layers.items()}
+    return replace(summaries[0], layers=layers) if summaries else None
 
 
 def groups_beside(
     placement: Placement, before: Summary | None, after: Summary | None, stages: Sequence[int] = ()
 ) -> tuple[Group, ...]:
-    """The layers in groups, and what gradients of all of them take; without what nobody knows.
-
-    Args:
-        placement: the network under its plan, for the order of its layers.
-        before: what was predicted.
-        after: what was measured.
-        stages: of the calls, from 0; empty where the network is in one piece.
-    """
+    """The layers in groups, and what gradients of all of them take; without what nobody knows. `before` was predicted,
+    `after` measured. `stages` are those of the calls, from 0; empty for a network in one piece."""
     if after is None or not after.layers:
         return ()
     run_by: dict[str, int] = {}
@@ -190,10 +151,10 @@ def groups_beside(
 
 def stages_beside(before: Sequence[Summary], after: Sequence[Summary]) -> tuple[Group, ...]:
     """What a rank of each stage computes, and waits for the others; none where nobody has seen them."""
-    known: Sequence[Summary | None] = before or [None] * len(after)
+    predicted: Sequence[Summary | None] = before or [None] * len(after)
     return tuple(
         Group(f"stage {number}", _both(one, other, _COMPUTING), _both(one, other, ("stages",)), (number,))
-        for number, (one, other) in enumerate(zip(known, after, strict=True), 1)
+        for number, (one, other) in enumerate(zip(predicted, after, strict=True), 1)
     )
 
 
@@ -202,7 +163,7 @@ _COMPUTING = ("forward", "backward", "packing")
 
 def _both(before: Summary | None, after: Summary, parts: Sequence[str]) -> Both:
     one, other = (
-        None if each is None else sum(each.parts.get(part, 0.0) for part in parts) for each in (before, after)
+        None if summary is None else sum(summary.parts.get(part, 0.0) for part in parts) for summary in (before, after)
     )
     return Both(one, other)
 
@@ -214,11 +175,11 @@ def _groups(
     for layer, group in of_layer.items():
         members.setdefault(group, []).append(layer)
     for name, layers in members.items():
-        own, measured = _total(before, layers) if before is not None else None, _total(after, layers)
+        predicted, measured = _total(before, layers) if before is not None else None, _total(after, layers)
         yield Group(
             name or "the network itself",
-            Both(own.computes if own is not None else None, measured.computes),
-            Both(own.waits if own is not None else None, measured.waits),
+            Both(predicted.computes if predicted is not None else None, measured.computes),
+            Both(predicted.waits if predicted is not None else None, measured.waits),
             tuple(sorted({run_by[layer] + 1 for layer in layers if layer in run_by})),
         )
     waits = Both(before.gradients if before is not None else None, after.gradients)
@@ -230,6 +191,7 @@ def _total(one: Summary, layers: Sequence[str]) -> LayerSeconds:
     return sum((one.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
 
 
+# The parts of an update for people
 WORDS = {
     "input": "input",
     "forward": "forward",
@@ -240,24 +202,23 @@ WORDS = {
     "stages": "waiting for other stages",
     "optimizer": "optimizer",
 }
-"""The parts of an update for people."""
 _ALIKE = 0.02
 
 
-def comparison_text(found: Comparison) -> str:
+def comparison_text(comparison: Comparison) -> str:
     """The whole update, its parts and its layers, as aligned tables; no more than sentences where there is little."""
-    return "\n".join(_lines(found))
+    return "\n".join(_lines(comparison))
 
 
-def headline(found: Comparison) -> str:
+def headline(comparison: Comparison) -> str:
     """The whole update in a sentence; empty where it was not measured."""
-    predicted, measured = found.update.predicted_s, found.update.measured_s
+    predicted, measured = comparison.update.predicted_s, comparison.update.measured_s
     if measured is None:
         return ""
-    said = f"an update took {seconds(measured)}, the median of {found.timed}"
-    if found.error is None or predicted is None:
-        return said
-    return f"{said}; {seconds(predicted)} were predicted ({difference(found.error)})"
+    sentence = f"an update took {seconds(measured)}, the median of {comparison.timed}"
+    if comparison.error is None or predicted is None:
+        return sentence
+    return f"{sentence}; {seconds(predicted)} were predicted ({difference(comparison.error)})"
 
 
 def difference(error: float) -> str:
@@ -277,29 +238,29 @@ def shown(number: float | None) -> str:
     return "" if number is None else seconds(number)
 
 
-def _lines(found: Comparison) -> Iterator[str]:
-    said = headline(found)
-    if said:
-        yield said
-    if found.watched:
-        has_both = found.update.predicted_s is not None
+def _lines(comparison: Comparison) -> Iterator[str]:
+    first = headline(comparison)
+    if first:
+        yield first
+    if comparison.watched:
+        has_both = comparison.update.predicted_s is not None
         names = ("predicted", "measured") if has_both else ("measured",)
-        rows = [(WORDS[name], *_cells(both, has_both)) for name, both in found.parts.items() if both.longest]
+        rows = [(WORDS[name], *_cells(pair, has_both)) for name, pair in comparison.parts.items() if pair.longest]
         yield from table(("time", *names), rows, names)
-        total = sum(both.measured_s or 0.0 for both in found.parts.values())
-        others = "1 other update" if found.watched == 1 else f"{found.watched} other updates"
-        why = apart(total, found.update.measured_s)
-        yield f"measured: each part the median of {others}; they add up to {seconds(total)}{why}"
-        if found.groups:
+        total = sum(pair.measured_s or 0.0 for pair in comparison.parts.values())
+        updates = "1 other update" if comparison.watched == 1 else f"{comparison.watched} other updates"
+        why = apart(total, comparison.update.measured_s)
+        yield f"measured: each part the median of {updates}; they add up to {seconds(total)}{why}"
+        if comparison.groups:
             yield ""
             waits = ("waits: predicted", "measured") if has_both else ("waits",)
             computes = ("computes: predicted", "measured") if has_both else ("computes",)
             groups = [
-                (one.title, *_cells(one.computes, has_both), *_cells(one.waits, has_both)) for one in found.groups
+                (one.title, *_cells(one.computes, has_both), *_cells(one.waits, has_both)) for one in comparison.groups
             ]
             yield from table(("layer", *computes, *waits), groups, (*computes, *waits))
-    yield from found.notes
+    yield from comparison.notes
 
 
-def _cells(both: Both, has_both: bool) -> tuple[str, ...]:
-    return (shown(both.predicted_s), shown(both.measured_s)) if has_both else (shown(both.measured_s),)
+def _cells(pair: Both, has_both: bool) -> tuple[str, ...]:
+    return (shown(pair.predicted_s), shown(pair.measured_s)) if has_both else (shown(pair.measured_s),)

@@ -30,13 +30,9 @@ from convoy.terminal import Console
 
 @dataclass(frozen=True, eq=False)
 class FoundPlan(Plan):
-    """A plan that the planner has found; it goes wherever a plan goes, and equals the plan that was written by hand.
+    """A plan that the planner has found; it goes wherever a plan goes, and equals the plan that was written by hand."""
 
-    Attributes:
-        planned: what was predicted of it, and of others.
-    """
-
-    planned: Planned | None = field(default=None, repr=False, compare=False)
+    planned: Planned | None = field(default=None, repr=False, compare=False)  # what was predicted of it, and of others
 
     def explain(self) -> str:
         """Why this plan: verdict, where the time goes, what would change it, and every layer, as text."""
@@ -136,13 +132,13 @@ def plan(
         ConvoyError: there is no such plan, or the network cannot be seen as one graph.
     """
     join()
-    here = num_ranks()
-    devices = here if devices is None else devices
+    running = num_ranks()
+    devices = running if devices is None else devices
     if devices < 1:
         raise ConvoyError(f"a plan for {devices} devices cannot be: give at least 1")
-    if here > 1 and here != devices:
+    if running > 1 and running != devices:
         raise ConvoyError(
-            f"{here} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one"
+            f"{running} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one"
         )
     check_given(model)
     first = example[0] if isinstance(example, tuple) else example
@@ -151,7 +147,7 @@ def plan(
         raise ConvoyError(f"microbatches={microbatches} cannot be made of {batch} samples: give at most {batch}")
     if passes > 0 and batch % passes:
         raise ConvoyError(f"{batch} samples cannot be divided into {passes} equal passes: give a multiple of that")
-    ranks, again = Ranks.here() if here > 1 else Ranks(), as_recompute(recompute)
+    ranks, again = Ranks.here() if running > 1 else Ranks(), as_recompute(recompute)
     workload = workload_of(
         model,
         example,
@@ -163,7 +159,7 @@ def plan(
         optimizer=optimizer,
         recompute=again,
     )
-    given = [score] if isinstance(score, str | Path | Plan) else list(score)
+    requested = [score] if isinstance(score, str | Path | Plan) else list(score)
     with ConsoleReporter(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as reporter:
         planned = make_plan(
             workload,
@@ -173,9 +169,9 @@ def plan(
             store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
             fixes=[fix] if isinstance(fix, str) else list(fix),
             memory_limit=memory_limit,
-            plans=[Plan.parse(one, num_devices=devices) for one in given],
+            plans=[Plan.parse(one, num_devices=devices) for one in requested],
             progress=reporter.prepare,
-            race=None if given or ranks.any(lacks_numbers(model)) else partial(race, model, again),
+            race=None if requested or ranks.any(lacks_numbers(model)) else partial(race, model, again),
         )
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, best.stages, planned)

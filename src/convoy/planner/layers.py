@@ -18,8 +18,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
 from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
 
-_PREDICTIONS = 30
-"""Strategies that are tried one by one, where no search says what they would cost."""
+_PREDICTIONS = 30  # strategies that are tried one by one, where no search says what they would cost
 
 
 @dataclass(frozen=True)
@@ -32,37 +31,22 @@ class Other:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer costs under a plan; seconds of an update, of the rank that computes longest.
+    """What a layer costs under a plan; seconds of an update, of the rank that computes longest."""
 
-    Attributes:
-        name: the module's name; empty for the network itself.
-        ops: kinds of its calls, in order.
-        strategy: one for each axis of the mesh; empty for a layer that follows what it is given.
-        takes, gives: shapes of its first input and last output on that rank.
-        forward, backward: computing.
-        copies: packing and adding for the sake of what is sent.
-        exposed: waiting for its messages, with nothing to compute meanwhile.
-        messages: all its messages, hidden or not.
-        sent: bytes that a rank sends for it in an update, of the rank that sends most.
-        parameters: bytes that the rank holds.
-        other: the next best strategy; None where there is none, or it was not looked for.
-        stage: in which it is called first; None where the network is in one piece.
-    """
-
-    name: str
-    ops: tuple[str, ...]
-    strategy: Strategy
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
+    name: str  # empty for the network itself
+    ops: tuple[str, ...]  # kinds of its calls, in order
+    strategy: Strategy  # one for each axis of the mesh; empty for a layer that follows its input
+    takes: tuple[int, ...]  # shape of its first input on that rank
+    gives: tuple[int, ...]  # shape of its last output
     forward: float
     backward: float
-    copies: float
-    exposed: float
-    messages: float
-    sent: int
-    parameters: int
-    other: Other | None
-    stage: int | None = None
+    copies: float  # packing and adding for messages
+    exposed: float  # waiting for its messages, with nothing to compute meanwhile
+    messages: float  # all of them, hidden or not
+    sent: int  # bytes of an update, of the rank that sends most
+    parameters: int  # bytes on the rank
+    other: Other | None  # next best strategy; None where there is none, or it was not looked for
+    stage: int | None = None  # in which it is called first; None for a network in one piece
 
     @property
     def seconds(self) -> float:
@@ -72,33 +56,26 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stage(StageRow):
-    """What a stage of a plan costs; seconds of an update, of the rank of the stage that computes longest.
+    """What a stage of a plan costs; seconds of an update, of the rank of the stage that computes longest."""
 
-    Attributes:
-        computes: forward and backward passes, and packing.
-        waits: with nothing to compute, for what other stages send.
-        sent: bytes that a rank sends to other stages in an update.
-        memory: of the rank that needs most.
-    """
-
-    computes: float
-    waits: float
-    sent: int
-    memory: RankMemory
+    computes: float  # forward and backward passes, and packing
+    waits: float  # with nothing to compute, for what other stages send
+    sent: int  # bytes to other stages in an update
+    memory: RankMemory  # of the rank that needs most
 
 
 def stages_of(scored: Scored) -> tuple[Stage, ...]:
     """The stages of a plan, in order; none where it has none."""
     if scored.staging is None:
         return ()
-    found, timeline = [], scored.timeline
+    stages, timeline = [], scored.timeline
     rows = rows_of_stages(scored.placement, scored.staging.staged)
     for row, rank, memory in zip(rows, busiest_ranks(scored), scored.by_stage, strict=True):
         kinds = timeline.by_kind(rank)
         computes = sum(kinds.get(kind, 0.0) for kind in ("forward", "backward", "copy"))
         sent = sum(s.task.num_bytes for s in timeline.spans if s.task.rank == rank and s.task.stream == "stages")
-        found.append(Stage(row.layer, row.ranks, row.takes, row.received, computes, kinds["idle"], sent, memory))
-    return tuple(found)
+        stages.append(Stage(row.layer, row.ranks, row.takes, row.received, computes, kinds["idle"], sent, memory))
+    return tuple(stages)
 
 
 def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
@@ -119,19 +96,19 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
     calls: dict[str, list[int]] = {}
     for place, placed in enumerate(placement.calls):
         calls.setdefault(placed.call.layer, []).append(place)
-    others = _others(planned, scored, {name: sum(spent[name, k] for k in ("forward", "backward")) for name in calls})
-    found = []
+    next_best = _others(planned, scored, {name: sum(spent[name, k] for k in ("forward", "backward")) for name in calls})
+    layers = []
     for name, places in calls.items():
-        own, stage = [placement.calls[place] for place in places], first[name]
+        members, stage = [placement.calls[place] for place in places], first[name]
         rank = ranks[stage]
-        strategy = next((placed.strategy for placed in own if is_choosing(placed.call)), ())
-        found.append(
+        strategy = next((placed.strategy for placed in members if is_choosing(placed.call)), ())
+        layers.append(
             Layer(
                 name=name,
-                ops=tuple(placed.call.op for placed in own),
+                ops=tuple(placed.call.op for placed in members),
                 strategy=strategy,
-                takes=local_shape(placement, own[0].call.inputs[0], rank) if own[0].call.inputs else (),
-                gives=local_shape(placement, own[-1].call.outputs[0], rank) if own[-1].call.outputs else (),
+                takes=local_shape(placement, members[0].call.inputs[0], rank) if members[0].call.inputs else (),
+                gives=local_shape(placement, members[-1].call.outputs[0], rank) if members[-1].call.outputs else (),
                 forward=spent[name, "forward"],
                 backward=spent[name, "backward"],
                 copies=spent[name, "copy"],
@@ -139,20 +116,20 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
                 messages=spent[name, "messages"],
                 sent=sent.get(name, 0),
                 parameters=held[stage].get(name, 0),
-                other=others.get(name),
+                other=next_best.get(name),
                 stage=stage if len(ranks) > 1 else None,
             )
         )
-    return tuple(found)
+    return tuple(layers)
 
 
 def stages_of_calls(scored: Scored) -> tuple[int, ...]:
-    """The stage of every call; 0 where the network is in one piece."""
+    """The stage of every call; 0 for a network in one piece."""
     return scored.staging.staged.stages if scored.staging is not None else (0,) * len(scored.placement.calls)
 
 
 def busiest_ranks(scored: Scored) -> tuple[int, ...]:
-    """For each stage the rank that computes longest; for a network in one piece the one of all."""
+    """For each stage the rank that computes longest; of a network in one piece, that of all."""
     mesh, timeline = scored.placement.mesh, scored.timeline
     number = scored.staging.number if scored.staging is not None else 1
     of_stages = ([rank for rank in timeline.ranks if mesh.stage_of(rank) == stage] for stage in range(number))
@@ -160,7 +137,7 @@ def busiest_ranks(scored: Scored) -> tuple[int, ...]:
 
 
 def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
-    """What a rank has of a value, as it is kept."""
+    """The shape of a rank's part of a value, as it is kept."""
     layout = placement.layouts.get(name, WHOLE)
     return layout.local_shape(placement.graph.shape(name), placement.mesh, placement.mesh.coordinates(rank))
 
@@ -170,30 +147,29 @@ def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dic
     placement, plan = scored.placement, scored.plan
     workload = planned.workload.through(plan.num_stages, scored.passes, plan.parts)
     mesh = placement.mesh
-    given: dict[str, Strategy] = {}
+    current: dict[str, Strategy] = {}
     for placed in placement.calls:
         if is_choosing(placed.call):
-            given.setdefault(placed.call.layer, placed.strategy)
-    found: dict[str, Other] = {}
+            current.setdefault(placed.call.layer, placed.strategy)
+    best: dict[str, Other] = {}
     for layer in layers:
-        for strategy in _one_other(given[layer], mesh) if layer in given else ():
+        for strategy in _one_other(current[layer], mesh) if layer in current else ():
             try:
-                plan = compact(mesh, {**given, layer: strategy})
+                plan = compact(mesh, {**current, layer: strategy})
                 other = replace(scored, placement=workload.place(plan))
             except ConvoyError:
                 continue
             seconds = other.again(planned.costs) - scored.seconds
-            if layer not in found or seconds < found[layer].seconds:
-                found[layer] = Other(strategy, seconds)
-    return found
+            if layer not in best or seconds < best[layer].seconds:
+                best[layer] = Other(strategy, seconds)
+    return best
 
 
-def _one_other(given: Strategy, mesh: Mesh) -> Iterator[Strategy]:
-    """Strategies that differ on one axis."""
-    for axis, own in enumerate(given):
+def _one_other(strategy: Strategy, mesh: Mesh) -> Iterator[Strategy]:
+    for axis, current in enumerate(strategy):
         for other in AXIS_STRATEGIES if axis != mesh.stage_axis else ():
-            if other != own:
-                yield (*given[:axis], other, *given[axis + 1 :])
+            if other != current:
+                yield (*strategy[:axis], other, *strategy[axis + 1 :])
 
 
 def _others(planned: Planned, scored: Scored, computing: Mapping[str, float]) -> dict[str, Other]:
@@ -224,8 +200,8 @@ def _sent(scored: Scored, passes: int) -> dict[str, int]:
         before = by_rank.setdefault(layer, [0] * placement.mesh.num_devices)
         by_rank[layer] = [a + b for a, b in zip(before, numbers, strict=True)]
 
-    for each in transfer_traffic(placement):
-        add(layers.get(each.call, ""), [passes * (one.forward + one.backward) for one in each.ranks])
+    for transfer in transfer_traffic(placement):
+        add(layers.get(transfer.call, ""), [passes * (one.forward + one.backward) for one in transfer.ranks])
     if scored.staging is not None:
         makers = {name: placed.call.layer for placed in placement.calls for name in placed.call.outputs}
         for crossed in cut_traffic(placement, scored.staging.staged):
@@ -241,11 +217,11 @@ def _sent(scored: Scored, passes: int) -> dict[str, int]:
 
 def _held(placement: Placement, rank: int) -> dict[str, int]:
     """Bytes of parameters by layer, each where it is first used."""
-    graph, found, seen = placement.graph, defaultdict[str, int](int), set[str]()
+    graph, held, seen = placement.graph, defaultdict[str, int](int), set[str]()
     for placed in placement.calls:
         for name in placed.call.inputs:
             if graph.values[name].origin == "parameter" and name not in seen:
                 seen.add(name)
                 size = prod(local_shape(placement, name, rank)) * graph.values[name].dtype.itemsize
-                found[placed.call.layer] += size
-    return found
+                held[placed.call.layer] += size
+    return held

@@ -22,89 +22,62 @@ from convoy.plans.layout import WHOLE, Layout, Split
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.transfer import Step
 
+# Bytes of the messages that are measured, but for the first, which has one number
 SIZES = (0, *(2**power for power in range(8, 27, 2)))
-"""Bytes of the messages that are measured, but for the first, which has one number."""
 _SMALL = 50
-_MOST = 2**27
-"""Bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are."""
+_MOST = 2**27  # bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are
 _TURNS = 4
 _SPIN_S = 0.05
-_SIDE = 4096
-"""Of the matrices whose product is timed beside messages."""
-_BESIDE = 2.0
-"""Times as long as the products, as messages are on their way meanwhile."""
+_SIDE = 4096  # of the matrices whose product is timed beside messages
+_BESIDE = 2.0  # times as long as the products, as messages are on their way meanwhile
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What was measured of the groups over some axes, all exchanging at the same time.
+    """What was measured of the groups over some axes, all exchanging at the same time."""
 
-    Attributes:
-        all_reduce: (bytes of the tensor, seconds).
-        exchange: (bytes that a rank sends to the others together, seconds), for what comes in new tensors.
-        reduce_scatter, gather: likewise, for pieces of a gradient: with the additions, and in place.
-        overlap: whether messages run beside what computes.
-        cpu_share: the part of the device's processor time that they take meanwhile.
-        overhead: seconds that the engine takes for a redistribution in one direction, beside the collective.
-        host: those that the host takes to issue a collective; 0 where it is the device.
-    """
-
-    all_reduce: tuple[tuple[int, float], ...]
-    exchange: tuple[tuple[int, float], ...]
-    reduce_scatter: tuple[tuple[int, float], ...]
-    gather: tuple[tuple[int, float], ...]
-    overlap: bool
-    cpu_share: float
-    overhead: float
-    host: float = 0.0
+    all_reduce: tuple[tuple[int, float], ...]  # (bytes of the tensor, seconds)
+    exchange: tuple[tuple[int, float], ...]  # (bytes that a rank sends to all others, seconds), into new tensors
+    reduce_scatter: tuple[tuple[int, float], ...]  # likewise, for pieces of a gradient, with the additions
+    gather: tuple[tuple[int, float], ...]  # likewise, for pieces of a gradient, in place
+    overlap: bool  # messages run beside what computes
+    cpu_share: float  # of the device's processor time, what they take meanwhile
+    overhead: float  # seconds of the engine for a redistribution in one direction, beside the collective
+    host: float = 0.0  # seconds for the host to issue a collective; 0 where it is the device
 
 
 def measure_links(
     groups: Groups, subsets: Iterable[Axes], device: torch.device, sizes: Sequence[int] = SIZES
 ) -> dict[Axes, LinkTimes]:
-    """Measure the groups over each of some sets of axes; all ranks call it.
-
-    Args:
-        groups: the groups of the mesh.
-        subsets: sets of axes.
-        device: where the tensors are that travel.
-        sizes: bytes of the messages.
-    """
+    """Measure the groups over each of some sets of axes, with messages of so many bytes; all ranks call it."""
     world = groups.of(tuple(groups.mesh.axes))
-    found = {}
+    times = {}
     for axes in subsets:
         group = groups.of(axes)
         if group is not None:
             probe = _Probe(group, world, device)
-            found[axes] = probe.measure(sizes, _overhead(groups, axes, device))
-    return found
+            times[axes] = probe.measure(sizes, _overhead(groups, axes, device))
+    return times
 
 
 def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -> tuple[Links, float]:
-    """Measure the groups of all meshes on the ranks that have joined; all ranks call it.
-
-    Args:
-        meshes: the meshes whose groups exchange.
-        largest: bytes of the largest tensor that will be sent; much larger ones are not tried.
-        device: where the tensors are.
-
-    Returns:
-        The links, and the seconds that the engine takes for a redistribution in one direction, beside the collective.
-    """
+    """Links of the groups of all meshes, and the engine's seconds for a redistribution in one direction, beside the
+    collective. All ranks call it. Messages much larger than `largest`, the bytes of the largest tensor that will be
+    sent, are not tried."""
     sizes = [size for size in SIZES if size <= 4 * largest]
-    found: dict[tuple[int, ...], Link] = {}
+    links: dict[tuple[int, ...], Link] = {}
     overhead = 0.0
     for mesh in meshes:
         missing: dict[Axes, tuple[int, ...]] = {}
         for axes in chain.from_iterable(combinations(mesh.axes, count + 1) for count in mesh.axes):
             ranks = first_group(mesh, axes)
-            if len(ranks) > 1 and ranks not in found and ranks not in missing.values():
+            if len(ranks) > 1 and ranks not in links and ranks not in missing.values():
                 missing[axes] = ranks
         if not missing:
             continue
         for axes, times in measure_links(Groups(mesh), missing, device, sizes).items():
             overhead = max(overhead, times.overhead)
-            found[missing[axes]] = Link(
+            links[missing[axes]] = Link(
                 Curve.through(times.all_reduce),
                 Curve.through(times.exchange),
                 times.overlap,
@@ -113,7 +86,7 @@ def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -
                 Curve.through(times.gather),
                 times.host,
             )
-    return Links(found), overhead
+    return Links(links), overhead
 
 
 class _Probe:
@@ -128,16 +101,16 @@ class _Probe:
 
     def measure(self, sizes: Sequence[int], redistributing: float) -> LinkTimes:
         rows: list[list[tuple[int, float]]] = [[], [], [], []]
-        for wanted in sizes:
-            numbers = max(1, wanted // 4)
+        for num_bytes in sizes:
+            numbers = max(1, num_bytes // 4)
             share = -(-numbers // max(1, self._ranks - 1))
-            others = 4 * share * (self._ranks - 1)
+            sent = 4 * share * (self._ranks - 1)
             rows[0].append((4 * numbers, self._time(lambda x: collectives.all_reduce(x, self._group), numbers)))
-            rows[1].append((others, self._time(self._exchange, share)))
-            if wanted:
+            rows[1].append((sent, self._time(self._exchange, share)))
+            if num_bytes:
                 whole = share * self._ranks
-                rows[2].append((others, self._time(lambda x: ReduceScatter(x, self._group).wait(), whole)))
-                rows[3].append((others, self._time(lambda x: start_gather(x, self._group).wait(), whole)))
+                rows[2].append((sent, self._time(lambda x: ReduceScatter(x, self._group).wait(), whole)))
+                rows[3].append((sent, self._time(lambda x: start_gather(x, self._group).wait(), whole)))
         sums, moves, pieces, gathers = map(tuple, rows)
         pending = collectives.start_all_reduce(torch.ones(2**20, device=self._device), self._group)
         overlap = pending.runs_beside
@@ -146,18 +119,14 @@ class _Probe:
         if overlap and self._clock.is_queue:
             largest, seconds = sums[-1]
             cpu_share = 1 - 1 / self._slowdown(seconds, largest)
-        own = max(0.0, redistributing - moves[0][1])
+        overhead = max(0.0, redistributing - moves[0][1])
         return LinkTimes(
-            sums, moves, pieces or moves, gathers or moves, overlap, cpu_share, own, median(self._issuing or [0.0])
+            sums, moves, pieces or moves, gathers or moves, overlap, cpu_share, overhead, median(self._issuing or [0.0])
         )
 
     def _slowdown(self, message_s: float, num_bytes: int) -> float:
         """How many times as long kernels of a GPU take beside messages, which take some of its processors; at least 1.
-
-        Args:
-            message_s: seconds of an all-reduce.
-            num_bytes: of its tensor.
-        """
+        An all-reduce of `num_bytes` takes `message_s` seconds."""
         left, out = (torch.ones(_SIDE, _SIDE, device=self._device) for _ in range(2))
 
         def compute() -> None:
@@ -179,17 +148,14 @@ class _Probe:
         return max(row[0] for row in rows) / 1e6
 
     def _exchange(self, x: Tensor) -> object:
-        """The same to every other rank."""
         sends: list[Tensor | None] = [x] * self._ranks
         sends[self._place] = x.new_empty(0)
         shapes = [None if rank == self._place else x.shape for rank in range(self._ranks)]
         return collectives.exchange(sends, shapes, self._group)
 
     def _time(self, run: Callable[[Tensor], object], numbers: int) -> float:
-        """Seconds of one collective: of the slowest CPU; of the GPU that begins it last.
-
-        Each GPU is kept busy for as long as its host has taken, so they begin one after another and end together.
-        """
+        """Seconds of one collective: of the slowest CPU; of the GPU that begins it last. Each GPU is kept busy for as
+        long as its host has taken, so they begin one after another and end together."""
         of_ranks = min if self._clock.is_queue else max
         like = torch.ones(numbers, device=self._device)
         buffers = cycle([like.clone() for _ in range(max(1, min(_TURNS, _MOST // max(1, like.nbytes))))])
@@ -205,20 +171,20 @@ class _Probe:
             return of_ranks(row[0] for row in rows) / 1e9, sum(row[1] for row in rows) / len(rows) / 1e9
 
         issuing: list[float] = []
-        found = steady(measure, lambda times: times[0], within=0.1, most=12)
+        rounds = steady(measure, lambda times: times[0], within=0.1, most=12)
         self._issuing.append(median(issuing))
         if like.nbytes >= 2**20 and self._device.type == "cpu":  # a GPU moves data by itself
-            self._taken += median(seconds for seconds, _ in found)
-            self._busy += median(cpu for _, cpu in found)
-        return median(seconds for seconds, _ in found)
+            self._taken += median(seconds for seconds, _ in rounds)
+            self._busy += median(cpu for _, cpu in rounds)
+        return median(seconds for seconds, _ in rounds)
 
 
 def _own_cores() -> float:
     """Cores that this process computes with: its threads, as far as a share of a core does not hold them up."""
     start, before = time.perf_counter(), time.process_time()
-    while (taken := time.perf_counter() - start) < _SPIN_S:
+    while (elapsed := time.perf_counter() - start) < _SPIN_S:
         pass
-    return torch.get_num_threads() * min(1.0, (time.process_time() - before) / taken)
+    return torch.get_num_threads() * min(1.0, (time.process_time() - before) / elapsed)
 
 
 def _overhead(groups: Groups, axes: Axes, device: torch.device) -> float:
@@ -234,6 +200,6 @@ def _overhead(groups: Groups, axes: Axes, device: torch.device) -> float:
         y = transfer(x)
         moments.append((start, clock.now()))
         y.sum().backward()
-    seconds = [clock.between(*both) for both in moments]
+    seconds = [clock.between(*pair) for pair in moments]
     rows = gather_ints([round(median(seconds) * 1e9)], groups.of(tuple(mesh.axes)))
     return max(row[0] for row in rows) / 1e9

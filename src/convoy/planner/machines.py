@@ -34,28 +34,25 @@ from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
 from convoy.units import size
 
+# What a network may be trained in, and the type of autocast
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What a network may be trained in, and the type of autocast."""
 
-SEARCHED = 64
-"""Devices up to which plans beside data parallelism are searched for."""
+SEARCHED = 64  # devices up to which plans beside data parallelism are searched for
 
-STAGED = 8
-"""Devices up to which the network is cut into stages to be faster; on more only where nothing else fits."""
+STAGED = 8  # devices up to which the network is cut into stages to be faster; on more only where nothing else fits
 
+# How many times as fast as data parallelism another plan has to be: less is within the error of a prediction
 WORTH = 1.03
-"""How many times as fast as data parallelism another plan has to be: less is within the error of a prediction."""
 
+# What layers may have on an axis: rows and columns of pictures are not divided, which GPUs gain nothing from
 AMONG = ("sample", "replicate", "filter", "channel")
-"""What layers may have on an axis: rows and columns of pictures are not divided, which GPUs gain nothing from."""
 
-_ROOM = 0.92
-"""The part of a device's memory that a framework leaves."""
+_ROOM = 0.92  # the part of a device's memory that a framework leaves
 
 
 @dataclass(frozen=True)
 class Change:
-    """What could be other than it is, and how many times as many images a second there would be."""
+    """A change, and how many times as many images a second there would be with it."""
 
     text: str
     gain: float
@@ -63,35 +60,22 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class Prediction:
-    """What a machine is predicted to do.
-
-    Attributes:
-        machine: the devices.
-        precision, batch: of the training; images of an update.
-        images_per_s: of data parallelism, whether it fits into the memory or not.
-        within: the factor that nine in ten published values were within, over or under.
-        alone: images a second of one device with the whole batch, the mean of unequal ones.
-        step: of data parallelism.
-        planned: the plans that were found; None where none was searched for.
-        gain: how many times as fast as data parallelism the fastest of them is: at least 1, unless data parallelism
-            does not fit into the memory or plans were given.
-        curve: devices, and images a second on so many.
-        changes: what would make data parallelism faster, the most helpful first.
-        notes: what was assumed.
-    """
+    """What a machine is predicted to do."""
 
     machine: Machine
     precision: str
-    batch: int
-    images_per_s: float
-    within: float
-    alone: float
-    step: Step
-    planned: Planned | None
+    batch: int  # images of an update
+    images_per_s: float  # of data parallelism, whether it fits into the memory or not
+    within: float  # the factor, over or under, that nine in ten published values were within
+    alone: float  # images a second of one device with the whole batch, the mean of unequal ones
+    step: Step  # of data parallelism
+    planned: Planned | None  # None where no plan was searched for
+    # How many times as fast as data parallelism the fastest plan is: at least 1, unless data parallelism does not fit
+    # into the memory or plans were given
     gain: float
-    curve: tuple[tuple[int, float], ...]
-    changes: tuple[Change, ...]
-    notes: tuple[str, ...]
+    curve: tuple[tuple[int, float], ...]  # devices, and images a second on so many
+    changes: tuple[Change, ...]  # of data parallelism, the most helpful first
+    notes: tuple[str, ...]  # what was assumed
 
     def __repr__(self) -> str:
         least, most = self.best / self.within, self.best * self.within
@@ -105,29 +89,25 @@ class Prediction:
 
     @property
     def plan(self) -> Plan:
-        """The fastest plan."""
         return self.planned.best.plan if self.planned is not None else Plan.by_samples(len(self.machine.devices))
 
     @property
     def speedup(self) -> float:
-        """Of the fastest plan over one device with the same batch."""
+        """The fastest plan's, over one device with the same batch."""
         return self.best / self.alone
 
     @property
     def efficiency(self) -> float:
-        """The speed-up for each device."""
         return self.speedup / len(self.machine.devices)
 
     def days(self, images: float) -> float:
-        """Until so many images have been trained on."""
         return images / self.best / 86400
 
     def price(self, images: float, hour: float) -> float:
-        """Of so many images, where an hour of one device costs so much."""
+        """The price of so many images, where an hour of one device costs so much."""
         return 24 * self.days(images) * len(self.machine.devices) * hour
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {
             "machine": self.machine.text,
             "between": self.machine.between,
@@ -152,9 +132,9 @@ class Prediction:
     @property
     def held_back_by(self) -> str:
         """The resource that data parallelism waits for most: a link by its name."""
-        found = self.step.holds_back
-        if found != "link":
-            return "memory bandwidth" if found == "memory" else found
+        resource = self.step.holds_back
+        if resource != "link":
+            return "memory bandwidth" if resource == "memory" else resource
         return "host memory" if is_through_host(self.machine) else self.machine.link.partition("-")[0]
 
 
@@ -198,8 +178,8 @@ def plan_on(
     """
     if precision not in (*PRECISIONS, "auto"):
         raise ConvoyError(f"{precision!r} is no precision: choose auto, or one of {', '.join(PRECISIONS)}")
-    found = machine(on, between, read_devices(Path(catalog)) if catalog is not None else None)
-    precision = usual_precision(found) if precision == "auto" else precision
+    devices = machine(on, between, read_devices(Path(catalog)) if catalog is not None else None)
+    precision = usual_precision(devices) if precision == "auto" else precision
     workload = workload_of(
         model,
         example,
@@ -210,12 +190,7 @@ def plan_on(
     )
     fixes = [fix] if isinstance(fix, str) else list(fix)
     return predict(
-        workload,
-        found,
-        precision,
-        fixes=fixes,
-        memory_limit=memory_limit,
-        images_per_second=images_per_second,
+        workload, devices, precision, fixes=fixes, memory_limit=memory_limit, images_per_second=images_per_second
     )
 
 
@@ -231,21 +206,11 @@ def predict(
     software: Software = OURS,
     searching: bool = True,
 ) -> Prediction:
-    """What a machine would do with a network.
+    """The prediction for a network on a machine.
 
-    Args:
-        workload: the network, at the batch of an update, with the types of the precision.
-        machine: the devices.
-        precision: `fp32`, `tf32`, `bf16` or `fp16`.
-        fixes, plans: as in `convoy.planner.make_plan`.
-        memory_limit: bytes of each device; by default what the catalog says.
-        images_per_second: that the input of one device gives.
-        software: what runs the network.
-        searching: whether other plans than data parallelism are looked for.
-
-    Raises:
-        TooLargeError: no plan fits into the memory, by how much.
-        ConvoyError: there is no such plan.
+    The workload has the batch of an update and the types of the precision: `fp32`, `tf32`, `bf16` or `fp16`. The memory
+    of a device, in bytes, is by default the catalog's; its input gives `images_per_second`. Plans other than data
+    parallelism are looked for only with `searching`. A TooLargeError says by how much no plan fits into the memory.
     """
     count, batch = len(machine.devices), workload.batch
     if batch < count:
@@ -270,8 +235,8 @@ def predict(
     if searching and 1 <= count <= SEARCHED:
         # the timeline lets as much of the messages show as published tables do
         share = min(0.6, max(0.05, done.exposed / done.exchange)) if done.exchange else 0.1
-        own = {device: _one(work, device, batch / count, precision, software) for device in set(machine.devices)}
-        slowdowns = [own[device] / own[machine.devices[0]] for device in machine.devices]
+        seconds_of = {device: _one(work, device, batch / count, precision, software) for device in set(machine.devices)}
+        slowdowns = [seconds_of[device] / seconds_of[machine.devices[0]] for device in machine.devices]
         costs = costs_of(machine, units(machine.devices[0], precision), software, share, slowdowns)
         costs = replace(costs, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
         planned, gain = _planned(workload, machine, costs, fixes, plans, room)
@@ -279,8 +244,8 @@ def predict(
         notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
     if planned is not None:
         notes += planned.notes
-    own_rates = (batch / _one(work, device, batch, precision, software) for device in machine.devices)
-    alone = statistics.fmean(min(own, images_per_second or own) for own in own_rates)
+    rates_alone = (batch / _one(work, device, batch, precision, software) for device in machine.devices)
+    alone = statistics.fmean(min(rate_alone, images_per_second or rate_alone) for rate_alone in rates_alone)
     if count > 1 and alone > rate * gain:
         notes.append(f"one device alone is faster: {alone:,.0f} images/s")
     return Prediction(
@@ -300,7 +265,7 @@ def predict(
 
 
 def usual_precision(machine: Machine) -> str:
-    """That of a training for which nobody says any: bf16 on devices that have it."""
+    """The precision where nobody asks for one: bf16 on devices that have it."""
     return "bf16" if all(map(has_bf16, machine.devices)) else "fp32"
 
 
@@ -339,8 +304,8 @@ def _step(
     software: Software,
     scheme: Scheme | None = None,
 ) -> Step:
-    """Of data parallelism: that of the device which takes longest."""
-    found = {
+    """The step of data parallelism, of the device that takes longest."""
+    steps = {
         (device, images): step(
             work,
             max(images, 1),
@@ -353,47 +318,42 @@ def _step(
         )
         for device, images in set(zip(machine.devices, shares, strict=True))
     }
-    return max(found.values(), key=lambda one: one.seconds)
+    return max(steps.values(), key=lambda one: one.seconds)
 
 
 def _planned(
-    workload: Workload,
-    machine: Machine,
-    costs: Costs,
-    fixes: Sequence[str],
-    plans: Sequence[Plan],
-    room: float,
+    workload: Workload, machine: Machine, costs: Costs, fixes: Sequence[str], plans: Sequence[Plan], room: float
 ) -> tuple[Planned, float]:
     """The plans that are predicted to be fastest, and how much faster than data parallelism the first is."""
     count = len(machine.devices)
     serial = score(workload, Plan(Mesh((), ())), replace(costs, slowdowns=()))
     if plans:
         as_run = replace(workload, schedules=(workload.default_schedule,))
-        found = [score(as_run, plan, costs, memory_limit=room) for plan in plans]
+        predictions = [score(as_run, plan, costs, memory_limit=room) for plan in plans]
     elif count == 1:
-        found = [serial]
+        predictions = [serial]
     else:
         on = _meshes(machine)
         # on more devices cuts take long to search; one pass goes through stages one after the other, which saves memory
         cut = count <= STAGED and len(workload.counts) > 1
         fast = workload if cut else replace(workload, counts=())
         proposed = propose(fast, count, costs, fixes, None, [], on, AMONG)
-        found = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
-        if all(one.memory.total > room for one in found):
+        predictions = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
+        if all(one.memory.total > room for one in predictions):
             with contextlib.suppress(TooLargeError):
                 proposed = propose(workload, count, costs, fixes, room, [], on, AMONG)
-                found += [score(workload, plan, costs, passes, room) for plan, passes in proposed]
-    fitting = [one for one in found if one.memory.total <= room]
+                predictions += [score(workload, plan, costs, passes, room) for plan, passes in proposed]
+    fitting = [one for one in predictions if one.memory.total <= room]
     if not fitting:
         device = min(machine.devices, key=lambda device: device.memory_gb)
-        least = min(one.memory.total for one in found)
+        least = min(one.memory.total for one in predictions)
         raise TooLargeError(
             f"a batch of {workload.batch} needs {size(least)} on each {device.name}, {size(int(least - room))} more "
             f"than the {size(int(room))} that there are: lower --batch, or ask for more devices",
             least,
         )
     best = sorted(fitting, key=lambda one: one.seconds)
-    plain = next((one for one in found if one.plan == Plan.by_samples(count)), None)
+    plain = next((one for one in predictions if one.plan == Plan.by_samples(count)), None)
     if plain in best and not plans and plain.seconds < WORTH * best[0].seconds:
         best = best[best.index(plain) :]  # what is hardly faster is no gain
     plain = plain or score(workload, Plan.by_samples(count), costs)
@@ -416,12 +376,12 @@ def _repeated(workload: Workload, plan: Plan) -> int:
 
 
 def _meshes(machine: Machine) -> list[Mesh]:
-    """All devices as one axis, and as hosts of devices where there are several."""
+    """All devices as one axis, and also as hosts of devices where there are several."""
     count = len(machine.devices)
-    found = [Mesh(("gpu",), (count,))]
+    meshes = [Mesh(("gpu",), (count,))]
     if machine.hosts > 1 and machine.per_host > 1:
-        found.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
-    return found
+        meshes.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
+    return meshes
 
 
 def _curve(
@@ -434,58 +394,57 @@ def _curve(
     devices = machine.devices
     if len(set(devices)) == 1:
         numbers, devices = numbers | {2 * count}, devices * 2
-    found = []
+    points = []
     for number in sorted(number for number in numbers if number <= per_host or number % per_host == 0):
         inside = number if machine.hosts == 1 else min(number, per_host)
         part = replace(machine, devices=devices[:number], per_host=inside)
         images = max(number, batch * number // count)
         shares = shares_of(work, images, part, precision, software)
-        found.append((number, images / _step(work, part, shares, precision, software).seconds))
-    return tuple(found)
+        points.append((number, images / _step(work, part, shares, precision, software).seconds))
+    return tuple(points)
 
 
 def _changes(
     work: Work, machine: Machine, shares: Sequence[int], precision: str, software: Software, done: Step
 ) -> tuple[Change, ...]:
-    """What would make data parallelism faster."""
-    found = []
+    changes = []
     rate = sum(shares) / done.seconds
 
     def add(text: str, seconds: float, images: float) -> None:
         gain = images / seconds / rate
         if gain > 1.02:
-            found.append(Change(text, gain))
+            changes.append(Change(text, gain))
 
     if precision not in ("bf16", "fp16") and machine.devices[0].fp16:
         add("half precision", _step(work, machine, shares, "bf16", software).seconds, sum(shares))
     double = [2 * share for share in shares]
     add("twice the batch", _step(work, machine, double, precision, software).seconds, sum(double))
     recorded = replace(software, recorded=True)
-    others = {"a compiler that fuses": replace(software, compiled=True), "updates recorded as CUDA graphs": recorded}
+    settings = {"a compiler that fuses": replace(software, compiled=True), "updates recorded as CUDA graphs": recorded}
     if not software.compiled:
-        others["as convoy train by default, updates recorded as CUDA graphs with Convoy's batch norm"] = replace(
+        settings["as convoy train by default, updates recorded as CUDA graphs with Convoy's batch norm"] = replace(
             recorded, kernels=True
         )
-    for text, other in others.items():
+    for text, other in settings.items():
         add(text, _step(work, machine, shares, precision, other).seconds, sum(shares))
     without = done.seconds - done.exposed / 2
     add("links twice as fast", without, sum(shares))
     if done.feed > done.alone:
         add("input twice as fast", max(done.alone, done.feed / 2), sum(shares))
-    return tuple(sorted(found, key=lambda one: -one.gain))
+    return tuple(sorted(changes, key=lambda one: -one.gain))
 
 
 @cache
 def _ranges() -> dict[str, float]:
     text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
-    found: dict[str, float] = json.loads(text).get("ranges", {})
-    return found
+    ranges: dict[str, float] = json.loads(text).get("ranges", {})
+    return ranges
 
 
 def width(machine: Machine, software: Software) -> float:
     """The logarithm of the factor within which nine in ten predictions of like distance from the fit were."""
     fitted = coefficients_of("one device")
-    known = all(f"device {device.name}" in fitted for device in machine.devices)
+    novelty = "known" if all(f"device {device.name}" in fitted for device in machine.devices) else "unknown"
     several = "one device" if len(machine.devices) == 1 else "several devices"
     ranges = _ranges()
-    return ranges.get(f"{'known' if known else 'unknown'} device, known framework, {several}", ranges.get("any", 0.5))
+    return ranges.get(f"{novelty} device, known framework, {several}", ranges.get("any", 0.5))

@@ -51,26 +51,19 @@ from convoy.units import plural, shorten
 def slowdowns_of(
     measured: Sequence[tuple[float, ...]], ranks: Ranks, store: ProfileStore | None, device: Device
 ) -> tuple[float, ...]:
-    """How many times as long as in the mean each rank computes; empty where they are about equally fast.
-
-    All ranks call it. Of ranks that nobody has measured it is empty too.
-
-    Args:
-        measured: for each profiling, the seconds that each rank took for equal work; empty where only one profiled.
-        ranks: the ranks that profiled.
-        store: knows it from before where nothing had to be profiled.
-        device: the first rank's device.
-    """
+    """How many times as long as in the mean each rank computes; empty where they are about equally fast, or not
+    measured. All ranks call it. `measured` has for each profiling the seconds that each rank took for equal work. Where
+    nothing had to be profiled, the store may know it from before."""
     name = "slowdown of " + hashlib.blake2b(repr(ranks.gather(_place())).encode(), digest_size=8).hexdigest()
     rows = [row for row in measured if len(row) == ranks.num > 1 and min(row) > 0]
 
     def known() -> tuple[float, ...]:
         if rows:
-            found = [sum(own) for own in zip(*rows, strict=True)]
+            seconds = [sum(of_rank) for of_rank in zip(*rows, strict=True)]
             if store is not None:
                 with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                    store.note(device, name, found)
-            return tuple(found)
+                    store.note(device, name, seconds)
+            return tuple(seconds)
         noted = store.noted(device, name) if store is not None else None
         if not isinstance(noted, list) or len(noted) != ranks.num:
             return ()
@@ -81,15 +74,15 @@ def slowdowns_of(
     seconds = ranks.first(known)
     if len(seconds) < ranks.num or min(seconds) <= 0 or max(seconds) <= ALIKE * min(seconds):
         return ()
-    return tuple(len(seconds) * own / sum(seconds) for own in seconds)
+    return tuple(len(seconds) * of_rank / sum(seconds) for of_rank in seconds)
 
 
 def _place() -> tuple[object, ...]:
     return platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
 
 
+# Of all layers that can have them, one after the other, in the profilings that a search begins with
 _PROFILED = ("sample", "filter", "channel")
-"""Of all layers that can have them, one after the other, in the profilings that a search begins with."""
 
 
 def plans_to_profile(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Plan]]:
@@ -101,17 +94,17 @@ def plans_to_profile(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Plan
             layers.setdefault(call.layer, []).append(call)
     seen: set[tuple[Strategy, ...]] = set()
     for strategy in _PROFILED:
-        given = {layer: _possible(workload, mesh, calls, strategy) for layer, calls in layers.items()}
-        if (strategy,) not in given.values() or tuple(given.values()) in seen:
+        layer_strategies = {layer: _possible(workload, mesh, calls, strategy) for layer, calls in layers.items()}
+        if (strategy,) not in layer_strategies.values() or tuple(layer_strategies.values()) in seen:
             continue
-        seen.add(tuple(given.values()))
+        seen.add(tuple(layer_strategies.values()))
         with contextlib.suppress(ConvoyError):
-            workload.place(plan := compact(mesh, given))
+            workload.place(plan := compact(mesh, layer_strategies))
             yield strategy, plan
 
 
-def _possible(workload: Workload, mesh: Mesh, calls: list[Call], wanted: str) -> Strategy:
-    for strategy in (wanted, "sample"):
+def _possible(workload: Workload, mesh: Mesh, calls: list[Call], preferred: str) -> Strategy:
+    for strategy in (preferred, "sample"):
         axes = (0,) if strategy == "sample" else ()
         try:
             batch = Batch(mesh, axes, workload.parts(mesh.size(axes)) if axes else (range(workload.samples),))
@@ -123,16 +116,13 @@ def _possible(workload: Workload, mesh: Mesh, calls: list[Call], wanted: str) ->
     return ("replicate",)
 
 
+# Tensors, and numbers in each: large ones do not fit into the caches, as in training
 _POINTS = ((1, 2**24), (16, 2**20), (256, 2**16), (128, 64))
-"""Tensors, and numbers in each: large ones do not fit into the caches, as in training."""
 
 
 def check_optimizer(make: MakeOptimizer) -> None:
-    """Refuse an optimizer whose updates cannot be timed.
-
-    Raises:
-        ConvoyError: its step calls a function that computes loss and gradients, as often as it likes.
-    """
+    """Refuse an optimizer whose step calls a function that computes loss and gradients, as often as it likes: its
+    updates cannot be timed."""
     optimizer = make([nn.Parameter(torch.zeros(1))])
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -144,13 +134,7 @@ def check_optimizer(make: MakeOptimizer) -> None:
 
 
 def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int = 5) -> Update:
-    """Time the optimizer on tensors of several sizes.
-
-    Args:
-        make: makes it for some parameters.
-        device: where they are.
-        repetitions: how often each is timed; the median counts.
-    """
+    """Time the optimizer on tensors of several sizes; the median of the repetitions counts."""
     measured, issued = [], []
     clock = DeviceClock(device)
     for tensors, numel in _POINTS:
@@ -163,62 +147,50 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
         measured.append((tensors * numel * 4, tensors, median(one.device for one in spent)))
         issued.append((tensors, median(one.host for one in spent)))
     held = memory_of_updates(make)
-    found = Update.fit(measured, state=held.state, divisible=held.divisible)
+    update = Update.fit(measured, state=held.state, divisible=held.divisible)
     host, host_per_tensor = issuing(issued)
-    return replace(found, host=host, host_per_tensor=host_per_tensor)
+    return replace(update, host=host, host_per_tensor=host_per_tensor)
 
 
+# The part of a rank's memory that the tensors of a pass may take: what kernels hold, and holes between blocks, have
+# been up to 1.2 times that
 _ROOM = 0.65
-"""The part of a rank's memory that the tensors of a pass may take: what kernels hold, and holes between blocks, have
-been up to 1.2 times that."""
+# Kept times that are so many times those of now, or the other way round, are of a machine in another state
 _PACE = 1.25
-"""Kept times that are so many times those of now, or the other way round, are of a machine in another state."""
-_MATRIX, _REACHED = 512, 0.5
-"""Rows of a matrix, and how much of the speed of its product layers reach, about."""
-_ENOUGH_MORE = 1.2
-"""So many times as much memory is another try for what was killed."""
+_MATRIX, _REACHED = 512, 0.5  # rows of a matrix, and how much of the speed of its product layers reach, about
+_ENOUGH_MORE = 1.2  # so many times as much memory is another try for what was killed
 _FROM_OTHERS = "its layers are predicted from what else was profiled"
-LONGEST = 60
-"""Characters of a plan in what is said of a profiling."""
+LONGEST = 60  # characters of a plan in what is said of a profiling
 
-Progress = Callable[[str, int, int], None]
-"""Is told what is done, how much of it, and of how much."""
+Progress = Callable[[str, int, int], None]  # is told what is done, how much of it, and of how much
 
 
 @dataclass(frozen=True)
 class Job:
-    """A profiling.
+    """A profiling of a workload under a plan; `alone` by one device while the others rest."""
 
-    Attributes:
-        name: for people.
-        workload: the training that is placed.
-        plan: where it is placed.
-        alone: whether one device does it while the others rest.
-    """
-
-    name: str
+    name: str  # for people
     workload: Workload
     plan: Plan
     alone: bool = False
 
     @cached_property
     def placement(self) -> Placement:
-        """A pass under the plan."""
         return self.workload.place(self.plan)
 
     @property
     def memory(self) -> int:
         """Bytes of a pass on the rank that needs most, but for what kernels hold."""
-        return max(each.total for each in predict_memory(self.placement))
+        return max(rank.total for rank in predict_memory(self.placement))
 
     @property
     def mark(self) -> str:
-        """The name under which a store knows that it has begun."""
+        """The name under which a store knows that the job has begun."""
         workload = self.workload
         return f"began {workload.name} {workload.sample} {workload.samples} {plan_text(self.plan)}"
 
     def halved(self) -> "Job | None":
-        """The same in passes of half as many samples; None where there are none."""
+        """The job in passes of half as many samples; None where there are none."""
         workload, samples = self.workload, self.workload.samples // 2
         if workload.resized is None or samples < 2 * self.plan.parts:  # a single sample may have no statistics
             return None
@@ -228,7 +200,7 @@ class Job:
 
 
 def jobs_for(workload: Workload, meshes: Sequence[Mesh], plans: Sequence[Plan] = ()) -> list[Job]:
-    """What is profiled to begin with: one device by itself, and the plans that are given, or every layer by samples, by
+    """What is profiled to begin with: one device by itself, and the requested plans, or every layer by samples, by
     filters and by channels over all devices, from which the search's costs of all else follow."""
     alone = workload.alone or workload
     jobs = [Job("serial, one device", alone, Plan(Mesh((), ())), True)]
@@ -240,34 +212,12 @@ def jobs_for(workload: Workload, meshes: Sequence[Mesh], plans: Sequence[Plan] =
 
 
 def plan_job(workload: Workload, plan: Plan, passes: int | None = None) -> Job:
-    """The profiling of a plan on all devices. With stages, each runs the whole network on a pass of theirs.
-
-    Args:
-        workload: what is to be trained.
-        plan: the plan.
-        passes: through its stages; None for as many as go well through them.
-    """
+    """The profiling of a plan on all devices. With stages, each runs the whole network on one of their passes."""
     return Job(shorten(str(plan), LONGEST), workload.through(plan.num_stages, passes, plan.parts), plan)
 
 
 class Measurements:
-    """Times on the devices at hand, looked up or measured; every profiling adds to them. All ranks call it alike.
-
-    Args:
-        workload: what is to be trained.
-        ranks: the devices at hand.
-        store: measurements from before; None keeps nothing.
-        progress: is told what is profiled.
-        room: bytes that a rank may still take.
-
-    Attributes:
-        room: as it was given.
-        links: between the devices of the meshes.
-        per_transfer: seconds of the engine for a redistribution in one direction.
-        notes: sentences on what could not be measured.
-        loads: what the machine did in each profiling, by rank.
-        longest_s: seconds that the longest profiling has taken.
-    """
+    """Times on the devices at hand, looked up or measured; every profiling adds to them. All ranks call it alike."""
 
     def __init__(
         self,
@@ -278,26 +228,20 @@ class Measurements:
         room: float = math.inf,
     ) -> None:
         self._workload, self._ranks, self._store, self._progress, self.room = workload, ranks, store, progress, room
-        self.links, self.per_transfer = Links(), 0.0
+        self.links = Links()
+        self.per_transfer = 0.0  # seconds of the engine for a redistribution in one direction
         self._devices = {alone: device_of(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
         self._kept = {alone: ranks.first(partial(_stored, store, self._devices[alone])) for alone in (True, False)}
         self._new: dict[bool, dict[LocalOp, Times]] = {True: {}, False: {}}
         self._around: dict[bool, list[Times]] = {True: [], False: []}
         self._by_rank: list[tuple[float, ...]] = []
-        self.notes: list[str] = []
-        self.loads: list[HostLoad] = []
-        self.longest_s = 0.0
+        self.notes: list[str] = []  # sentences on what could not be measured
+        self.loads: list[HostLoad] = []  # of each profiling, by rank
+        self.longest_s = 0.0  # of the longest profiling
 
     def profile(self, jobs: Sequence[Job], afresh: bool = False) -> None:
-        """Profile the network, but for what is known, in passes that fit into memory.
-
-        Args:
-            jobs: what is to be known.
-            afresh: whether it is measured although it is known.
-
-        Raises:
-            RankFailedError: a rank has failed otherwise than for want of memory.
-        """
+        """Profile the network in passes that fit into memory, but for what is known, or `afresh` all of it. A
+        RankFailedError where a rank has failed otherwise than for want of memory."""
         for job in jobs:
             self._progress(f"profiling {job.name}")
             fitting = self._fitting(job)
@@ -307,8 +251,8 @@ class Measurements:
             if fitting is not job:
                 number = plural(fitting.workload.samples, "sample")
                 self._note(f"{job.name} was profiled in passes of {number}, not {job.workload.samples}, for memory")
-            known = self._new if afresh else self._times
-            if not all(one in known[job.alone] for one in self._local_ops(fitting)):
+            times = self._new if afresh else self._times
+            if not all(one in times[job.alone] for one in self._local_ops(fitting)):
                 self._run(fitting, afresh)
 
     @property
@@ -321,21 +265,19 @@ class Measurements:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no operation's time is known."""
         return not any(self._times.values())
 
     def give_back_memory(self) -> None:
-        """Give back what earlier work has freed."""
         release_freed_memory(self._workload.device)
 
     def _fitting(self, job: Job) -> Job | None:
         """A job in passes that fit into memory, and at which no process was killed where there was as little; None
         where even the smallest do not."""
-        found: Job | None = job
+        smaller: Job | None = job
         room = self.room * (self._ranks.on_host if job.alone and self._workload.device.type == "cpu" else 1)
-        while found is not None and (found.memory > _ROOM * room or self.room <= self._ended(found)):
-            found = found.halved()
-        return found
+        while smaller is not None and (smaller.memory > _ROOM * room or self.room <= self._ended(smaller)):
+            smaller = smaller.halved()
+        return smaller
 
     def _ended(self, job: Job) -> float:
         """Bytes that a rank had when a process was ended from outside in the middle of this job; 0 where none was."""
@@ -344,11 +286,8 @@ class Measurements:
 
     @contextmanager
     def attempt(self, job: Job) -> Iterator[None]:
-        """While entered, the store knows that a job has begun; where a process is killed in it, for ever.
-
-        Raises:
-            ConvoyError: one was, where there was as little memory.
-        """
+        """While entered, the store knows that a job has begun; where a process is killed in it, for ever. A ConvoyError
+        where one was, with as little memory."""
         if self.room <= self._ended(job):
             raise ConvoyError("a process was killed in it when there was as little memory")
         self._mark(job, self.room)
@@ -374,7 +313,7 @@ class Measurements:
         start, watch = time.monotonic(), HostWatch()
         try:
             with self.attempt(job):
-                found = self._ranks.trying(f"profiling {job.name}", work)
+                profiled = self._ranks.trying(f"profiling {job.name}", work)
         except RankFailedError as error:
             if not error.out_of_memory:
                 raise
@@ -385,27 +324,27 @@ class Measurements:
         self.longest_s = max(self.longest_s, time.monotonic() - start)
         loads = self._ranks.gather(watch.read())
         if afresh:
-            self._compare(job.alone, found.times)
-        self._new[job.alone] = found.times | self._new[job.alone]  # of several the first counts: `sample`
-        self._around[job.alone].append(found.around)
-        self._by_rank.append(found.by_rank)
+            self._compare(job.alone, profiled.times)
+        self._new[job.alone] = profiled.times | self._new[job.alone]  # of several the first counts: `sample`
+        self._around[job.alone].append(profiled.around)
+        self._by_rank.append(profiled.by_rank)
         disturbed = any(load.is_disturbed for load in loads)
         self.loads += loads
         if not disturbed and self._store is not None and self._ranks.rank == 0:
             device = self._devices[job.alone]
             with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                self._store.put(device, found.times)
-                self._store.note(device, _around_of(job.workload, job.alone), list(found.around.numbers))
+                self._store.put(device, profiled.times)
+                self._store.note(device, _around_of(job.workload, job.alone), list(profiled.around.numbers))
 
-    def _compare(self, alone: bool, found: Mapping[LocalOp, Times]) -> None:
-        """Bring times that were kept to the machine's pace of now, or forget them where that is another one."""
-        kept = self._kept[alone]
-        both = [one for one in found if one in kept]
-        before, now = (sum(times[one].total for one in both) for times in (kept, found))
+    def _compare(self, alone: bool, times_now: Mapping[LocalOp, Times]) -> None:
+        """Bring kept times to the machine's pace of now, or forget them where it is another one."""
+        times_before = self._kept[alone]
+        shared = [one for one in times_now if one in times_before]
+        before, now = (sum(times[one].total for one in shared) for times in (times_before, times_now))
         if not before or not now:
             return
         if max(before, now) <= _PACE * min(before, now):
-            self._kept[alone] = {one: times * (now / before) for one, times in kept.items()}
+            self._kept[alone] = {one: times * (now / before) for one, times in times_before.items()}
             return
         self._kept[alone] = {}
         self._note(
@@ -417,21 +356,20 @@ class Measurements:
                 self._store.clear(self._devices[alone])
 
     def _local_ops(self, job: Job) -> list[LocalOp]:
-        """What the ranks compute in a profiling, but for what takes no time."""
         placement = job.placement
         places = dict.fromkeys([0] if job.alone else self._ranks.places(placement.mesh))
-        found = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
-        return list(dict.fromkeys(one for one in found if not one.is_empty and one.op not in VIEWS))
+        ops = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
+        return list(dict.fromkeys(one for one in ops if not one.is_empty and one.op not in VIEWS))
 
     def lacking(self, job: Job) -> float:
         """The part of a job's computing time that was not measured, as it is predicted; 0 where memory lacks for it."""
-        known, fitting = self._times[job.alone], self._fitting(job)
-        times = Calibrated(known)
+        measured, fitting = self._times[job.alone], self._fitting(job)
+        times = Calibrated(measured)
         seconds = {one: times(one).total for one in self._local_ops(fitting)} if fitting is not None else {}
-        return sum(own for one, own in seconds.items() if one not in known) / (sum(seconds.values()) or 1.0)
+        return sum(of_op for one, of_op in seconds.items() if one not in measured) / (sum(seconds.values()) or 1.0)
 
     def unknown(self, jobs: Sequence[Job]) -> list[Job]:
-        """Those of which something was not measured, and the first two, which are measured afresh."""
+        """The jobs of which something was not measured, and the first two, which are measured afresh."""
         return [
             job
             for place, job in enumerate(jobs)
@@ -439,13 +377,13 @@ class Measurements:
         ]
 
     def expected_s(self, job: Job) -> float:
-        """Seconds that a pass will take, about, by what is known."""
+        """About the seconds that a pass will take, by what is known."""
         times = Calibrated(self._times[job.alone] or self._times[not job.alone], self._roofline)
         return sum(times(one).total for one in self._local_ops(self._fitting(job) or job))
 
     @cached_property
     def _roofline(self) -> Roofline | None:
-        """Of the device, about, by one product of matrices; None where more is known."""
+        """A rough roofline of the device, by one product of matrices; None where more is known."""
         if any(self._times.values()):
             return None
         matrix = torch.full((_MATRIX, _MATRIX), 0.5, device=self._workload.device)
@@ -465,7 +403,7 @@ class Measurements:
         )
 
     def _engine(self, alone: bool) -> Times:
-        """What the engine takes for a redistribution, where that is not in the times of those that were measured."""
+        """The engine's time for a redistribution, where that is not in the times of those that were measured."""
         moved = any(one.op == "redistribute" for one in self._times[alone])
         return Times() if moved else Times(self.per_transfer, self.per_transfer)
 

@@ -40,54 +40,40 @@ from convoy.plans.place import Placement, sample_axes
 from convoy.plans.plan import Plan
 from convoy.units import shorten, size
 
+# Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them
 Race = Callable[["Planned", Scored, Ranks], float]
-"""Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them."""
+# Seconds, and updates of one device, that a plan may take; the larger counts
 _PATIENCE_S, _PATIENCE_UPDATES = 120.0, 30
-"""Seconds, and updates of one device, that a plan may take; the larger counts."""
-_MEASURING = 0.6
-"""The part of that after which nothing more is profiled."""
+_MEASURING = 0.6  # the part of that after which nothing more is profiled
+# About: seconds for links, optimizer and engine; passes of a profiling; updates of a racer
 _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
-"""About: seconds for links, optimizer and engine; passes of a profiling; updates of a racer."""
+# The part of a rank's memory that the tensors of a racer may take: the network that is copied comes on top
 _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
-"""The part of a rank's memory that the tensors of a racer may take: the network that is copied comes on top."""
-_RACERS = 2
-"""Of the plans that are predicted to be fastest, beside plain `sample`."""
-_SETTLED = 0.02
-"""The part of a plan's computing time that need not be measured."""
+_RACERS = 2  # of the plans that are predicted to be fastest, beside plain `sample`
+_SETTLED = 0.02  # the part of a plan's computing time that need not be measured
+
+_ASSUMED_LINKS = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the planner has found.
+    """The answer of the planner."""
 
-    Attributes:
-        workload: the training that was planned; with stages, in other passes (`Workload.through`).
-        devices: number of ranks.
-        candidates: the fastest plans that were found, the best first, and plain `sample` among them if it can be.
-        serial: one device.
-        search: what the search says of its way, on the rank that searched; None where plans were only scored.
-        costs: the costs with which the candidates were predicted.
-        notes: sentences about what was assumed.
-        measured: seconds of an update, of the plans that raced.
-    """
-
-    workload: Workload
+    workload: Workload  # the training; with stages, in other passes (`Workload.through`)
     devices: int
-    candidates: tuple[Scored, ...]
-    serial: Scored
-    search: SearchResult | None
-    costs: Costs
-    notes: tuple[str, ...] = field(default=())
-    measured: Mapping[Plan, float] = field(default_factory=dict)
+    candidates: tuple[Scored, ...]  # the fastest plans, the best first; plain `sample` among them if it can be
+    serial: Scored  # one device
+    search: SearchResult | None  # on the rank that searched; None where plans were only scored
+    costs: Costs  # with which the candidates were predicted
+    notes: tuple[str, ...] = field(default=())  # sentences about what was assumed
+    measured: Mapping[Plan, float] = field(default_factory=dict)  # seconds of an update, of the plans that raced
 
     @property
     def best(self) -> Scored:
-        """The plan to run."""
         return self.candidates[0]
 
     @property
     def speedup(self) -> float:
-        """Of the best plan over one device."""
         return self.serial.seconds / self.best.seconds
 
     def warning(self, seconds: float) -> str:
@@ -102,48 +88,34 @@ class Planned:
         return shares if shares is not None and plan.mesh.size(axes) == len(shares) else None
 
 
-Proposal = tuple[Plan, int | None]
-"""A plan, and the number of passes through its stages; None where it has none."""
+Proposal = tuple[Plan, int | None]  # A plan, and the number of passes through its stages; None where it has none
 
 
 def score(
-    workload: Workload,
-    plan: Plan,
-    costs: Costs,
-    passes: int | None = None,
-    memory_limit: float | None = None,
+    workload: Workload, plan: Plan, costs: Costs, passes: int | None = None, memory_limit: float | None = None
 ) -> Scored:
-    """The prediction for a plan.
-
-    Args:
-        workload: what is to be trained.
-        plan: any plan for it.
-        costs: of the devices.
-        passes: through its stages; None for as many as are fastest.
-        memory_limit: bytes that a rank has; stages take the fastest passes and the faster of the schedules that fit.
-
-    Raises:
-        ConvoyError: a layer cannot be divided as the plan says, or the network not cut.
-    """
+    """The prediction for a plan; a ConvoyError where a layer cannot be divided, or the network not cut, as it says.
+    Without a number of passes, stages take the fastest one. Within `memory_limit`, the bytes of a rank, they take the
+    fastest passes and the faster of the schedules that fit."""
 
     def price(one: Scored) -> tuple[bool, float]:
         fits = memory_limit is None or one.memory.total <= memory_limit
         return not fits, one.seconds if fits else one.memory.total
 
     def in_passes(number: int | None) -> Scored:
-        own = workload.through(plan.num_stages, number, plan.parts)
-        placement = own.place(plan)
-        staging = Staging.of(plan, own.graph, own.outputs, own.samples_of_passes)
+        update = workload.through(plan.num_stages, number, plan.parts)
+        placement = update.place(plan)
+        staging = Staging.of(plan, update.graph, update.outputs, update.samples_of_passes)
         if staging is None:
-            return scored(plan, placement, costs, own.passes)
+            return scored(plan, placement, costs, update.passes)
         ordered = map(staging.scheduled, workload.schedules)
-        return min((scored(plan, placement, costs, own.passes, one) for one in ordered), key=price)
+        return min((scored(plan, placement, costs, update.passes, one) for one in ordered), key=price)
 
     if passes is not None or plan.num_stages == 1 or workload.in_passes is None or not workload.counts:
         return in_passes(passes)
-    found = in_best_passes(workload.counts_for(plan.parts), plan.num_stages, in_passes, price)
-    assert found is not None
-    return found
+    best = in_best_passes(workload.counts_for(plan.parts), plan.num_stages, in_passes, price)
+    assert best is not None
+    return best
 
 
 @reusing()
@@ -166,32 +138,17 @@ def make_plan(
     """Find the fastest plan; all ranks call it, and get the same answer.
 
     `convoy plan`, `--plan auto`, `convoy.plan` and the forecasts of `convoy bench` all ask here. In order: measure the
-    links and the layers, or look them up (`measured.py`); search (`search/`), or take the plans that are given;
-    predict each of them by its timeline (`cost/step.py`). Operations that were not measured are predicted from those
-    that were (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no more than 2 % of its
-    computing time is predicted so, or six tenths of the time for a plan are over: of the longer of two minutes and 30
-    updates of one device. In the rest the best plans make a few updates each. `verdict.py` explains the answer.
+    links and the layers, or look them up (`measured.py`); search (`search/`), or take the requested `plans`; predict
+    each of them by its timeline (`cost/step.py`). Operations that were not measured are predicted from those that were
+    (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no more than 2 % of its computing
+    time is predicted so, or six tenths of the time for a plan are over: of the longer of two minutes and 30 updates of
+    one device. In the rest the best plans make a few updates each. `verdict.py` explains the answer.
 
-    Args:
-        workload: what is to be trained.
-        devices: number of ranks that the plan is for.
-        ranks: the devices at hand, on which times are measured.
-        link: between the devices, as `links_named` reads it; None measures the links where as many ranks run, and
-            assumes them otherwise.
-        store: measurements from before; it keeps those of now.
-        fixes: strategies that are given, such as `classifier.*=filter`.
-        memory_limit: bytes that each device has; of `plans`, those that need more are left out. By default a search
-            knows what is free here, if the plan is for the ranks that are.
-        plans: are only predicted, instead of a search.
-        rivals: are predicted beside what a search finds, as far as they fit, and race.
-        input: getting the input of a pass ready, on each rank; None costs nothing.
-        notes: sentences that come before those of the planner.
-        progress: is told of long work: seconds that have passed, of about how many.
-        race: measures an update; the plan is the fastest of those that were found to be fastest. None predicts alone.
-
-    Raises:
-        TooLargeError: no plan fits into memory.
-        ConvoyError: a fix cannot be, or a plan is for another number of devices.
+    Without a `link` (as `links_named` reads it) the links are measured where as many ranks run, and assumed otherwise.
+    `memory_limit` is in bytes of a device; by default a search knows what is free here, if the plan is for the ranks
+    that are. `rivals` are predicted beside what a search finds, as far as they fit, and race. `progress` is told the
+    seconds that have passed, of about how many; without a `race` the prediction alone decides. A TooLargeError where no
+    plan fits into memory, a ConvoyError for a fix that cannot be, or a plan for another number of devices.
     """
     meshes = list(dict.fromkeys(plan.mesh for plan in plans)) if plans else meshes_of(devices)
     for plan in plans:
@@ -226,7 +183,7 @@ def make_plan(
             "measuring the links", lambda _: measured_links(meshes, workload.largest, workload.device)
         )
     elif devices > 1:
-        measured.links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+        measured.links = _ASSUMED_LINKS
         found_notes.append(
             f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
         )
@@ -259,45 +216,45 @@ def make_plan(
             candidates = ranks.first(partial(_given, workload, plans))
         else:
             candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
-            known = [plan for plan, _ in candidates]
-            candidates += _given(workload, [plan for plan in rivals if plan not in known and _goes(workload, plan)])
+            proposals = [plan for plan, _ in candidates]
+            candidates += _given(workload, [plan for plan in rivals if plan not in proposals and _goes(workload, plan)])
         as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
-        found = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
+        scores = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
-            found, left_out = _fitting(found, Additive(costs, workload.graph, workload.passes), memory_limit)
-        found.sort(key=lambda one: one.seconds)
-        best = ranks.broadcast((found[0].plan, found[0].passes))
-        wanted = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
-        lacking = ranks.broadcast([one for one in wanted if one not in proposed and _lacks(measured, workload, one)])
+            scores, left_out = _fitting(scores, Additive(costs, workload.graph, workload.passes), memory_limit)
+        scores.sort(key=lambda one: one.seconds)
+        best = ranks.broadcast((scores[0].plan, scores[0].passes))
+        staged = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
+        lacking = ranks.broadcast([one for one in staged if one not in proposed and _lacks(measured, workload, one)])
         lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
         if devices == 1 or not lacking or not is_in_time():
             break
         proposed += lacking
         measured.profile([plan_job(workload, *one) for one in lacking])
-    found.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
+    scores.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
     measured.give_back_memory()
     if measured.is_empty:
         found_notes.append("nothing could be profiled in the memory there is: times are those of a typical slow core")
     plain = Plan.by_samples(devices)
-    if memory_limit is not None and not plans and not fixes and all(one.plan != plain for one in found):
+    if memory_limit is not None and not plans and not fixes and all(one.plan != plain for one in scores):
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
             needs = score(workload, plain, costs).memory.total
             left_out.append(f"{plain} is left out: it needs {size(needs)} on a device, of {size(int(memory_limit))}")
     found_notes += [*measured.notes, *([_on_speeds(slowdowns, workload.shares)] if slowdowns else []), *left_out]
     if store is not None and ranks.rank == 0 and workload.optimizer_name and ranks.num == devices > 1:
         remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)
-    planned = Planned(workload, devices, tuple(found), serial, next(iter(results), None), costs, tuple(found_notes))
+    planned = Planned(workload, devices, tuple(scores), serial, next(iter(results), None), costs, tuple(found_notes))
     if race is not None and devices == ranks.num > 1:
         watch = HostWatch()
         planned = _raced(planned, rivals, ranks, race, measured, say, lambda needed_s: is_in_time(1.0, needed_s))
         measured.loads += ranks.gather(watch.read())
     planned = replace(planned, notes=(*planned.notes, *beside_others(measured.loads)))
     if store is not None:
-        here, expected = device_of(workload, ranks.on_host), {one.plan: one.seconds for one in planned.candidates}
-        expected |= planned.measured
-        said = ranks.first(lambda: list(unlike_runs(store, here, workload.name, workload.batch, expected)))
-        planned = replace(planned, notes=(*planned.notes, *said))
+        device = device_of(workload, ranks.on_host)
+        expected = {one.plan: one.seconds for one in planned.candidates} | dict(planned.measured)
+        doubts = ranks.first(lambda: list(unlike_runs(store, device, workload.name, workload.batch, expected)))
+        planned = replace(planned, notes=(*planned.notes, *doubts))
     say.end()
     return planned
 
@@ -308,30 +265,21 @@ def _limit_s(update_s: float) -> float:
 
 
 class _Course:
-    """Tells of the work in seconds that have passed, of a total that does not move.
-
-    Args:
-        tell: is told.
-
-    Attributes:
-        total_s: as is estimated beforehand.
-    """
+    """Tells of the work in seconds that have passed, of a total that does not move."""
 
     def __init__(self, tell: Progress) -> None:
-        self._tell, self._began, self.total_s = tell, time.monotonic(), 1.0
+        self._tell, self._began = tell, time.monotonic()
+        self.total_s = 1.0  # estimated beforehand
 
     @property
     def passed_s(self) -> float:
-        """Seconds since it began."""
         return time.monotonic() - self._began
 
     def __call__(self, what: str) -> None:
-        """Something begins."""
         total = max(1, round(self.total_s))
         self._tell(f"planning, about {total} s: {what}", min(int(self.passed_s), total - 1), total)
 
     def end(self) -> None:
-        """All is done."""
         total = max(1, round(self.total_s))
         self._tell("planning", total, total)
 
@@ -346,11 +294,8 @@ def _raced(
     is_in_time: Callable[[float], bool],
 ) -> Planned:
     """The plan that is measured to be fastest comes first: of those that are predicted to be so, of plain `sample`, of
-    the rivals, and of any that is predicted to be faster than the one which wins. All ranks call it.
-
-    Raises:
-        ConvoyError: none of them can be run.
-    """
+    the rivals, and of any that is predicted to be faster than the one which wins. All ranks call it; a ConvoyError
+    where none can be run."""
     plain, took, notes = Plan.by_samples(planned.devices), dict[Plan, float](), list(planned.notes)
     failure: ConvoyError | None = None
     longest_s, device = 0.0, planned.workload.device
@@ -383,8 +328,8 @@ def _raced(
     took = {plan: seconds for plan, seconds in took.items() if seconds < math.inf}
     if not took and failure is not None:
         raise TooLargeError(str(failure)) if getattr(failure, "out_of_memory", False) else failure
-    found = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
-    return replace(planned, candidates=tuple(found), notes=tuple(notes), measured=took)
+    ranking = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
+    return replace(planned, candidates=tuple(ranking), notes=tuple(notes), measured=took)
 
 
 def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bool:
@@ -392,7 +337,6 @@ def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bo
 
 
 def _given(workload: Workload, plans: Sequence[Plan]) -> list[Proposal]:
-    """Plans that are given, in as many passes as they would run in."""
     return [(plan, passes_of(workload, plan)) for plan in plans]
 
 
@@ -404,28 +348,21 @@ def _goes(workload: Workload, plan: Plan) -> bool:
 
 
 def passes_of(workload: Workload, plan: Plan) -> int | None:
-    """In how many passes the trainer runs a plan with stages that is given; None for a plan without."""
+    """The passes in which the trainer runs a requested plan with stages; None for a plan without."""
     return workload.through(plan.num_stages, None, plan.parts).passes if plan.num_stages > 1 else None
 
 
 def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> str:
-    """A sentence on devices that are not equally fast."""
-    least = min(slowdowns)
-    said = (
-        f"the devices are not equally fast: the same takes them {' : '.join(f'{own / least:.2f}' for own in slowdowns)}"
-    )
+    ratios = " : ".join(f"{slowdown / min(slowdowns):.2f}" for slowdown in slowdowns)
+    sentence = f"the devices are not equally fast: the same takes them {ratios}"
     if shares is None or len(set(shares)) == 1:
-        return f"{said}, and the slowest decides"
+        return f"{sentence}, and the slowest decides"
     where = "over all of them" if len(shares) == len(slowdowns) else f"into {len(shares)} parts"
-    return f"{said}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
+    return f"{sentence}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
 
 
 def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:
-    """Those that fit into memory, and a note on each of the others.
-
-    Raises:
-        TooLargeError: none fits.
-    """
+    """The plans that fit into memory, and a note on each of the others; a TooLargeError where none fits."""
     too_large = [one for one in scored if one.memory.total > limit]
     errors = []
     for one in sorted(too_large, key=lambda one: one.memory.total):
@@ -438,20 +375,16 @@ def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[l
 
 
 def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit: float) -> None:
-    """Refuse devices into which no plan fits, before anything is measured: for that no times are needed.
-
-    Raises:
-        TooLargeError: none does.
-    """
-    links = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+    """Refuse devices into which no plan fits, with a TooLargeError, before anything is measured: for that no times are
+    needed."""
     update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
-    costs = Costs(Calibrated({}), links, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
+    costs = Costs(Calibrated({}), _ASSUMED_LINKS, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
     with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
         if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
             return
     proposed = propose(workload, devices, costs, fixes, limit, [])
-    found = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
-    _fitting(found, Additive(costs, workload.graph, workload.passes), limit)
+    predictions = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
+    _fitting(predictions, Additive(costs, workload.graph, workload.passes), limit)
 
 
 def _needs(costs: Costs, staging: Staging | None, placement: Placement) -> float:
@@ -468,20 +401,12 @@ def propose(
     on: Sequence[Mesh] | None = None,
     among: Sequence[str] = AXIS_STRATEGIES,
 ) -> list[Proposal]:
-    """The plans that the searches find, and in `results` all that is said of those without stages.
-
-    Args:
-        workload, devices, costs, fixes, memory_limit: as in `make_plan`.
-        results: takes what the search says.
-        on, among: as in `search`; stages are cut on all meshes.
-
-    Raises:
-        ConvoyError: there is none, or none fits into memory.
-    """
+    """The plans that the searches find, and in `results` all that is said of those without stages; a ConvoyError where
+    there is none, or none fits into memory. Stages are cut on all meshes, whatever `on` and `among` say."""
     plans: list[Plan] = []
     refused: ConvoyError | None = None
     try:
-        found = search(
+        result = search(
             workload.graph,
             devices,
             Additive(costs, workload.graph, workload.passes),
@@ -492,11 +417,11 @@ def propose(
             on=on,
             among=among,
         )
-        results[:] = [found]
-        plans += [candidate.plan for candidate in found.candidates]
+        results[:] = [result]
+        plans += [candidate.plan for candidate in result.candidates]
     except ConvoyError as error:
         refused = error
-    cut = _search_stages(workload, devices, costs, fixes, memory_limit, found.best.seconds if plans else math.inf)
+    cut = _search_stages(workload, devices, costs, fixes, memory_limit, result.best.seconds if plans else math.inf)
     if refused is not None and not cut:
         raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
@@ -523,23 +448,18 @@ def _smallest(workload: Workload, devices: int, costs: Costs, limit: float, refu
 
 
 def _search_stages(
-    workload: Workload,
-    devices: int,
-    costs: Costs,
-    fixes: Sequence[str],
-    memory_limit: float | None,
-    known: float,
+    workload: Workload, devices: int, costs: Costs, fixes: Sequence[str], memory_limit: float | None, best_s: float
 ) -> list[Proposal]:
     """The fastest plans with stages, if they may be as fast as what is known."""
     if not workload.counts or devices == 1:
         return []
 
     def at(passes: int) -> InPasses:
-        own = workload.through(devices, passes)
+        cut = workload.through(devices, passes)
         equal = replace(costs, slowdowns=())
-        return InPasses(own.graph, own.outputs, own.passes, own.parts, Additive(equal, own.graph, own.passes))
+        return InPasses(cut.graph, cut.outputs, cut.passes, cut.parts, Additive(equal, cut.graph, cut.passes))
 
-    found = search_stages(
+    staged = search_stages(
         cache(at),
         workload.counts,
         devices,
@@ -547,7 +467,7 @@ def _search_stages(
         slowdowns=costs.slowdowns,
         fixes=fixes,
         memory_limit=memory_limit,
-        known=known,
+        known=best_s,
         schedules=workload.schedules,
     )
-    return [(one.plan, one.passes) for one in found]
+    return [(one.plan, one.passes) for one in staged]

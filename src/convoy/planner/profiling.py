@@ -32,24 +32,17 @@ from convoy.plans.plan import Plan
 from convoy.plans.traffic import step_elements
 from convoy.plans.transfer import Step
 
-ALIKE = 1.1
-"""Devices are taken to be equal where the slowest takes no more than so many times as long as the fastest."""
-_SMALL = 0.01
-"""Operations that take less than this part of the time say nothing about how fast a rank is."""
+ALIKE = 1.1  # devices are taken to be equal where the slowest takes no more than so many times as long as the fastest
+_SMALL = 0.01  # operations that take less than this part of the time say nothing about how fast a rank is
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """What a profiling has shown.
-
-    Attributes:
-        times: seconds of the operations.
-        around: seconds of a pass outside of its calls.
-        by_rank: seconds that each rank takes for the operations that all of them had; empty where only one profiled.
-    """
+    """What a profiling has shown."""
 
     times: dict[LocalOp, Times]
-    around: Times
+    around: Times  # a pass outside of its calls
+    # seconds of each rank for the operations that all of them had; empty where only one profiled
     by_rank: tuple[float, ...] = ()
 
 
@@ -72,17 +65,8 @@ def profile(
 
     Alone, the first rank runs while the others wait. Otherwise each runs a place of the mesh, all at the same time.
     Where they do so together they exchange what they will exchange. What that takes beside the time of its messages on
-    the links, with waiting for the slower rank, is the time of the redistribution's operation or the call's.
-
-    Args:
-        workload: what is profiled.
-        placement: the workload under a plan.
-        ranks: the devices at hand.
-        alone: whether the first profiles by itself.
-        links: between the ranks of the mesh.
-        together: whether they are the ranks of the mesh.
-        enough: passes of each rank that must be near its fastest.
-        passed: is told after every pass how many there were.
+    the links, with waiting for the slower rank, is the time of the redistribution's operation or the call's. `enough`
+    passes of each rank must be near its fastest; after each `passed` is told how many there were.
     """
     mesh = placement.mesh
     passes = count(1)
@@ -95,7 +79,7 @@ def profile(
         return seconds if alone else ranks.largest(round(1e9 * seconds))[0] / 1e9
 
     place = 0 if alone else ranks.places(mesh)[ranks.rank]
-    own: list[tuple[LocalOp, Times]] = []
+    rows_here: list[tuple[LocalOp, Times]] = []
     waited: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
     around, own_s, slowest_s = Times(), 0.0, 0.0
     if not alone or ranks.rank == 0:
@@ -114,34 +98,31 @@ def profile(
                     if together
                     else InternalMessages()
                 )
-                own.append((one, _without(of_call, messages, mesh, links)))
+                rows_here.append((one, _without(of_call, messages, mesh, links)))
                 waited |= {one} if messages.axes else set()
         if together:
-            for step, shape, dtype, taken in profiled.transfers:
-                own.append(_redistribution(placement, place, step, shape, dtype, taken, links))
-                waited.add(own[-1][0])
+            for step, shape, dtype, seconds in profiled.transfers:
+                rows_here.append(_redistribution(placement, place, step, shape, dtype, seconds, links))
+                waited.add(rows_here[-1][0])
         around = Times(*astuple(times[OUTSIDE]))
     measured: dict[LocalOp, list[Times]] = {}
     arounds: list[Times] = []
-    said = ranks.gather((own, around, waited, own_s, slowest_s))
-    by_rank = () if alone else _of_each_rank([rows for rows, *_ in said], set().union(*(row[2] for row in said)))
-    alike = bool(by_rank) and max(by_rank) <= ALIKE * min(by_rank)  # otherwise the timeline knows who waits for whom
-    late = max(slowest for *_, slowest in said) / max(seconds for *_, seconds, _ in said)
-    for rank, (rows, other, *_) in enumerate(said):
-        factor = late * (max(by_rank) / by_rank[rank] if alike else 1.0)
-        for one, found in rows:
-            measured.setdefault(one, []).append(found * factor)
+    answers = ranks.gather((rows_here, around, waited, own_s, slowest_s))
+    by_rank = () if alone else _of_each_rank([rows for rows, *_ in answers], set().union(*(row[2] for row in answers)))
+    is_even = bool(by_rank) and max(by_rank) <= ALIKE * min(by_rank)  # otherwise the timeline knows who waits for whom
+    late = max(slowest for *_, slowest in answers) / max(seconds for *_, seconds, _ in answers)
+    for rank, (rows, other, *_) in enumerate(answers):
+        factor = late * (max(by_rank) / by_rank[rank] if is_even else 1.0)
+        for one, times_here in rows:
+            measured.setdefault(one, []).append(times_here * factor)
         if rows:
             arounds.append(other * factor)
-    return Profiled({one: mean(found) for one, found in measured.items()}, mean(arounds), by_rank)
+    return Profiled({one: mean(several) for one, several in measured.items()}, mean(arounds), by_rank)
 
 
 def try_out(workload: Workload, placement: Placement, rank: int) -> None:
-    """Run a rank's part of a pass alone, where it is told that memory lacks, before others wait for it in groups.
-
-    Raises:
-        torch.OutOfMemoryError: it does not fit.
-    """
+    """Run a rank's part of a pass alone, where it is told that memory lacks (torch.OutOfMemoryError), before others
+    wait for it in groups."""
     if raises_out_of_memory(workload.device):
         with autocast(workload):
             _profiler(workload, placement, rank).try_out()
@@ -160,30 +141,27 @@ def _profiler(workload: Workload, placement: Placement, rank: int, groups: Group
     )
 
 
-def _of_each_rank(said: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[LocalOp]) -> tuple[float, ...]:
-    """Seconds that each rank takes for what all of them computed, each sort of it once.
-
-    The median over all operations tells how fast a rank is from what has disturbed a single one.
-    """
-    means = [{one: mean([times for other, times in rows if other == one]).total for one in dict(rows)} for rows in said]
-    shared = [one for one in means[0] if one not in without and all(one in found for found in means)]
-    usual = {one: median(found[one] for found in means) for one in shared}
+def _of_each_rank(ranks: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[LocalOp]) -> tuple[float, ...]:
+    """Seconds that each rank takes for what all of them computed, each kind of it once. The median over all operations
+    tells how fast a rank is from what has disturbed a single one."""
+    means = [{one: mean([t for other, t in rows if other == one]).total for one in dict(rows)} for rows in ranks]
+    shared = [one for one in means[0] if one not in without and all(one in row for row in means)]
+    usual = {one: median(row[one] for row in means) for one in shared}
     total = sum(usual.values())
     large = [one for one in shared if usual[one] > _SMALL * total]
     if not large:
         return ()
-    return tuple(total * median(found[one] / usual[one] for one in large) for found in means)
+    return tuple(total * median(row[one] / usual[one] for one in large) for row in means)
 
 
-def _without(found: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
-    """Times without what the messages inside take."""
+def _without(times: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
     if not messages.axes:
-        return Times(*astuple(found))
+        return Times(*astuple(times))
     link = links.of(mesh, messages.axes)
     ways = messages.forward, messages.backward
     sent = [sum(link.seconds(kind, size) for kind, size in way) for way in ways]
     issued = [link.host * len(way) for way in ways]
-    return Times(*(max(0.0, own - less) for own, less in zip(astuple(found), sent + issued, strict=True)))
+    return Times(*(max(0.0, whole - less) for whole, less in zip(astuple(times), sent + issued, strict=True)))
 
 
 def _redistribution(
@@ -192,13 +170,12 @@ def _redistribution(
     step: Step,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    found: CallTimes,
+    times: CallTimes,
     links: Links,
 ) -> tuple[LocalOp, Times]:
-    """What a rank copies for a redistribution, and how long that takes."""
     mesh = placement.mesh
     place = mesh.coordinates(rank)
-    one = moved(step, shape, dtype_name(dtype), found.backward > 0, mesh, place)
+    one = moved(step, shape, dtype_name(dtype), times.backward > 0, mesh, place)
     axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
     traffic = step_elements(step, mesh, place, shape)
     whole = one.inputs[0].bytes
@@ -206,7 +183,7 @@ def _redistribution(
     kind: Collective = "exchange" if reduced is None else "all_reduce"
     sizes = (dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward) if reduced is None else reduced
     return one, _without(
-        found, InternalMessages(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links
+        times, InternalMessages(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links
     )
 
 
@@ -223,7 +200,7 @@ def local_op_of(workload: Workload, placement: Placement, placed: PlacedCall, ra
 
 @contextmanager
 def autocast(workload: Workload) -> Iterator[None]:
-    """As the workload is trained, with lower precision if it has any."""
+    """Autocast as the workload is trained with it, if it is."""
     if workload.precision is None:
         yield
         return
@@ -236,10 +213,8 @@ _WIDTH, _UPDATES, _ENOUGH = 16, 15, 6
 
 
 def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
-    """The costs, with the time of the engine for an update, and for each parameter whose gradient is exchanged.
-
-    All ranks call it; one alone has nothing to exchange.
-    """
+    """The costs, with the time of the engine for an update, and for each parameter whose gradient is exchanged. All
+    ranks call it; one alone has nothing to exchange."""
     if ranks.num == 1:
         return costs
     what = "measuring the engine"
@@ -254,28 +229,28 @@ def with_overhead(costs: Costs, workload: Workload, ranks: Ranks) -> Costs:
 
 
 def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> float:
-    """Seconds of an update of a chain of layers that are not predicted."""
+    """The seconds of an update of a chain of layers that are not predicted."""
     plan = Plan.by_samples(ranks.num)
     images = torch.ones(2 * ranks.num, _WIDTH, device=workload.device)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
     chain = workload_of(model, images, len(images))
-    found = profile(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
-    times = Table({one.key: taken for one, taken in found.times.items()}, lambda local_op: Times())
-    loss = replace(costs.loss, per_pass=found.around.total, host=found.around.host)
-    known = replace(costs, times=times, loss=loss)
+    profiled = profile(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
+    times = Table({one.key: seconds for one, seconds in profiled.times.items()}, lambda local_op: Times())
+    loss = replace(costs.loss, per_pass=profiled.around.total, host=profiled.around.host)
+    complete = replace(costs, times=times, loss=loss)
     measured = _update(model, plan, images, workload.device)
-    return max(ranks.gather(measured)) - predict(chain.place(plan), known).total
+    return max(ranks.gather(measured)) - predict(chain.place(plan), complete).total
 
 
 def _update(model: nn.Module, plan: Plan, images: torch.Tensor, device: torch.device) -> float:
     take_part(model, plan, example=images[:2])
-    mine = images[local_samples(model, len(images))]
+    samples = images[local_samples(model, len(images))]
     optimizer = momentum(list(model.parameters()))
     clock = DeviceClock(device)
     moments = [clock.now()]
     for _ in range(_UPDATES):
         optimizer.zero_grad()
-        model(mine).sum().backward()
+        model(samples).sum().backward()
         optimizer.step()
         moments.append(clock.now())
-    return median(clock.between(*both) for both in list(pairwise(moments))[3:])
+    return median(clock.between(*pair) for pair in list(pairwise(moments))[3:])

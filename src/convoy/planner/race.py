@@ -17,23 +17,12 @@ from convoy.planner.planner import Planned
 from convoy.planner.profiling import autocast
 from convoy.planner.workload import Workload
 
-_MOST = 8
-"""Updates under a plan."""
+_MOST = 8  # updates under a plan
 
 
 def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored, ranks: Ranks) -> float:
-    """Seconds of an update of random samples under a plan, of the slowest rank. All ranks call it.
-
-    Args:
-        model: is copied.
-        recompute: layers whose activations are computed again.
-        planned: the training.
-        racer: the plan.
-        ranks: one for each of its devices.
-
-    Raises:
-        ConvoyError: the plan cannot be run.
-    """
+    """Seconds of an update of random samples under a plan, of the slowest rank; a ConvoyError where it cannot be run.
+    All ranks, one for each of its devices, call it."""
     workload = planned.workload
     net, in_stages = copied(model).train(), racer.staging is not None
     samples = workload.batch if in_stages else racer.placement.batch.num_samples
@@ -41,13 +30,13 @@ def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored
     take_part(
         net,
         racer.plan,
-        tuple(each[: max(1, samples // racer.plan.parts)] for each in examples),
+        tuple(batch[: max(1, samples // racer.plan.parts)] for batch in examples),
         batch_norm=workload.batch_norm,
         seed=0,
         microbatches=racer.passes if in_stages else None,
         recompute=recompute,
     )
-    inputs = tuple(each[local_samples(net, samples)] for each in examples)
+    inputs = tuple(batch[local_samples(net, samples)] for batch in examples)
     optimizer = workload.optimizer(list(net.parameters()))
 
     def go() -> None:
@@ -72,9 +61,9 @@ def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored
 
 def _example(workload: Workload, name: str, samples: int) -> Tensor:
     shape, dtype = workload.graph.shape(name)[1:], workload.graph.values[name].dtype
-    found = torch.rand(samples, *shape, device=workload.device).to(dtype)
-    return found.contiguous(memory_format=torch.channels_last) if workload.channels_last and len(shape) == 3 else found
+    batch = torch.rand(samples, *shape, device=workload.device).to(dtype)
+    return batch.contiguous(memory_format=torch.channels_last) if workload.channels_last and len(shape) == 3 else batch
 
 
 def _mean_square(outputs: object) -> Tensor:
-    return torch.stack([each.float().square().mean() for each in leaves(outputs, Tensor)]).sum()
+    return torch.stack([output.float().square().mean() for output in leaves(outputs, Tensor)]).sum()

@@ -30,22 +30,12 @@ from convoy.plans.place import Placement
 from convoy.plans.plan import Plan, plan_text
 from convoy.units import seconds
 
-_UNLIKE = 1.25
-"""A prediction that is so many times what a run took, or the other way round, contradicts it."""
-_LATE = 0.9
-"""From this part of a GPU's time on its host may have been late."""
+_UNLIKE = 1.25  # A prediction that is so many times what a run took, or the other way round, contradicts it
+_LATE = 0.9  # from this part of a GPU's time on its host may have been late
 
 
 def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, costs: Costs) -> None:
-    """Keep what is known of so many devices, but for their input, which is the data's.
-
-    Args:
-        store: where.
-        device: one of them, with as many neighbours as compute at once.
-        devices: how many.
-        optimizer: its name.
-        costs: with measured links.
-    """
+    """Keep what is known of so many devices, with measured links, but for their input, which is the data's."""
     with contextlib.suppress(OSError):  # a full disk is no reason to stop
         store.note(
             device,
@@ -75,29 +65,21 @@ def recalled(
     recorded: bool = False,
     staging: Staging | None = None,
 ) -> Scored | None:
-    """A prediction from what is kept; None where not all of it is known.
-
-    Args:
-        store, device, optimizer: as they were given to `remember`.
-        plan: the plan to predict.
-        placement: a pass under that plan.
-        passes: passes of an update.
-        batch_norm, microbatch, recorded: as the run has them.
-        staging: the stages and their passes; None where all ranks run all of the network.
-    """
+    """A prediction from what is kept for `remember`'s arguments; None where not all of it is known. The placement is a
+    pass under the plan."""
     try:
         costs = _costs(store.noted(device, _name(placement.mesh.num_devices, optimizer)))
     except (KeyError, TypeError, ValueError, ConvoyError):
         return None
     costs = replace(costs, batch_norm=batch_norm, microbatch=microbatch, recorded=recorded)
-    known = store.times(device)
+    measured = store.times(device)
     for rank in range(placement.mesh.num_devices):
-        own = placement if staging is None else staging.part(placement, staging.stage_of(rank))
-        for placed in own.calls:
+        part = placement if staging is None else staging.part(placement, staging.stage_of(rank))
+        for placed in part.calls:
             one = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
-            if one not in known and not one.is_empty and one.op not in VIEWS:
+            if one not in measured and not one.is_empty and one.op not in VIEWS:
                 return None
-    costs = replace(costs, times=Calibrated(known))
+    costs = replace(costs, times=Calibrated(measured))
     return scored(plan, placement, costs, passes, staging)
 
 
@@ -110,19 +92,13 @@ def remember_run(store: ProfileStore, device: Device, name: str, batch: int, pla
 def unlike_runs(
     store: ProfileStore, device: Device, name: str, batch: int, plans: Mapping[Plan, float]
 ) -> Iterator[str]:
-    """A sentence on every plan that is expected to be much faster or slower than it was in its last run.
-
-    Args:
-        store, device: as they were given to `remember`.
-        name: of the network.
-        batch: samples of an update.
-        plans: with the seconds of an update that are predicted, or were measured now.
-    """
+    """A sentence on every plan that is expected to be much faster or slower than it was in its last run. `plans` have
+    the seconds of an update that are predicted, or were measured now."""
     for plan, predicted in plans.items():
-        seen = store.noted(device, _of_run(name, batch, plan))
-        if isinstance(seen, float) and seen > 0 and max(seen / predicted, predicted / seen) > _UNLIKE:
+        last = store.noted(device, _of_run(name, batch, plan))
+        if isinstance(last, float) and last > 0 and max(last / predicted, predicted / last) > _UNLIKE:
             yield (
-                f"{plan} is expected to take {seconds(predicted)} an update, and took {seconds(seen)} in the last run "
+                f"{plan} is expected to take {seconds(predicted)} an update, and took {seconds(last)} in the last run "
                 "here: if the machine was busy at either time, convoy profile --clear forgets what was measured"
             )
 
@@ -136,11 +112,7 @@ def _name(devices: int, optimizer: str) -> str:
 
 
 def _costs(noted: Any) -> Costs:
-    """What `remember` wrote.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
+    """The costs that `remember` wrote; a KeyError, TypeError or ValueError where they are none."""
     return Costs(
         times=Calibrated({}),
         links=Links.from_list(noted["links"]),
@@ -163,32 +135,23 @@ def measured_ops(
 ) -> dict[LocalOp, Times]:
     """How long the operations of a rank took: the mean over calls and passes, the median over updates.
 
-    Left out are views, empty operations, and calls inside of which ranks wait for each other. So are calls in which a
-    GPU may have waited for its host, which took about as long: their time is the host's. What the host takes without
-    being watched only profiling knows.
-
-    Args:
-        updates: watched updates in which gradients were sent after the backward pass, so that none took cycles from it.
-        rank: this one.
-        batch_norm, microbatch: as for `convoy.planner.cost.local.local_op`.
-        typed: gives a placement the types that its values have under autocast.
+    In these updates, gradients were sent after the backward pass, so that no message took cycles from it; `typed` gives
+    a placement the types that its values have under autocast. Left out are views, empty operations, and calls inside of
+    which ranks wait for each other. So are calls in which a GPU may have waited for its host, which took about as long:
+    their time is the host's. What the host takes without being watched only profiling knows.
     """
-    found: dict[LocalOp, list[Times]] = defaultdict(list)
+    times_of: dict[LocalOp, list[Times]] = defaultdict(list)
     for update in updates:
-        for own, times in _of_update(update, rank, batch_norm, microbatch, typed).items():
-            found[own].append(mean(times))
+        for op, times in _of_update(update, rank, batch_norm, microbatch, typed).items():
+            times_of[op].append(mean(times))
     return {
-        own: Times(median(one.forward for one in times), median(one.backward for one in times))
-        for own, times in found.items()
+        op: Times(median(one.forward for one in times), median(one.backward for one in times))
+        for op, times in times_of.items()
     }
 
 
 def _of_update(
-    update: WatchedUpdate,
-    rank: int,
-    batch_norm: BatchNorm,
-    microbatch: int,
-    typed: Callable[[Placement], Placement],
+    update: WatchedUpdate, rank: int, batch_norm: BatchNorm, microbatch: int, typed: Callable[[Placement], Placement]
 ) -> dict[LocalOp, list[Times]]:
     spent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     issuing: dict[tuple[int, str], float] = defaultdict(float)
@@ -196,14 +159,14 @@ def _of_update(
         if segment.kind in ("forward", "backward") and segment.call:
             spent[segment.run, segment.call][segment.kind == "backward"] += segment.seconds
             issuing[segment.run, segment.call] += segment.host
-    found: dict[LocalOp, list[Times]] = defaultdict(list)
+    times_of: dict[LocalOp, list[Times]] = defaultdict(list)
     for run, placement in enumerate(map(typed, update.placements)):
         for placed in placement.calls:
             call = run, placed.call.name
             if call not in spent or issuing[call] > _LATE * sum(spent[call]):
                 continue
-            own = local_op(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
-            talks = internal_messages(placed, placement.graph, placement.mesh, own, batch_norm).axes
-            if not talks and not own.is_empty and own.op not in VIEWS:
-                found[own].append(Times(*spent[call]))
-    return found
+            op = local_op(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
+            talks = internal_messages(placed, placement.graph, placement.mesh, op, batch_norm).axes
+            if not talks and not op.is_empty and op.op not in VIEWS:
+                times_of[op].append(Times(*spent[call]))
+    return times_of

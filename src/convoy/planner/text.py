@@ -13,22 +13,18 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE
 from convoy.units import extra, per_second, plural, rough_percent, seconds, shape, shorten, size, table
 
-_LONGEST = 90
-"""Characters of a plan in the table of candidates."""
-_WORTH_A_ROW = 0.02
-"""Part of an update from which on a layer without a strategy has a row."""
+_LONGEST = 90  # characters of a plan in the table of candidates
+_WORTH_A_ROW = 0.02  # part of an update from which on a layer without a strategy has a row
 
 
-def explanation_text(found: Explained, first: Sequence[str] = ()) -> str:
-    """Verdict, figures, time, candidates and layers, as aligned tables; before them those notes that are to come first.
-
-    The other notes are at the end.
-    """
-    return "\n".join([*first, *_lines(found, first)]) + "\n"
+def explanation_text(answer: Explained, first: Sequence[str] = ()) -> str:
+    """Verdict, figures, time, candidates and layers, as aligned tables, after the notes that are to come `first`; the
+    other notes are at the end."""
+    return "\n".join([*first, *_lines(answer, first)]) + "\n"
 
 
-def _lines(found: Explained, first: Sequence[str]) -> Iterator[str]:
-    planned, scored = found.planned, found.scored
+def _lines(answer: Explained, first: Sequence[str]) -> Iterator[str]:
+    planned, scored = answer.planned, answer.scored
     workload = planned.workload
     passes = ""
     if scored.passes > 1:
@@ -46,27 +42,27 @@ def _lines(found: Explained, first: Sequence[str]) -> Iterator[str]:
         yield f"with --shares {','.join(map(str, shares))}"
     if scored.staging is not None:
         yield _passes(planned, scored)
-    yield found.verdict.sentence
-    if found.verdict.advice:
-        yield found.verdict.advice
+    yield answer.verdict.sentence
+    if answer.verdict.advice:
+        yield answer.verdict.advice
     yield ""
-    yield from _figures(found)
+    yield from _figures(answer)
     yield ""
-    yield from _parts(found)
-    if found.changes:
+    yield from _parts(answer)
+    if answer.changes:
         yield ""
-        rows = [(change.text, f"{change.gain:.2f} ×", seconds(change.seconds)) for change in found.changes]
+        rows = [(change.text, f"{change.gain:.2f} ×", seconds(change.seconds)) for change in answer.changes]
         yield from table(("what if", "samples/s", "update"), rows, ("samples/s", "update"))
     if len(planned.candidates) > 1 or planned.devices > 1:
         yield ""
-        yield from _candidates(found)
-    if found.stages:
+        yield from _candidates(answer)
+    if answer.stages:
         yield ""
-        yield from _stages(found)
+        yield from _stages(answer)
     if planned.devices > 1:
         yield ""
-        yield from _layers(found)
-    last = [note for note in found.notes if note not in first]
+        yield from _layers(answer)
+    last = [note for note in answer.notes if note not in first]
     if last:
         yield ""
         yield from last
@@ -76,16 +72,16 @@ def _passes(planned: Planned, scored: Scored) -> str:
     """How the batch goes through the stages, and whether `convoy train` does so where the plan is given."""
     staging, plan = scored.staging, scored.plan
     assert staging is not None
-    here = f"{plural(scored.passes, 'pass', 'passes')}, schedule {staging.schedule}"
+    best = f"{plural(scored.passes, 'pass', 'passes')}, schedule {staging.schedule}"
     usual = passes_of(planned.workload, plan) or 1
-    given = f"{plural(usual, 'pass', 'passes')}, schedule {planned.workload.default_schedule}"
-    if here == given:
-        return f"in {here}"
-    return f"in {here}, as convoy train runs it with --plan auto; given as a plan, it runs in {given}"
+    requested = f"{plural(usual, 'pass', 'passes')}, schedule {planned.workload.default_schedule}"
+    if best == requested:
+        return f"in {best}"
+    return f"in {best}, as convoy train runs it with --plan auto; given as a plan, it runs in {requested}"
 
 
-def _figures(found: Explained) -> Iterator[str]:
-    planned, scored = found.planned, found.scored
+def _figures(answer: Explained) -> Iterator[str]:
+    planned, scored = answer.planned, answer.scored
     memory = scored.memory
     held = [
         (memory.parameters, "parameters"),
@@ -96,13 +92,13 @@ def _figures(found: Explained) -> Iterator[str]:
         (memory.messages, "messages"),
         (memory.workspace, "workspace"),
     ]
-    taken = planned.measured.get(scored.plan)
-    seen = f" ({seconds(taken)} in a race of plans)" if taken is not None else ""
-    rows = [("update", f"{seconds(scored.seconds)}, {per_second(found.samples_per_second)} samples/s{seen}")]
+    raced_s = planned.measured.get(scored.plan)
+    race = f" ({seconds(raced_s)} in a race of plans)" if raced_s is not None else ""
+    rows = [("update", f"{seconds(scored.seconds)}, {per_second(answer.samples_per_second)} samples/s{race}")]
     if planned.devices > 1:
         alone = f"{seconds(planned.serial.seconds)} on one device"
-        rows.append(("speed-up", f"{found.speedup:.2f} × ({alone}), efficiency {rough_percent(found.efficiency)}"))
-    if found.stages:
+        rows.append(("speed-up", f"{answer.speedup:.2f} × ({alone}), efficiency {rough_percent(answer.efficiency)}"))
+    if answer.stages:
         rows.append(("bubble", f"{rough_percent(scored.bubble)} of the devices' time, waiting for other stages"))
     parts = ", ".join(f"{name} {size(number)}" for number, name in held if number)
     rows.append(("memory", f"{size(memory.total)} on the rank that needs most: {parts}"))
@@ -111,23 +107,23 @@ def _figures(found: Explained) -> Iterator[str]:
         yield f"{name.ljust(width)}  {text}"
 
 
-def _parts(found: Explained) -> Iterator[str]:
-    total = found.scored.seconds or 1.0
+def _parts(answer: Explained) -> Iterator[str]:
+    total = answer.scored.seconds or 1.0
     rows = [
         (part.name, seconds(part.seconds), rough_percent(part.seconds / total), seconds(part.ideal))
-        for part in found.parts
+        for part in answer.parts
     ]
-    if found.planned.devices == 1:
+    if answer.planned.devices == 1:
         yield from table(("time", "seconds", "of the update"), [row[:3] for row in rows], ("seconds", "of the update"))
         return
     headers = ("time", "seconds", "of the update", "even share of one device's")
     yield from table(headers, rows, headers[1:])
 
 
-def _candidates(found: Explained) -> Iterator[str]:
-    planned = found.planned
+def _candidates(answer: Explained) -> Iterator[str]:
+    planned = answer.planned
     shown = list(planned.candidates)
-    rows = [_candidate(planned, one, one is found.scored) for one in shown]
+    rows = [_candidate(planned, one, one is answer.scored) for one in shown]
     if not any(one.placement.mesh.num_devices == 1 for one in shown):
         rows.append(_candidate(planned, planned.serial, False))
     headers = ("", "update", "speed-up", "memory", *(["measured"] if planned.measured else []), "plan")
@@ -136,15 +132,15 @@ def _candidates(found: Explained) -> Iterator[str]:
 
 def _candidate(planned: Planned, one: Scored, chosen: bool) -> tuple[str, ...]:
     gain = f"{planned.serial.seconds / one.seconds:.2f} ×" if one.seconds else "-"
-    taken = planned.measured.get(one.plan)
-    measured = [seconds(taken) if taken is not None else "-"] if planned.measured else []
+    raced_s = planned.measured.get(one.plan)
+    measured = [seconds(raced_s) if raced_s is not None else "-"] if planned.measured else []
     short = shorten(str(one.plan), _LONGEST)
     return ("→" if chosen else " ", seconds(one.seconds), gain, size(one.memory.total), *measured, short)
 
 
-def _stages(found: Explained) -> Iterator[str]:
+def _stages(answer: Explained) -> Iterator[str]:
     headers = ("stage", "begins at", "ranks", "takes the output of", "computes", "waits", "share", "sends", "memory")
-    total = found.scored.seconds or 1.0
+    total = answer.scored.seconds or 1.0
     rows = [
         (
             str(number),
@@ -157,13 +153,13 @@ def _stages(found: Explained) -> Iterator[str]:
             size(stage.sent),
             size(stage.memory.total),
         )
-        for number, stage in enumerate(found.stages, 1)
+        for number, stage in enumerate(answer.stages, 1)
     ]
     yield from table(headers, rows, headers[4:])
 
 
-def _layers(found: Explained) -> Iterator[str]:
-    mesh = found.scored.placement.mesh
+def _layers(answer: Explained) -> Iterator[str]:
+    mesh = answer.scored.placement.mesh
     axes = ",".join(mesh.beside_stages(mesh.names))
     headers: tuple[str, ...] = (
         "layer",
@@ -177,19 +173,19 @@ def _layers(found: Explained) -> Iterator[str]:
         "would cost",
     )
     right = ("computes", "waits", "sends", "would cost")
-    rows, others = [], []
-    for layer in found.layers:
-        if layer.strategy or layer.seconds >= _WORTH_A_ROW * found.scored.seconds:
+    rows, small = [], []
+    for layer in answer.layers:
+        if layer.strategy or layer.seconds >= _WORTH_A_ROW * answer.scored.seconds:
             rows.append(_row(layer, mesh))
         else:
-            others.append(layer)
-    if others:
-        rest = sum(layer.forward + layer.backward + layer.copies for layer in others)
-        waits = seconds(sum(layer.exposed for layer in others))
-        name = "1 other" if len(others) == 1 else f"{len(others)} others"
-        rows.append((name, "", "", "", seconds(rest), waits, size(sum(layer.sent for layer in others)), "", ""))
-    if found.stages:
-        headers, stages = ("stage", *headers), {layer.name or "-": layer.stage for layer in found.layers}
+            small.append(layer)
+    if small:
+        rest = sum(layer.forward + layer.backward + layer.copies for layer in small)
+        waits = seconds(sum(layer.exposed for layer in small))
+        name = "1 other" if len(small) == 1 else f"{len(small)} others"
+        rows.append((name, "", "", "", seconds(rest), waits, size(sum(layer.sent for layer in small)), "", ""))
+    if answer.stages:
+        headers, stages = ("stage", *headers), {layer.name or "-": layer.stage for layer in answer.layers}
         rows = [(_numbered(stages.get(row[0])), *row) for row in rows]
     yield from table(headers, rows, right)
 
@@ -214,9 +210,9 @@ def _numbered(stage: int | None) -> str:
     return "" if stage is None else str(stage + 1)
 
 
-def document(found: Explained) -> dict[str, Any]:
+def document(answer: Explained) -> dict[str, Any]:
     """Everything that the explanation says, in seconds and bytes; lists stand in the order of the network."""
-    planned, scored = found.planned, found.scored
+    planned, scored = answer.planned, answer.scored
     workload, search = planned.workload, planned.search
     return {
         "model": workload.name,
@@ -228,21 +224,21 @@ def document(found: Explained) -> dict[str, Any]:
         "shares": planned.shares(scored.plan),
         "pace": list(planned.costs.slowdowns),
         "update_s": scored.seconds,
-        "samples_per_s": found.samples_per_second,
-        "speedup": found.speedup,
-        "efficiency": found.efficiency,
+        "samples_per_s": answer.samples_per_second,
+        "speedup": answer.speedup,
+        "efficiency": answer.efficiency,
         "serial_s": planned.serial.seconds,
         "memory": _memory(scored),
         "verdict": {
-            "kind": found.verdict.kind,
-            "layer": found.verdict.layer,
-            "sentence": found.verdict.sentence,
-            "advice": found.verdict.advice,
+            "kind": answer.verdict.kind,
+            "layer": answer.verdict.layer,
+            "sentence": answer.verdict.sentence,
+            "advice": answer.verdict.advice,
         },
-        "time": [{"part": part.name, "seconds": part.seconds, "even_share_s": part.ideal} for part in found.parts],
+        "time": [{"part": part.name, "seconds": part.seconds, "even_share_s": part.ideal} for part in answer.parts],
         "changes": [
             {"kind": change.kind, "change": change.text, "gain": change.gain, "update_s": change.seconds}
-            for change in found.changes
+            for change in answer.changes
         ],
         "candidates": [
             {
@@ -256,10 +252,10 @@ def document(found: Explained) -> dict[str, Any]:
         ],
         "schedule": scored.staging.schedule if scored.staging is not None else None,
         "bubble": scored.bubble,
-        "stages": [_stage_document(stage) for stage in found.stages],
-        "layers": [_layer_document(layer) for layer in found.layers],
+        "stages": [_stage_document(stage) for stage in answer.stages],
+        "layers": [_layer_document(layer) for layer in answer.layers],
         "exact": search.exact if search is not None else None,
-        "notes": list(found.notes),
+        "notes": list(answer.notes),
     }
 
 

@@ -15,30 +15,23 @@ from convoy.plans.timeline import ENGINE, is_engine
 from convoy.units import rough_percent, seconds, times_as_fast
 
 ChangeKind = Literal["links", "batch", "strategy", "compute", "optimizer", "input"]
-_LAYERS = 3
-"""Layers that are tried with other strategies: those that keep others waiting longest."""
+_LAYERS = 3  # layers that are tried with other strategies: those that keep others waiting longest
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that could be other than it is.
-
-    Attributes:
-        text: what, as a noun.
-        gain: how many times as many samples a second there would be.
-        seconds: time of an update.
-    """
+    """One possible change."""
 
     kind: ChangeKind
-    text: str
-    gain: float
-    seconds: float
+    text: str  # a noun
+    gain: float  # how many times as many samples a second
+    seconds: float  # of an update
 
 
 def changes(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> tuple[Change, ...]:
     """What would make the plan faster, the most helpful first; what would not is left out."""
-    found = [change for change in _all(planned, scored, layers) if change.gain > 1.005]
-    return tuple(sorted(found, key=lambda change: -change.gain))
+    helpful = [change for change in _all(planned, scored, layers) if change.gain > 1.005]
+    return tuple(sorted(helpful, key=lambda change: -change.gain))
 
 
 def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterator[Change]:
@@ -64,10 +57,10 @@ def _all(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterato
     updating = min(one.timeline.by_kind().get("update", 0.0) for one in (scored, planned.serial))
     update = replace(costs.update, fixed=costs.update.fixed - updating / 2)
     yield again("optimizer", "an optimizer that is twice as fast", replace(costs, update=update))
-    given = costs.input
-    if given.per_pass or given.per_sample:
-        given = replace(given, per_pass=given.per_pass / 2, per_sample=given.per_sample / 2)
-        yield again("input", "input that is ready twice as fast", replace(costs, input=given))
+    cost = costs.input
+    if cost.per_pass or cost.per_sample:
+        cost = replace(cost, per_pass=cost.per_pass / 2, per_sample=cost.per_sample / 2)
+        yield again("input", "input that is ready twice as fast", replace(costs, input=cost))
 
 
 def _batch(planned: Planned, scored: Scored) -> Iterator[Change]:
@@ -89,40 +82,34 @@ def _batch(planned: Planned, scored: Scored) -> Iterator[Change]:
 def faster(links: Links, factor: float) -> Links:
     """Links that carry every message in 1/`factor` of the time."""
 
-    def curve(given: Curve | None) -> Curve | None:
-        return given and Curve(tuple((size, seconds / factor) for size, seconds in given.points))
+    def curve(measured: Curve | None) -> Curve | None:
+        return measured and Curve(tuple((size, seconds / factor) for size, seconds in measured.points))
 
-    def link(given: Link) -> Link:
-        curves: dict[str, Any] = {kind: curve(getattr(given, kind)) for kind in get_args(Collective)}
-        return replace(given, **curves)
+    def link(measured: Link) -> Link:
+        curves: dict[str, Any] = {kind: curve(getattr(measured, kind)) for kind in get_args(Collective)}
+        return replace(measured, **curves)
 
     otherwise = links.otherwise
     return Links(
-        {ranks: link(given) for ranks, given in links.measured.items()},
+        {ranks: link(measured) for ranks, measured in links.measured.items()},
         None if otherwise is None else lambda ranks: link(otherwise(ranks)),
     )
 
 
+# `batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
+# `division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
+# for work to be issued, `stages` that these wait for each other.
 Bottleneck = Literal[
     "compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host", "stages"
 ]
-"""`batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
-`division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
-for work to be issued, `stages` that these wait for each other."""
-_ISSUING = 0.25
-"""Part of an update in which a GPU waits for its host, from which on that is what holds it up."""
-_SPENT_WELL = 0.9
-"""Efficiency from which on computing itself is what takes the time."""
+_ISSUING = 0.25  # part of an update in which a GPU waits for its host, from which on that is what holds it up
+_SPENT_WELL = 0.9  # efficiency from which on computing itself is what takes the time
 
-_FASTER_BATCH = 1.05
-"""Gain of twice the batch from which on the batch is too small."""
-_WORTH_SAYING = 1.02
-"""Gain from which on a change is advised."""
+_FASTER_BATCH = 1.05  # gain of twice the batch from which on the batch is too small
+_WORTH_SAYING = 1.02  # gain from which on a change is advised
 _ROUNDING = 1e-9
-_TOO_GOOD = 1.5
-"""Efficiency beyond what caches explain."""
-_TOO_SLOW = 1.5
-"""A device's computing beside all of it on one device, beyond what a plan explains."""
+_TOO_GOOD = 1.5  # efficiency beyond what caches explain
+_TOO_SLOW = 1.5  # A device's computing beside all of it on one device, beyond what a plan explains
 _AGAIN = "measure again when it is quiet (convoy profile --clear)"
 HOST = "waiting for the host"
 OTHERS = "waiting for other stages"
@@ -131,100 +118,75 @@ _COMPUTING = ("forward", "backward", "loss and the rest of a pass")
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an update's time.
+    """A part of an update's time."""
 
-    Attributes:
-        name: for people.
-        seconds: time on the rank that computes longest.
-        ideal: what an even share of one device's time would be.
-    """
-
-    name: str
-    seconds: float
-    ideal: float
+    name: str  # for people
+    seconds: float  # of the rank that computes longest
+    ideal: float  # an even share of one device's time
 
     @property
     def lost(self) -> float:
-        """Seconds beyond the even share."""
         return self.seconds - self.ideal
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds a plan up.
-
-    Attributes:
-        layer: the layer that does, where it is one.
-        sentence: for people.
-        change: what would help most; None where nothing that was tried would.
-        advice: the change as a sentence; empty without one.
-    """
+    """What holds a plan up."""
 
     kind: Bottleneck
-    layer: str | None
-    sentence: str
-    change: Change | None
-    advice: str
+    layer: str | None  # that holds it up, where it is one
+    sentence: str  # for people
+    change: Change | None  # the most helpful; None where nothing that was tried would help
+    advice: str  # the change as a sentence; empty without one
 
 
 @dataclass(frozen=True)
 class Explained:
-    """A plan and all that is said of it.
-
-    Attributes:
-        scored: the plan that is explained.
-        parts: its time, in the order of a step; they add up to it.
-        layers: the layers in the order of the network.
-        stages: the stages in their order, if it has any.
-        changes: what would make it faster, the most helpful first.
-    """
+    """A plan and all that is said of it."""
 
     planned: Planned
-    scored: Scored
-    parts: tuple[Part, ...]
-    layers: tuple[Layer, ...]
-    changes: tuple[Change, ...]
+    scored: Scored  # the plan
+    parts: tuple[Part, ...]  # in the order of a step; they add up to its time
+    layers: tuple[Layer, ...]  # in the order of the network
+    changes: tuple[Change, ...]  # that would make it faster, the most helpful first
     verdict: Verdict
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Stage, ...] = ()  # in order
 
     @property
     def speedup(self) -> float:
-        """Over one device."""
         return self.planned.serial.seconds / self.scored.seconds if self.scored.seconds else 1.0
 
     @property
     def efficiency(self) -> float:
-        """Of the devices: the speed-up by their number."""
         return self.speedup / self.planned.devices
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what was assumed, left out, or is to be doubted."""
-        found = [*self.planned.notes, *(self.planned.search.notes if self.planned.search is not None else ())]
+        sentences = [*self.planned.notes, *(self.planned.search.notes if self.planned.search is not None else ())]
         staging = self.scored.staging
         passes = [] if staging is None else [staging.in_flight(stage) for stage in range(staging.number)]
         again = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
-        found += [] if again is None else [again]
+        sentences += [] if again is None else [again]
         if self.efficiency > _TOO_GOOD:
-            found.append(
+            sentences.append(
                 f"{self.speedup:.1f} × on {self.planned.devices} devices is more than can be: the machine was busy "
                 f"while times were measured; {_AGAIN}"
             )
         if _too_slow(self.planned, self.parts):
-            found.append(
+            sentences.append(
                 f"each device computes {_ratio(self.parts, 1 / self.planned.devices)} times as long as one that does "
                 f"all alone, which no plan explains: the machine was busy while times were measured; {_AGAIN}"
             )
-        return tuple(found)
+        return tuple(sentences)
 
     @property
     def samples_per_second(self) -> float:
-        """Of all devices together."""
         return self.planned.workload.batch / self.scored.seconds if self.scored.seconds else 0.0
 
 
 def explained(planned: Planned, scored: Scored | None = None) -> Explained:
-    """Explain the best plan, or another of those that were found."""
+    """The explanation of the best plan, or of another candidate."""
     scored = scored or planned.best
     parts = parts_of(planned, scored)
     layers = layers_of(planned, scored)
@@ -235,11 +197,11 @@ def explained(planned: Planned, scored: Scored | None = None) -> Explained:
 
 def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
     """Where the time goes, beside an even share of one device's."""
-    own, serial = _seconds(scored), _seconds(planned.serial)
-    names = dict.fromkeys([*own, *serial])
-    found = [Part(name, own.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
+    seconds_of, serial = _seconds(scored), _seconds(planned.serial)
+    names = dict.fromkeys([*seconds_of, *serial])
+    parts = [Part(name, seconds_of.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
     least = _ROUNDING * scored.seconds
-    return tuple(part for part in found if part.seconds > least or part.ideal > least)
+    return tuple(part for part in parts if part.seconds > least or part.ideal > least)
 
 
 def _seconds(scored: Scored) -> dict[str, float]:
@@ -337,9 +299,9 @@ def _lost(parts: dict[str, Part], *names: str) -> float:
 
 
 def _too_slow(planned: Planned, parts: tuple[Part, ...]) -> bool:
-    own = [part for part in parts if part.name in _COMPUTING]
-    alone = planned.devices * sum(part.ideal for part in own)
-    return planned.devices > 1 and sum(part.seconds for part in own) > _TOO_SLOW * alone > 0
+    computing = [part for part in parts if part.name in _COMPUTING]
+    alone = planned.devices * sum(part.ideal for part in computing)
+    return planned.devices > 1 and sum(part.seconds for part in computing) > _TOO_SLOW * alone > 0
 
 
 def _slower(planned: Planned, layers: tuple[Layer, ...]) -> Layer | None:
@@ -358,24 +320,24 @@ def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: fl
     name = (layer.name or "the network itself") if layer is not None else ""
 
     def share(*names: str) -> str:
-        return rough_percent(sum(parts[each].seconds for each in names if each in parts) / total if total else 0.0)
+        return rough_percent(sum(parts[name].seconds for name in names if name in parts) / total if total else 0.0)
 
     computing = share(*_COMPUTING)
     match kind:
         case "compute":
-            own = rough_percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
-            most = f", most of all in {name} ({own})" if layer is not None else ""
+            part = rough_percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
+            most = f", most of all in {name} ({part})" if layer is not None else ""
             return f"Compute-bound: {computing} of an update is computing{most}."
         case "communication":
             assert layer is not None
-            own = rough_percent((layer.exposed + layer.copies) / total)
+            part = rough_percent((layer.exposed + layer.copies) / total)
             waits = share("exposed communication", "packing for messages")
             if layer.exposed + layer.copies < _lost(parts, "exposed communication", "packing for messages") / 3:
                 return (
                     f"Communication-bound: {waits} of an update is sending and waiting, spread over many layers, most "
-                    f"in {name} ({own})."
+                    f"in {name} ({part})."
                 )
-            return f"Communication-bound in {name}: {waits} of an update is sending and waiting, {own} for this layer."
+            return f"Communication-bound in {name}: {waits} of an update is sending and waiting, {part} for this layer."
         case "batch":
             workload = planned.workload
             engine = f", {ENGINE} {share(ENGINE)} of an update" if ENGINE in parts else ""
@@ -407,7 +369,7 @@ def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: fl
 
 
 def _ratio(parts: Iterable[Part], part: float = 1.0) -> str:
-    """How often the time of computing is a part of its even share."""
-    own = [one for one in parts if one.name in _COMPUTING]
-    ideal = sum(one.ideal for one in own)
-    return f"{part * sum(one.seconds for one in own) / ideal:.2f}" if ideal else "many"
+    """How many times its even share computing takes, or a part of it."""
+    computing = [one for one in parts if one.name in _COMPUTING]
+    ideal = sum(one.ideal for one in computing)
+    return f"{part * sum(one.seconds for one in computing) / ideal:.2f}" if ideal else "many"

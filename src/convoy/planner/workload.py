@@ -30,7 +30,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def momentum(parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimizer that is assumed where nobody says another."""
+    """The optimizer that is assumed where nobody names another."""
     return SGD(parameters, lr=0.1, momentum=0.9)
 
 
@@ -50,67 +50,49 @@ def memory_of_updates(make: MakeOptimizer) -> Update:
 
 @dataclass(frozen=True)
 class Workload:
-    """A network and one weight update of it.
+    """A network and one weight update of it."""
 
-    Attributes:
-        name: the network's name, for people.
-        graph: a pass in training, over the samples of all devices together, with the types that autocast gives it.
-        outputs: names of the values that the network returns.
-        passes: forward and backward passes before an update.
-        device: where the network runs.
-        channels_last: whether images lie with the channels innermost in memory.
-        batch_norm: over which samples its statistics are taken.
-        microbatch: samples of a microbatch, where the batch is made of such; 0 where it is not.
-        precision: the type in which autocast has layers compute; None for the type of the weights.
-        recorded: whether passes without stages are replayed as CUDA graphs, for which a host does nothing.
-        optimizer: makes the optimizer for some parameters.
-        optimizer_name: the name under which measurements of its updates are kept; empty where none are.
-        shares: microbatches of an update that each device computes, where they are not as even as can be: a pass then
-            stands for the mean of all. Parts of the batch that are not as many as devices are even, unless `bound`.
-        bound: whether the batch may have no other number of parts than there are shares.
-        by_speed: the same in the shares that are asked for, or by which devices end soonest that take so many times as
-            long as in the mean; None where there are no shares.
-        alone: the update as one device by itself does it, in passes of its own; None where they are the same.
-        contents: parameters and buffers by name, and images of any number, as far as they are at hand.
-        resized: the same at another number of samples of a pass; None where the network is not at hand.
-        total: samples of an update; 0 for passes that are all equal.
-        counts: numbers of passes that an update may have where they go through stages one after the other, ascending;
-            empty where stages are out of the question.
-        in_passes: the same in one of these numbers of passes.
-        schedules: the orders of passes through stages that there may be.
-    """
-
-    name: str
-    graph: Graph
-    outputs: tuple[str, ...]
-    passes: int = 1
+    name: str  # for people
+    graph: Graph  # a pass in training, over the samples of all devices together, with the types that autocast gives it
+    outputs: tuple[str, ...]  # names of the values that the network returns
+    passes: int = 1  # forward and backward passes before an update
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     channels_last: bool = False
     batch_norm: BatchNorm = "sync"
-    microbatch: int = 0
-    precision: torch.dtype | None = None
-    recorded: bool = False
+    microbatch: int = 0  # samples of each, where the batch is made of such; 0 where it is not
+    precision: torch.dtype | None = None  # in which autocast has layers compute; None for the type of the weights
+    recorded: bool = False  # passes without stages are replayed as CUDA graphs, which cost the host nothing
     optimizer: MakeOptimizer = momentum
-    optimizer_name: str = ""
+    optimizer_name: str = ""  # under which measurements of its updates are kept; empty where none are
+    # Microbatches of an update that each device computes, where they are not as even as can be: a pass then stands for
+    # the mean of all. Parts of the batch that are not as many as devices are even, unless `bound`.
     shares: tuple[int, ...] | None = None
-    bound: bool = False
+    bound: bool = False  # the batch may have no other number of parts than there are shares
+    # With the shares that are asked for, or those by which devices end soonest that take so many times as long as in
+    # the mean; None where there are no shares
     by_speed: "Callable[[Sequence[float]], Workload] | None" = field(default=None, repr=False, compare=False)
+    # the update as one device by itself does it, in passes of its own; None where they are the same
     alone: "Workload | None" = field(default=None, repr=False, compare=False)
+    # parameters and buffers by name, and images of any number, as far as they are at hand
     contents: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    # with another number of samples of a pass; None where the network is not at hand
     resized: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
-    total: int = 0
+    total: int = 0  # samples of an update; 0 for passes that are all equal
+    # Numbers of passes that an update may have where they go through stages one after the other, ascending; empty where
+    # stages are out of the question
     counts: tuple[int, ...] = ()
+    # in one of the `counts`
     in_passes: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
-    schedules: tuple[Schedule, ...] = SCHEDULES
+    schedules: tuple[Schedule, ...] = SCHEDULES  # that the passes through stages may have
 
     @property
     def default_schedule(self) -> Schedule:
-        """That of a plan which is given, not found."""
+        """The schedule of a requested plan."""
         return self.schedules[0] if len(self.schedules) == 1 else "1f1b"
 
     @property
     def samples(self) -> int:
-        """Of a pass, on all devices together."""
+        """Samples of a pass, on all devices together."""
         return self.graph.shape(self.graph.inputs[0])[0]
 
     @property
@@ -120,21 +102,16 @@ class Workload:
 
     @property
     def samples_of_passes(self) -> list[int]:
-        """Of every pass of an update."""
+        """Samples of every pass of an update."""
         return [len(part) for part in balanced(self.batch, self.passes)]
 
     def through(self, stages: int, passes: int | None = None, parts: int = 1) -> "Workload":
-        """The same in as many passes as go well through so many stages, or in a number of them.
-
-        Args:
-            stages: of the plan.
-            passes: through them.
-            parts: ranks that share the samples of every pass.
-        """
+        """The workload in a number of passes, or as many as go well through so many stages, where `parts` ranks share
+        the samples of every pass."""
         if stages == 1 or not self.counts or self.in_passes is None:
             return self
-        wanted, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
-        count = next((number for number in counts if number >= wanted), counts[-1])
+        preferred, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
+        count = next((number for number in counts if number >= preferred), counts[-1])
         return self if count == self.passes else self.in_passes(count)
 
     def counts_for(self, parts: int) -> tuple[int, ...]:
@@ -143,7 +120,7 @@ class Workload:
 
     @property
     def sample(self) -> tuple[int, ...]:
-        """Shape of one, as [channels, height, width]."""
+        """The shape of one sample, as [channels, height, width]."""
         return self.graph.shape(self.graph.inputs[0])[1:]
 
     @property
@@ -158,11 +135,8 @@ class Workload:
         return tuple(min(size, self.samples - start) for start in range(0, self.samples, size))
 
     def parts(self, count: int) -> tuple[range, ...]:
-        """The consecutive samples of each of `count` ranks: whole microbatches where there are such.
-
-        Raises:
-            ConvoyError: there are fewer microbatches, or samples, than ranks.
-        """
+        """The consecutive samples of each of `count` ranks: whole microbatches where there are such. A ConvoyError
+        where there are fewer of them than ranks."""
         pieces = self.sizes if self.microbatch else (1,) * self.samples
         if count > len(pieces):
             what = ("microbatch", "microbatches") if self.microbatch else ("sample", "samples")
@@ -179,11 +153,7 @@ class Workload:
         return consecutive([sum(pieces[part.start : part.stop]) for part in balanced(len(pieces), count)])
 
     def place(self, plan: Plan) -> Placement:
-        """The network under a plan.
-
-        Raises:
-            ConvoyError: a layer cannot be divided as the plan says.
-        """
+        """The network under a plan; a ConvoyError where a layer cannot be divided as it says."""
         axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
         batch = Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes)) if axes else (range(self.samples),))
         return place(self.graph, plan, batch, self.outputs)
@@ -205,22 +175,12 @@ def workload_of(
     recompute: Recompute = False,
     recorded: bool = False,
 ) -> Workload:
-    """Look at a network without changing it.
+    """Look at a network without changing it; a ConvoyError where it cannot be seen as one graph, or the batch is too
+    small.
 
-    Args:
-        model: any network.
-        example: images; the shape of a sample, the type and the device matter, and what is in them a little.
-        global_batch: samples of one update on all devices together.
-        name: the network's name, for people; by default that of its class.
-        passes: number of passes that the update is divided into.
-        channels_last: memory format; None takes that of the example and the weights.
-        batch_norm, microbatch, precision, optimizer, optimizer_name: as in `Workload`.
-        recompute: layers whose activations are computed again in the backward pass, beside those that the network
-            itself asks for.
-        recorded: as in `Workload`.
-
-    Raises:
-        ConvoyError: the network cannot be seen as one graph, or the batch is too small.
+    Of the example, the shape of a sample, the type and the device matter, and what is in it a little. `global_batch` is
+    the samples of one update on all devices together. Without `channels_last`, example and weights decide. `recompute`
+    adds to the layers for which the network itself asks for it.
     """
     examples = (example,) if isinstance(example, Tensor) else tuple(example)
     if any(x.is_meta for x in examples):
@@ -232,16 +192,16 @@ def workload_of(
     captured: dict[int, Graph] = {}
 
     def graph_at(samples: int) -> Graph:
-        found = _scaled(captured, samples)
-        if found is None:
+        graph = _scaled(captured, samples)
+        if graph is None:
             images = tuple(torch.empty(samples, *x.shape[1:], dtype=x.dtype, device="meta") for x in examples)
             try:
-                found = captured[samples] = capture(model, images, training=True)
+                graph = captured[samples] = capture(model, images, training=True)
             except CaptureError as error:
                 raise ConvoyError(
                     f"the planner needs the network as one graph, but {error}: write a plan yourself, e.g. sample=2"
                 ) from error
-        return under_autocast(recomputing(found, recompute), precision, examples[0].device.type)
+        return under_autocast(recomputing(graph, recompute), precision, examples[0].device.type)
 
     first = graph_at(math.ceil(global_batch / passes))
     check_recompute(recompute, (call.layer for call in first.calls))
@@ -254,11 +214,11 @@ def workload_of(
 
     @cache
     def made(batch: int, number: int) -> Workload:
-        own = graph_at(math.ceil(batch / number))
+        graph = graph_at(math.ceil(batch / number))
         return Workload(
             name=name or type(model).__name__,
-            graph=own,
-            outputs=tuple(dict.fromkeys(ref.name for ref in leaves(own.output, Ref))),
+            graph=graph,
+            outputs=tuple(dict.fromkeys(ref.name for ref in leaves(graph.output, Ref))),
             passes=number,
             device=examples[0].device,
             channels_last=bool(channels_last),
@@ -271,7 +231,7 @@ def workload_of(
             contents=contents,
             resized=lambda samples: made(samples * number, number),
             total=batch,
-            counts=_counts(own, batch, microbatch, number, batch_norm),
+            counts=_counts(graph, batch, microbatch, number, batch_norm),
             in_passes=lambda passes: made(batch, passes),
         )
 
@@ -282,15 +242,15 @@ def _scaled(captured: Mapping[int, Graph], samples: int) -> Graph | None:
     """The network at a number of samples from what it was captured at; None where that does not say it."""
     if samples in captured:
         return captured[samples]
-    known = [size for size in captured if size > 1]  # some networks do something else with a single sample
-    if samples == 1 or len(known) < 2:
+    sizes = [size for size in captured if size > 1]  # some networks do something else with a single sample
+    if samples == 1 or len(sizes) < 2:
         return None
-    return captured[known[0]].scaled(captured[known[1]], samples)
+    return captured[sizes[0]].scaled(captured[sizes[1]], samples)
 
 
 def _counts(graph: Graph, batch: int, microbatch: int, passes: int, batch_norm: BatchNorm) -> tuple[int, ...]:
-    """Into how many passes an update can be divided, each of whole microbatches if there are any; only as it is where
-    samples of a pass are computed with together."""
+    """The numbers of passes that an update can be divided into, each of whole microbatches if there are any; only
+    `passes` where samples of a pass are computed with together."""
     normed = any(call.op == "batch_norm" and call.attributes["training"] for call in graph.calls)
     is_whole = normed and (batch_norm != "microbatch" or not microbatch)
     if is_whole or (graph.shape(graph.inputs[0])[0] > 1 and coupling(graph) is not None):
@@ -300,7 +260,7 @@ def _counts(graph: Graph, batch: int, microbatch: int, passes: int, batch_norm: 
 
 
 def _contents(model: nn.Module, examples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is at hand: nothing of what has only a shape, and no images that are all of one color."""
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    found |= {name: x for name, x in examples.items() if not x.is_meta and bool((x != x.flatten()[:1]).any())}
-    return {name: tensor.detach() for name, tensor in found.items() if not tensor.is_meta}
+    """The tensors at hand: none that has only a shape, and no images that are all of one color."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors |= {name: x for name, x in examples.items() if not x.is_meta and bool((x != x.flatten()[:1]).any())}
+    return {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}

@@ -29,15 +29,9 @@ _DTYPES = {1: "uint8", 4: "float32", 8: "float64"}
 
 
 class Additive:
-    """Seconds of one update of a network, part by part, each for the rank that has most to do.
-
-    Args:
-        costs: the costs of the device and its links.
-        graph: the network.
-        passes: before an update.
-        shown: the part of an exchange of gradients beside the computation that the step is longer for, beyond the
-            cycles that it takes from it.
-    """
+    """Seconds of one update of a network, part by part, each for the rank that has most to do. `shown` is the part of
+    an exchange of gradients beside the computation by which the step is longer, beyond the cycles that it takes from
+    it."""
 
     def __init__(self, costs: Costs, graph: Graph, passes: int = 1, shown: float = 0.3) -> None:
         self.costs, self.graph, self.passes, self.shown = costs, graph, passes, shown
@@ -52,45 +46,37 @@ class Additive:
 
     def context(self, call: Call) -> Hashable:
         """Which inputs of a call it may overwrite, and to whose gradients it adds."""
-        known = graph_facts(self.graph)
-        return tuple((name in known.adding[call.name], name in known.spare) for name in call.inputs)
+        facts = graph_facts(self.graph)
+        return tuple((name in facts.adding[call.name], name in facts.spare) for name in call.inputs)
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
-        """Seconds of a call in all passes, with what ranks exchange inside it.
-
-        Args:
-            placed: the call with its layouts.
-            placement: its graph, mesh and batch; the rest is not read.
-        """
+        """Seconds of a call in all passes, with what ranks exchange inside it; of `placement` only graph, mesh and
+        batch are read."""
         slowdowns = self.costs.slowdowns
         if slowdowns:  # the busiest rank may be any
-            return self.passes * max(own * self._call(placed, placement, rank) for rank, own in enumerate(slowdowns))
+            return self.passes * max(s * self._call(placed, placement, rank) for rank, s in enumerate(slowdowns))
         return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
 
     def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
         """Seconds that a call takes less in later passes of an update, forward and backward, where its weight is laid
-        out once for all; arguments as for `compute`."""
+        out once for all."""
         if not self.costs.lays_out or placed.call.op != "conv":
             return 0.0
         place = placement.mesh.coordinates(0)
-        own = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
-        found = laid_out(own)
-        return min(2 * self._times(found).forward, self._times(own).total / 3) if found is not None else 0.0
+        op = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
+        layout_op = laid_out(op)
+        return min(2 * self._times(layout_op).forward, self._times(op).total / 3) if layout_op is not None else 0.0
 
     def joining(self, placed: PlacedCall, placement: Placement, part: float) -> float:
         """Seconds of an update less where a weight's gradients of all passes are computed in one call, not added up.
-
-        Args:
-            placed, placement: as for `compute`.
-            part: of the call's backward pass, what its weight's gradient takes.
-        """
+        Its gradient takes `part` of the call's backward pass."""
         place = placement.mesh.coordinates(0)
-        own = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
-        at_once = joined(own, self.passes)
+        op = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
+        at_once = joined(op, self.passes)
         if at_once is None:
             return 0.0
-        saved = part * (self.passes * self._times(own).backward - self._times(at_once).backward)
-        return max(0.0, saved) + (self.passes - 1) * self._times(copied(parameter_bytes(own), 2)).forward
+        saved = part * (self.passes * self._times(op).backward - self._times(at_once).backward)
+        return max(0.0, saved) + (self.passes - 1) * self._times(copied(parameter_bytes(op), 2)).forward
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
         """Seconds of one step of a redistribution in all passes: what is sent, and what is copied for it."""
@@ -170,16 +156,16 @@ class Additive:
         costs, graph, mesh = self.costs, placement.graph, placement.mesh
         place = mesh.coordinates(rank)
         if placed.call.op == "batch_norm":
-            own = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
+            op = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
         else:
-            own = local_op_at(placed.call, placed.placed, graph, mesh, place, placed.transfers)
-        times = self._times(own)
+            op = local_op_at(placed.call, placed.placed, graph, mesh, place, placed.transfers)
+        times = self._times(op)
         # A call takes as long as the slower of device and host: that adds up where one of them is it throughout.
         forward = max(times.forward, times.host_forward)
         seconds = max(times.total, times.host) if graph.training else forward
         if graph.training and placed.call.recomputed:
             seconds += forward
-        within = internal_messages(placed, graph, mesh, own, costs.batch_norm)
+        within = internal_messages(placed, graph, mesh, op, costs.batch_norm)
         if within.axes:
             link = self._link(mesh, within.axes)
             messages = (*within.forward, *within.backward) if graph.training else within.forward
@@ -194,51 +180,46 @@ class Additive:
             shows = step.kind == "reduce" or differentiable
             return link.all_reduce(elements(step.source, shape, mesh, mesh.coordinates(0)) * itemsize) if shows else 0.0
         traffic = [sent_elements(step, mesh, place, shape) * itemsize for place in some_places(step, mesh)]
-        forward, backward = max(each.forward for each in traffic), max(each.backward for each in traffic)
+        forward, backward = max(sent.forward for sent in traffic), max(sent.backward for sent in traffic)
         seconds = link.exchange(forward) if forward else 0.0
         return seconds + (link.exchange(backward) if backward and differentiable else 0.0)
 
 
 def elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, place: Coordinates) -> int:
     """How many elements the rank at a place holds of a tensor."""
-    found = prod(shape)
+    count = prod(shape)
     for dim, split in layout.splits:
-        found = found // max(1, shape[dim]) * len(split.parts[mesh.index(place, split.axes)])
-    return found
+        count = count // max(1, shape[dim]) * len(split.parts[mesh.index(place, split.axes)])
+    return count
 
 
 def sent_elements(step: Step, mesh: Mesh, place: Coordinates, shape: tuple[int, ...]) -> Traffic:
-    """As `convoy.plans.traffic.step_elements`, without looking at every other rank.
-
-    In an exchange a rank counts for what it gets, which is what others send: what it wants, but for what it holds. On
-    the way back it sends the gradients of just that.
-    """
+    """As `convoy.plans.traffic.step_elements`, without looking at every other rank. In an exchange a rank counts for
+    what it gets, which is what others send: what it wants, but for what it holds. On the way back it sends the
+    gradients of just that."""
     if step.kind not in ("move", "reduce_scatter"):
         return step_elements(step, mesh, place, shape)
     after = elements(step.target, shape, mesh, place)
     if step.kind == "reduce_scatter":
         return Traffic(elements(step.source, shape, mesh, place) - after, (mesh.size(step.axes) - 1) * after)
-    own = after
+    held = after
     for dim, split in step.source.splits if after else ():
-        wanted = step.target.parts(dim, mesh, place, shape[dim])
-        own = own // len(wanted) * len(common(wanted, split.parts[mesh.index(place, split.axes)]))
-    return Traffic(after - own, after - own)
+        part = step.target.parts(dim, mesh, place, shape[dim])
+        held = held // len(part) * len(common(part, split.parts[mesh.index(place, split.axes)]))
+    return Traffic(after - held, after - held)
 
 
 def some_places(step: Step, mesh: Mesh) -> set[Coordinates]:
-    """Places among which is one that sends most.
-
-    The first has the largest parts. One in the middle of all axes has two borders, and the last holds least of what it
-    will want: they are looked at where parts may overlap, or need not be held already.
-    """
+    """Places among which is one that sends most. The first has the largest parts. One in the middle of all axes has two
+    borders, and the last holds least of what it will want: they are looked at where parts may overlap, or need not be
+    held already."""
     parts = {"move": 3, "slice": 2}.get(step.kind, 1)
     return {tuple(size * part // 2 - (part == 2) for size in mesh.sizes) for part in range(parts)}
 
 
 def busy_ranks(placed: PlacedCall, mesh: Mesh) -> set[int]:
-    """Ranks among which is one that has most to do: parts that come first are the largest, but a rank in the middle of
-    rows or columns has two borders.
-    """
+    """Ranks among which is one that has most to do: the first parts are the largest, but a rank in the middle of rows
+    or columns has two borders."""
     layouts = (*placed.placed.inputs.values(), *placed.placed.outputs.values())
     inner = {axis for layout in layouts for dim, split in layout.splits if dim > 1 for axis in split.axes}
     middle = mesh.rank(tuple(size // 2 if axis in inner else 0 for axis, size in enumerate(mesh.sizes)))

@@ -17,30 +17,21 @@ from typing import Literal
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.times import Roofline, Times
 
-Way = Literal[0, 1]
-"""Forward or backward, as places in `Both`."""
+Way = Literal[0, 1]  # forward or backward, as places in `Both`
 
-_HELD = 0.001
-"""Weight of the roofline beside the squared relative error of one measurement."""
+_HELD = 0.001  # weight of the roofline beside the squared relative error of one measurement
 _ROUNDS = 200
 
 
 @dataclass(frozen=True)
 class Regression:
-    """Seconds of operations of one kind, forward or backward.
+    """Seconds of operations of one kind, forward or backward."""
 
-    Attributes:
-        roofline: the device; gives the unit of each rate.
-        way: forward or backward.
-        rates: seconds per unit for starting, operations, bytes of activations, bytes of parameters.
-    """
-
-    roofline: Roofline
+    roofline: Roofline  # gives the unit of each rate
     way: Way
-    rates: tuple[float, ...]
+    rates: tuple[float, ...]  # seconds per unit for starting, operations, bytes of activations, bytes of parameters
 
     def __call__(self, local_op: LocalOp) -> float:
-        """Seconds of an operation."""
         return sum(rate * term for rate, term in zip(self.rates, terms(local_op, self.way, self.roofline), strict=True))
 
 
@@ -59,13 +50,7 @@ def terms(local_op: LocalOp, way: Way, roofline: Roofline) -> tuple[float, ...]:
 
 
 def fit(measured: Sequence[tuple[LocalOp, float]], way: Way, roofline: Roofline) -> Regression | None:
-    """The regression of measured operations of a kind; None where none of them takes time.
-
-    Args:
-        measured: operations with their seconds.
-        way: forward or backward.
-        roofline: the device's roofline, as far as it is known.
-    """
+    """The regression of measured operations of a kind and their seconds; None where none of them takes time."""
     rows = [(terms(local_op, way, roofline), seconds) for local_op, seconds in measured if seconds > 0]
     points = [[term / seconds for term in row] for row, seconds in rows if sum(row) > 0]
     if not points:
@@ -77,19 +62,18 @@ def fit(measured: Sequence[tuple[LocalOp, float]], way: Way, roofline: Roofline)
     rates = [level for _ in count]
     for _ in range(_ROUNDS):
         for i in count:
-            others = sum(products[i][j] * rates[j] for j in count if j != i)
-            wanted = (sums[i] - others + _HELD / level) / (products[i][i] + _HELD / level**2)
-            rates[i] = max(0.0, wanted)
+            rest = sum(products[i][j] * rates[j] for j in count if j != i)
+            rate = (sums[i] - rest + _HELD / level) / (products[i][i] + _HELD / level**2)
+            rates[i] = max(0.0, rate)
     return Regression(roofline, way, tuple(rates))
 
 
-Ratios = tuple[float, float]
-"""Measured over modelled, forward and backward; 0 where there is nothing to compare."""
+Ratios = tuple[float, float]  # measured over modelled, forward and backward; 0 where there is nothing to compare
 
 _COUNT = 4
 _WINDOW = 16
+# How far apart, in factors of e, two operations count beyond their sizes for each option in which they differ
 _UNLIKE = 3.0
-"""How far apart, in factors of e, two operations count beyond their sizes for each option in which they differ."""
 
 
 @dataclass(frozen=True)
@@ -102,28 +86,22 @@ class _Known:
 
 
 class Neighbours:
-    """Measured operations of one kind.
-
-    Args:
-        ratios: measured over modeled time, of each of them.
-    """
+    """Measured operations of one kind, with their measured over modelled times."""
 
     def __init__(self, ratios: Mapping[LocalOp, Ratios]) -> None:
-        known = sorted((_known(local_op, found) for local_op, found in ratios.items()), key=lambda one: one.work)
-        self._all = known
+        operations = sorted((_known(local_op, ratio) for local_op, ratio in ratios.items()), key=lambda one: one.work)
+        self._all = operations
         self._alike: dict[frozenset[tuple[str, object]], list[_Known]] = {}
-        for one in known:
+        for one in operations:
             self._alike.setdefault(one.options, []).append(one)
 
     def correction(self, local_op: LocalOp) -> Ratios:
-        """What to multiply the model's times by: the mean of the neighbours' ratios, the nearer the more.
-
-        Operations with other options count only where too few have the same.
-        """
-        mine = _known(local_op, (0.0, 0.0))
-        alike = self._alike.get(mine.options, [])
-        among = _around(alike if len(alike) >= _COUNT else self._all, mine.work)
-        near = sorted(((_distance(mine, other), at) for at, other in enumerate(among)))[:_COUNT]
+        """What to multiply the model's times by: the mean of the neighbours' ratios, the nearer the more. Operations
+        with other options count only where too few have the same."""
+        target = _known(local_op, (0.0, 0.0))
+        same_options = self._alike.get(target.options, [])
+        among = _around(same_options if len(same_options) >= _COUNT else self._all, target.work)
+        near = sorted(((_distance(target, other), at) for at, other in enumerate(among)))[:_COUNT]
         weighted = [(1 / (0.01 + far * far), among[at].ratios) for far, at in near]
         forward, backward = (
             [(weight, ratios[way]) for weight, ratios in weighted if ratios[way] > 0] for way in (0, 1)
@@ -140,9 +118,9 @@ def _known(local_op: LocalOp, ratios: Ratios) -> _Known:
     return _Known(sum(features[:2]), features, options, tuple(operand.gradient for operand in local_op.inputs), ratios)
 
 
-def _around(known: Sequence[_Known], work: float) -> Sequence[_Known]:
-    at = bisect_left(known, work, key=lambda one: one.work)
-    return known[max(0, at - _WINDOW) : at + _WINDOW]
+def _around(operations: Sequence[_Known], work: float) -> Sequence[_Known]:
+    at = bisect_left(operations, work, key=lambda one: one.work)
+    return operations[max(0, at - _WINDOW) : at + _WINDOW]
 
 
 def _distance(one: _Known, other: _Known) -> float:
@@ -160,12 +138,8 @@ def _mean(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 class Calibrated:
-    """Times that are exact where measured, and elsewhere follow from the measured operations of the kind.
-
-    Args:
-        measured: what is known. Empty operations and views calibrate nothing.
-        roofline: the device's roofline; by default made from what was measured.
-    """
+    """Times that are exact where measured, and elsewhere follow from the measured operations of the kind. Empty
+    operations and views calibrate nothing. The roofline is by default made from what was measured."""
 
     def __init__(self, measured: Mapping[LocalOp, Times], roofline: Roofline | None = None) -> None:
         self.measured = dict(measured)
@@ -179,16 +153,12 @@ class Calibrated:
         multiplying = [pair for pair in everything if pair[0].flops.forward > 0]
         moving = [pair for pair in everything if pair[0].flops.forward == 0]
         self._of_op = {op: self._middle([pair for pair in everything if pair[0].op == op]) for op, _ in groups}
-        self._of_bound = {
-            True: self._middle(multiplying or everything),
-            False: self._middle(moving or everything),
-        }
+        self._of_bound = {True: self._middle(multiplying or everything), False: self._middle(moving or everything)}
         self._issuing = {op: _issuing([pair for pair in everything if pair[0].op == op]) for op in self._of_op}
         self._issuing[""] = _issuing(everything)
         self._found: dict[LocalOp, Times] = {}
 
     def __call__(self, local_op: LocalOp, /) -> Times:
-        """Seconds of an operation."""
         if local_op in self.measured:
             return self.measured[local_op]
         if local_op not in self._found:
@@ -198,15 +168,15 @@ class Calibrated:
     def _predicted(self, local_op: LocalOp) -> Times:
         model = self.roofline(local_op)
         forward, backward = self._of_op.get(local_op.op, self._of_bound[local_op.flops.forward > 0])
-        found = [model.forward * forward, model.backward * backward]
+        seconds = [model.forward * forward, model.backward * backward]
         kind = self._kinds.get((local_op.op, local_op.function))
         if kind is not None:
             correction = kind.neighbours.correction(local_op)
             for way, regression in enumerate(kind.regressions):
                 if regression is not None:
-                    found[way] = regression(local_op) * correction[way]
+                    seconds[way] = regression(local_op) * correction[way]
         host = self._issuing.get(local_op.op, self._issuing[""])
-        return Times(found[0], found[1], *host)
+        return Times(seconds[0], seconds[1], *host)
 
     def _middle(self, pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
         """Measured over roofline, forward and backward."""
@@ -220,16 +190,14 @@ class Calibrated:
 
 def _issuing(pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
     """Seconds that a host takes to issue such operations: about the same whatever their sizes."""
-    known = [times for _, times in pairs if times.host > 0]
-    if not known:
+    timed = [times for _, times in pairs if times.host > 0]
+    if not timed:
         return 0.0, 0.0
-    return median(times.host_forward for times in known), median(times.host_backward for times in known)
+    return median(times.host_forward for times in timed), median(times.host_backward for times in timed)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of an op and function."""
-
     regressions: tuple[Regression | None, Regression | None]
     neighbours: Neighbours
 
@@ -250,10 +218,8 @@ def _ratio(regression: Regression | None, local_op: LocalOp, seconds: float) -> 
 
 
 def fitted(measured: Mapping[LocalOp, Times]) -> Roofline:
-    """A roofline from measured operations: the ceilings that nine tenths of the large ones stay below.
-
-    Where there is nothing to fit to, that of a slow core, so that ratios between operations still say something.
-    """
+    """A roofline from measured operations: the ceilings that nine tenths of the large ones stay below. Where there is
+    nothing to fit to, that of a slow core, so that ratios between operations still say something."""
     arithmetic, memory, least = [], [], []
     for local_op, times in measured.items():
         if local_op.is_empty or local_op.op in VIEWS or times.forward <= 0:
@@ -269,5 +235,5 @@ def fitted(measured: Mapping[LocalOp, Times]) -> Roofline:
 
 
 def _upper(values: Iterable[float], otherwise: float) -> float:
-    found = sorted(values)
-    return found[int(0.9 * (len(found) - 1))] if found else otherwise
+    ascending = sorted(values)
+    return ascending[int(0.9 * (len(ascending) - 1))] if ascending else otherwise

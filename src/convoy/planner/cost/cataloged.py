@@ -26,7 +26,6 @@ class CatalogedTimes:
     _known: dict[Item, Times] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, local_op: LocalOp, /) -> Times:
-        """Seconds of an operation; views take none."""
         if local_op.is_empty or local_op.op in VIEWS:
             return Times()
         if local_op.op in ("redistribute", "copy"):
@@ -35,10 +34,10 @@ class CatalogedTimes:
             return Times(*(size / rate + launch if size else 0.0 for size in moved))
         item = _item(local_op)
         if item not in self._known:
-            found = times(Work.of([item], 0, 0, 0, 0, 1), 1, self.device, self.precision, self.software)
+            predicted = times(Work.of([item], 0, 0, 0, 0, 1), 1, self.device, self.precision, self.software)
             needs = any(operand.gradient for operand in local_op.inputs)
-            own = float(found.forward[0]), float(found.backward[0]), found.host, 2 * found.host
-            self._known[item] = Times(*own) if needs else Times(own[0], 0.0, found.host)
+            numbers = float(predicted.forward[0]), float(predicted.backward[0]), predicted.host, 2 * predicted.host
+            self._known[item] = Times(*numbers) if needs else Times(numbers[0], 0.0, predicted.host)
         return self._known[item]
 
 
@@ -55,7 +54,7 @@ def _item(one: LocalOp) -> Item:
     for size in shape[2:]:
         window *= size
     stride = one.option("stride")
-    strided = isinstance(stride, tuple) and any(isinstance(each, int) and each > 1 for each in stride)
+    strided = isinstance(stride, tuple) and any(isinstance(step, int) and step > 1 for step in stride)
     first = not one.inputs[0].gradient
     return Item(
         kind, one.flops.forward / 2, read, written, weights, window, shape[1], shape[0] / groups, groups, strided, first
@@ -64,15 +63,10 @@ def _item(one: LocalOp) -> Item:
 
 @dataclass(frozen=True)
 class CatalogedLinks:
-    """Links of a machine, for any of its ranks.
-
-    Attributes:
-        site: where the devices stand.
-        share: the part of a message's time that it takes from the computation beside it.
-    """
+    """Links of a machine, for any of its ranks."""
 
     site: Site
-    share: float = 0.1
+    share: float = 0.1  # of a message's time, what it takes from the computation beside it
 
     def __call__(self, ranks: Ranks, /) -> Link:
         """A ring inside each host, and one between the hosts, whose network other groups use at the same time."""
@@ -99,15 +93,9 @@ class CatalogedLinks:
 def costs_of(
     machine: Machine, precision: str, software: Software, share: float, slowdowns: Sequence[float] = ()
 ) -> Costs:
-    """What a step costs on a machine of the catalog.
-
-    Args:
-        machine: the devices; times are those of the first.
-        precision: `fp32`, `tf32` or `fp16`.
-        software: what runs the network.
-        share: the part of the time of messages that they take from the computation beside them.
-        slowdowns: how many times as long as the first each device computes.
-    """
+    """What a step costs on a machine of the catalog, with the times of its first device. `share` is the part of the
+    time of messages that they take from the computation beside them; `slowdowns` are how many times as long as the
+    first each device computes."""
     device = machine.devices[0]
     rate = 0.75e9 * device.gbytes_per_s
     return Costs(

@@ -13,65 +13,40 @@ from convoy.plans.buckets import Sizes
 
 @dataclass(frozen=True)
 class HostCost:
-    """Something that is done for a pass outside of the network, on each rank for its own samples.
-
-    Attributes:
-        per_pass: seconds once.
-        per_sample: seconds for each sample.
-        beside: whether others do it while the rank computes, so that an update waits only for what is left of it.
-        host: seconds once that the host takes to issue it; 0 where it is the device.
-    """
+    """Work for a pass outside of the network, on each rank for its own samples; in seconds."""
 
     per_pass: float = 0.0
     per_sample: float = 0.0
-    beside: bool = False
-    host: float = 0.0
+    beside: bool = False  # others do it while the rank computes, so that an update waits only for what is left of it
+    host: float = 0.0  # for the host to issue it, once; 0 where it is the device
 
     def seconds(self, samples: float) -> float:
-        """For a pass over so many samples."""
         return self.per_pass + self.per_sample * samples
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times on one kind of device, all in seconds and bytes.
+    """Times on one kind of device, all in seconds and bytes."""
 
-    Attributes:
-        times: seconds of single operations.
-        links: between the ranks.
-        update: the optimizer's time and memory.
-        input: the work before the network: getting a batch, taking it to the device, normalizing it.
-        loss: the loss, forward and backward.
-        batch_norm: over which samples batch norm takes its statistics.
-        microbatch: samples of each microbatch, where that matters to batch norm; 0 for one in each pass.
-        on_cpu: whether the ranks compute on CPUs.
-        lays_out: whether stages that postpone weight gradients lay out weights once for all passes; see
-            `convoy.ops.onednn`.
-        sizes: sizes of the messages with gradients; by default the engine's for the device.
-        per_transfer: what the engine takes for each step of a redistribution, beside copying and sending.
-        slowdowns: how many times as long as in `times` each rank computes, where they are not equally fast; else empty.
-        per_parameter: seconds that it takes in an update for each parameter whose gradient is added over ranks.
-        host_per_parameter: the same of the host, where that is not the device.
-        recorded: whether passes without stages are replayed as CUDA graphs, for which a host does nothing.
-    """
-
-    times: LayerTimes
+    times: LayerTimes  # of single operations
     links: Links = field(default_factory=Links)
     update: Update = field(default_factory=Update)
-    input: HostCost = field(default_factory=HostCost)
-    loss: HostCost = field(default_factory=HostCost)
+    input: HostCost = field(default_factory=HostCost)  # getting a batch, taking it to the device, normalizing it
+    loss: HostCost = field(default_factory=HostCost)  # forward and backward
     batch_norm: BatchNorm = "sync"
-    microbatch: int = 0
+    microbatch: int = 0  # samples of each, where that matters to batch norm; 0 for one microbatch a pass
     on_cpu: bool = True
+    # stages that postpone weight gradients lay out weights once for all passes: `convoy.ops.onednn`
     lays_out: bool = False
-    sizes: Sizes | None = None
+    sizes: Sizes | None = None  # of the messages with gradients; by default the engine's for the device
+    # the engine's, for each step of a redistribution, beside copying and sending
     per_transfer: Times = field(default_factory=Times)
-    per_parameter: float = 0.0
+    per_parameter: float = 0.0  # the engine's, in an update for each parameter whose gradient is added over ranks
+    # how many times as long as in `times` each rank computes; empty for equally fast ranks
     slowdowns: tuple[float, ...] = ()
-    host_per_parameter: float = 0.0
-    recorded: bool = False
+    host_per_parameter: float = 0.0  # `per_parameter` of the host, where that is not the device
+    recorded: bool = False  # passes without stages are replayed as CUDA graphs, which cost the host nothing
 
     @property
     def message_sizes(self) -> Sizes:
-        """Sizes of the messages with gradients."""
         return self.sizes or Sizes.default(torch.device("cpu" if self.on_cpu else "cuda"))

@@ -10,39 +10,28 @@ import torch
 from convoy.planner.cost.link import Collective
 from convoy.plans.buckets import WORTH_DIVIDING, Item, Sizes, plan_buckets
 from convoy.plans.layout import WHOLE, Layout
-from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer on a device.
+    """Seconds of an optimizer on a device, and the memory of its state."""
 
-    Attributes:
-        per_byte: seconds for each byte of the parameters: one pass over weights, gradients and state.
-        per_tensor: seconds for each parameter.
-        fixed: seconds once, with whatever else is done once in an update.
-        state: bytes of state for each byte of a parameter: 1 for a momentum, 2 for Adam's two averages.
-        divisible: whether it treats each number by itself, so that ranks on CPUs with the same parameters may divide
-            the update of large ones (`engine/gradients/sharded.py`).
-        host: seconds that the host takes once to issue it, with whatever else it does once in an update.
-        host_per_tensor: seconds that it takes for each parameter.
-    """
-
-    per_byte: float = 0.0
+    per_byte: float = 0.0  # of the parameters: one pass over weights, gradients and state
     per_tensor: float = 0.0
-    fixed: float = 0.0
-    state: float = 1.0
+    fixed: float = 0.0  # with whatever else is done once in an update
+    state: float = 1.0  # bytes of state for each byte of a parameter: 1 for a momentum, 2 for Adam's two averages
+    # treats each number by itself, so that ranks on CPUs with the same parameters may divide the update of large ones
+    # (`engine/gradients/sharded.py`)
     divisible: bool = False
-    host: float = 0.0
+    host: float = 0.0  # for the host to issue it once, with whatever else it does once in an update
     host_per_tensor: float = 0.0
 
     def seconds(self, num_bytes: float, tensors: int) -> float:
-        """Time to update so many parameters."""
         return self.fixed + self.per_byte * num_bytes + self.per_tensor * tensors
 
     def issuing(self, tensors: int) -> float:
-        """Time of the host to issue the update of so many parameters."""
         return self.host + self.host_per_tensor * tensors
 
     def divides(self, large: int) -> bool:
@@ -51,12 +40,8 @@ class Update:
 
     @staticmethod
     def fit(measured: Sequence[tuple[int, int, float]], *, state: float = 1.0, divisible: bool = False) -> "Update":
-        """From measured updates.
-
-        Args:
-            measured: bytes of the parameters, how many they are, and seconds. One point gives the rate alone, two or
-                more also the time for a tensor: the least squares of relative errors, neither number below zero.
-            state, divisible: as in `Update`.
+        """From measured updates: bytes of the parameters, how many they are, and seconds. One point gives the rate
+        alone, two or more also the time for a tensor: the least squares of relative errors, neither number below zero.
         """
         points = [(num_bytes, tensors, seconds) for num_bytes, tensors, seconds in measured if seconds > 0]
         by_bytes = _slope([(num_bytes / seconds) for num_bytes, _, seconds in points])
@@ -79,9 +64,7 @@ class Update:
 
 def issuing(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Seconds of a host once and for each parameter, from the number of parameters and its seconds for some updates.
-
-    Least squares, neither of them below zero.
-    """
+    Least squares, neither of them below zero."""
     tensors, seconds = ([float(row[column]) for row in measured] for column in (0, 1))
     if not any(seconds):
         return 0.0, 0.0
@@ -99,61 +82,37 @@ def _slope(rates: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class GradientMessage:
-    """One message of the exchange.
+    """One message of the exchange."""
 
-    Attributes:
-        axes: over which it is added.
-        layer: the layer whose gradients are in it, the first where there are several.
-        parameters: their names; none in a message that only counts users.
-        kind, bytes: for each rank, as `Link.seconds` counts them.
-        copied: bytes that each rank copies into it, and out of it again; 0 where the gradient itself is sent.
-        gathered: bytes of the pieces that are gathered after the update where ranks divide it.
-    """
-
-    axes: Axes
-    layer: str
-    parameters: tuple[str, ...]
+    axes: Axes  # over which it is added
+    layer: str  # the first of those whose gradients are in it
+    parameters: tuple[str, ...]  # none in a message that only counts users
     kind: Collective
-    bytes: tuple[int, ...]
+    bytes: tuple[int, ...]  # of each rank, as `Link.seconds` counts them
+    # bytes that each rank copies into it and out of it again; 0 where the gradient itself is sent
     copied: tuple[int, ...]
-    gathered: tuple[int, ...] = ()
+    gathered: tuple[int, ...] = ()  # bytes of the pieces to gather after the update, where ranks divide it
 
     @property
     def name(self) -> str:
-        """For people."""
-        others = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
-        return f"{self.parameters[0]}{others}" if self.parameters else "users"
+        more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+        return f"{self.parameters[0]}{more}" if self.parameters else "users"
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the gradients of a step are added, and what each rank updates.
+    """How the gradients of a step are added, and what each rank updates."""
 
-    Attributes:
-        messages: the messages in the order in which they are sent.
-        divided: whether ranks with the same parameters divide the update of large ones.
-        held: bytes of parameters that each rank has.
-        updated: bytes of those that each rank updates.
-        tensors: how many parameters those are.
-    """
-
-    messages: tuple[GradientMessage, ...]
-    divided: bool
-    held: tuple[int, ...]
-    updated: tuple[int, ...]
-    tensors: int
+    messages: tuple[GradientMessage, ...]  # in the order in which they are sent
+    divided: bool  # ranks with the same parameters divide the update of large ones
+    held: tuple[int, ...]  # bytes of parameters of each rank
+    updated: tuple[int, ...]  # bytes of them that each rank updates
+    tensors: int  # number of parameters
 
 
 def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: Sizes, on_cpu: bool = True) -> Exchange:
-    """The messages of `convoy.engine.gradients.GradientReducer`.
-
-    Args:
-        placement: the network on its mesh.
-        order: names of the parameters that ranks hold, as their gradients become ready.
-        update: the optimizer.
-        sizes: sizes of the messages.
-        on_cpu: whether the ranks are CPUs: only those divide an update for speed.
-    """
+    """The messages of `convoy.engine.gradients.GradientReducer`. `order` names the parameters that ranks hold, as their
+    gradients become ready. Only CPUs divide an update for speed."""
     graph, mesh = placement.graph, placement.mesh
     held = held_bytes(placement, order)
     names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]
@@ -171,31 +130,30 @@ def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: 
         members = tuple(names[member] for member in bucket.members)
         itemsize = items[(bucket.members or bucket.tally)[0]].dtype.itemsize
         layer = layers.get(members[0], "") if members else ""
-        own = tuple(sum(held[name][rank] for name in members) for rank in range(mesh.num_devices))
+        by_rank = tuple(sum(held[name][rank] for name in members) for rank in range(mesh.num_devices))
         if bucket.alone and divided:
             count = mesh.size(bucket.axes)
-            pieces = tuple(size - size // count for size in own)
+            pieces = tuple(size - size // count for size in by_rank)
             messages.append(
-                GradientMessage(bucket.axes, layer, members, "reduce_scatter", pieces, (0,) * len(own), pieces)
+                GradientMessage(bucket.axes, layer, members, "reduce_scatter", pieces, (0,) * len(by_rank), pieces)
             )
             shared[members[0]] = count
             continue
-        sent = tuple(size + len(bucket.tally) * itemsize for size in own)
-        copied = (0,) * len(own) if bucket.alone else own
+        sent = tuple(size + len(bucket.tally) * itemsize for size in by_rank)
+        copied = (0,) * len(by_rank) if bucket.alone else by_rank
         messages.append(GradientMessage(bucket.axes, layer, members, "all_reduce", sent, copied))
     ranks = range(mesh.num_devices)
-    whole = tuple(sum(each[rank] for each in held.values()) for rank in ranks)
-    updated = tuple(sum(each[rank] // shared.get(name, 1) for name, each in held.items()) for rank in ranks)
+    whole = tuple(sum(row[rank] for row in held.values()) for rank in ranks)
+    updated = tuple(sum(row[rank] // shared.get(name, 1) for name, row in held.items()) for rank in ranks)
     return Exchange(tuple(messages), divided, whole, updated, len(held))
 
 
 def _layers(placement: Placement) -> dict[str, str]:
-    """The layer that first takes each parameter."""
-    found: dict[str, str] = {}
+    first: dict[str, str] = {}
     for placed in placement.calls:
         for name in placed.call.inputs:
-            found.setdefault(name, placed.call.layer)
-    return found
+            first.setdefault(name, placed.call.layer)
+    return first
 
 
 def gradient_axes(placement: Placement, name: str) -> Axes:
@@ -205,19 +163,14 @@ def gradient_axes(placement: Placement, name: str) -> Axes:
 
 
 def held_bytes(placement: Placement, parameters: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """What each rank holds of some parameters."""
+    """The bytes of some parameters on each rank."""
     mesh = placement.mesh
     places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
-    known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}  # blocks repeat
-    found = {}
+    numels: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}  # blocks repeat
+    by_name = {}
     for value in map(placement.graph.values.__getitem__, parameters):
         layout = placement.layouts.get(value.name, WHOLE)
-        if (layout, value.shape) not in known:
-            known[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)
-        found[value.name] = tuple(numel * value.dtype.itemsize for numel in known[layout, value.shape])
-    return found
-
-
-def reduced_axes(messages: Sequence[GradientMessage], mesh: Mesh) -> set[Axes]:
-    """All sets of axes over which messages go."""
-    return {message.axes for message in messages if mesh.size(message.axes) > 1}
+        if (layout, value.shape) not in numels:
+            numels[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)
+        by_name[value.name] = tuple(numel * value.dtype.itemsize for numel in numels[layout, value.shape])
+    return by_name

@@ -16,26 +16,21 @@ from convoy.errors import ConvoyError
 from convoy.hardware.links import Hop, link_named, links
 from convoy.plans.mesh import Axes, Mesh
 
+# `all_reduce` is by bytes of the tensor that each rank has, the others by the bytes that the rank sends to others that
+# sends most: `exchange` gives activations in new tensors, `reduce_scatter` and `gather` are the two halves of adding a
+# gradient in place, the first with its additions
 Collective = Literal["all_reduce", "exchange", "reduce_scatter", "gather"]
-"""`all_reduce` is by bytes of the tensor that each rank has, the others by the bytes that the rank sends to others that
-sends most: `exchange` gives activations in new tensors, `reduce_scatter` and `gather` are the two halves of adding a
-gradient in place, the first with its additions."""
 
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by bytes, straight between measured points and exact at them.
+    """Seconds by bytes, straight between measured points and exact at them. Below the smallest point the time is that
+    of the point: it is mostly latency. Above the largest the last slope goes on; where there is none upwards, the rate
+    of the last point."""
 
-    Below the smallest point the time is that of the point: it is mostly latency. Above the largest the last slope goes
-    on; where there is none upwards, the rate of the last point.
-
-    Attributes:
-        points: (bytes, seconds), ascending in bytes, each number of bytes once.
-    """
-
-    points: tuple[tuple[int, float], ...]
+    points: tuple[tuple[int, float], ...]  # (bytes, seconds), ascending in bytes, each number of bytes once
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
@@ -51,7 +46,6 @@ class Curve:
         return Curve(tuple((size, median(by_size[size])) for size in sorted(by_size)))
 
     def __call__(self, num_bytes: float) -> float:
-        """Seconds for so many bytes."""
         sizes = [size for size, _ in self.points]
         at = bisect_right(sizes, num_bytes)
         if at == 0:
@@ -63,7 +57,6 @@ class Curve:
         return seconds + self._last_slope() * (num_bytes - size)
 
     def _last_slope(self) -> float:
-        """Seconds for a byte beyond the last point."""
         size, seconds = self.points[-1]
         if len(self.points) > 1:
             before_size, before = self.points[-2]
@@ -75,94 +68,63 @@ class Curve:
 
 @dataclass(frozen=True)
 class Link:
-    """What a group of ranks exchanges through.
-
-    Attributes:
-        all_reduce, exchange, reduce_scatter, gather: seconds, while the ranks do nothing else; where the last two are
-            not known they are those of an exchange.
-        overlap: whether messages travel beside the computation; where not, gradients are added after it.
-        cpu_share: the part of the time of a message that it takes from the computation, where they overlap: 0 for
-            hardware that moves data by itself, 1 where moving them takes the core that computes. NCCL's kernels run on
-            some of a GPU's processors, which others then lack.
-        host: seconds that the host takes to issue a collective; 0 where it is the device.
-    """
+    """Seconds of the collectives of a group of ranks, while these do nothing else."""
 
     all_reduce: Curve
     exchange: Curve
-    overlap: bool = False
+    overlap: bool = False  # messages travel beside the computation; otherwise gradients are added after it
+    # The part of a message's time that it takes from the computation, where they overlap: 0 for hardware that moves
+    # data by itself, 1 where moving them takes the core that computes. NCCL's kernels run on some of a GPU's
+    # processors, which others then lack.
     cpu_share: float = 0.0
-    reduce_scatter: Curve | None = None
+    reduce_scatter: Curve | None = None  # None: as slow as an exchange; likewise `gather`
     gather: Curve | None = None
-    host: float = 0.0
+    host: float = 0.0  # for the host to issue a collective; 0 where it is the device
 
     def seconds(self, kind: Collective, num_bytes: float) -> float:
-        """Time of one collective."""
-        return self._curve(kind)(num_bytes)
-
-    def _curve(self, kind: Collective) -> Curve:
-        match kind:
-            case "all_reduce":
-                return self.all_reduce
-            case "reduce_scatter":
-                return self.reduce_scatter or self.exchange
-            case "gather":
-                return self.gather or self.exchange
-            case "exchange":
-                return self.exchange
+        curve: Curve | None = getattr(self, kind)
+        return (curve or self.exchange)(num_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
         curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Collective)}
         points = {kind: [list(point) for point in curve.points] for kind, curve in curves.items() if curve}
         host = {"host": self.host} if self.host else {}
         return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share, **host}
 
     @staticmethod
-    def from_dict(given: Mapping[str, Any]) -> "Link":
-        """The link that `to_dict` wrote.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is none.
-        """
+    def from_dict(document: Mapping[str, Any]) -> "Link":
+        """The link that `to_dict` wrote; a KeyError, TypeError or ValueError where it is none."""
         curves: dict[str, Curve] = {
-            kind: Curve(tuple((int(size), float(seconds)) for size, seconds in given[kind]))
+            kind: Curve(tuple((int(size), float(seconds)) for size, seconds in document[kind]))
             for kind in get_args(Collective)
-            if kind in given or kind in ("all_reduce", "exchange")
+            if kind in document or kind in ("all_reduce", "exchange")
         }
-        host = float(given.get("host", 0.0))
-        return Link(overlap=bool(given["overlap"]), cpu_share=float(given["cpu_share"]), host=host, **curves)
+        host = float(document.get("host", 0.0))
+        return Link(overlap=bool(document["overlap"]), cpu_share=float(document["cpu_share"]), host=host, **curves)
 
 
 class AnyLink(Protocol):
     """A link for ranks that nobody has measured."""
 
-    def __call__(self, ranks: Ranks, /) -> Link:
-        """The link between these ranks."""
+    def __call__(self, ranks: Ranks, /) -> Link: ...
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links of all groups of a mesh, or of all meshes of the same ranks.
+    """The links of all groups of a mesh, or of all meshes of the same ranks."""
 
-    Attributes:
-        measured: by the ranks of the first group (that of rank 0), which say what groups there are; a measurement has
-            all groups exchange at once, as they do in a step.
-        otherwise: for groups that were not measured. Without it, the slowest of the measured links serves.
-    """
-
+    # By the ranks of the first group (that of rank 0), which say what groups there are; a measurement has all groups
+    # exchange at once, as they do in a step
     measured: Mapping[Ranks, Link] = field(default_factory=dict)
+    # for groups that were not measured; without it, the slowest of the measured links serves
     otherwise: AnyLink | None = None
 
     def of(self, mesh: Mesh, axes: Axes) -> Link:
-        """The link of the groups over some axes of a mesh.
-
-        Raises:
-            ConvoyError: nothing is known of any link.
-        """
+        """The link of the groups over some axes of a mesh; a ConvoyError where nothing is known of any link."""
         ranks = first_group(mesh, axes)
-        found = self.measured.get(ranks)
-        if found is not None:
-            return found
+        link = self.measured.get(ranks)
+        if link is not None:
+            return link
         if self.otherwise is not None:
             return self.otherwise(ranks)
         if not self.measured:
@@ -170,16 +132,11 @@ class Links:
         return max(self.measured.values(), key=lambda link: link.all_reduce(1 << 22))
 
     def between(self, mesh: Mesh, axis: int, source: int, target: int) -> Link:
-        """The link between ranks at two places on an axis, the same on all others.
-
-        Where just these were not measured, those as far apart at the beginning of the axis; then all along it.
-
-        Raises:
-            ConvoyError: nothing is known of any link.
-        """
+        """The link between ranks at two places on an axis, the same on all others; a ConvoyError where none is known.
+        Where just these were not measured, those as far apart at the beginning of the axis serve; then all along it."""
         first, last = sorted((source, target))
         for places in ((first, last), (0, last - first)):
-            ranks = tuple(mesh.rank([place if each == axis else 0 for each in mesh.axes]) for place in places)
+            ranks = tuple(mesh.rank([place if a == axis else 0 for a in mesh.axes]) for place in places)
             if ranks in self.measured:
                 return self.measured[ranks]
             if self.otherwise is not None:
@@ -187,13 +144,11 @@ class Links:
         return self.of(mesh, (axis,))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """The measured links, as JSON has them."""
         return [{"ranks": list(ranks), **link.to_dict()} for ranks, link in self.measured.items()]
 
     @staticmethod
-    def from_list(given: Sequence[Mapping[str, Any]]) -> "Links":
-        """The links that `to_list` wrote."""
-        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in given})
+    def from_list(rows: Sequence[Mapping[str, Any]]) -> "Links":
+        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in rows})
 
 
 def first_group(mesh: Mesh, axes: Axes) -> Ranks:
@@ -207,25 +162,18 @@ _SIZES = tuple(1 << power for power in range(10, 31, 2))
 
 @dataclass(frozen=True)
 class Rate:
-    """One hop between two devices.
+    """One hop between two devices."""
 
-    Attributes:
-        latency: seconds of a message without content.
-        bytes_per_s: rate in one direction.
-    """
-
-    latency: float
-    bytes_per_s: float
+    latency: float  # seconds of a message without content
+    bytes_per_s: float  # in one direction
 
     @staticmethod
     def of(hop: Hop) -> "Rate":
-        """That of a link of the catalog."""
         return Rate(hop.latency, hop.rate)
 
     def link(self, ranks: int, overlap: bool, cpu_share: float) -> Link:
         """Between so many ranks: a ring adds a tensor in 2(k-1) hops of an n/k-th (Patarasuk and Yuan, 2009); in an
-        exchange a rank sends to the k-1 others one after another.
-        """
+        exchange a rank sends to the k-1 others one after another."""
         hops = ranks - 1
         all_reduce = [2 * hops * (self.latency + size / max(1, ranks) / self.bytes_per_s) for size in (0, *_SIZES)]
         exchange = [hops * self.latency + size / self.bytes_per_s for size in (0, *_SIZES)]
@@ -235,41 +183,29 @@ class Rate:
 
 @dataclass(frozen=True)
 class Assumed:
-    """Links of hosts with the same number of devices each, numbered host by host.
+    """Links of hosts with the same number of devices each, numbered host by host."""
 
-    Attributes:
-        between: between devices of different hosts.
-        inside: between devices of one host; as `between` where it is None.
-        per_host: devices of a host.
-        overlap, cpu_share: as in `Link`.
-    """
-
-    between: Rate
-    inside: Rate | None = None
-    per_host: int = 1
+    between: Rate  # devices of different hosts
+    inside: Rate | None = None  # devices of one host; None: as `between`
+    per_host: int = 1  # devices of a host
     overlap: bool = True
     cpu_share: float = 0.0
 
     def __call__(self, ranks: Ranks, /) -> Link:
-        """The link between these ranks: the slowest part of the way decides."""
         one_host = len({rank // self.per_host for rank in ranks}) == 1
         rate = self.inside if one_host and self.inside is not None else self.between
         return rate.link(len(ranks), self.overlap, self.cpu_share)
 
     def links(self) -> Links:
-        """As the links of any mesh."""
         return Links(otherwise=self)
 
 
 def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
-    """Links between devices that are not at hand, and a note on them: `10gbit`, or `10gbit,8xnvlink4` for hosts of 8
-    devices that nvlink4 joins, and 10 Gbit/s each other's.
+    """Links between devices that are not at hand, and a note on them; a ConvoyError where nobody knows such a link.
 
-    On CPUs moving messages takes cycles from what computes: as much as between two processes of one host at the rate
-    at which gloo fills a core (`loopback` in the catalog), less in proportion.
-
-    Raises:
-        ConvoyError: nobody knows such a link.
+    `10gbit`, or `10gbit,8xnvlink4` for hosts of 8 devices that nvlink4 joins. On CPUs moving messages takes cycles from
+    what computes: as much as between two processes of one host at the rate at which gloo fills a core (`loopback` in
+    the catalog), less in proportion.
     """
     across, comma, within = text.partition(",")
     named = link_named(across)

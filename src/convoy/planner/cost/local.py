@@ -21,41 +21,26 @@ BatchNorm = Literal["sync", "microbatch", "local"]
 def local_op(
     placed: PlacedCall, placement: Placement, rank: int, *, batch_norm: BatchNorm = "sync", microbatch: int = 0
 ) -> LocalOp:
-    """What a rank computes for a call.
-
-    Args:
-        placed: the call.
-        placement: that it is in.
-        rank: whose part.
-        batch_norm: what the network's batch norm layers take their statistics over.
-        microbatch: samples of each, where that is over microbatches; 0 for one microbatch a pass.
-    """
+    """What a rank computes for a call. `microbatch` is the samples of each, 0 for one microbatch a pass."""
     place = placement.mesh.coordinates(rank)
-    found = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
-    if found.op != "batch_norm":
-        return found
-    return _normalized(found, placed, placement, batch_norm, microbatch)
+    op = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
+    if op.op != "batch_norm":
+        return op
+    return _normalized(op, placed, placement, batch_norm, microbatch)
 
 
 def local_op_at(
     call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates, transferred: Container[str] = ()
 ) -> LocalOp:
-    """The same of a call that is in no placement yet, at a place on the mesh; batch norm over all samples.
-
-    Args:
-        call: of `graph`.
-        placed: its layouts on `mesh`.
-        graph, mesh: the network and the devices.
-        place: of the rank.
-        transferred: names of the inputs that come to it from other ranks.
-    """
-    known = graph_facts(graph)
+    """The operation of a call that is in no placement yet, at a place on the mesh, with batch norm over all samples.
+    `transferred` names the inputs that come from other ranks."""
+    facts = graph_facts(graph)
 
     def operand(name: str, layout: Layout) -> Operand:
         value = graph.values[name]
         role: Any = "activation" if value.origin in ("call", "input") else value.origin
         shape = layout.local_shape(value.shape, mesh, place)
-        gradient, adds = name in known.differentiable, name in known.adding[call.name]
+        gradient, adds = name in facts.differentiable, name in facts.adding[call.name]
         return Operand(shape, dtype_name(value.dtype), role, gradient, adds)
 
     operation = OPERATIONS[call.op]
@@ -70,29 +55,29 @@ def local_op_at(
     options = {name: _plain(value) for name, value in options.items()}
     if operation.by_arguments:
         options["called"] = _called(call)
-        if overwritten(call, lambda name: name in known.spare and name not in transferred) is not None:
+        if overwritten(call, lambda name: name in facts.spare and name not in transferred) is not None:
             options["overwrites"] = True
     function = getattr(call.function, "__name__", "").strip("_") if operation.by_function else ""
     return LocalOp(call.op, function, inputs, outputs, tuple(sorted(options.items())))
 
 
 def _normalized(
-    found: LocalOp, placed: PlacedCall, placement: Placement, batch_norm: BatchNorm, microbatch: int
+    op: LocalOp, placed: PlacedCall, placement: Placement, batch_norm: BatchNorm, microbatch: int
 ) -> LocalOp:
     """Batch norm whose statistics are not those of all samples: over each microbatch, or over the rank's own."""
-    options = dict(found.options)
+    options = dict(op.options)
     if not options["training"] or batch_norm == "sync":
-        return found
+        return op
     layout = placed.placed.inputs[placed.call.attributes["input"]]
-    others = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
-    options["ranks"] = placement.mesh.size(others)
-    samples = found.inputs[placed.call.inputs.index(placed.call.attributes["input"])].shape[0]
+    pixel_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
+    options["ranks"] = placement.mesh.size(pixel_axes)
+    samples = op.inputs[placed.call.inputs.index(placed.call.attributes["input"])].shape[0]
     options["parts"] = -(-samples // microbatch) if batch_norm == "microbatch" and microbatch else 1
-    return LocalOp(found.op, found.function, found.inputs, found.outputs, tuple(sorted(options.items())))
+    return LocalOp(op.op, op.function, op.inputs, op.outputs, tuple(sorted(options.items())))
 
 
 def _called(call: Call) -> Option:
-    """The arguments, tensors as their position among the inputs."""
+    """The arguments, with tensors as their position among the inputs."""
     places = {name: place for place, name in enumerate(call.inputs)}
 
     def plain(value: Any) -> Option:
@@ -102,9 +87,9 @@ def _called(call: Call) -> Option:
     return tuple(plain(value) for value in call.args), kwargs
 
 
-def _plain(value: Any, each: Any = None) -> Option:
+def _plain(value: Any, convert: Any = None) -> Option:
     """What JSON can say, the same in every process."""
-    each = each or _plain
+    convert = convert or _plain
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -112,7 +97,7 @@ def _plain(value: Any, each: Any = None) -> Option:
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if isinstance(value, list | tuple):
-        return tuple(each(item) for item in value)
+        return tuple(convert(item) for item in value)
     if isinstance(value, slice):
-        return tuple(each(item) for item in (value.start, value.stop, value.step))
+        return tuple(convert(item) for item in (value.start, value.stop, value.step))
     return type(value).__name__

@@ -24,22 +24,16 @@ from convoy.plans.traffic import needs_gradient
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """Of a graph.
+    """What is true of a graph however it is placed."""
 
-    Attributes:
-        differentiable: values that have gradients.
-        adding: calls with those of their inputs whose gradients they add to that of a later call: the backward pass
-            comes to the later one first.
-        spare: values that the only call that takes them may overwrite, unless they come from other ranks.
-    """
-
-    differentiable: frozenset[str]
+    differentiable: frozenset[str]  # values that have gradients
+    # By call, those of its inputs whose gradients it adds to that of a later call: the backward pass comes to the later
+    # one first
     adding: dict[str, frozenset[str]]
-    spare: frozenset[str]
+    spare: frozenset[str]  # values that the only call that takes them may overwrite, unless they come from other ranks
 
     @staticmethod
     def of(graph: Graph) -> "GraphFacts":
-        """Found out by looking at all calls."""
         readers = Readers(graph, [ref.name for ref in leaves(graph.output, Ref)])
         spare = frozenset(name for name in graph.values if readers.is_spare(name, ()))
         differentiable = needs_gradient(graph)
@@ -48,24 +42,24 @@ class GraphFacts:
 
 def _adding(graph: Graph, differentiable: frozenset[str]) -> dict[str, frozenset[str]]:
     seen: set[str] = set()
-    found = {}
+    adding = {}
     for call in reversed(graph.calls):
-        taken = differentiable.intersection(call.inputs) if differentiable.intersection(call.outputs) else frozenset()
-        found[call.name] = frozenset(taken & seen)
-        seen |= taken
-    return found
+        inputs = differentiable.intersection(call.inputs) if differentiable.intersection(call.outputs) else frozenset()
+        adding[call.name] = frozenset(inputs & seen)
+        seen |= inputs
+    return adding
 
 
 _known: dict[int, tuple["weakref.ref[Graph]", GraphFacts]] = {}
 
 
 def graph_facts(graph: Graph) -> GraphFacts:
-    """The same graph is looked at once."""
-    found = _known.get(id(graph))
-    if found is None or found[0]() is not graph:
+    """The facts of a graph, worked out once."""
+    entry = _known.get(id(graph))
+    if entry is None or entry[0]() is not graph:
         number = id(graph)
-        found = _known[number] = (weakref.ref(graph, lambda _: _known.pop(number, None)), GraphFacts.of(graph))
-    return found[1]
+        entry = _known[number] = (weakref.ref(graph, lambda _: _known.pop(number, None)), GraphFacts.of(graph))
+    return entry[1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -76,8 +70,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 Role = Literal["activation", "parameter", "buffer", "constant"]
 Option = None | bool | int | float | str | tuple["Option", ...]
 
+# operations that only look at their input differently
 VIEWS = frozenset(name for name, operation in OPERATIONS.items() if operation.is_view)
-"""Operations that only look at their input otherwise."""
 
 
 class PerPass(NamedTuple):
@@ -89,30 +83,20 @@ class PerPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Operand:
-    """What a rank holds of a tensor.
-
-    Attributes:
-        shape: the rank's part.
-        dtype: as `float32`.
-        role: what it is to the network.
-        gradient: whether the backward pass computes its gradient.
-        adds: whether that is added to one that is there already, of a call further on that takes the same tensor.
-    """
+    """A rank's part of a tensor."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as `float32`
     role: Role = "activation"
-    gradient: bool = False
-    adds: bool = False
+    gradient: bool = False  # the backward pass computes its gradient
+    adds: bool = False  # to a gradient that is there already, of a call further on that takes the same tensor
 
     @property
     def numel(self) -> int:
-        """Its elements."""
         return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Its size."""
         return self.numel * _ITEMSIZES.get(self.dtype, 4)
 
 
@@ -128,14 +112,6 @@ _ITEMSIZES = {
 class LocalOp:
     """One rank's part of one call.
 
-    Attributes:
-        op: kind of work, as in `convoy.graph`; or one of this package's: `redistribute` (what a transfer copies on the
-            rank, beside sending), `copy`.
-        function: what was called, where the op has several: `relu`, `mean`, …
-        inputs: in the order of the call's, each tensor once.
-        outputs: likewise.
-        options: what else decides about the time, sorted by name: strides, the rank's own padding, its groups, …
-
     Half of the filters of a linear layer, for 32 samples:
 
     >>> images, weight = Operand((32, 256), "float32"), Operand((5, 256), "float32", "parameter", gradient=True)
@@ -144,10 +120,11 @@ class LocalOp:
     81920
     """
 
-    op: str
-    function: str
-    inputs: tuple[Operand, ...]
+    op: str  # of `convoy.graph`, or `copy`, or `redistribute`: what a transfer copies on the rank, beside sending
+    function: str  # what was called, where the op has several: `relu`, `mean`, …
+    inputs: tuple[Operand, ...]  # in the order of the call's, each tensor once; likewise `outputs`
     outputs: tuple[Operand, ...]
+    # what else decides about the time, by name: strides, the rank's own padding, its groups, …
     options: tuple[tuple[str, Option], ...] = ()
 
     @cached_property
@@ -160,33 +137,28 @@ class LocalOp:
         return f"{self.op}-{hashlib.blake2b(text.encode(), digest_size=10).hexdigest()}"
 
     def option(self, name: str) -> Option:
-        """One of the options, None where it is not given."""
         return dict(self.options).get(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `from_dict` reads it."""
         return {**asdict(self), "options": dict(self.options)}
 
     @staticmethod
-    def from_dict(given: dict[str, Any]) -> "LocalOp":
-        """The operation that `to_dict` wrote, also after a way through JSON.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is no operation.
-        """
+    def from_dict(document: dict[str, Any]) -> "LocalOp":
+        """The operation that `to_dict` wrote, also after a way through JSON; a KeyError, TypeError or ValueError where
+        it is none."""
         inputs, outputs = (
             tuple(
                 Operand(tuple(map(int, o["shape"])), str(o["dtype"]), o["role"], bool(o["gradient"]), bool(o["adds"]))
                 for o in part
             )
-            for part in (given["inputs"], given["outputs"])
+            for part in (document["inputs"], document["outputs"])
         )
-        options = tuple(sorted((str(name), _tuples(value)) for name, value in dict(given["options"]).items()))
-        return LocalOp(str(given["op"]), str(given["function"]), inputs, outputs, options)
+        options = tuple(sorted((str(name), _tuples(value)) for name, value in dict(document["options"]).items()))
+        return LocalOp(str(document["op"]), str(document["function"]), inputs, outputs, options)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rank has nothing of it to do, as one without samples."""
+        """Whether the rank has nothing to do for it, as one without samples."""
         return not any(operand.numel for operand in self.outputs)
 
     @property
@@ -210,13 +182,13 @@ class LocalOp:
         operation = OPERATIONS.get(self.op)
         if self.is_empty or (operation is not None and operation.is_view):
             return PerPass(0, added)
-        taken, given = (sum(operand.bytes for operand in part) for part in (self.inputs, self.outputs))
-        wanted = sum(operand.bytes for operand in self.inputs if operand.gradient)
+        read, written = (sum(operand.bytes for operand in part) for part in (self.inputs, self.outputs))
+        gradients = sum(operand.bytes for operand in self.inputs if operand.gradient)
         if operation is not None and operation.is_slice:
-            return PerPass(0, given + wanted + added)
-        again = int((operation.passes if operation is not None else 0.0) * given) + 2 * self._padded()
-        backward = given + wanted + (0 if self.function in _KEEP_NOTHING else taken) + again
-        return PerPass(taken + given + again, backward + added if wanted else 0)
+            return PerPass(0, written + gradients + added)
+        again = int((operation.passes if operation is not None else 0.0) * written) + 2 * self._padded()
+        backward = written + gradients + (0 if self.function in _KEEP_NOTHING else read) + again
+        return PerPass(read + written + again, backward + added if gradients else 0)
 
     def describe(self) -> str:
         """For people: `conv 32×64×56×56 → 32×64×56×56, 3×3 /1`."""
@@ -234,7 +206,7 @@ class LocalOp:
         padding = self.option("padding")
         if not isinstance(padding, tuple):
             return 0
-        copied = any(isinstance(each, tuple) and any(each[1:]) for each in padding)
+        copied = any(isinstance(sides, tuple) and any(sides[1:]) for sides in padding)
         return self.inputs[0].bytes if copied else 0
 
 

@@ -17,50 +17,37 @@ from convoy.plans.traffic import needs_gradient
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank. The framework itself comes on top, and what kernels hold on GPUs.
+    """Bytes on one rank. The framework itself comes on top, and what kernels hold on GPUs."""
 
-    Attributes:
-        parameters, gradients, buffers, activations: as `convoy.ops.memory` counts them.
-        optimizer: the optimizer's state.
-        messages: copies of small gradients, in which they are sent; what stages send each other, beside activations.
-        workspace: what a kernel holds while it runs, of the one that holds most.
-    """
-
-    parameters: int
+    parameters: int  # this and the next three as `convoy.ops.memory` counts them
     gradients: int
     buffers: int
     activations: int
-    optimizer: int
-    messages: int
-    workspace: int = 0
+    optimizer: int  # its state
+    messages: int  # copies of small gradients, in which they are sent; what stages send each other, beside activations
+    workspace: int = 0  # of the kernel that holds most while it runs
 
     @property
     def total(self) -> int:
-        """All together."""
         held = self.parameters + self.gradients + self.buffers
         return held + self.activations + self.optimizer + self.messages + self.workspace
 
 
 def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = None) -> list[RankMemory]:
-    """Memory of every rank in a pass over the batch that was placed, and the update after it.
-
-    A stage keeps the activations of all its passes that are on their way, with what it receives and sends for them. Of
-    one weight after the other it also has a pass's own gradient, until that is added to those before.
-    """
+    """Memory of every rank in a pass over the batch that was placed, and the update after it. A stage keeps the
+    activations of all its passes in flight, with what it receives and sends for them. Of one weight after the other it
+    also has a pass's own gradient, until that is added to those before."""
     if staging is None:
         return _of_part(placement, costs)
-    found = []
     of_stages = [_of_stage(placement, costs, staging, stage) for stage in range(staging.number)]
-    for rank in range(placement.mesh.num_devices):
-        found.append(of_stages[staging.stage_of(rank)][rank])
-    return found
+    return [of_stages[staging.stage_of(rank)][rank] for rank in range(placement.mesh.num_devices)]
 
 
 def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) -> list[RankMemory]:
     part, mesh = staging.part(placement, stage), placement.mesh
-    found = _of_part(part, costs, staging.in_flight(stage))
+    memories = _of_part(part, costs, staging.in_flight(stage))
     if not placement.graph.training:
-        return found
+        return memories
     weights = [value.name for value in placement.graph.parameters() if value.name in part.layouts]
     differentiable = needs_gradient(placement.graph)
     passes = len(staging.samples)
@@ -77,7 +64,7 @@ def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) 
         )
         if mesh.stage_of(rank) == stage
         else memory
-        for rank, memory in enumerate(found)
+        for rank, memory in enumerate(memories)
     ]
 
 
@@ -91,24 +78,23 @@ def _sent_and_received(
     def size(crossing: Crossing, gradient: bool) -> int:
         return 0 if gradient and crossing.value not in differentiable else _size(placement, crossing.value, rank)
 
-    found = min(2, in_flight) * sum(size(crossing, True) for crossing in staging.staged.sent(stage))
+    total = min(2, in_flight) * sum(size(crossing, True) for crossing in staging.staged.sent(stage))
     for crossing in staging.staged.received(stage):
-        kept = returning(staging.schedule, passes, crossing.source, stage, staging.number)
-        found += kept * size(crossing, True) + (in_flight < passes) * size(crossing, False)
-    return found
+        passes_kept = returning(staging.schedule, passes, crossing.source, stage, staging.number)
+        total += passes_kept * size(crossing, True) + (in_flight < passes) * size(crossing, False)
+    return total
 
 
 def _size(placement: Placement, name: str, rank: int) -> int:
-    """Bytes of a rank's part of a value."""
     value, mesh = placement.graph.values[name], placement.mesh
     shape = placement.layouts[name].local_shape(placement.graph.shape(name), mesh, mesh.coordinates(rank))
     return math.prod(shape) * value.dtype.itemsize
 
 
 def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[RankMemory]:
-    found = predict_memory(placement, in_flight)
+    memories = predict_memory(placement, in_flight)
     if not placement.graph.training:
-        return [RankMemory(m.parameters, 0, m.buffers, m.activations, 0, 0) for m in found]
+        return [RankMemory(m.parameters, 0, m.buffers, m.activations, 0, 0) for m in memories]
     sent = gradient_exchange(placement, costs)
     calls = placement.calls if costs.on_cpu else ()
     return [
@@ -121,7 +107,7 @@ def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[Ran
             sum(message.copied[rank] for message in sent.messages),
             max((workspace(placed, placement, rank) for placed in calls), default=0),
         )
-        for rank, memory in enumerate(found)
+        for rank, memory in enumerate(memories)
     ]
 
 
@@ -141,7 +127,7 @@ def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
 
 
 def most(memory: Sequence[RankMemory]) -> RankMemory:
-    """Of the rank that needs most."""
+    """The memory of the rank that needs most."""
     return max(memory, key=lambda one: one.total)
 
 

@@ -14,33 +14,17 @@ from convoy.plans.stages import StagedGraph, Stages
 
 @dataclass(frozen=True)
 class Staging:
-    """A network in stages, and the passes that go through them.
+    """A network in stages, and the passes that go through them."""
 
-    Attributes:
-        mesh: the devices, with an axis of stages.
-        staged: the network, with the stage of every call.
-        samples: the samples of every pass of an update.
-        schedule: the order of the passes.
-    """
-
-    mesh: Mesh
-    staged: StagedGraph
-    samples: tuple[int, ...]
+    mesh: Mesh  # with an axis of stages
+    staged: StagedGraph  # with the stage of every call
+    samples: tuple[int, ...]  # of every pass of an update
     schedule: Schedule = "1f1b"
 
     @staticmethod
     def of(plan: Plan, graph: Graph, outputs: Sequence[str], samples: Sequence[int]) -> "Staging | None":
-        """That of a plan; None where it has no axis `stage`.
-
-        Args:
-            plan: the plan.
-            graph: the network, at the samples of the largest pass.
-            outputs: names of the values that the network returns.
-            samples: the samples of every pass of an update.
-
-        Raises:
-            ConvoyError: the network cannot be cut so.
-        """
+        """The staging of a plan; None where it has no axis `stage`. The graph has the samples of the largest pass. A
+        network that cannot be cut so is a ConvoyError."""
         axis = plan.mesh.stage_axis
         if axis is None:
             return None
@@ -85,22 +69,14 @@ class Staging:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of a stage.
+    """Seconds of a stage."""
 
-    Attributes:
-        forward, backward: computing one pass forward, and back.
-        weights: the part of `backward` that zero-bubble postpones: gradients of weights.
-        sends: sending a pass's activations to the next stage.
-        returns: sending a pass's gradients to the stage before.
-        once: the end of an update, after the last pass: exchange of gradients and optimizer.
-    """
-
-    forward: float
+    forward: float  # of one pass; likewise `backward`
     backward: float
-    sends: float = 0.0
-    returns: float = 0.0
-    once: float = 0.0
-    weights: float = 0.0
+    sends: float = 0.0  # a pass's activations to the next stage
+    returns: float = 0.0  # a pass's gradients to the stage before
+    once: float = 0.0  # after the last pass: exchange of gradients and optimizer
+    weights: float = 0.0  # the part of `backward` that zero-bubble postpones: gradients of weights
 
 
 def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedule) -> float:
@@ -121,11 +97,11 @@ def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedu
     going = True
     while going:
         going = False
-        for stage, own in enumerate(stages):
+        for stage, times in enumerate(stages):
             while (action := waiting[stage]) is not None:
                 kind, number = action
                 if kind == "weights":
-                    free[stage] += own.weights * (number - computed[stage])
+                    free[stage] += times.weights * (number - computed[stage])
                     computed[stage], waiting[stage] = number, next(orders[stage], None)
                     continue
                 forward = kind == "forward"
@@ -134,11 +110,11 @@ def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedu
                 if not is_turn and needs not in arrived:
                     break
                 start = max(free[stage], 0.0 if is_turn else arrived[needs])
-                free[stage] = start + (own.forward if forward else own.backward - postpones * own.weights)
+                free[stage] = start + (times.forward if forward else times.backward - postpones * times.weights)
                 to = stage + 1 if forward else stage - 1
                 if 0 <= to < count:
                     begins = max(free[stage], way_out[stage])
-                    way_out[stage] = begins + (own.sends if forward else own.returns)
+                    way_out[stage] = begins + (times.sends if forward else times.returns)
                     arrived[forward, to, number] = way_out[stage]
                 waiting[stage], going = next(orders[stage], None), True
-    return max(own + stage.once for own, stage in zip(free, stages, strict=True))
+    return max(end + stage.once for end, stage in zip(free, stages, strict=True))

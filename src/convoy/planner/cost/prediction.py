@@ -15,10 +15,8 @@ from convoy.plans.timeline import Timeline, split_engine_time
 def predict(
     placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
 ) -> Timeline:
-    """The timeline of an update; arguments as for `step_tasks`.
-
-    What others get ready beside the computation is waited for at the beginning, if an update is too short for it.
-    """
+    """The timeline of an update; arguments as for `step_tasks`. What others get ready beside the computation is waited
+    for at the beginning, if an update is too short for it."""
     ahead = costs.input
     if not ahead.beside:
         return simulate(step_tasks(placement, costs, passes, every_rank, staging))
@@ -31,44 +29,34 @@ def predict(
 
 @dataclass(frozen=True)
 class Scored:
-    """A plan and what is predicted of it.
-
-    Attributes:
-        placement: the workload's graph under the plan.
-        timeline: the simulated update.
-        memory: bytes on the rank that needs most.
-        passes: number of passes in an update.
-        staging: the stages and their passes; None where the plan has none.
-        by_stage: bytes on the rank of each stage that needs most.
-    """
+    """A plan and what is predicted of it."""
 
     plan: Plan
     placement: Placement
-    timeline: Timeline
-    memory: RankMemory
-    passes: int = 1
-    staging: Staging | None = None
-    by_stage: tuple[RankMemory, ...] = ()
+    timeline: Timeline  # the simulated update
+    memory: RankMemory  # of the rank that needs most
+    passes: int = 1  # of an update
+    staging: Staging | None = None  # None for a plan without stages
+    by_stage: tuple[RankMemory, ...] = ()  # of the rank of each stage that needs most
 
     @property
     def seconds(self) -> float:
-        """Of an update."""
         return self.timeline.total
 
     @property
     def bubbles(self) -> tuple[float, ...]:
         """For each stage, the part of an update in which its devices wait for others and have nothing to compute."""
-        found: dict[int, list[float]] = {}
+        idle_parts: dict[int, list[float]] = {}
         if self.staging is None:
             return ()
         for rank in self.timeline.ranks:
             idle = self.timeline.by_kind(rank)["idle"]
-            found.setdefault(self.staging.stage_of(rank), []).append(idle / self.seconds if self.seconds else 0.0)
-        return tuple(sum(found[stage]) / len(found[stage]) for stage in sorted(found))
+            idle_parts.setdefault(self.staging.stage_of(rank), []).append(idle / self.seconds if self.seconds else 0.0)
+        return tuple(sum(idle_parts[stage]) / len(idle_parts[stage]) for stage in sorted(idle_parts))
 
     @property
     def bubble(self) -> float:
-        """The same of all devices together; 0 without stages."""
+        """The bubble of all devices together; 0 without stages."""
         return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
 
     def again(self, costs: Costs, passes: int | None = None) -> float:
@@ -86,7 +74,7 @@ def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, stag
     by_stage: tuple[RankMemory, ...] = ()
     if staging is not None:
         of_stages = [
-            [own for rank, own in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)
+            [one for rank, one in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)
         ]
         by_stage = tuple(map(most, of_stages))
     return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)

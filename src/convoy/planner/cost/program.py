@@ -18,7 +18,7 @@ from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
-from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name, graph_facts
+from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
@@ -27,27 +27,18 @@ from convoy.plans.transfer import Step
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of all groups over some axes.
-
-    Attributes:
-        bytes: for each rank, as `Link.seconds` counts them for the kind.
-    """
+    """A collective of all groups over some axes."""
 
     axes: Axes
     kind: Collective
-    bytes: tuple[int, ...]
-
-
-def redistribution(step: Step, graph: Graph, name: str, mesh: Mesh, place: Coordinates) -> LocalOp:
-    """What a rank copies for a transfer, beside what it sends: packing, putting together, clones of sums."""
-    value = graph.values[name]
-    return moved(step, value.shape, dtype_name(value.dtype), name in graph_facts(graph).differentiable, mesh, place)
+    bytes: tuple[int, ...]  # of each rank, as `Link.seconds` counts them for the kind
 
 
 def moved(
     step: Step, shape: tuple[int, ...], dtype: str, differentiable: bool, mesh: Mesh, place: Coordinates
 ) -> LocalOp:
-    """The same of a tensor of any graph; `shape` is the whole tensor's."""
+    """What a rank copies for a transfer, beside what it sends: packing, putting together, clones of sums. `shape` is
+    that of the whole tensor."""
     before, after = (
         Operand(layout.local_shape(shape, mesh, place), dtype, "activation", differentiable)
         for layout in (step.source, step.target)
@@ -89,13 +80,8 @@ def laid_out(one: LocalOp) -> LocalOp | None:
 
 
 def joined(one: LocalOp, number: float) -> LocalOp | None:
-    """A call with the samples of several passes, as the weight's gradients of all of them are computed in one; None
-    where each is computed by itself.
-
-    Args:
-        one: the call in one pass.
-        number: of passes, a smaller one as the part of the samples that it has.
-    """
+    """A call with the samples of `number` passes (a part of one for a smaller pass), as the weight's gradients of all
+    of them are computed in one; None where each is computed by itself."""
     operands = (*one.inputs, *one.outputs)
     moved = sum(prod(operand.shape) for operand in operands if operand.role == "activation")
     weight = max((prod(operand.shape) for operand in operands if operand.role == "parameter"), default=0)
@@ -113,20 +99,15 @@ def joined(one: LocalOp, number: float) -> LocalOp | None:
 
 @dataclass(frozen=True)
 class InternalMessages:
-    """Messages of one rank inside a call.
+    """Messages of one rank inside a call."""
 
-    Attributes:
-        axes: over which they go; empty where there are none.
-        forward, backward: kind and bytes of each, as `Link.seconds` takes them.
-    """
-
-    axes: Axes = ()
-    forward: tuple[tuple[Collective, int], ...] = ()
+    axes: Axes = ()  # over which they go; empty where there are none
+    forward: tuple[tuple[Collective, int], ...] = ()  # kind and bytes, as `Link.seconds` takes them
     backward: tuple[tuple[Collective, int], ...] = ()
 
 
 def internal_messages(
-    placed: PlacedCall, graph: Graph, mesh: Mesh, own: LocalOp, batch_norm: BatchNorm = "sync"
+    placed: PlacedCall, graph: Graph, mesh: Mesh, op: LocalOp, batch_norm: BatchNorm = "sync"
 ) -> InternalMessages:
     """The messages inside a call, on a rank whose operation of it is `own`: those of its kernel."""
     call = placed.call
@@ -139,14 +120,14 @@ def internal_messages(
     if call.op == "batch_norm" and (batch_norm != "sync" or not graph.training):
         samples = layout.split(0)
         axes = tuple(axis for axis in axes if samples is None or axis not in samples.axes)
-    others = mesh.size(axes) - 1
-    if others == 0:
+    peers = mesh.size(axes) - 1
+    if peers == 0:
         return InternalMessages()
-    shape = own.inputs[call.inputs.index(source)].shape
+    shape = op.inputs[call.inputs.index(source)].shape
     itemsize = max(4, graph.values[source].dtype.itemsize)
     size = operation.statistics(call, shape) * itemsize
     summed: tuple[tuple[Collective, int], ...] = (("all_reduce", size),)
-    forward: tuple[tuple[Collective, int], ...] = (("exchange", others * size),)
+    forward: tuple[tuple[Collective, int], ...] = (("exchange", peers * size),)
     return InternalMessages(axes, forward + summed if operation.sums_in_forward else forward, summed)
 
 
@@ -166,50 +147,32 @@ def running_statistics(placement: Placement, batch_norm: BatchNorm) -> list[Mess
         layout, shape = placed.placed.inputs[call.attributes["input"]], graph.shape(call.attributes["input"])
         split = layout.split(0)
         axes = tuple(axis for axis in split.axes if mesh.sizes[axis] > 1) if split else ()
-        found = sums.setdefault(axes, [0] * mesh.num_devices)
+        of_ranks = sums.setdefault(axes, [0] * mesh.num_devices)
         for rank in range(mesh.num_devices):
             channels = layout.local_shape(shape, mesh, mesh.coordinates(rank))[1]
-            found[rank] += 2 * channels * graph.values[call.attributes["running_mean"]].dtype.itemsize
+            of_ranks[rank] += 2 * channels * graph.values[call.attributes["running_mean"]].dtype.itemsize
     return [Message(axes, "all_reduce", tuple(numbers)) for axes, numbers in sums.items() if axes]
 
 
 @dataclass
 class Item:
-    """A call, or one step of a transfer.
+    """A call, or one step of a transfer."""
 
-    Attributes:
-        layer: its layer; for a transfer, the layer that asks for it.
-        name: the call's name, or the value's and the step's.
-        is_transfer: a transfer, not a call.
-        local_ops: what each rank computes, or copies for a transfer.
-        forward, backward: messages, in order.
-        differentiable: whether it takes part in the backward pass.
-        takes: values that it takes and whose gradients it gives.
-        parameters: those whose gradients are complete when its backward pass is done.
-        postponed: the part of its backward pass that zero-bubble does later.
-        again: the items that are computed again before its backward pass begins, without what they exchange.
-    """
-
-    layer: str
-    name: str
+    layer: str  # of a transfer, the layer that asks for it
+    name: str  # the call's, or the value's and the step's
     is_transfer: bool
-    local_ops: tuple[LocalOp, ...]
-    forward: tuple[Message, ...]
+    local_ops: tuple[LocalOp, ...]  # of each rank: what it computes, or copies for a transfer
+    forward: tuple[Message, ...]  # in order
     backward: tuple[Message, ...]
-    differentiable: bool
-    takes: tuple[str, ...]
-    parameters: tuple[str, ...] = ()
-    postponed: float = 0.0
-    again: tuple["Item", ...] = ()
+    differentiable: bool  # it takes part in the backward pass
+    takes: tuple[str, ...]  # values whose gradients it gives
+    parameters: tuple[str, ...] = ()  # whose gradients are complete when its backward pass is done
+    postponed: float = 0.0  # the part of its backward pass that zero-bubble does later
+    again: tuple["Item", ...] = ()  # computed again before its backward pass begins, without what they exchange
 
 
 def program(placement: Placement, batch_norm: BatchNorm = "sync", microbatch: int = 0) -> list[Item]:
-    """The items of one pass, in the order of its forward pass.
-
-    Args:
-        placement: the network on its mesh.
-        batch_norm, microbatch: as for `local_op`.
-    """
+    """The items of one pass, in the order of its forward pass."""
     return _Program(placement, batch_norm, microbatch).items()
 
 
@@ -225,22 +188,22 @@ class _Program:
 
     def items(self) -> list[Item]:
         sent: dict[str, list[Sent]] = {}
-        for each in transfer_traffic(self.placement):
-            sent.setdefault(each.call, []).append(each)
-        found: list[Item] = []
+        for traffic in transfer_traffic(self.placement):
+            sent.setdefault(traffic.call, []).append(traffic)
+        items: list[Item] = []
         calls: list[Item] = []
         for placed in self.placement.calls:
-            found += [self._transfer(each, placed.call.layer) for each in sent.get(placed.call.name, ())]
+            items += [self._transfer(traffic, placed.call.layer) for traffic in sent.get(placed.call.name, ())]
             calls.append(self._call(placed))
-            found.append(calls[-1])
-        found += [self._transfer(each, "") for each in sent.get("", ())]
-        self._complete(found)
+            items.append(calls[-1])
+        items += [self._transfer(traffic, "") for traffic in sent.get("", ())]
+        self._complete(items)
         for stretch in stretches(self.placement) if self.graph.training else ():
-            items = calls[stretch.start : stretch.stop]
-            last = next((item for item in reversed(items) if item.differentiable), None)
+            recomputed = calls[stretch.start : stretch.stop]
+            last = next((item for item in reversed(recomputed) if item.differentiable), None)
             if last is not None:
-                last.again = tuple(items)
-        return found
+                last.again = tuple(recomputed)
+        return items
 
     def _call(self, placed: PlacedCall) -> Item:
         call = placed.call
@@ -260,19 +223,19 @@ class _Program:
 
     def _pieces(self, placed: PlacedCall) -> tuple[LocalOp, ...]:
         """One object for all ranks that compute alike."""
-        known: dict[tuple, LocalOp] = {}
-        found = []
+        by_signature: dict[tuple, LocalOp] = {}
+        pieces = []
         for rank, place in enumerate(self.places):
             signature = tuple(_signature(placed, place, self.mesh))
-            if signature not in known:
+            if signature not in by_signature:
                 if placed.call.op == "batch_norm":
                     options = {"batch_norm": self.batch_norm, "microbatch": self.microbatch}
                     new = local_op(placed, self.placement, rank, **options)  # type: ignore[arg-type]
                 else:
                     new = local_op_at(placed.call, placed.placed, self.graph, self.mesh, place, placed.transfers)
-                known[signature] = self.canonical.setdefault(new, new)
-            found.append(known[signature])
-        return tuple(found)
+                by_signature[signature] = self.canonical.setdefault(new, new)
+            pieces.append(by_signature[signature])
+        return tuple(pieces)
 
     def _inside(
         self, placed: PlacedCall, local_ops: Sequence[LocalOp], backward: bool
@@ -301,7 +264,8 @@ class _Program:
         value = self.graph.values[name]
         key = (step, value.shape, value.dtype, backward)
         if key not in self.moved:
-            ones = (redistribution(step, self.graph, name, self.mesh, place) for place in self.places)
+            dtype = dtype_name(value.dtype)
+            ones = (moved(step, value.shape, dtype, backward, self.mesh, place) for place in self.places)
             self.moved[key] = tuple(self.canonical.setdefault(one, one) for one in ones)
         local_ops = self.moved[key]
 
@@ -325,7 +289,7 @@ class _Program:
         )
 
     def _complete(self, items: Sequence[Item]) -> None:
-        """Note with which item the gradient of each parameter is complete: the first of the forward pass to take it."""
+        """Note for each parameter the item that completes its gradient: the first of the forward pass to take it."""
         first: dict[str, Item] = {}
         for item in items:
             for name in item.takes:

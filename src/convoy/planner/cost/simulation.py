@@ -14,35 +14,28 @@ from convoy.plans.timeline import Span, Task, Timeline
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """When the tasks run, in one of many equal updates.
+    """When the tasks of all ranks run, in one of many equal updates; a ValueError where some wait for each other for
+    ever. Those of one stream of a rank are in their order.
 
     A host begins with an update when it is through with the one before, when the device may still be at that. It is
     ahead by so much as the device ends later than it; a device that is always behind never waits for its host.
-
-    Args:
-        tasks: the tasks of all ranks; those of one stream of a rank in their order.
-
-    Raises:
-        ValueError: some tasks wait for each other for ever.
     """
     issuing: dict[int, float] = defaultdict(float)
     for task in tasks:
         issuing[task.rank] += task.host
     ahead = dict.fromkeys(issuing, 0.0)
-    found = _Simulation(tasks, ahead).run()
+    timeline = _Simulation(tasks, ahead).run()
     for _ in range(_ROUNDS if any(issuing.values()) else 0):
-        ahead = {rank: max(0.0, ahead[rank] + found.total - own) for rank, own in issuing.items()}
-        found = _Simulation(tasks, ahead).run()
-    return found
+        ahead = {rank: max(0.0, ahead[rank] + timeline.total - busy) for rank, busy in issuing.items()}
+        timeline = _Simulation(tasks, ahead).run()
+    return timeline
 
 
+# After which a host is ahead as in all later updates: a device that is slower leaves it room in the first round
 _ROUNDS = 2
-"""After which a host is ahead as in all later updates: a device that is slower leaves it room in the first round."""
 
 
 class _Activity:
-    """A task that runs, or the tasks of a meeting."""
-
     __slots__ = ("is_message", "numbers", "ranks", "rate", "receivers", "remaining", "share", "since", "version")
 
     def __init__(self, numbers: list[int], tasks: Sequence[Task], now: float) -> None:
@@ -102,7 +95,6 @@ class _Simulation:
         return Timeline(tuple(Span(*span) for span in spans))
 
     def _look(self, queue: tuple[int, str]) -> None:
-        """Begin the next task of a stream, if it can."""
         numbers, head = self.queues[queue], self.heads[queue]
         if head > 0 and self.end[numbers[head - 1]] < 0:
             return
@@ -152,7 +144,6 @@ class _Simulation:
             self._look(queue)
 
     def _set_rates(self, ranks: Sequence[int]) -> None:
-        """Give everything that runs on these ranks its speed from now on."""
         touched = {id(activity): activity for rank in ranks for activity in self.active[rank]}
         for activity in touched.values():
             rate = min(self._rate(activity, rank) for rank in activity.ranks)
@@ -171,31 +162,27 @@ class _Simulation:
         if activity.is_message:
             return 1.0 / len(messages)
         coming = self.received[rank]
-        shares = (sum(other.share for other in each) / len(each) for each in (messages, coming) if each)
+        shares = (sum(other.share for other in group) / len(group) for group in (messages, coming) if group)
         return max(0.0, 1.0 - sum(shares))
 
 
-def rank_classes(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
+def rank_classes(mesh: Mesh, work: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
     """For every rank the first one that does the same, and meets ranks that do the same as those it meets.
 
-    Colors are refined until they are stable (Weisfeiler and Leman, 1968): ranks of one color then have equal
-    timelines, because they begin alike and everything they wait for is alike.
-
-    Args:
-        mesh: the devices.
-        own: what each rank does by itself.
-        axes: over which ranks meet.
+    `own` is what each rank does by itself, `axes` those over which ranks meet. Colors are refined until they are stable
+    (Weisfeiler and Leman, 1968): ranks of one color then have equal timelines, because they begin alike and everything
+    they wait for is alike.
     """
-    groups = [list(mesh.groups(each)) for each in sorted(set(axes))]
-    colors = _numbered(own)
+    groups = [list(mesh.groups(a)) for a in sorted(set(axes))]
+    colors = _numbered(work)
     while True:
-        met: list[list[tuple[int, ...]]] = [[] for _ in own]
+        met: list[list[tuple[int, ...]]] = [[] for _ in work]
         for kind in groups:
             for group in kind:
                 together = tuple(sorted(colors[rank] for rank in group))
                 for rank in group:
                     met[rank].append(together)
-        finer = _numbered([(color, *others) for color, others in zip(colors, met, strict=True)])
+        finer = _numbered([(color, *neighbors) for color, neighbors in zip(colors, met, strict=True)])
         if len(set(finer)) == len(set(colors)):
             first: dict[int, int] = {}
             return [first.setdefault(color, rank) for rank, color in enumerate(finer)]
@@ -203,5 +190,5 @@ def rank_classes(mesh: Mesh, own: Sequence[Hashable], axes: Iterable[Axes]) -> l
 
 
 def _numbered(values: Sequence[Hashable]) -> list[int]:
-    known: dict[Hashable, int] = {}
-    return [known.setdefault(value, len(known)) for value in values]
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]

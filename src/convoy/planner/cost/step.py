@@ -8,7 +8,7 @@ from itertools import chain, count
 from math import prod
 
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange, reduced_axes
+from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local_op import LocalOp, graph_facts
 from convoy.planner.cost.pipeline import Staging
@@ -30,37 +30,27 @@ from convoy.plans.schedule import Action, actions
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Kind, Stream, Task
 
-ADDING = "add to earlier passes"
-"""The name of adding up the gradients of all layers, which is the work of none."""
+ADDING = "add to earlier passes"  # the name of adding up the gradients of all layers, which is the work of none
 
 
 def step_tasks(
     placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
 ) -> list[Task]:
-    """The tasks of an update, for one rank of each sort that does the same.
-
-    Messages between layers hold up what comes after them. Gradients are sent in the last pass only: beside the
-    computation where the link allows it, otherwise at the end, as the engine does it through shared memory.
-
-    Args:
-        placement: the network on its mesh, at the batch of one pass.
-        costs: the costs of the device and its links.
-        passes: forward and backward passes before an update.
-        every_rank: list the tasks of all ranks, alike or not.
-        staging: the stages of the network and their passes; None where all ranks run all of it.
-    """
+    """The tasks of an update of so many passes, for one rank of each class of ranks that do the same, or for every
+    rank. Messages between layers hold up what comes after them. Gradients are sent in the last pass only: beside the
+    computation where the link allows it, otherwise at the end, as the engine does it through shared memory."""
     return _Builder(placement, costs, every_rank, staging).tasks(passes)
 
 
 def samples_of(placement: Placement) -> list[int]:
-    """How many samples of a pass each rank is given."""
+    """The samples of a pass on each rank."""
     batch, mesh = placement.batch, placement.mesh
     places = (mesh.index(mesh.coordinates(rank), batch.axes) for rank in range(mesh.num_devices))
     return [len(batch.parts[place]) if batch.parts else 0 for place in places]
 
 
 class _Stage:
-    """What the ranks of a stage do; of a network that is in one piece, all ranks."""
+    """What the ranks of a stage do; a network in one piece is one stage."""
 
     def __init__(self, placement: Placement, costs: Costs, ranks: Sequence[int], order: Sequence[Action]) -> None:
         self.placement, self.ranks, self.order = placement, ranks, order
@@ -68,22 +58,21 @@ class _Stage:
         self.first_without_weights = 0  # the pass whose weight gradients are computed next
         self.items = program(placement, costs.batch_norm, costs.microbatch)
         names = [name for item in reversed(self.items) for name in item.parameters]
-        known = set(names)
+        listed = set(names)
         names += [
             value.name
             for value in placement.graph.parameters()
-            if value.name not in known and (value.name in placement.layouts or not placement.is_part)
+            if value.name not in listed and (value.name in placement.layouts or not placement.is_part)
         ]
         self.exchange = exchange(placement, names, costs.update, costs.message_sizes, costs.on_cpu)
 
     @property
     def axes(self) -> set[Axes]:
-        """Over which its ranks meet."""
-        found = {m.axes for item in self.items for m in (*item.forward, *item.backward)}
-        return found | reduced_axes(self.exchange.messages, self.placement.mesh)
+        axes = {m.axes for item in self.items for m in (*item.forward, *item.backward)}
+        return axes | {m.axes for m in self.exchange.messages if self.placement.mesh.size(m.axes) > 1}
 
     def own(self, rank: int) -> Hashable:
-        """What a rank does by itself."""
+        """What a rank does by itself, for comparison with others."""
         messages = self.exchange.messages
         return (
             tuple(id(item.local_ops[rank]) for item in self.items),
@@ -141,16 +130,16 @@ class _Builder:
         return self.found
 
     def _rank_classes(self, stages: Sequence[_Stage]) -> list[int]:
-        own: list[Hashable] = [None] * self.mesh.num_devices
+        work: list[Hashable] = [None] * self.mesh.num_devices
         for place, stage in enumerate(stages):
             for rank in stage.ranks:
-                own[rank] = (place, self.samples[rank], stage.own(rank), self._slowdown(rank))
+                work[rank] = (place, self.samples[rank], stage.own(rank), self._slowdown(rank))
         axes = set(chain.from_iterable(stage.axes for stage in stages))
-        return rank_classes(self.mesh, own, axes | ({(self.staging.axis,)} if self.staging is not None else set()))
+        return rank_classes(self.mesh, work, axes | ({(self.staging.axis,)} if self.staging is not None else set()))
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Of this stage, those that are simulated."""
+        """The simulated ranks of this stage."""
         return self.stage.simulated
 
     def _act(self, kind: str, number: int) -> None:
@@ -174,7 +163,6 @@ class _Builder:
         self._send(kind == "forward", number)
 
     def _share(self, number: int) -> float:
-        """The samples of a pass, as a part of those of the largest."""
         assert self.staging is not None
         return self.staging.samples[number] / max(self.staging.samples)
 
@@ -183,7 +171,6 @@ class _Builder:
         return self.staging is not None and self.staging.schedule == "zero-bubble"
 
     def _end(self) -> None:
-        """What this stage does when all passes are done."""
         if not self.placement.graph.training:
             return
         for message in running_statistics(self.stage.placement, self.costs.batch_norm):
@@ -197,7 +184,7 @@ class _Builder:
         if self.staging is None or not (forward or self.placement.graph.training):
             return True
         staged = self.staging.staged
-        found: dict[int, list[int]] = {}
+        messages: dict[int, list[int]] = {}
         for crossing in staged.received(self.place) if forward else staged.sent(self.place):
             other = crossing.source if forward else crossing.target
             if not forward and not self._returns(crossing):
@@ -206,8 +193,8 @@ class _Builder:
                 key = (crossing, forward, number, self.first[self.staging.peer(rank, other)])
                 if key not in self.sent:
                     return False
-                found.setdefault(rank, []).append(self.sent[key])
-        for rank, numbers in found.items():
+                messages.setdefault(rank, []).append(self.sent[key])
+        for rank, numbers in messages.items():
             self.chain[rank] = (*self.chain[rank], *numbers)
         return True
 
@@ -300,14 +287,15 @@ class _Builder:
                 self._transfer(item, message)
 
     def _laid_out(self, item: Item, rank: int) -> float:
-        """Seconds for a weight in a pass after the first, which zero-bubble saves."""
+        """Seconds for laying out a weight, which zero-bubble saves in passes after the first."""
         if not (self._postpones and self.costs.lays_out and item.postponed):
             return 0.0
-        found = laid_out(item.local_ops[rank])
-        return self._times(found).forward if found is not None else 0.0
+        layout_op = laid_out(item.local_ops[rank])
+        return self._times(layout_op).forward if layout_op is not None else 0.0
 
     def _weights(self, last: bool, again: bool) -> None:
-        """What backward passes have postponed; with that of the last one, all gradients are exchanged."""
+        """The weight gradients that backward passes have postponed; with those of the last pass, all gradients are
+        exchanged."""
         if not self.placement.graph.training:
             return
         sending = _Sending(self, self.stage.exchange) if last else None
@@ -386,7 +374,6 @@ class _Builder:
         return placed
 
     def _add_to_earlier_passes(self) -> None:
-        """Gradients of a pass after the first are added to those that are there."""
         for rank in self.ranks:
             times = self._times(copied(self.stage.exchange.held[rank], 2))
             self._compute(rank, "backward", "", ADDING, times.forward, times.host_forward)
@@ -420,7 +407,7 @@ class _Sending:
             self._start()
 
     def finish(self) -> None:
-        """All messages are there, those that could not run beside the computation too."""
+        """Wait for all messages; those that could not run beside the computation are sent now."""
         while self._next < len(self._messages):
             self._start()
         builder = self._builder
@@ -452,14 +439,7 @@ class _Sending:
 
     def _send(self, message: GradientMessage, blocks: bool) -> dict[int, int]:
         return self._builder._collective(
-            message.axes,
-            message.kind,
-            message.bytes,
-            "gradients",
-            "gradient",
-            message.layer,
-            message.name,
-            blocks,
+            message.axes, message.kind, message.bytes, "gradients", "gradient", message.layer, message.name, blocks
         )
 
     def _overlaps(self, message: GradientMessage) -> bool:

@@ -25,14 +25,10 @@ from convoy.planner.cost.times import Times
 
 ENVIRONMENT = "CONVOY_CACHE"
 FILE = "profiles.sqlite"
-_RUNS = 5
-"""Runs that the time of an operation is the median of."""
-_LONG_S = 30 * 86_400.0
-"""Seconds after which a run is old: later measurements count in its place."""
-_OPERATIONS, _DEVICES = 10_000, 64
-"""Most that are kept of a device, and of devices."""
-_PATIENCE_S = 60.0
-"""For other processes that write."""
+_RUNS = 5  # runs that the time of an operation is the median of
+_LONG_S = 30 * 86_400.0  # seconds after which a run is old: later measurements count in its place
+_OPERATIONS, _DEVICES = 10_000, 64  # most that are kept of a device, and of devices
+_PATIENCE_S = 60.0  # for other processes that write
 _TABLES = """
 CREATE TABLE IF NOT EXISTS devices (key TEXT PRIMARY KEY, device TEXT, changed REAL);
 CREATE TABLE IF NOT EXISTS notes (device TEXT, name TEXT, value TEXT, PRIMARY KEY (device, name));
@@ -41,66 +37,53 @@ CREATE TABLE IF NOT EXISTS times (number INTEGER PRIMARY KEY AUTOINCREMENT, devi
 CREATE INDEX IF NOT EXISTS of_op ON times (device, op);
 """
 
+# Columns of `times` that stores of earlier versions lack; without a value they are 0
 _LATER = ("host_forward", "host_backward")
-"""Columns of `times` that stores of earlier versions lack; without a value they are 0."""
 
+# What measured an operation: the planner by itself, or a training that was watched
 Source = Literal["profiling", "run"]
-"""What measured an operation: the planner by itself, or a training that was watched."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured operation.
-
-    Attributes:
-        measured: the moment, in seconds since 1970.
-        source: what measured it.
-    """
+    """One measured operation."""
 
     local_op: LocalOp
     times: Times
-    measured: float
+    measured: float  # seconds since 1970
     source: Source = "profiling"
 
 
 class ProfileStore:
-    """Times of operations, and other things that are known of a device, by device. Several processes may share it.
-
-    Args:
-        path: folder; by default `$CONVOY_CACHE/profiles`, or `convoy/profiles` in the user's cache folder.
-    """
+    """Times of operations, and other facts about a device, by device. Several processes may share it; writing raises
+    OSError where it cannot be. The folder is by default `$CONVOY_CACHE/profiles`, or `convoy/profiles` in the user's
+    cache folder."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = default_folder() if path is None else Path(path)
         self._file = self.path / FILE
 
     def get(self, device: Device, local_op: LocalOp) -> Times | None:
-        """Times of one operation, None where it was never measured."""
         return self.times(device).get(local_op)
 
     def times(self, device: Device) -> dict[LocalOp, Times]:
-        """All operations that were measured on a device."""
         return {row.local_op: row.times for row in self.rows(device)}
 
     def rows(self, device: Device) -> list[Measurement]:
-        """What is known of every operation, the one that was measured longest ago first."""
-        found: dict[str, list[Measurement]] = {}
+        """What is known of every operation, those measured longest ago first."""
+        by_op: dict[str, list[Measurement]] = {}
         for op, *columns in self._read(
             "SELECT op, local_op, measured, source, forward, backward, host_forward, host_backward FROM times "
             "WHERE device = ? ORDER BY number",
             device.key,
         ):
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # somebody else's rows
-                found[op] = [*found.pop(op, []), _row(*columns)]
-        return [_together(rows) for rows in found.values()]
+                by_op[op] = [*by_op.pop(op, []), _row(*columns)]
+        return [_together(rows) for rows in by_op.values()]
 
     def put(self, device: Device, measured: Mapping[LocalOp, Times], source: Source = "profiling") -> None:
-        """Add measurements of the planner, or of a run. A run knows nothing of the host: what was known of it stays.
-
-        Raises:
-            OSError: the store cannot be written.
-            ValueError: a time is no number of seconds.
-        """
+        """Add measurements of the planner, or of a run; a ValueError for a time that is none. A run knows nothing of
+        the host: what was known of it stays."""
         now = time.time()
         for times in measured.values():
             if not all(math.isfinite(seconds) and seconds >= 0 for seconds in times.numbers):
@@ -109,24 +92,24 @@ class ProfileStore:
             return
         with self._writing(device, now) as database:
             for local_op, times in measured.items():
-                here = device.key, local_op.key
+                where = device.key, local_op.key
                 host = times.host_forward, times.host_backward
                 if source == "run":
                     query = (
                         "SELECT host_forward, host_backward FROM times WHERE device = ? AND op = ? ORDER BY number DESC"
                     )
-                    host = database.execute(query, here).fetchone() or host
+                    host = database.execute(query, where).fetchone() or host
                 old = "DELETE FROM times WHERE device = ? AND op = ? AND"
-                database.execute(f"{old} (source != 'run' OR measured < ?)", (*here, now - _LONG_S))
-                kept = database.execute("SELECT number FROM times WHERE device = ? AND op = ? ORDER BY number", here)
-                runs = kept.fetchall()
+                database.execute(f"{old} (source != 'run' OR measured < ?)", (*where, now - _LONG_S))
+                cursor = database.execute("SELECT number FROM times WHERE device = ? AND op = ? ORDER BY number", where)
+                runs = cursor.fetchall()
                 if source != "run" and runs:
                     continue
                 if len(runs) >= _RUNS:
-                    database.execute(f"{old} number <= ?", (*here, runs[-_RUNS][0]))
+                    database.execute(f"{old} number <= ?", (*where, runs[-_RUNS][0]))
                 columns = "device, op, local_op, forward, backward, measured, source, host_forward, host_backward"
                 values = json.dumps(local_op.to_dict()), times.forward, times.backward, now, source, *host
-                database.execute(f"INSERT INTO times ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*here, *values))
+                database.execute(f"INSERT INTO times ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*where, *values))
             newest = database.execute(
                 "SELECT max(number) FROM times WHERE device = ? GROUP BY op ORDER BY 1 DESC", (device.key,)
             ).fetchall()
@@ -135,34 +118,25 @@ class ProfileStore:
                 database.execute("DELETE FROM times WHERE device = ? AND number <= ?", (device.key, last))
 
     def note(self, device: Device, name: str, value: Any) -> None:
-        """Keep something else about a device that JSON can say, such as its links.
-
-        Raises:
-            OSError: the store cannot be written.
-        """
+        """Keep a fact about a device that JSON can say, such as its links."""
         text = json.dumps(value, allow_nan=False)
         with self._writing(device, time.time()) as database:
             database.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (device.key, name, text))
 
     def noted(self, device: Device, name: str) -> Any:
         """What was noted last under a name, None where nothing was."""
-        found = self._read("SELECT value FROM notes WHERE device = ? AND name = ?", device.key, name)
-        return json.loads(found[0][0]) if found else None
+        rows = self._read("SELECT value FROM notes WHERE device = ? AND name = ?", device.key, name)
+        return json.loads(rows[0][0]) if rows else None
 
     def devices(self) -> list[Device]:
-        """Devices of which something is known."""
-        found = []
+        devices = []
         for (text,) in self._read("SELECT device FROM devices ORDER BY key"):
             with contextlib.suppress(TypeError, ValueError):  # of another version of this program
-                found.append(Device(**json.loads(text)))
-        return found
+                devices.append(Device(**json.loads(text)))
+        return devices
 
     def clear(self, device: Device | None = None) -> int:
-        """Forget a device, or all of them; how many those were.
-
-        Raises:
-            OSError: the store cannot be written.
-        """
+        """Forget a device, or all of them; how many those were."""
         keys = [key for (key,) in self._read("SELECT key FROM devices") if device is None or key == device.key]
         if keys:
             with self._writing() as database:
@@ -188,8 +162,8 @@ class ProfileStore:
                 if device is not None:
                     values = device.key, json.dumps(asdict(device)), now
                     database.execute("INSERT OR REPLACE INTO devices VALUES (?, ?, ?)", values)
-                    known = database.execute("SELECT key FROM devices ORDER BY changed DESC").fetchall()
-                    _forget(database, [key for (key,) in known[_DEVICES:]])
+                    keys = database.execute("SELECT key FROM devices ORDER BY changed DESC").fetchall()
+                    _forget(database, [key for (key,) in keys[_DEVICES:]])
                 yield database
                 database.execute("COMMIT")
         except sqlite3.Error as error:
@@ -200,9 +174,9 @@ class ProfileStore:
             database = sqlite3.connect(self._file, _PATIENCE_S, isolation_level=None)
             try:
                 database.executescript(_TABLES)
-                known = {name for _, name, *_ in database.execute("PRAGMA table_info(times)")}
+                columns = {name for _, name, *_ in database.execute("PRAGMA table_info(times)")}
                 for column in _LATER:
-                    if column not in known:
+                    if column not in columns:
                         with contextlib.suppress(sqlite3.OperationalError):  # another process has just done it
                             database.execute(f"ALTER TABLE times ADD COLUMN {column} REAL")
             except sqlite3.DatabaseError as error:
@@ -217,9 +191,9 @@ class ProfileStore:
 
 def default_folder() -> Path:
     """`$CONVOY_CACHE/profiles`, else `convoy/profiles` under `$XDG_CACHE_HOME` or `~/.cache`."""
-    own = os.environ.get(ENVIRONMENT)
-    if own:
-        return expanded(own) / "profiles"
+    folder = os.environ.get(ENVIRONMENT)
+    if folder:
+        return expanded(folder) / "profiles"
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else expanded("~") / ".cache") / "convoy" / "profiles"
 
@@ -231,22 +205,17 @@ def _forget(database: sqlite3.Connection, keys: list[str]) -> None:
 
 
 def _row(local_op: str, measured: float, source: str, *seconds: float | None) -> Measurement:
-    """A row of the table `times`.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is none.
-    """
+    """A row of the table `times`; a KeyError, TypeError, ValueError or AttributeError where it is none."""
     forward, backward, *host = seconds
     if forward is None or backward is None:
         raise ValueError("an operation without its times")
-    times = Times(float(forward), float(backward), *(float(each or 0.0) for each in host))
+    times = Times(float(forward), float(backward), *(float(number or 0.0) for number in host))
     return Measurement(
         LocalOp.from_dict(json.loads(local_op)), times, measured, "run" if source == "run" else "profiling"
     )
 
 
 def _together(rows: list[Measurement]) -> Measurement:
-    """Several measurements of an operation, the newest last, as one."""
     last = rows[-1]
     times = Times(*(_middle(list(ways)) for ways in zip(*(row.times.numbers for row in rows), strict=True)))
     return Measurement(last.local_op, times, last.measured, last.source)

@@ -13,82 +13,60 @@ from convoy.planner.cost.local_op import LocalOp
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one forward and one backward pass.
+    """Seconds of one forward and one backward pass."""
 
-    Attributes:
-        forward, backward: of the device.
-        host_forward, host_backward: of the host that issues them; 0 where the host is the device.
-    """
-
-    forward: float = 0.0
+    forward: float = 0.0  # of the device; likewise `backward`
     backward: float = 0.0
-    host_forward: float = 0.0
+    host_forward: float = 0.0  # of the host that issues them; 0 where the host is the device
     host_backward: float = 0.0
 
     def __add__(self, other: "Times") -> "Times":
         return Times(*map(operator.add, self.numbers, other.numbers))
 
     def __mul__(self, factor: float) -> "Times":
-        """The device's seconds times a factor; the host takes as long as it does."""
+        """Scale the device's seconds; the host takes as long as before."""
         return replace(self, forward=self.forward * factor, backward=self.backward * factor)
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
-        """All of them, in order."""
         return self.forward, self.backward, self.host_forward, self.host_backward
 
     @property
     def total(self) -> float:
-        """Both passes on the device."""
         return self.forward + self.backward
 
     @property
     def host(self) -> float:
-        """Both passes on the host."""
         return self.host_forward + self.host_backward
 
 
 class LayerTimes(Protocol):
     """Anything that says how long a rank takes for an operation, while nobody takes its cores away."""
 
-    def __call__(self, local_op: LocalOp, /) -> Times:
-        """Seconds of the operation."""
+    def __call__(self, local_op: LocalOp, /) -> Times: ...
 
 
 class Table:
-    """Times as they were measured, and another source for what was not.
-
-    Args:
-        measured: by `LocalOp.key`.
-        otherwise: asked for all else.
-    """
+    """Times that were measured, by `LocalOp.key`, and another source for all else."""
 
     def __init__(self, measured: Mapping[str, Times], otherwise: LayerTimes) -> None:
         self.measured = dict(measured)
         self.otherwise = otherwise
 
     def __call__(self, local_op: LocalOp, /) -> Times:
-        """What was measured, if it was."""
-        found = self.measured.get(local_op.key)
-        return self.otherwise(local_op) if found is None else found
+        times = self.measured.get(local_op.key)
+        return self.otherwise(local_op) if times is None else times
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """A device in three numbers.
+    """A device in three numbers."""
 
-    Attributes:
-        flops_per_s: what convolutions and matrix products reach, multiplications and additions both counted.
-        bytes_per_s: its memory's rate.
-        overhead_s: time to start a kernel, once forward and once backward.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-    overhead_s: float = 0.0
+    flops_per_s: float  # of convolutions and matrix products, multiplications and additions both counted
+    bytes_per_s: float  # of its memory
+    overhead_s: float = 0.0  # to start a kernel, once forward and once backward
 
     def __call__(self, local_op: LocalOp, /) -> Times:
-        """Seconds of an operation; views take none."""
         flops, moved = local_op.flops, local_op.bytes
         return Times(self._seconds(flops.forward, moved.forward), self._seconds(flops.backward, moved.backward))
 

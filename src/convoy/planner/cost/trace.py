@@ -22,16 +22,12 @@ _COLORS = {
 
 
 def trace(**sources: Timeline) -> dict[str, Any]:
-    """The trace of one or several steps as JSON has it.
-
-    Args:
-        sources: timelines by where they come from, as `predicted=…, measured=…`; each rank of each is a process, and
-            the processes of a rank stand below each other.
-    """
-    found: list[dict[str, Any]] = []
+    """The trace of one or several steps as JSON has it, by where they come from: `predicted=…, measured=…`. Each rank
+    of each is a process, and the processes of a rank stand below each other."""
+    events: list[dict[str, Any]] = []
     for number, (source, timeline) in enumerate(sources.items()):
-        found += _of_source(source, number, len(sources), timeline.spans)
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+        events += _of_source(source, number, len(sources), timeline.spans)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _of_source(source: str, number: int, count: int, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
@@ -55,7 +51,7 @@ def _of_source(source: str, number: int, count: int, spans: Sequence[Span]) -> I
         arguments: dict[str, Any] = {"layer": task.layer, "kind": task.kind}
         if task.num_bytes:
             arguments["bytes"] = task.num_bytes
-        found = {
+        event = {
             "ph": "X",
             "name": task.name or task.layer or task.kind,
             "cat": task.kind,
@@ -66,8 +62,8 @@ def _of_source(source: str, number: int, count: int, spans: Sequence[Span]) -> I
             "args": arguments,
         }
         if task.kind in _COLORS:
-            found["cname"] = _COLORS[task.kind]
-        yield found
+            event["cname"] = _COLORS[task.kind]
+        yield event
 
 
 def _named(what: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:

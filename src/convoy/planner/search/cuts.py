@@ -31,40 +31,26 @@ from convoy.plans.plan import Plan
 from convoy.plans.stages import cut_points, why_not_sent
 from convoy.plans.traffic import needs_gradient
 
+# Of the stage from one cut to another, by the numbers of both; of no meaning where the second is not later
 Numbers = NDArray[np.float64]
-"""Of the stage from one cut to another, by the numbers of both; of no meaning where the second is not later."""
 
 
 @dataclass(frozen=True)
 class InPasses:
-    """An update in some number of passes.
+    """An update in some number of passes."""
 
-    Attributes:
-        graph: the network at the samples of a pass.
-        outputs: names of the values that the network returns.
-        passes: number of passes.
-        parts: how the samples of a pass are divided over a number of ranks.
-        costs: the costs of the update.
-    """
-
-    graph: Graph
-    outputs: Sequence[str]
+    graph: Graph  # at the samples of a pass
+    outputs: Sequence[str]  # names of the values that the network returns
     passes: int
     parts: Parts
     costs: Costs
 
     def place(self, plan: Plan) -> Placement:
-        """A pass under a plan.
-
-        Raises:
-            ConvoyError: a layer cannot be divided as the plan says.
-        """
         axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
         return place(self.graph, plan, Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes))), self.outputs)
 
 
-_FINE = 160
-"""Layers up to which a stage may begin at any; in longer networks, at those with weights to multiply by."""
+_FINE = 160  # layers up to which a stage may begin at any; in longer networks, at those with weights to multiply by
 
 
 def cuts_of(graph: Graph) -> tuple[int, ...]:
@@ -79,33 +65,20 @@ def cuts_of(graph: Graph) -> tuple[int, ...]:
             value = graph.values[name]
             if value.origin in ("parameter", "buffer") or (value.origin == "call" and why_not_sent(value)):
                 uses.setdefault(name, []).append(number)
-    shared = [(own[0], own[-1]) for own in uses.values() if own[0] < own[-1]]
+    shared = [(users[0], users[-1]) for users in uses.values() if users[0] < users[-1]]
     inside = (point for point in points if not any(first < point <= last for first, last in shared))
     return (0, *inside, len(graph.calls))
 
 
 class Chain:
-    """What stages of a placed network take, from any cut to any later one.
-
-    Args:
-        update: the network, without stages.
-        placement: a pass of it on the devices of a stage.
-
-    Attributes:
-        cuts: the calls before which a stage may begin, and those at both ends.
-        seconds: of a pass, forward and backward, its gradients added to those before.
-        laid_out: seconds of a pass less where weights are laid out once for all passes, as under zero-bubble.
-        joined: seconds of a pass less where weight gradients of all passes are computed in one call each.
-        once: seconds of the exchange of gradients and of the optimizer.
-        held: bytes of parameters, gradients and optimizer, and of the kernel that holds most while it runs.
-        kept: bytes of activations of a pass, with what is received and sent.
-        postponed: bytes from which the weight gradients of a pass are computed.
-    """
+    """What stages of a placed network take, from any cut to any later one. `update` is the network without stages,
+    `placement` a pass of it on the devices of a stage. Seconds are those of a pass, forward and backward, but for
+    `once`."""
 
     def __init__(self, update: InPasses, placement: Placement) -> None:
         graph, mesh, costs = update.graph, placement.mesh, update.costs
         self.update, self.placement = update, placement
-        self.cuts = cuts_of(graph)
+        self.cuts = cuts_of(graph)  # the calls before which a stage may begin, and both ends
         self._unit = np.searchsorted(self.cuts, range(len(graph.calls)), side="right") - 1
         units = len(self.cuts) - 1
         passes, laid, joined, once, held, postponed, gradients, workspace = (np.zeros(units) for _ in range(8))
@@ -142,12 +115,15 @@ class Chain:
                     if update.passes > 1:  # a pass's own gradient, until it is added to those before
                         gradients[unit] = max(gradients[unit], self._size(name))
                     seen.add(name)
-        self.seconds, self.laid_out, self.joined = (_between(own / update.passes) for own in (passes, laid, joined))
+        # Gradients are added to those before. Less are the seconds of weights that are laid out once for all passes, as
+        # under zero-bubble, and of weight gradients of all passes that are computed in one call each.
+        self.seconds, self.laid_out, self.joined = (_between(total / update.passes) for total in (passes, laid, joined))
+        # Seconds for the exchange of gradients and the optimizer; bytes from which weight gradients are computed.
         self.once, self.postponed, sums = map(_between, (once, postponed, held))
+        # bytes of parameters, gradients and optimizer, and of the kernel that holds most while it runs
         self.held = sums + _largest(gradients) + _largest(workspace)
 
     def _size(self, name: str) -> int:
-        """Bytes of the first rank's part of a value."""
         mesh, value = self.placement.mesh, self.update.graph.values[name]
         shape = self.placement.layouts[name].local_shape(self.update.graph.shape(name), mesh, (0,) * len(mesh.sizes))
         return prod(shape) * value.dtype.itemsize
@@ -157,54 +133,55 @@ class Chain:
         """The values that calls give: name, bytes on a rank, and the parts between cuts in which they are made or used;
         the network's outputs are used at its end."""
         graph = self.update.graph
-        found: dict[str, set[int]] = {}
+        units_of: dict[str, set[int]] = {}
         for unit, call in zip(self._unit.tolist(), graph.calls, strict=True):
             for name in call.outputs:
-                found[name] = {unit}
+                units_of[name] = {unit}
             for name in call.inputs:
-                if name in found:
-                    found[name].add(unit)
+                if name in units_of:
+                    units_of[name].add(unit)
         for name in self.update.outputs:
-            if name in found:
-                found[name].add(len(self.cuts) - 2)
-        return [(name, self._size(name), tuple(sorted(units))) for name, units in found.items()]
+            if name in units_of:
+                units_of[name].add(len(self.cuts) - 2)
+        return [(name, self._size(name), tuple(sorted(units))) for name, units in units_of.items()]
 
     def sends(self, link: Link) -> Numbers:
         """Seconds of the activations of a pass that a stage sends to later ones: each to the next that uses it."""
-        found = self._empty()
+        seconds = self._empty()
         for _, size, touches in self._touched:
-            for own, other in itertools.pairwise(touches):
-                found[: own + 1, own + 1 : other + 1] += link.exchange(size)
-        return found
+            for sender, receiver in itertools.pairwise(touches):
+                seconds[: sender + 1, sender + 1 : receiver + 1] += link.exchange(size)
+        return seconds
 
     def returns(self, link: Link) -> Numbers:
         """Seconds of the gradients of a pass that a stage sends to earlier ones: of all that these have sent to it."""
-        found, differentiable = self._empty(), needs_gradient(self.update.graph)
+        seconds, differentiable = self._empty(), needs_gradient(self.update.graph)
         for name, size, touches in self._touched:
-            for other, own in itertools.pairwise(touches) if name in differentiable else ():
-                found[other + 1 : own + 1, own + 1 :] += link.exchange(size)
-        return found
+            for sender, receiver in itertools.pairwise(touches) if name in differentiable else ():
+                seconds[sender + 1 : receiver + 1, receiver + 1 :] += link.exchange(size)
+        return seconds
 
     @cached_property
     def kept(self) -> Numbers:
-        found, values = self._empty(), self.update.graph.values
+        """Bytes of activations of a pass, with what is received and sent."""
+        held, values = self._empty(), self.update.graph.values
         # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
         calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
-        kept = {one for placed, own in calls if not placed.call.recomputed for one in own}
-        plain = {one.value for one in kept if not one.inside and one.itemsize == values[one.value].dtype.itemsize}
+        tensors = {one for placed, of_call in calls if not placed.call.recomputed for one in of_call}
+        plain = {one.value for one in tensors if not one.inside and one.itemsize == values[one.value].dtype.itemsize}
         for name, size, touches in self._touched:
-            for before, own in itertools.pairwise((-1, *touches)):
-                found[before + 1 : own + 1, own + 1 :] += size
+            for before, unit in itertools.pairwise((-1, *touches)):
+                held[before + 1 : unit + 1, unit + 1 :] += size
             if name not in plain:  # it is gone where no other stage is sent it
-                found[: touches[0] + 1, touches[-1] + 1 :] -= size
+                held[: touches[0] + 1, touches[-1] + 1 :] -= size
         first = {name: touches[0] for name, _, touches in self._touched}
         inside = np.zeros(len(self.cuts) - 1)
         mesh = self.placement.mesh
-        for one in kept:
+        for one in tensors:
             if one.inside or one.itemsize != values[one.value].dtype.itemsize:
                 shape = one.layout.local_shape(values[one.value].shape, mesh, (0,) * len(mesh.sizes))
                 inside[first.get(one.value, 0)] += prod(shape) * one.itemsize
-        return found + _between(inside)
+        return held + _between(inside)
 
     def _empty(self) -> Numbers:
         return np.zeros((len(self.cuts), len(self.cuts)))
@@ -216,52 +193,46 @@ def _between(numbers: Numbers) -> Numbers:
 
 
 def _largest(numbers: Numbers) -> Numbers:
-    """Of those between two cuts."""
-    found = np.zeros((len(numbers) + 1, len(numbers) + 1))
+    """The largest of the numbers between two cuts."""
+    largest = np.zeros((len(numbers) + 1, len(numbers) + 1))
     for begin in range(len(numbers)):
-        found[begin, begin + 1 :] = np.maximum.accumulate(numbers[begin:])
-    return found
+        largest[begin, begin + 1 :] = np.maximum.accumulate(numbers[begin:])
+    return largest
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What decides about the cuts, for each stage from any cut to any other: their sum is to be least.
+    """What decides about the cuts, for each stage from any cut to any other: their sum is to be least."""
 
-    Attributes:
-        through: seconds of one pass through the stage, with what it sends; infinite where it cannot be.
-        rest: seconds of its other passes, and of its end.
-    """
-
-    through: Sequence[Numbers]
-    rest: Sequence[Numbers]
+    through: Sequence[Numbers]  # seconds of one pass through the stage, with what it sends; infinite where it cannot be
+    rest: Sequence[Numbers]  # seconds of its other passes, and of its end
 
     def seconds(self, cuts: Sequence[int]) -> float:
-        """Of some cuts: all stages of one pass, and the rest of the slowest."""
+        """Seconds of one pass through all stages, and of the rest of the slowest."""
         pairs = list(itertools.pairwise(cuts))
-        through = sum(own[pair] for own, pair in zip(self.through, pairs, strict=True))
-        return float(through + max(own[pair] for own, pair in zip(self.rest, pairs, strict=True)))
+        through = sum(of_stage[pair] for of_stage, pair in zip(self.through, pairs, strict=True))
+        return float(through + max(of_stage[pair] for of_stage, pair in zip(self.rest, pairs, strict=True)))
 
     @cached_property
     def least(self) -> float:
         """Seconds of the rest that the slowest stage takes at least; infinite where there are no cuts."""
         slowest = np.where(np.arange(len(self.rest[0])) == 0, -np.inf, np.inf)
-        for own in self.possible_rest:
-            slowest = np.maximum(slowest[:, None], own).min(axis=0)
+        for of_stage in self.possible_rest:
+            slowest = np.maximum(slowest[:, None], of_stage).min(axis=0)
         return float(slowest[-1])
 
     @cached_property
     def possible_rest(self) -> list[Numbers]:
-        """That of every stage, infinite where it cannot be."""
         return [
-            np.where(np.isfinite(own) & np.triu(np.ones(own.shape, bool), 1), rest, np.inf)
-            for own, rest in zip(self.through, self.rest, strict=True)
+            np.where(np.isfinite(of_stage) & np.triu(np.ones(of_stage.shape, bool), 1), rest, np.inf)
+            for of_stage, rest in zip(self.through, self.rest, strict=True)
         ]
 
 
 _STEPS = 200
+# Times the least that the slowest stage can take, up to which cuts are looked at too: where messages hold up more than
+# the stages, the schedules may prefer those that send less
 _LOOSER = (1.0, 1.05, 1.1, 1.2, 1.5)
-"""Times the least that the slowest stage can take, up to which cuts are looked at too: where messages hold up more than
-the stages, the schedules may prefer those that send less."""
 
 
 def best_cuts(bounds: Bounds) -> list[tuple[int, ...]]:
@@ -272,10 +243,10 @@ def best_cuts(bounds: Bounds) -> list[tuple[int, ...]]:
     """
     shape, stages = bounds.through[0].shape, len(bounds.through)
     rest, least = bounds.possible_rest, bounds.least
-    through = [np.where(np.isfinite(own), sums, np.inf) for own, sums in zip(rest, bounds.through, strict=True)]
+    through = [np.where(np.isfinite(row), sums, np.inf) for row, sums in zip(rest, bounds.through, strict=True)]
     if not np.isfinite(least):
         return []
-    found: dict[tuple[int, ...], float] = {}
+    seconds_of: dict[tuple[int, ...], float] = {}
 
     def look(limit: float) -> tuple[int, ...] | None:
         sums = np.where(np.arange(shape[0]) == 0, 0.0, np.inf)
@@ -290,7 +261,7 @@ def best_cuts(bounds: Bounds) -> list[tuple[int, ...]]:
         for at in reversed(before):
             back.append(int(at[back[-1]]))
         cuts = tuple(reversed(back))
-        found[cuts] = bounds.seconds(cuts)
+        seconds_of[cuts] = bounds.seconds(cuts)
         return cuts
 
     limit = np.inf
@@ -298,8 +269,8 @@ def best_cuts(bounds: Bounds) -> list[tuple[int, ...]]:
         cuts = look(limit)
         if cuts is None:
             break
-        slow = max(own[pair] for own, pair in zip(rest, itertools.pairwise(cuts), strict=True))
-        limit = min(np.nextafter(slow, -np.inf), min(found.values()) - (found[cuts] - slow))
+        slow = max(row[pair] for row, pair in zip(rest, itertools.pairwise(cuts), strict=True))
+        limit = min(np.nextafter(slow, -np.inf), min(seconds_of.values()) - (seconds_of[cuts] - slow))
     for times in _LOOSER:
         look(times * least)
-    return sorted(found, key=lambda cuts: found[cuts])
+    return sorted(seconds_of, key=lambda cuts: seconds_of[cuts])

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Scope = tuple[int, ...]
-"""Variables, ascending."""
+Scope = tuple[int, ...]  # variables, ascending
 
 Numbers = NDArray[np.float64]
 
@@ -46,19 +45,8 @@ class _Bucket:
 
 
 class Elimination:
-    """Eliminates the variables of a sum of tables.
-
-    Args:
-        tables: what is added.
-        sizes: number of states of every variable.
-        limit: the most entries that a table may have.
-
-    Attributes:
-        least: the least sum.
-
-    Raises:
-        TooWideError: in the best order found, a table has more entries.
-    """
+    """Eliminates the variables of a sum of tables. A TooWideError where, in the best order found, a table has more
+    entries than `limit`."""
 
     def __init__(self, tables: Sequence[Table], sizes: Mapping[int, int], limit: int) -> None:
         self._sizes = dict(sizes)
@@ -86,7 +74,6 @@ class Elimination:
             self.least += float(bucket.message.numbers)
 
     def _sum(self, bucket: _Bucket) -> Numbers:
-        """Everything in a bucket."""
         parts = [*bucket.tables, *(self._message(child) for child in bucket.children)]
         # the small ones first: what broadcasts together is added before it grows
         parts.sort(key=lambda part: part.numbers.size)
@@ -102,24 +89,24 @@ class Elimination:
 
     def assignment(self) -> dict[int, int]:
         """The states of a least sum, by variable; of equal ones the first."""
-        found: dict[int, int] = {}
+        states: dict[int, int] = {}
         for bucket in reversed(self._buckets):
             numbers = np.zeros(self._sizes[bucket.variable])
             for part in [*bucket.tables, *(self._message(child) for child in bucket.children)]:
-                at = tuple(slice(None) if v == bucket.variable else found[v] for v in part.scope)
+                at = tuple(slice(None) if v == bucket.variable else states[v] for v in part.scope)
                 numbers = numbers + part.numbers[at]
-            found[bucket.variable] = int(np.argmin(numbers))
-        return found
+            states[bucket.variable] = int(np.argmin(numbers))
+        return states
 
     def min_marginals(self) -> dict[int, Numbers]:
         """For every variable and each of its states the least sum with that state, all else as good as can be."""
         outside: list[Table | None] = [None] * len(self._buckets)
-        others = {
+        elsewhere = {
             place: self.least - float(bucket.message.numbers)
             for place, bucket in enumerate(self._buckets)
             if bucket.message is not None and not bucket.message.scope
         }
-        found: dict[int, Numbers] = {}
+        marginals: dict[int, Numbers] = {}
         for place in reversed(range(len(self._buckets))):
             bucket = self._buckets[place]
             above = outside[place]
@@ -127,9 +114,9 @@ class Elimination:
             if above is not None:
                 numbers += aligned(above.numbers, above.scope, bucket.scope)
             else:
-                numbers += others[place]
+                numbers += elsewhere[place]
             axis = bucket.scope.index(bucket.variable)
-            found[bucket.variable] = numbers.min(axis=tuple(a for a in range(numbers.ndim) if a != axis))
+            marginals[bucket.variable] = numbers.min(axis=tuple(a for a in range(numbers.ndim) if a != axis))
             for child in bucket.children:
                 message = self._message(child)
                 with np.errstate(invalid="ignore"):
@@ -137,7 +124,7 @@ class Elimination:
                 left[np.isnan(left)] = np.inf  # what cannot be, with or without the message
                 gone = tuple(a for a, v in enumerate(bucket.scope) if v not in message.scope)
                 outside[child] = Table(message.scope, left.min(axis=gone) if gone else left)
-        return found
+        return marginals
 
 
 def aligned(numbers: NDArray, scope: Scope, target: Scope) -> NDArray:
@@ -150,16 +137,14 @@ def aligned(numbers: NDArray, scope: Scope, target: Scope) -> NDArray:
 
 
 def open_tables(tables: Sequence[Table], sizes: Mapping[int, int]) -> list[Table]:
-    """Tables without the variables that have only one state.
-
-    Those decide nothing, but each would be a dimension, of which numpy broadcasts no more than 32.
-    """
-    found = []
+    """Tables without the variables that have only one state. Those decide nothing, but each would be a dimension, of
+    which numpy broadcasts no more than 32."""
+    opened = []
     for table in tables:
         closed = tuple(axis for axis, v in enumerate(table.scope) if sizes[v] == 1)
         scope = tuple(v for v in table.scope if sizes[v] != 1)
-        found.append(Table(scope, table.numbers.squeeze(axis=closed)) if closed else table)
-    return found
+        opened.append(Table(scope, table.numbers.squeeze(axis=closed)) if closed else table)
+    return opened
 
 
 def merged_by_scope(tables: Sequence[Table]) -> list[Table]:
@@ -184,7 +169,7 @@ def order_of(scopes: Sequence[Scope], sizes: Mapping[int, int], limit: int) -> l
     current = {v: size(v) for v in sizes}
     heap = [(number, v) for v, number in current.items()]
     heapq.heapify(heap)
-    found = []
+    order = []
     while heap:
         number, v = heapq.heappop(heap)
         if current.get(v) != number:
@@ -193,7 +178,7 @@ def order_of(scopes: Sequence[Scope], sizes: Mapping[int, int], limit: int) -> l
         members = neighbours.pop(v)
         if number > limit:
             raise TooWideError(members)
-        found.append((v, tuple(sorted(members))))
+        order.append((v, tuple(sorted(members))))
         rest = members - {v}
         for other in rest:
             neighbours[other] |= rest
@@ -201,4 +186,4 @@ def order_of(scopes: Sequence[Scope], sizes: Mapping[int, int], limit: int) -> l
         for other in rest:
             current[other] = size(other)
             heapq.heappush(heap, (current[other], other))
-    return found
+    return order

@@ -32,22 +32,9 @@ def restricted(tables: Sequence[Table], kept: Mapping[int, Sequence[int]]) -> li
 def fewest(
     seconds: Sequence[Table], counts: Sequence[Table], sizes: Mapping[int, int], budget: float, most: int, limit: int
 ) -> dict[int, int] | None:
-    """The states with the least count, and of these the ones with the least seconds.
-
-    Args:
-        seconds: tables of what must not be more than the budget.
-        counts: tables of whole numbers.
-        sizes: number of states of every variable.
-        budget: seconds.
-        most: the count of states that are known to keep the budget.
-        limit: the most entries that a table may have.
-
-    Returns:
-        The states by variable; None where nothing keeps the budget.
-
-    Raises:
-        TooWideError: a table would have more entries.
-    """
+    """The states with the least count that keep the budget, and of these the ones with the least seconds; None where
+    none does. `most` is the count of states that are known to keep it. A TooWideError where a table would have more
+    entries than `limit`."""
     return _Counting(seconds, counts, sizes, most, limit).best(budget)
 
 
@@ -107,15 +94,14 @@ class _Counting:
     def _view(numbers: Numbers, scope: Scope, bucket: _Bucket, fixed: Mapping[int, int]) -> Numbers:
         if fixed:
             at = tuple(slice(None) if v == bucket.variable else fixed[v] for v in scope)
-            found: Numbers = numbers[at]
-            return found
+            part: Numbers = numbers[at]
+            return part
         if numbers.ndim == len(scope):
             return aligned(numbers, scope, bucket.scope)
         sizes = iter(numbers.shape)
         return numbers.reshape([*(next(sizes) if v in scope else 1 for v in bucket.scope), numbers.shape[-1]])
 
     def best(self, budget: float) -> dict[int, int] | None:
-        """The states with the least count within a budget of seconds."""
         roots = [self._buckets[place].message for place in self._roots]
         sums = [self._constant]
         for message in roots:
@@ -150,27 +136,27 @@ class _Counting:
 
 def _shifted(total: Numbers, counts: Numbers) -> Numbers:
     """Vectors by count, after so many more."""
-    found = np.full(np.broadcast_shapes(total.shape, (*counts.shape, 1)), np.inf)
+    shifted = np.full(np.broadcast_shapes(total.shape, (*counts.shape, 1)), np.inf)
     length = total.shape[-1]
     for count in np.unique(counts).astype(int).tolist():
         if count < length:
             moved = np.full(total.shape, np.inf)
             moved[..., count:] = total[..., : length - count]
-            found = np.where((counts == count)[..., None], moved, found)
-    return found
+            shifted = np.where((counts == count)[..., None], moved, shifted)
+    return shifted
 
 
 def _convolved(first: Numbers, second: Numbers) -> Numbers:
     """Vectors by count of both together: the least sum over all ways to share a count."""
-    finite = [np.flatnonzero(np.isfinite(each).reshape(-1, each.shape[-1]).any(axis=0)) for each in (first, second)]
+    finite = [np.flatnonzero(np.isfinite(part).reshape(-1, part.shape[-1]).any(axis=0)) for part in (first, second)]
     if len(finite[0]) < len(finite[1]):
         first, second, finite = second, first, finite[::-1]
     length = first.shape[-1]
-    found = np.full(np.broadcast_shapes(first.shape, second.shape), np.inf)
+    sums = np.full(np.broadcast_shapes(first.shape, second.shape), np.inf)
     for count in finite[1].tolist():
         part = first[..., : length - count] + second[..., count : count + 1]
-        np.minimum(found[..., count:], part, out=found[..., count:])
-    return found
+        np.minimum(sums[..., count:], part, out=sums[..., count:])
+    return sums
 
 
 def _part(first: Numbers, second: Numbers, count: int) -> int:

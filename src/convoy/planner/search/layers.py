@@ -26,32 +26,24 @@ Patterns = tuple[tuple[str, Strategy], ...]
 
 @dataclass
 class _Node:
-    """A part of the modules' names."""
-
     path: str
     strategy: Strategy | None = None
     children: dict[str, "_Node"] = field(default_factory=dict)
 
 
 def compact(mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
-    """The plan that gives every layer its strategy.
-
-    One strategy for all layers is written in one line, with axes that are called by their strategies. Otherwise
-    patterns such as `features.*` stand for what most layers below them have, after those of the others.
-
-    Args:
-        mesh: the devices.
-        layers: strategies by name of the layer, in the network's order.
-    """
+    """The plan that gives every layer its strategy; the layers are in the network's order. One strategy for all layers
+    is written in one line, with axes that are called by their strategies. Otherwise patterns such as `features.*` stand
+    for what most layers below them have, after those of the others."""
     axis = mesh.stage_axis
     if axis is not None:  # on which layers have no strategy
         inner = compact(
             Mesh(mesh.names[:axis] + mesh.names[axis + 1 :], mesh.sizes[:axis] + mesh.sizes[axis + 1 :]),
-            {name: own[:axis] + own[axis + 1 :] for name, own in layers.items()},
+            {name: strategy[:axis] + strategy[axis + 1 :] for name, strategy in layers.items()},
         )
         names, sizes = (
-            (*own[:axis], whole, *own[axis:])
-            for own, whole in ((inner.mesh.names, STAGE), (inner.mesh.sizes, mesh.sizes[axis]))
+            (*inside[:axis], stage, *inside[axis:])
+            for inside, stage in ((inner.mesh.names, STAGE), (inner.mesh.sizes, mesh.sizes[axis]))
         )
         return Plan(Mesh(names, sizes), inner.layers)
     distinct = list(dict.fromkeys(layers.values()))
@@ -62,7 +54,7 @@ def compact(mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
             return Plan(mesh)
         return Plan(Mesh(names, mesh.sizes), (("*", dict(zip(names, strategy, strict=True))),))
     patterns = _patterns(_tree(layers))
-    return Plan(mesh, tuple((pattern, dict(zip(mesh.names, given, strict=True))) for pattern, given in patterns))
+    return Plan(mesh, tuple((pattern, dict(zip(mesh.names, strategy, strict=True))) for pattern, strategy in patterns))
 
 
 def _tree(layers: Mapping[str, Strategy]) -> _Node:
@@ -83,28 +75,28 @@ def _patterns(root: _Node) -> list[tuple[str, Strategy]]:
 
     def visit(node: _Node) -> tuple[Strategy, ...]:
         nodes[node.path] = node
-        found = [strategy for child in node.children.values() for strategy in visit(child)]
-        below[node.path] = tuple(dict.fromkeys(found))
-        own = [node.strategy] if node.strategy is not None else []
-        return tuple(dict.fromkeys([*own, *found]))
+        below_node = [strategy for child in node.children.values() for strategy in visit(child)]
+        below[node.path] = tuple(dict.fromkeys(below_node))
+        here_only = [node.strategy] if node.strategy is not None else []
+        return tuple(dict.fromkeys([*here_only, *below_node]))
 
     everything = visit(root)
 
     @cache
     def children(path: str, inherited: Strategy) -> Patterns:
-        found: Patterns = ()
+        patterns: Patterns = ()
         for child in nodes[path].children.values():
-            found += of(child.path, inherited)
-        return found
+            patterns += of(child.path, inherited)
+        return patterns
 
     @cache
     def of(path: str, inherited: Strategy) -> Patterns:
         """The patterns of a node and all below it, where a pattern above gives `inherited`."""
         node = nodes[path]
-        own = ((path, node.strategy),) if node.strategy is not None and node.strategy != inherited else ()
+        first = ((path, node.strategy),) if node.strategy is not None and node.strategy != inherited else ()
         options: list[Patterns] = [children(path, inherited)]
         options += [(*children(path, s), (f"{path}.*", s)) for s in below[path] if s != inherited]
-        return (*own, *_shortest(options))
+        return (*first, *_shortest(options))
 
     whole = [root.strategy] if root.strategy is not None else list(everything)
     options: list[Patterns] = [(*children("", s), ("*", s)) for s in whole]
@@ -116,34 +108,25 @@ def _shortest(options: Sequence[Patterns]) -> Patterns:
 
 
 def allowed(
-    prices: Prices, batch: Batch, calls: Iterable[Call], given: Iterable[Strategy], narrow: bool = True
+    prices: Prices, batch: Batch, calls: Iterable[Call], proposed: Iterable[Strategy], narrow: bool = True
 ) -> list[Strategy]:
-    """The strategies that a layer can have.
+    """The strategies among `given` that a layer with these calls can have; else the rule's own ConvoyError.
 
-    Left out, with the proof that nothing is lost: what the rules refuse; of convolutions, what asks for the same
-    layouts and gives the same as another strategy; and `height` and `width` of linear layers on a vector for each
-    sample, whose rule then does what `sample` or `replicate` does, whichever the input is in already.
-
-    Args:
-        prices: the prices of the graph and mesh.
-        batch: how the samples are divided.
-        calls: the layer's calls whose rules look at its strategy.
-        given: the candidates.
-        narrow: leave out what is no more than another one; what is refused is left out in any case.
-
-    Raises:
-        ConvoyError: the layer can have none of them; the rule's own sentence.
+    Left out, with the proof that nothing is lost: what the rules refuse; and, where `narrow`, what is no more than
+    another one: of convolutions, what asks for the same layouts and gives the same; and `height` and `width` of linear
+    layers on a vector for each sample, whose rule then does what `sample` or `replicate` does, whichever the input is
+    in already.
     """
-    found: dict[tuple[object, ...], Strategy] = {}
-    calls, given = list(calls), list(given)
-    candidates = set(given)
+    distinct: dict[tuple[object, ...], Strategy] = {}
+    calls, proposed = list(calls), list(proposed)
+    candidates = set(proposed)
     vectors = len(calls) == 1 and is_on_vectors(calls[0], prices.graph, batch)
     drawing = all(call.op == "random" for call in calls)
-    alike = all(call.op in ("conv", "random") for call in calls)  # linear layers follow more of their input
+    by_layouts = all(call.op in ("conv", "random") for call in calls)  # linear layers follow more of their input
     refused: tuple[Call, Strategy] | None = None
-    for strategy in given:
+    for strategy in proposed:
         if drawing:  # by samples or not at all
-            strategy = tuple("sample" if each == "sample" else "replicate" for each in strategy)
+            strategy = tuple("sample" if choice == "sample" else "replicate" for choice in strategy)
         rows = {"height", "width"} & set(strategy)
         if narrow and vectors and rows and _instead(strategy, batch) <= candidates:
             continue
@@ -155,21 +138,22 @@ def allowed(
                 break
             answers.append((answer.wants, answer.gives))
         else:
-            found.setdefault(tuple(answers) if narrow and alike else strategy, strategy)
-    if not found and refused is not None:
+            distinct.setdefault(tuple(answers) if narrow and by_layouts else strategy, strategy)
+    if not distinct and refused is not None:
         call, strategy = refused  # its rule names this layer, not one that is like it
         OPERATIONS[call.op].place(Situation(prices.graph, prices.mesh, batch, call, strategy, {}))
-    return list(found.values())
+    return list(distinct.values())
 
 
 def _instead(strategy: Strategy, batch: Batch) -> set[Strategy]:
-    """What a linear layer on vectors does where it would divide rows or columns: one of these, as its input lies."""
+    """The strategies of which a linear layer on vectors does one, as its input lies, where it would divide rows or
+    columns."""
     choices: list[tuple[str, ...]] = []
-    for axis, each in enumerate(strategy):
-        if each in ("height", "width"):
+    for axis, choice in enumerate(strategy):
+        if choice in ("height", "width"):
             choices.append(("sample", "replicate") if axis in batch.axes else ("replicate",))
         else:
-            choices.append((each,))
+            choices.append((choice,))
     return set(itertools.product(*choices))
 
 
@@ -179,8 +163,7 @@ def is_on_vectors(call: Call, graph: Graph, batch: Batch) -> bool:
 
 
 Role = tuple[object, ...]
-Groups = tuple[tuple[str, ...], ...]
-"""Layers in groups; each layer is in one."""
+Groups = tuple[tuple[str, ...], ...]  # layers in groups; each layer is in one
 
 
 def alone(graph: Graph) -> Groups:
@@ -189,66 +172,53 @@ def alone(graph: Graph) -> Groups:
 
 
 def tied(groups: Groups, met: Iterable[str], graph: Graph) -> Groups:
-    """Fewer groups, after too many layers met.
-
-    Args:
-        groups: as they are.
-        met: layers that met in a table that would be too large.
-    """
+    """Fewer groups, after the layers `met` met in a table that would be too large."""
     met = list(met)
     roles = {call.layer: _role(call, graph) for call in reversed(graph.calls) if is_choosing(call)}
     container = met[-1].rpartition(".")[0] if met else ""
     while container:
         inside = [layer for layer in roles if layer.startswith(f"{container}.")]
-        found = _by_role(groups, inside, roles)
-        if len(found) < len(groups) and 2 * len(set(met).intersection(inside)) >= len(set(met)):
-            return found
+        merged = _by_role(groups, inside, roles)
+        if len(merged) < len(groups) and 2 * len(set(met).intersection(inside)) >= len(set(met)):
+            return merged
         container = container.rpartition(".")[0]
     for layers in (met, list(roles)):
-        found = _by_role(groups, layers, roles)
-        if len(found) < len(groups):
-            return found
+        merged = _by_role(groups, layers, roles)
+        if len(merged) < len(groups):
+            return merged
     return _merged(groups, [set(met) if len(set(met)) > 1 else set(roles)])
 
 
 def tied_where_wide(groups: Groups, graph: Graph, most: int) -> Groups:
-    """Fewer groups, where concatenations join more features than a search can choose for.
-
-    Args:
-        most: so many features may meet.
-    """
+    """Fewer groups, where concatenations join more than `most` features, which a search cannot choose for."""
     deciding: dict[str, tuple[str, ...]] = {}
     for call in graph.calls:
         if is_choosing(call):
-            found: tuple[str, ...] = (call.layer,)
+            layers: tuple[str, ...] = (call.layer,)
         else:
-            found = tuple(dict.fromkeys(layer for name in call.inputs for layer in deciding.get(name, ())))
-        deciding |= dict.fromkeys(call.outputs, found[-1:] if call.op == "cat" else found)
+            layers = tuple(dict.fromkeys(layer for name in call.inputs for layer in deciding.get(name, ())))
+        deciding |= dict.fromkeys(call.outputs, layers[-1:] if call.op == "cat" else layers)
         if call.op == "cat" and len(call.inputs) > most:
             group_of = {layer: group for group in groups for layer in group}
-            if len({group_of[layer] for layer in found}) > most:
-                groups = tied(groups, found, graph)
+            if len({group_of[layer] for layer in layers}) > most:
+                groups = tied(groups, layers, graph)
     return groups
 
 
 def in_common(group: Sequence[str], allowed: Mapping[str, Sequence[Strategy]]) -> tuple[Strategy, ...]:
-    """What all layers of a group may have.
-
-    Raises:
-        ConvoyError: nothing.
-    """
-    first, *others = (allowed[layer] for layer in group)
-    found = tuple(strategy for strategy in first if all(strategy in other for other in others))
-    if not found:
+    """The strategies that all layers of a group may have; a ConvoyError where there are none."""
+    first, *rest = (allowed[layer] for layer in group)
+    common = tuple(strategy for strategy in first if all(strategy in other for other in rest))
+    if not common:
         raise ConvoyError(f"layers {', '.join(group[:3])} … would be given one strategy, but have none in common")
-    return found
+    return common
 
 
 def _by_role(groups: Groups, layers: Sequence[str], roles: dict[str, Role]) -> Groups:
-    found: dict[Role, set[str]] = {}
+    by_role: dict[Role, set[str]] = {}
     for layer in layers:
-        found.setdefault(roles[layer], set()).add(layer)
-    return _merged(groups, found.values())
+        by_role.setdefault(roles[layer], set()).add(layer)
+    return _merged(groups, by_role.values())
 
 
 def _merged(groups: Groups, together: Iterable[set[str]]) -> Groups:
@@ -271,25 +241,15 @@ def _role(call: Call, graph: Graph) -> Role:
 
 
 class Layers:
-    """What is to be chosen for.
-
-    Args:
-        graph: the network.
-        fixes: strategies that are given; the first that matches a layer counts.
-        among: strategies that layers may have on an axis, where no fix says otherwise.
-
-    Attributes:
-        ops: kind of work of every layer, in the order of the network.
-
-    Raises:
-        ConvoyError: a fix is none, or matches no layer.
-    """
+    """The layers that are chosen for; a ConvoyError where a fix is none, or matches no layer. The first fix that
+    matches a layer counts; `among` are the strategies on an axis where none does."""
 
     def __init__(self, graph: Graph, fixes: Iterable[str | Fix], among: Sequence[str]) -> None:
         self._calls: dict[str, list[Call]] = {}
         for call in graph.calls:
             if is_choosing(call):
                 self._calls.setdefault(call.layer, []).append(call)
+        # kind of work of every layer, in the order of the network
         self.ops = {
             layer: next((c.op for c in calls if c.op != "random"), "random") for layer, calls in self._calls.items()
         }
@@ -297,14 +257,10 @@ class Layers:
         self._among = among
 
     def allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
-        """What each layer may have on a mesh.
-
-        Raises:
-            ConvoyError: some layer can have nothing of what it must have.
-        """
+        """The strategies of each layer on a mesh; a ConvoyError where a layer can have none that it must have."""
         everything = strategies(mesh, batch.axes, self._among)
-        known: dict[object, Sequence[Strategy]] = {}
-        found: dict[str, Sequence[Strategy]] = {}
+        by_kind: dict[object, Sequence[Strategy]] = {}
+        by_layer: dict[str, Sequence[Strategy]] = {}
         for layer, calls in self._calls.items():
             fix = fix_of(layer, self._fixes)
             fixed = fix.on(mesh, self.ops[layer]) if fix else None
@@ -316,14 +272,13 @@ class Layers:
             if fixed is not None and any(s == "sample" and a not in batch.axes for a, s in enumerate(fixed)):
                 raise ConvoyError(f"the fix {fix} needs a batch that can be divided over {mesh}: choose a larger batch")
             key = (tuple(map(prices.kind, calls)), fixed)
-            if key not in known:
-                given = everything if fixed is None else [fixed]
-                known[key] = allowed(prices, batch, calls, given, narrow=fixed is None)
-            found[layer] = known[key]
-        return found
+            if key not in by_kind:
+                proposed = everything if fixed is None else [fixed]
+                by_kind[key] = allowed(prices, batch, calls, proposed, narrow=fixed is None)
+            by_layer[layer] = by_kind[key]
+        return by_layer
 
-    def plan(self, mesh: Mesh, given: Mapping[str, Strategy]) -> Plan:
-        """A strategy for every layer as a plan of few patterns."""
-        plan = compact(mesh, {layer: given[layer] for layer in self.ops})
-        assert all(plan.strategy(layer, op) == given[layer] for layer, op in self.ops.items())
+    def plan(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> Plan:
+        plan = compact(mesh, {layer: layers[layer] for layer in self.ops})
+        assert all(plan.strategy(layer, op) == layers[layer] for layer, op in self.ops.items())
         return plan

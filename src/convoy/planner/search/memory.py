@@ -23,30 +23,19 @@ _ONLY_BYTES = 1e-12
 
 @dataclass(frozen=True)
 class Fitting:
-    """The fastest plan found that fits, or the smallest where none does.
-
-    Attributes:
-        memory: bytes on the rank that needs most.
-        bound: seconds that no plan that fits falls below, as far as bytes add up.
-    """
+    """The fastest plan found that fits, or the smallest where none does."""
 
     solution: Solution
-    memory: float
+    memory: float  # bytes on the rank that needs most
     fits: bool
-    bound: float
+    bound: float  # seconds that no plan that fits falls below, as far as bytes add up
 
 
 def fitting(
     solver: Solver, fastest: Solution, limit: float, memory: Callable[[Mapping[str, Strategy]], float]
 ) -> Fitting:
-    """A plan for a rank with so much memory.
-
-    Args:
-        solver: the solver of the mesh and its sample axes, with bytes.
-        fastest: the best plan whatever it needs.
-        limit: bytes that a rank has.
-        memory: bytes that a plan really needs, on the rank that needs most.
-    """
+    """A plan for ranks with `limit` bytes. The solver counts bytes, `memory` those that a plan really needs on the rank
+    that needs most; `fastest` is the best plan whatever it needs."""
     needed = memory(fastest.layers)
     if needed <= limit:
         return Fitting(fastest, needed, True, fastest.seconds)
@@ -55,21 +44,21 @@ def fitting(
     if least > limit:
         return Fitting(smallest, least, False, fastest.seconds)
     best, of_best, bound = smallest, least, fastest.seconds
-    known = {_key(fastest): needed, _key(smallest): least}
+    memory_of = {_key(fastest): needed, _key(smallest): least}
     # what is counted on rank 0 and what the busiest rank needs differ: the price is for bytes as they are counted
     counted_limit = limit * fastest.bytes / needed
     low, high = 0.0, max(smallest.seconds - fastest.seconds, 1e-9) / max(fastest.bytes - smallest.bytes, 1.0) * 1e3
     for _ in range(_ROUNDS):
         price = (low * high) ** 0.5 if low else high / 8
-        found = solver.solve(byte_price=price)
-        bound = max(bound, found.seconds + price * (found.bytes - counted_limit))
-        if _key(found) not in known:
-            known[_key(found)] = memory(found.layers)
-        needed = known[_key(found)]
+        solution = solver.solve(byte_price=price)
+        bound = max(bound, solution.seconds + price * (solution.bytes - counted_limit))
+        if _key(solution) not in memory_of:
+            memory_of[_key(solution)] = memory(solution.layers)
+        needed = memory_of[_key(solution)]
         if needed <= limit:
             high = price
-            if found.seconds < best.seconds:
-                best, of_best = found, needed
+            if solution.seconds < best.seconds:
+                best, of_best = solution, needed
         else:
             low = price
         if low and high / low < 1.01:
@@ -89,16 +78,8 @@ def nothing_fits(
     what: str = "no plan fits: the smallest",
     memory: Callable[[Placement], float] | None = None,
 ) -> TooLargeError:
-    """The sentence for where even the smallest plan is too large.
-
-    Args:
-        placement: the smallest plan that was found.
-        costs: for the memory of parameters.
-        needed: bytes on its rank that needs most.
-        limit: bytes that a rank has.
-        what: needs as much.
-        memory: bytes that a placement needs on its rank that needs most; without it, as the costs count them.
-    """
+    """The error for where even the smallest plan is too large. `memory` gives the bytes that a placement needs on its
+    rank that needs most; without it, as the costs count them."""
     layers: dict[str, float] = {}
     outputs: dict[str, float] = {}  # several layers may keep the same one
     parameters = 0.0
@@ -110,11 +91,11 @@ def nothing_fits(
             if graph.values[name].origin == "parameter":
                 held += costs.parameter_memory(graph.values[name], placement.layouts[name], mesh)
         parameters += held
-        for kept in kept_by(placed, placement):
-            if graph.values[kept.value].origin in ("call", "input"):
-                own = kept.itemsize * prod(kept.layout.local_shape(graph.shape(kept.value), mesh, origin))
-                outputs[kept.value] = max(own, outputs.get(kept.value, 0.0))
-                held += own
+        for tensor in kept_by(placed, placement):
+            if graph.values[tensor.value].origin in ("call", "input"):
+                num_bytes = tensor.itemsize * prod(tensor.layout.local_shape(graph.shape(tensor.value), mesh, origin))
+                outputs[tensor.value] = max(num_bytes, outputs.get(tensor.value, 0.0))
+                held += num_bytes
         layers[placed.call.layer] = layers.get(placed.call.layer, 0.0) + held
     largest = max(layers, key=lambda layer: layers[layer])
     name = f"layer {largest}" if largest else "what the network itself computes"

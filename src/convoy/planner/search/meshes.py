@@ -11,7 +11,7 @@ from convoy.planner.search.layers import Groups, Layers
 from convoy.planner.search.placing import Shared
 from convoy.planner.search.prices import Costs, Prices, Strategy, sample_axes_of, used_axes
 from convoy.planner.search.pruning import INTERESTING, UninterestingError
-from convoy.planner.search.solve import Solution, Solver, next_best
+from convoy.planner.search.solve import Solution, Solver
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Batch
 from convoy.plans.plan import Plan
@@ -20,27 +20,19 @@ _BRANCHES = 400
 
 
 def using_all_axes(solver: Solver, solution: Solution, ops: Mapping[str, str], enough: float) -> Solution | None:
-    """The best plan in which each of the solver's sample axes divides the samples of some layer.
-
-    The solver's costs hold only for such plans: others are plans of fewer sample axes. Branch and bound over which
-    layer uses an axis that the best plan does not use.
-
-    Args:
-        solver: of these sample axes.
-        solution: the best plan, of all.
-        ops: kind of work of every layer.
-        enough: seconds that another plan is known to take; None is returned where no plan here takes less.
-    """
+    """The best plan in which each of the solver's sample axes divides the samples of some layer; None where it takes
+    `enough` seconds. The solver's costs hold only for such plans: others are plans of fewer sample axes. Branch and
+    bound over which layer uses an axis that the best plan, `solution`, does not use."""
     axes = solver.batch.axes
     heap: list[tuple[float, int, Solution, dict[str, Sequence[Strategy]]]] = [(solution.seconds, 0, solution, {})]
     count = 0
     while heap and count < _BRANCHES:
-        seconds, _, found, only = heapq.heappop(heap)
+        seconds, _, best, only = heapq.heappop(heap)
         if seconds >= enough:
             return None
-        missing = sorted(set(axes) - set(used_axes(found.layers, ops)))
+        missing = sorted(set(axes) - set(used_axes(best.layers, ops)))
         if not missing:
-            return found
+            return best
         for group in solver.groups:
             having = [s for s in only.get(group[0], solver.allowed[group[0]]) if s[missing[0]] == "sample"]
             if not having or ops[group[0]] == "random":
@@ -58,18 +50,12 @@ def using_all_axes(solver: Solver, solution: Solution, ops: Mapping[str, str], e
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what it is predicted to cost.
-
-    Attributes:
-        seconds: the sum of its costs.
-        redistributions: how often it brings a tensor from one layout to another.
-        measure: what says how much memory it takes.
-    """
+    """A plan and what it is predicted to cost."""
 
     plan: Plan
-    seconds: float
-    redistributions: int
-    measure: Callable[[Plan], float] = field(repr=False, compare=False)
+    seconds: float  # the sum of its costs
+    redistributions: int  # how often it brings a tensor from one layout to another
+    measure: Callable[[Plan], float] = field(repr=False, compare=False)  # of bytes on the rank that needs most
 
     @cached_property
     def memory(self) -> float:
@@ -79,97 +65,65 @@ class Candidate:
 
 @dataclass(frozen=True)
 class NextBest:
-    """What a layer would cost with its second best strategy, all other layers chosen anew for that, on the same mesh.
+    """What a layer would cost with its second best strategy, all other layers chosen anew, on the same mesh."""
 
-    Attributes:
-        layers: mostly one; those that have one strategy together where they are tied.
-        strategy: what the best plan gives them, one for each axis of `SearchResult.mesh`.
-        other: the second best, None where they can have no other.
-        seconds: time of the whole plan with `other`; infinite where there is none. It can be less than that of the
-            best plan, by the search's tolerance at most, which then sends less.
-    """
-
-    layers: tuple[str, ...]
-    strategy: Strategy
-    other: Strategy | None
+    layers: tuple[str, ...]  # mostly one; several where they are tied
+    strategy: Strategy  # in the best plan, one for each axis
+    other: Strategy | None  # the second best; None where they can have no other
+    # Of the whole plan with `other`; infinite where there is none. It can be less than that of the best plan, by the
+    # search's tolerance at most, which then sends less.
     seconds: float
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found.
+    """The answer of a search."""
 
-    Attributes:
-        candidates: different plans, the one to have first and then by their seconds: the best of a mesh and of a way
-            to divide the samples each, and plain `sample` where it can be.
-        exact: whether no plan on the meshes that were searched costs less than `least`, and none within the tolerance
-            has fewer redistributions than the first candidate.
-        notes: sentences about what was left out or tied, empty where `exact`.
-        searched: the meshes.
-        least: seconds of the fastest plan.
-        solution: the tables of the search that gave the best plan.
-    """
-
+    # Different plans, the one to have first and then by their seconds: the best of a mesh and of a way to divide the
+    # samples each, and plain `sample` where it can be
     candidates: tuple[Candidate, ...]
+    # No plan on the meshes that were searched costs less than `least`, and none within the tolerance has fewer
+    # redistributions than the first candidate
     exact: bool
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # sentences about what was left out or tied, empty where `exact`
     searched: tuple[Mesh, ...]
-    least: float
-    solution: Solution = field(repr=False, compare=False)
+    least: float  # seconds of the fastest plan
+    solution: Solution = field(repr=False, compare=False)  # of the best plan
 
     @property
     def best(self) -> Candidate:
-        """The first candidate."""
         return self.candidates[0]
 
     @cached_property
     def next_best(self) -> tuple[NextBest, ...]:
-        """For the best plan, layer by layer in the network's order; worked out when first asked for."""
-        found = []
-        for v, numbers in next_best(self.solution).items():
-            choice = self.solution.problem.choices[v]
-            own = self.solution.layers[choice.layers[0]]
-            others = [(float(n), s) for n, s in zip(numbers, choice.strategies, strict=True) if s != own]
-            seconds, other = min(others, default=(float("inf"), None), key=lambda pair: pair[0])
-            found.append(NextBest(choice.layers, own, other if seconds < float("inf") else None, seconds))
-        return tuple(found)
+        """The second best strategies, layer by layer in the network's order; worked out when first asked for."""
+        rows = []
+        marginals = self.solution.elimination.min_marginals()
+        for v, choice in enumerate(self.solution.problem.choices):
+            chosen = self.solution.layers[choice.layers[0]]
+            rivals = [(float(n), s) for n, s in zip(marginals[v], choice.strategies, strict=True) if s != chosen]
+            seconds, other = min(rivals, default=(float("inf"), None), key=lambda pair: pair[0])
+            rows.append(NextBest(choice.layers, chosen, other if seconds < float("inf") else None, seconds))
+        return tuple(rows)
 
 
+# The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many.
 Parts = Callable[[int], tuple[range, ...]]
-"""The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many."""
 
 
 @dataclass(frozen=True)
 class MeshSolution:
-    """The best plan of a mesh and its sample axes.
-
-    Attributes:
-        free: the best one where the samples need not be divided over all of these axes.
-    """
+    """The best plan of a mesh and its sample axes."""
 
     solver: Solver
     mesh: Mesh
     solution: Solution
-    free: Solution
+    free: Solution  # the best plan whose samples need not be divided over all of these axes
 
 
 class MeshSearch:
-    """Solves one mesh after the other; what was found bounds what is looked for next.
-
-    Args:
-        graph: the network.
-        costs: the costs of calls, transfers and parameters.
-        layers: what is chosen for.
-        parts: how the samples are divided over a number of ranks.
-        outputs: names of the values that the network returns.
-        with_memory: whether bytes are counted too.
-        tolerance: by this share plans may take longer than the fastest and are to be found all the same.
-
-    Attributes:
-        solvers: one for each way to divide the samples that was looked at.
-        plain: the solver that knows plain `sample` on one axis; None where that cannot be.
-        refused: why the last way that cannot be cannot.
-    """
+    """Solves one mesh after the other; the best plans bound what is looked for next. Plans that take longer than the
+    fastest by the share `tolerance` are to be found all the same."""
 
     def __init__(
         self,
@@ -186,9 +140,9 @@ class MeshSearch:
         self._parts, self._outputs = parts, outputs
         self._with_memory, self._tolerance = with_memory, tolerance
         self._known = float("inf")
-        self.solvers: list[Solver] = []
-        self.plain: Solver | None = None
-        self.refused: ConvoyError | None = None
+        self.solvers: list[Solver] = []  # one for each way to divide the samples
+        self.plain: Solver | None = None  # of plain `sample` on one axis; None where that cannot be
+        self.refused: ConvoyError | None = None  # why the last way that was refused cannot be
 
     def on(self, mesh: Mesh) -> list[MeshSolution]:
         """The best plans on a mesh, one for each set of sample axes for which there is one."""
@@ -215,7 +169,7 @@ class MeshSearch:
         return [one for one in (self._whole(axes, solved) for axes in solved) if one is not None]
 
     def _whole(self, axes: Axes, solved: dict[Axes, MeshSolution]) -> MeshSolution | None:
-        """What was solved for some axes, with all of them in use; None where fewer axes do better."""
+        """The solution for some axes, with all of them in use; None where fewer axes do better."""
         one, ops = solved[axes], self._layers.ops
         if used_axes(one.solution.layers, ops) == axes:
             return one

@@ -23,24 +23,18 @@ from convoy.plans.layout import Split
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Batch
 
-Ids = NDArray[np.int64]
-"""Numbers of layouts, as `convoy.planner.search.prices.Prices.number` gives them."""
+Ids = NDArray[np.int64]  # numbers of layouts, as `convoy.planner.search.prices.Prices.number` gives them
 
 _LARGE = 50_000
 
 
 @dataclass(frozen=True)
 class Known:
-    """Where a tensor lies, for every state of the variables in `scope`.
-
-    Attributes:
-        ids: numbers of layouts, one dimension for each variable.
-        key: the same for equal `ids`.
-    """
+    """Where a tensor lies, for every state of the variables in `scope`."""
 
     scope: Scope
-    ids: Ids
-    key: int
+    ids: Ids  # numbers of layouts, one dimension for each variable
+    key: int  # the same for equal `ids`
 
 
 class Keys:
@@ -59,10 +53,8 @@ class Keys:
 
 
 def relabelled(ids: Ids) -> tuple[Ids, Ids]:
-    """The distinct numbers of an array, ascending, and for every element the place of its number among them.
-
-    As `numpy.unique`, without sorting where the numbers are small.
-    """
+    """The distinct numbers of an array, ascending, and for every element the place of its number among them. As
+    `numpy.unique`, without sorting where the numbers are small."""
     if ids.size == 1:
         return ids.reshape(1), np.zeros_like(ids)
     if ids.size >= 64:
@@ -100,45 +92,40 @@ def combined(codes: Ids, more: Ids, size: int) -> Ids:
     return product
 
 
-def codes_of(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
-    """For every state of the inputs a number; states of one number are placed alike.
-
-    Args:
-        call: the call.
-        prices: the prices of its graph and mesh.
-        given: for every input the numbers of its layouts, all of one shape; None for parameters and the like.
-    """
+def codes_of(call: Call, prices: Prices, inputs: Sequence[Ids | None]) -> Ids:
+    """For every state of the inputs a number; states of one number are placed alike. `given` has for every input the
+    numbers of its layouts, all of one shape; None for parameters and the like."""
     if call.op == "cat" and len(call.inputs) > 2:
-        return _joined(call, prices, given)
+        return _joined(call, prices, inputs)
     codes: Ids | None = None
-    for ids in given:
+    for ids in inputs:
         if ids is not None:
             codes = ids + 1 if codes is None else combined(codes, ids + 1, len(prices.layouts) + 1)
     return codes if codes is not None else np.zeros((), np.int64)
 
 
-def _joined(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
+def _joined(call: Call, prices: Prices, inputs: Sequence[Ids | None]) -> Ids:
     graph, mesh = prices.graph, prices.mesh
     dim = call.attributes["dim"] % len(graph.shape(call.outputs[0]))
     first: dict[object, tuple[str, Ids]] = {}
-    for name, ids in zip(call.inputs, given, strict=True):
+    for name, ids in zip(call.inputs, inputs, strict=True):
         if ids is not None:  # an operand that lies as an earlier one of its size has nothing to add
             first.setdefault((graph.shape(name)[dim], ids.shape, ids.tobytes()), (name, ids))
-    known = list(first.values())
+    operands = list(first.values())
     targets: list[Target] = [()]
     numbers: dict[Target, int] = {(): 0}
     at: Ids = np.zeros((), np.int64)
-    for _, ids in known:  # all operands have as many elements once they are as long as the result: in order
+    for _, ids in operands:  # all operands have as many elements once they are as long as the result: in order
         at = _table(at, ids, lambda a, i: _number(_agreed(targets[a], prices, i, dim), targets, numbers))
     ways: list[Axes] = [()]
     way_numbers: dict[Axes, int] = {(): 0}
     way: Ids = np.zeros_like(at)
-    for _, ids in sorted(known, key=lambda item: -graph.shape(item[0])[dim]):
+    for _, ids in sorted(operands, key=lambda item: -graph.shape(item[0])[dim]):
 
         def along(code: int, i: int) -> int:
-            target, found = divmod(code, _MANY)
-            if found:
-                return found
+            target, axes_number = divmod(code, _MANY)
+            if axes_number:
+                return axes_number
             split = prices.layouts[i].split(dim) if i != NOWHERE else None
             used = {axis for _, other in targets[target] for axis in other.axes}
             axes = split.axes if split is not None and not set(split.axes) & used else ()
@@ -146,7 +133,7 @@ def _joined(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
 
         way = _table(at * _MANY + way, ids, along)
     codes = at * len(ways) + way
-    for name, ids in known:
+    for name, ids in operands:
         evens = {axes: even(mesh, axes, graph.shape(name)[dim]) for axes in ways if axes}
         unusual: dict[Split, int] = {}
 
@@ -156,11 +143,11 @@ def _joined(call: Call, prices: Prices, given: Sequence[Ids | None]) -> Ids:
                 return 0
             return unusual.setdefault(split, len(unusual) + 1)
 
-        found = _table(way, ids, odd)
+        odds = _table(way, ids, odd)
         if unusual:
-            codes = combined(codes, found, len(unusual) + 1)
+            codes = combined(codes, odds, len(unusual) + 1)
     nowhere = np.zeros(codes.shape, bool)
-    for _, ids in known:
+    for _, ids in operands:
         nowhere = nowhere | (ids == NOWHERE)
     return np.where(nowhere, -1, codes)
 
@@ -170,11 +157,11 @@ def _agreed(target: Target, prices: Prices, number: int, dim: int) -> Target:
     if number == NOWHERE:
         return target
     splits = dict(target)
-    taken = {axis for split in splits.values() for axis in split.axes}
+    used = {axis for split in splits.values() for axis in split.axes}
     for other, split in prices.layouts[number].splits:
-        if other not in splits and not set(split.axes) & taken and other != dim:
+        if other not in splits and not set(split.axes) & used and other != dim:
             splits[other] = split
-            taken |= set(split.axes)
+            used |= set(split.axes)
     return tuple(sorted(splits.items(), key=lambda item: item[0]))
 
 
@@ -182,8 +169,8 @@ def _table(first: Ids, second: Ids, function: Callable[[int, int], int]) -> Ids:
     """A function of two numbers for whole arrays, called once for each pair."""
     left, left_at = relabelled(first)
     right, right_at = relabelled(second)
-    found = np.array([[function(a, b) for b in right.tolist()] for a in left.tolist()], np.int64)
-    return found[left_at, right_at]
+    values = np.array([[function(a, b) for b in right.tolist()] for a in left.tolist()], np.int64)
+    return values[left_at, right_at]
 
 
 def _number(thing: Thing, things: list[Thing], numbers: dict[Thing, int]) -> int:
@@ -194,55 +181,39 @@ def _number(thing: Thing, things: list[Thing], numbers: dict[Thing, int]) -> int
     return numbers[thing]
 
 
-GRID = 1_500_000
-"""The most states that a call's inputs may have together."""
+GRID = 1_500_000  # the most states that a call's inputs may have together
 
+# Where a tensor lies: places of variables in a call's scope, numbers of layouts over these, and a key
 Narrow = tuple[tuple[int, ...], Ids, int]
-"""Where a tensor lies: places of variables in a call's scope, numbers of layouts over these, and a key."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Layers that have one strategy together, mostly one layer.
-
-    Attributes:
-        strategies: what they may have, in the order of the variable's states.
-    """
+    """Layers that have one strategy together, mostly one layer."""
 
     layers: tuple[str, ...]
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[Strategy, ...]  # in the order of the variable's states
 
 
 @dataclass(frozen=True)
 class PlacedStates:
-    """A call for every state of the variables that it depends on, which stand here by their places in its scope.
+    """A call for every state of the variables that it depends on, which stand here by their places in its scope."""
 
-    Attributes:
-        seconds: time of the call; infinite where it cannot be.
-        inside: bytes that it alone keeps.
-        wants, gives: layouts of its inputs and outputs.
-        keeps: places of the inputs, and after them the outputs, that it keeps for the backward pass.
-        refused: what a rule said to some state.
-    """
-
-    seconds: NDArray[np.float64]
-    inside: NDArray[np.float64]
-    wants: list[Narrow]
-    gives: list[Narrow]
-    keeps: tuple[int, ...]
-    refused: ConvoyError | None
+    seconds: NDArray[np.float64]  # infinite where it cannot be
+    inside: NDArray[np.float64]  # bytes that it alone keeps
+    wants: list[Narrow]  # layouts of its inputs
+    gives: list[Narrow]  # layouts of its outputs
+    keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
+    refused: ConvoyError | None  # by a rule, for some state
 
 
 class Shared:
-    """What the problems of one mesh share: prices, and what was worked out for some states already.
-
-    Attributes:
-        tables: seconds and counts of redistributions, by what they depend on.
-    """
+    """What the problems of one mesh share: prices, and what was worked out for some states already."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
         self.keys = Keys()
+        # seconds and counts of redistributions, by what they depend on
         self.tables: dict[tuple[object, ...], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
         self._placed: dict[tuple[object, ...], PlacedStates] = {}
 
@@ -250,47 +221,37 @@ class Shared:
         self,
         call: Call,
         batch: Batch,
-        given: Sequence[Known | None],
-        own: tuple[int, Choice] | None,
+        inputs: Sequence[Known | None],
+        choice: tuple[int, Choice] | None,
         scope: Scope,
         sizes: Sequence[int],
     ) -> PlacedStates:
-        """A call for all states.
-
-        Args:
-            call: the call.
-            batch: how the samples are divided.
-            given: where its inputs lie; None for parameters, buffers and constants.
-            own: the variable of its layer's strategy, and what it may be; None for calls that follow.
-            scope: all variables that it depends on.
-            sizes: their numbers of states.
-
-        Raises:
-            TooWideError: there are too many states.
-        """
+        """A call for all states; a TooWideError where there are too many. `given` says where its inputs lie, None for
+        parameters, buffers and constants; `own` is the variable of its layer's strategy, and what it may be, None for
+        calls that follow. `scope` are all variables that it depends on."""
         key = (
             self.prices.kind(call),
-            tuple((known.key, *map(scope.index, known.scope)) if known else None for known in given),
-            (scope.index(own[0]), own[1].strategies, batch.axes) if own is not None else None,
+            tuple((place.key, *map(scope.index, place.scope)) if place else None for place in inputs),
+            (scope.index(choice[0]), choice[1].strategies, batch.axes) if choice is not None else None,
         )
-        found = self._placed.get(key)
-        if found is None:
-            found = self._placed[key] = self._place(call, batch, given, own, scope, check_grid(scope, sizes))
-        return found
+        states = self._placed.get(key)
+        if states is None:
+            states = self._placed[key] = self._place(call, batch, inputs, choice, scope, check_grid(scope, sizes))
+        return states
 
     def _place(
         self,
         call: Call,
         batch: Batch,
-        given: Sequence[Known | None],
-        own: tuple[int, Choice] | None,
+        inputs: Sequence[Known | None],
+        choice: tuple[int, Choice] | None,
         scope: Scope,
         sizes: tuple[int, ...],
     ) -> PlacedStates:
-        arrays = [aligned(known.ids, known.scope, scope) if known else None for known in given]
-        strategies: Sequence[Strategy] = own[1].strategies if own is not None else ((),)
+        arrays = [aligned(place.ids, place.scope, scope) if place else None for place in inputs]
+        strategies: Sequence[Strategy] = choice[1].strategies if choice is not None else ((),)
         states = np.arange(len(strategies))
-        state = aligned(states, (own[0],), scope) if own is not None else np.zeros((), np.int64)
+        state = aligned(states, (choice[0],), scope) if choice is not None else np.zeros((), np.int64)
         codes = codes_of(call, self.prices, arrays) * len(strategies) + state
         numbers, inverse = relabelled(np.broadcast_to(codes, sizes))
         first = np.empty(len(numbers), np.int64)
@@ -303,8 +264,8 @@ class Shared:
         for chosen, *of_inputs in zip(_at(state, at), *columns, strict=True):
             answer = None
             if not any(n == NOWHERE and depending for n, depending in zip(of_inputs, depends, strict=True)):
-                found = self.prices.answer(call, batch, strategies[chosen], of_inputs)
-                answer, refused = (None, found) if isinstance(found, ConvoyError) else (found, refused)
+                result = self.prices.answer(call, batch, strategies[chosen], of_inputs)
+                answer, refused = (None, result) if isinstance(result, ConvoyError) else (result, refused)
             answers.append(answer)
 
         def spread(numbers: Iterable[float], kind: type) -> NDArray:
@@ -325,11 +286,7 @@ class Shared:
 
 
 def check_grid(scope: Scope, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of an array over some variables.
-
-    Raises:
-        TooWideError: it would be too large.
-    """
+    """The shape of an array over some variables; a TooWideError where it would be too large."""
     if prod(sizes) > GRID:
         raise TooWideError(scope)
     return tuple(sizes)
@@ -339,5 +296,5 @@ def _at(array: Ids, at: Sequence[NDArray[np.intp]]) -> list[int]:
     """Elements of an array that broadcasts, at some places."""
     if array.size == 1:
         return [int(array.flat[0])] * (len(at[0]) if at else 1)
-    found: list[int] = array[tuple(i if n > 1 else 0 for i, n in zip(at, array.shape, strict=True))].tolist()
-    return found
+    picked: list[int] = array[tuple(i if n > 1 else 0 for i, n in zip(at, array.shape, strict=True))].tolist()
+    return picked

@@ -19,27 +19,22 @@ from convoy.plans.place import COMPUTE, Batch, PlacedCall, Placement, Situation
 from convoy.plans.traffic import needs_gradient
 from convoy.plans.transfer import Step, transfer
 
+# What a layer may have on one axis; of equal ones the first is kept
 AXIS_STRATEGIES = ("sample", "replicate", "filter", "channel", "height", "width")
-"""What a layer may have on one axis; of equal ones the first is kept."""
 
-CHOOSING = (*COMPUTE, "random")
-"""Kinds of calls whose rules look at the strategy of their layer."""
+CHOOSING = (*COMPUTE, "random")  # kinds of calls whose rules look at the strategy of their layer
 
-Strategy = tuple[str, ...]
-"""One strategy for each axis of a mesh."""
+Strategy = tuple[str, ...]  # one strategy for each axis of a mesh
 
 
 def meshes(num_devices: int, max_axes: int = 2) -> list[Mesh]:
-    """All meshes of so many devices: every ordered factorisation, the last axis between neighbours.
-
-    The axes are called `gpu`, or `node` and `gpu`. One device is a mesh without axes.
-    """
+    """All meshes of so many devices: every ordered factorisation, the last axis between neighbours. The axes are called
+    `gpu`, or `node` and `gpu`. One device is a mesh without axes."""
     names = {1: ("gpu",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
-    found = [Mesh((), ())] if num_devices == 1 else []
-    for count in range(1, max_axes + 1):
-        for sizes in _factorisations(num_devices, count):
-            found.append(Mesh(names[count], sizes))
-    return found
+    if num_devices == 1:
+        return [Mesh((), ())]
+    counts = range(1, max_axes + 1)
+    return [Mesh(names[count], sizes) for count in counts for sizes in _factorisations(num_devices, count)]
 
 
 def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -61,13 +56,7 @@ def sample_axes_of(mesh: Mesh) -> list[Axes]:
 
 
 def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -> list[Strategy]:
-    """All combinations of strategies on a mesh whose samples are divided over `axes` at most.
-
-    Args:
-        mesh: the devices.
-        axes: those that may divide the samples.
-        among: what a layer may have on an axis.
-    """
+    """All combinations of strategies `among` some, on a mesh whose samples are divided over `axes` at most."""
     choices = [
         [strategy for strategy in AXIS_STRATEGIES if strategy in among and (strategy != "sample" or axis in axes)]
         for axis in mesh.axes
@@ -76,36 +65,20 @@ def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -
 
 
 def used_axes(layers: Mapping[str, Strategy], ops: Mapping[str, str]) -> Axes:
-    """The axes on which some layer with weights is divided by samples.
-
-    Args:
-        layers: the strategy of every layer.
-        ops: its kind of work.
-    """
-    given = [strategy for layer, strategy in layers.items() if ops[layer] != "random"]
-    return tuple(axis for axis in range(len(given[0]) if given else 0) if any(s[axis] == "sample" for s in given))
+    """The axes on which some layer with weights is divided by samples; `ops` are the layers' kinds of work."""
+    rows = [strategy for layer, strategy in layers.items() if ops[layer] != "random"]
+    return tuple(axis for axis in range(len(rows[0]) if rows else 0) if any(s[axis] == "sample" for s in rows))
 
 
 Structure = tuple[Any, ...]
 
 
 def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> Structure:
-    """What two calls must have in common to be placed alike and to cost the same.
-
-    Names of tensors stand in it as places among the call's inputs and outputs.
-
-    Args:
-        differentiable: names of the values that have a gradient.
-    """
+    """What two calls must have in common to be placed alike and to cost the same. Names of tensors stand in it as
+    places among the call's inputs and outputs; those in `differentiable` have a gradient."""
     places = {name: f"${number}" for number, name in enumerate((*call.inputs, *call.outputs))}
     tensors = tuple(
-        (
-            (value := graph.values[name]).shape,
-            str(value.dtype),
-            value.origin,
-            name in differentiable,
-        )
-        for name in places
+        ((value := graph.values[name]).shape, str(value.dtype), value.origin, name in differentiable) for name in places
     )
     return (
         call.op,
@@ -123,8 +96,8 @@ def _normal(value: Any, places: Mapping[str, str], graph: Graph) -> Any:
     if isinstance(value, Ref):
         return places.get(value.name, "$")
     if isinstance(value, str):
-        known = graph.values.get(value)
-        return places.get(value, value if known is None else f"${known.origin}")
+        tensor = graph.values.get(value)
+        return places.get(value, value if tensor is None else f"${tensor.origin}")
     if isinstance(value, Mapping):
         return tuple((str(key), _normal(item, places, graph)) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -135,34 +108,20 @@ def _normal(value: Any, places: Mapping[str, str], graph: Graph) -> Any:
 
 
 class Costs(Protocol):
-    """Seconds of one pass forward and backward, and of the update that follows it, each for the busiest rank.
-
-    Every answer must be a function of what is given: the search asks once for all calls, tensors and steps that are
-    alike, and adds up what it is told.
-    """
+    """Seconds of one pass forward and backward, and of the update that follows it, each for the busiest rank. Every
+    answer must be a function of what is given: the search asks once for all calls, tensors and steps that are alike,
+    and adds up what it is told."""
 
     def context(self, call: Call) -> Hashable:
         """What the seconds of a call depend on that is not in it: how its inputs are used elsewhere, and the like."""
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
-        """Seconds of a call, forward and backward.
-
-        Args:
-            placed: the call with the layouts of its inputs and outputs. Its `transfers` name the inputs that come from
-                another layout, without the steps, and nothing for calls whose layer has a strategy.
-            placement: its graph, mesh and batch; nothing else is filled in.
-        """
+        """Seconds of a call, forward and backward. Its `transfers` name the inputs that come from another layout,
+        without the steps, and nothing for calls whose layer has a strategy. Of the placement, only graph, mesh and
+        batch are filled in."""
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
-        """Seconds of one step of a redistribution, forward and backward.
-
-        Args:
-            step: the step.
-            mesh: the devices.
-            shape: the whole tensor's shape.
-            itemsize: bytes of an element.
-            differentiable: whether its gradient comes back.
-        """
+        """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""
 
     def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
         """Seconds that a call takes less in each pass after the first, where its weight is laid out once for all."""
@@ -191,10 +150,8 @@ class Costs(Protocol):
 
 
 def additive_seconds(placement: Placement, costs: Costs) -> float:
-    """The sum that the search makes least, over a network as it is placed.
-
-    A value travels once for all calls that want it in the same layout (`convoy.plans.traffic`).
-    """
+    """The sum that the search makes least, over a network as it is placed. A value travels once for all calls that want
+    it in the same layout (`convoy.plans.traffic`)."""
     graph, mesh = placement.graph, placement.mesh
     differentiable = needs_gradient(graph)
     total = sum(costs.compute(placed, placement) for placed in placement.calls)
@@ -211,42 +168,28 @@ def additive_seconds(placement: Placement, costs: Costs) -> float:
 
 def redistributions(placement: Placement) -> dict[tuple[str, Layout], tuple[Step, ...]]:
     """The steps that bring values to layouts in which they are wanted and do not lie, by value and layout."""
-    wanted = [(name, steps) for placed in placement.calls for name, steps in placed.transfers.items()]
-    wanted += placement.outputs.items()
-    return {(name, steps[-1].target): steps for name, steps in wanted if steps}
+    asked = [(name, steps) for placed in placement.calls for name, steps in placed.transfers.items()]
+    asked += placement.outputs.items()
+    return {(name, steps[-1].target): steps for name, steps in asked if steps}
 
 
-NOWHERE = -1
-"""Stands for the layout of a value that cannot be."""
+NOWHERE = -1  # stands for the layout of a value that cannot be
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How a call is placed.
+    """How a call is placed."""
 
-    Attributes:
-        wants: number of the layout that it asks for, for each of its inputs; NOWHERE where it asks nothing.
-        gives: number of the layout of each of its outputs.
-        seconds: time of the call itself.
-        inside: bytes that it alone keeps for the backward pass, on rank 0.
-        keeps: places of the inputs, and after them the outputs, that it keeps for the backward pass.
-    """
-
-    wants: tuple[int, ...]
-    gives: tuple[int, ...]
-    seconds: float
-    inside: float
-    keeps: tuple[int, ...]
+    wants: tuple[int, ...]  # number of each input's layout that it asks for; NOWHERE where it asks nothing
+    gives: tuple[int, ...]  # number of each output's layout
+    seconds: float  # of the call itself
+    inside: float  # bytes that it alone keeps for the backward pass, on rank 0
+    keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
 
 
 class Prices:
-    """What is known of a graph on a mesh, for all ways to divide its samples.
-
-    Args:
-        graph: the network, captured at its whole batch.
-        mesh: the devices.
-        costs: asked once for all that is alike.
-    """
+    """What is known of a graph, captured at its whole batch, on a mesh, for all ways to divide its samples. The costs
+    are asked once for all that is alike."""
 
     def __init__(self, graph: Graph, mesh: Mesh, costs: Costs) -> None:
         self.graph = graph
@@ -265,53 +208,46 @@ class Prices:
         self._local: dict[tuple[object, ...], int] = {}
 
     def number(self, layout: Layout) -> int:
-        """The number of a layout."""
-        found = self._numbers.get(layout)
-        if found is None:
+        number = self._numbers.get(layout)
+        if number is None:
             # equal splits are one object, which is quick to compare
             splits = tuple((dim, self._splits.setdefault(split, split)) for dim, split in layout.splits)
             layout = Layout(splits, layout.partial, layout.copied)
-            found = self._numbers[layout] = len(self.layouts)
+            number = self._numbers[layout] = len(self.layouts)
             self.layouts.append(layout)
-        return found
+        return number
 
     def kind(self, call: Call) -> int:
         """A number for all calls that are alike but for their names."""
-        found = self._of_call.get(call.name)
-        if found is None:
+        number = self._of_call.get(call.name)
+        if number is None:
             key = (*structure(call, self.graph, self.differentiable), self.costs.context(call))
-            found = self._of_call[call.name] = self._structures.setdefault(key, len(self._structures))
-        return found
+            number = self._of_call[call.name] = self._structures.setdefault(key, len(self._structures))
+        return number
 
-    def answer(self, call: Call, batch: Batch, strategy: Strategy, given: Sequence[int]) -> Answer | ConvoyError:
-        """How a call is placed, or why it cannot be.
+    def answer(self, call: Call, batch: Batch, strategy: Strategy, inputs: Sequence[int]) -> Answer | ConvoyError:
+        """How a call is placed, or why it cannot be. The strategy is empty where the call's rule does not look at it;
+        `given` has for every input the number of its layout, NOWHERE for parameters, buffers and constants."""
+        key = (self.kind(call), *self._relevant(call, batch, strategy, inputs))
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = self._ask(call, batch, strategy, inputs)
+        return answer
 
-        Args:
-            call: the call.
-            batch: how the samples are divided.
-            strategy: its layer's strategy; empty where its rule does not look at it.
-            given: for every input the number of its layout, NOWHERE for parameters, buffers and constants.
-        """
-        key = (self.kind(call), *self._relevant(call, batch, strategy, given))
-        found = self._answers.get(key)
-        if found is None:
-            found = self._answers[key] = self._ask(call, batch, strategy, given)
-        return found
-
-    def _relevant(self, call: Call, batch: Batch, strategy: Strategy, given: Sequence[int]) -> tuple[object, ...]:
+    def _relevant(self, call: Call, batch: Batch, strategy: Strategy, inputs: Sequence[int]) -> tuple[object, ...]:
         """All that the rule looks at; convolutions look at no more than how their input's channels are divided."""
         if call.op not in CHOOSING:
-            return tuple(given)
+            return tuple(inputs)
         axes = batch.axes if "sample" in strategy else ()
         if call.op != "conv":
-            return (strategy, axes, *given)
+            return (strategy, axes, *inputs)
         follows = "channel" in strategy or (call.attributes["groups"] > 1 and "filter" in strategy)
-        at = given[call.inputs.index(call.attributes["input"])] if follows else NOWHERE
+        at = inputs[call.inputs.index(call.attributes["input"])] if follows else NOWHERE
         return (strategy, axes, self.layouts[at].split(1) if at != NOWHERE else None)
 
-    def _ask(self, call: Call, batch: Batch, strategy: Strategy, given: Sequence[int]) -> Answer | ConvoyError:
+    def _ask(self, call: Call, batch: Batch, strategy: Strategy, inputs: Sequence[int]) -> Answer | ConvoyError:
         layouts = {
-            name: self.layouts[number] for name, number in zip(call.inputs, given, strict=True) if number != NOWHERE
+            name: self.layouts[number] for name, number in zip(call.inputs, inputs, strict=True) if number != NOWHERE
         }
         situation = Situation(
             self.graph, self.mesh, batch, call, strategy or ("replicate",) * len(self.mesh.sizes), layouts
@@ -324,16 +260,16 @@ class Prices:
         gives = tuple(self.number(placed.outputs[name]) for name in call.outputs)
         moved: tuple[str, ...] = ()
         if call.op not in CHOOSING:
-            pairs = zip(call.inputs, given, wants, strict=True)
+            pairs = zip(call.inputs, inputs, wants, strict=True)
             moved = tuple(name for name, before, want in pairs if before not in (NOWHERE, want))
         key = (self.kind(call), wants, gives, tuple(map(call.inputs.index, moved)))
-        found = self._computed.get(key)
-        if found is None:
+        computed = self._computed.get(key)
+        if computed is None:
             blank = Placement(self.graph, self.mesh, batch, (), {}, {}, {})
             given_call = PlacedCall(call, strategy, placed, dict.fromkeys(moved, ()))
             seconds = self.costs.compute(given_call, blank)
-            found = self._computed[key] = (seconds, *self._kept(given_call, blank))
-        return Answer(wants, gives, *found)
+            computed = self._computed[key] = (seconds, *self._kept(given_call, blank))
+        return Answer(wants, gives, *computed)
 
     def _kept(self, placed: PlacedCall, blank: Placement) -> tuple[float, tuple[int, ...]]:
         """Bytes on rank 0 that only this call keeps, and which of its tensors it keeps."""
@@ -342,52 +278,50 @@ class Prices:
             return 0.0, ()
         inside, keeps = 0.0, []
         names = (*call.inputs, *call.outputs)
-        for kept in kept_by(placed, blank):
-            if self.graph.values[kept.value].origin not in ("call", "input"):
+        for tensor in kept_by(placed, blank):
+            if self.graph.values[tensor.value].origin not in ("call", "input"):
                 continue
-            if kept.inside or kept.itemsize != self.graph.values[kept.value].dtype.itemsize:
-                inside += self._numel(kept.layout, self.graph.shape(kept.value)) * kept.itemsize
+            if tensor.inside or tensor.itemsize != self.graph.values[tensor.value].dtype.itemsize:
+                inside += self._numel(tensor.layout, self.graph.shape(tensor.value)) * tensor.itemsize
             else:
-                keeps.append(names.index(kept.value))
+                keeps.append(names.index(tensor.value))
         return inside, tuple(keeps)
 
     def _numel(self, layout: Layout, shape: tuple[int, ...]) -> int:
-        """Elements on rank 0."""
         return prod(layout.local_shape(shape, self.mesh, (0,) * len(self.mesh.sizes)))
 
     def transfer(self, source: int, target: int, value: Value) -> float:
-        """Seconds from one layout of a value to another."""
         if source in (target, NOWHERE) or target == NOWHERE:
             return 0.0
         differentiable = value.name in self.differentiable
         key = (source, target, value.shape, value.dtype.itemsize, differentiable)
-        found = self._transfers.get(key)
-        if found is None:
+        seconds = self._transfers.get(key)
+        if seconds is None:
             steps = transfer(self.layouts[source], self.layouts[target], self.mesh, value.shape)
-            found = self._transfers[key] = sum(
+            seconds = self._transfers[key] = sum(
                 self.costs.transfer(step, self.mesh, value.shape, value.dtype.itemsize, differentiable)
                 for step in steps
             )
-        return found
+        return seconds
 
     def parameter(self, value: Value, number: int) -> tuple[float, float]:
         """Seconds for a parameter's gradient and update, and bytes for all that belongs to it on rank 0."""
         key = (value.shape, value.dtype, number)
-        found = self._parameters.get(key)
-        if found is None:
+        cost = self._parameters.get(key)
+        if cost is None:
             layout = self.layouts[number]
             seconds = self.costs.gradient(value, layout, self.mesh) + self.costs.update(value, layout, self.mesh)
-            found = self._parameters[key] = seconds, self.costs.parameter_memory(value, layout, self.mesh)
-        return found
+            cost = self._parameters[key] = seconds, self.costs.parameter_memory(value, layout, self.mesh)
+        return cost
 
     def kept(self, number: int, value: Value) -> tuple[int, int]:
         """The number of a layout without what it says of the gradient, and the bytes of a value in it on rank 0."""
         key = (number, value.shape, value.dtype.itemsize)
-        found = self._local.get(key)
+        num_bytes = self._local.get(key)
         layout = self.layouts[number]
-        if found is None:
-            found = self._local[key] = self._numel(layout, value.shape) * value.dtype.itemsize
-        return (self.number(replace(layout, copied=frozenset())) if layout.copied else number), found
+        if num_bytes is None:
+            num_bytes = self._local[key] = self._numel(layout, value.shape) * value.dtype.itemsize
+        return (self.number(replace(layout, copied=frozenset())) if layout.copied else number), num_bytes
 
 
 def is_choosing(call: Call) -> bool:

@@ -23,66 +23,49 @@ from convoy.plans.place import Batch, own_samples
 
 @dataclass(frozen=True)
 class Sending:
-    """What some uses of a value take, over the variables that they depend on.
-
-    Attributes:
-        seconds: time of the messages.
-        count: number of redistributions: layouts, other than the one in which it lies, in which the value is wanted.
-    """
+    """The cost of some uses of a value, over the variables that they depend on."""
 
     scope: Scope
-    seconds: NDArray[np.float64]
-    count: NDArray[np.float64]
+    seconds: NDArray[np.float64]  # of the messages
+    count: NDArray[np.float64]  # of redistributions: layouts, other than its own, in which the value is wanted
 
 
 class Tensors:
-    """The uses of tensors, as tables.
-
-    Args:
-        shared: what is known of the graph on the mesh.
-        sizes: number of states of every variable.
-    """
+    """The uses of tensors, as tables."""
 
     def __init__(self, shared: Shared, sizes: dict[int, int]) -> None:
         self._shared = shared
         self._prices = shared.prices
         self._sizes = sizes
 
-    def sent(self, value: Value, here: Known, uses: Sequence[Known], apart: bool = False) -> list[Sending]:
-        """What it takes to bring a value to all who use it: once for those that want it in the same layout.
-
-        Args:
-            value: the tensor.
-            here: where it lies.
-            uses: where it is wanted.
-            apart: each of those that may want the same by itself, with its part of it: a lower bound over fewer
-                variables.
-        """
-        found = []
-        for group in _that_share(uses, here):
+    def sent(self, value: Value, source: Known, uses: Sequence[Known], apart: bool = False) -> list[Sending]:
+        """What it takes to bring a value to all who use it: once for those that want it in the same layout. With
+        `apart`, each of those that may want the same counts its part of it: a lower bound over fewer variables."""
+        sendings = []
+        for group in _that_share(uses, source):
             for members in [[use] for use in group] if apart else [group]:
-                scope = tuple(sorted({*here.scope, *(v for use in members for v in use.scope)}))
+                scope = tuple(sorted({*source.scope, *(v for use in members for v in use.scope)}))
                 key = (
                     (value.shape, value.dtype.itemsize, value.name in self._prices.differentiable),
-                    tuple((known.key, *map(scope.index, known.scope)) for known in (here, *members)),
+                    tuple((place.key, *map(scope.index, place.scope)) for place in (source, *members)),
                 )
                 if key not in self._shared.tables:
-                    self._shared.tables[key] = self._distinct(value, here, members, scope)
+                    self._shared.tables[key] = self._distinct(value, source, members, scope)
                 seconds, count = self._shared.tables[key]
                 share = len(group) if apart else 1
-                found.append(Sending(scope, seconds / share if share > 1 else seconds, count))
-        return found
+                sendings.append(Sending(scope, seconds / share if share > 1 else seconds, count))
+        return sendings
 
     def _distinct(
-        self, value: Value, here: Known, uses: Sequence[Known], scope: Scope
+        self, value: Value, origin: Known, uses: Sequence[Known], scope: Scope
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         shape = self._grid(scope)
         total, count = np.zeros(shape), np.zeros(shape)
-        source = aligned(here.ids, here.scope, scope)
-        wanted = [aligned(use.ids, use.scope, scope) for use in uses]
-        for place, target in enumerate(wanted):
+        source = aligned(origin.ids, origin.scope, scope)
+        targets = [aligned(use.ids, use.scope, scope) for use in uses]
+        for place, target in enumerate(targets):
             once = (source != target) & (source != NOWHERE) & (target != NOWHERE)
-            for other in wanted[:place]:
+            for other in targets[:place]:
                 once = once & (other != target)
             if once.any():
                 total += np.where(once, self._seconds(value, source, target), 0.0)
@@ -90,7 +73,6 @@ class Tensors:
         return total, count
 
     def _seconds(self, value: Value, source: Ids, target: Ids) -> NDArray[np.float64]:
-        """Of each pair of layouts, as arrays that broadcast."""
         (left, left_at), (right, right_at) = relabelled(source), relabelled(target)
         present = np.zeros((len(left), len(right)), bool)
         present[left_at, right_at] = True
@@ -104,7 +86,7 @@ class Tensors:
         """Bytes for what several calls keep of a value: once for each layout."""
         uses = list({(use.scope, use.key): use for use in keeps}.values())
         nowhere = Known((), np.array(NOWHERE - 1), -1)
-        found = []
+        tables = []
         for group in _that_share(uses, nowhere):
             scope = tuple(sorted({v for use in group for v in use.scope}))
             total = np.zeros(self._grid(scope))
@@ -116,8 +98,8 @@ class Tensors:
                 for other in places[:at]:
                     again = again | (other == place)
                 total += np.where(again, 0.0, aligned(held, use.scope, scope))
-            found.append((scope, total))
-        return found
+            tables.append((scope, total))
+        return tables
 
     def _places(self, value: Value, ids: Ids) -> Ids:
         numbers = [NOWHERE if n == NOWHERE else self._prices.kept(int(n), value)[0] for n in ids.ravel()]
@@ -127,18 +109,18 @@ class Tensors:
         return check_grid(scope, [self._sizes[v] for v in scope])
 
 
-def _that_share(uses: Sequence[Known], here: Known) -> list[list[Known]]:
+def _that_share(uses: Sequence[Known], source: Known) -> list[list[Known]]:
     """Uses that may want a value in the same layout, other than where it is, together; the same use but once."""
     groups: list[tuple[set[int], list[Known]]] = []
-    alone = {int(here.ids)} if not here.scope else set()
-    for known in {(use.scope, use.key): use for use in uses}.values():
-        wanted = set(relabelled(known.ids)[0].tolist()) - alone - {NOWHERE}
-        if not wanted:
+    alone = {int(source.ids)} if not source.scope else set()
+    for use_of in {(use.scope, use.key): use for use in uses}.values():
+        layouts = set(relabelled(use_of.ids)[0].tolist()) - alone - {NOWHERE}
+        if not layouts:
             continue
-        joined = [group for group in groups if group[0] & wanted]
-        groups = [group for group in groups if not group[0] & wanted]
-        members = [other for group in joined for other in group[1]] + [known]
-        groups.append((wanted.union(*(group[0] for group in joined)), members))
+        joined = [group for group in groups if group[0] & layouts]
+        groups = [group for group in groups if not group[0] & layouts]
+        members = [other for group in joined for other in group[1]] + [use_of]
+        groups.append((layouts.union(*(group[0] for group in joined)), members))
     return [members for _, members in groups]
 
 
@@ -149,24 +131,17 @@ _LARGE = 50_000
 
 @dataclass
 class Problem:
-    """The sum of tables for one mesh, one set of sample axes and one list of choices.
-
-    Attributes:
-        sizes: number of states of every variable; the first ones are the choices.
-        seconds: tables of seconds.
-        ends: tables of seconds for the network's inputs and outputs, to be added to these.
-        bytes: tables of bytes on rank 0; empty where nobody asked for them.
-        redistributions: tables of how often a tensor is brought from one layout to another.
-        refused: what a rule said to some combination, for where none is left.
-    """
+    """The sum of tables for one mesh, one set of sample axes and one list of choices."""
 
     choices: Sequence[Choice]
+    # number of states of every variable; the first ones are the choices
     sizes: dict[int, int] = field(default_factory=dict)
     seconds: list[Table] = field(default_factory=list)
-    ends: list[Table] = field(default_factory=list)
-    bytes: list[Table] = field(default_factory=list)
+    ends: list[Table] = field(default_factory=list)  # of seconds for the network's inputs and outputs, beside `seconds`
+    bytes: list[Table] = field(default_factory=list)  # on rank 0; empty where nobody asked for them
+    # how often a tensor is brought from one layout to another
     redistributions: list[Table] = field(default_factory=list)
-    refused: ConvoyError | None = None
+    refused: ConvoyError | None = None  # by a rule, for where no combination is left
 
 
 def build(
@@ -177,20 +152,9 @@ def build(
     with_memory: bool = False,
     sent: Sent = "exactly",
 ) -> Problem:
-    """The tables of a graph.
-
-    Args:
-        shared: what is known of the graph on the mesh.
-        batch: how the samples are divided.
-        choices: the layers and what they may have; every layer whose rule looks at its strategy is in one of them.
-        outputs: names of the values that the network returns.
-        with_memory: whether memory counts.
-        sent: how what is sent between calls is counted. `at least`: a call that may share what it wants with others
-            counts its part of it. Unless it is `exactly`, the least sum is a lower bound.
-
-    Raises:
-        TooWideError: too much meets in one call.
-    """
+    """The tables of a graph; a TooWideError where too much meets in one call. Every layer whose rule looks at its
+    strategy is in one of the choices. Where what is sent between calls counts `at least`, a call that may share what it
+    wants with others counts its part of it. Unless it is `exactly`, the least sum is a lower bound."""
     return _Builder(shared, batch, choices, with_memory, sent).build(list(outputs))
 
 
@@ -226,9 +190,9 @@ class _Builder:
                 if last[name] == place:
                     live.pop(name, None)
             for name in call.outputs:
-                others = {v for other, scope in live.items() if other != name for v in scope}
-                others |= {v for output in call.outputs if output != name for v in self.known[output].scope}
-                needed = others | {v for v, at in chosen.items() if at > place}
+                still_live = {v for other, scope in live.items() if other != name for v in scope}
+                still_live |= {v for output in call.outputs if output != name for v in self.known[output].scope}
+                needed = still_live | {v for v, at in chosen.items() if at > place}
                 self._cut(name, needed)
                 if last.get(name, -1) > place:
                     live[name] = self.known[name].scope
@@ -238,9 +202,9 @@ class _Builder:
             self.uses.setdefault(name, []).append(self._constant(own_samples(graph.shape(name), self.batch)))
         ends = {*graph.inputs, *outputs}
         for name, uses in self.uses.items() if self.sent != "nothing" else ():
-            for each in self.tensors.sent(graph.values[name], self.known[name], uses, apart=self.sent == "at least"):
-                self._add(self.problem.ends if name in ends else self.problem.seconds, each.scope, each.seconds)
-                self._add(self.problem.redistributions, each.scope, each.count)
+            for sending in self.tensors.sent(graph.values[name], self.known[name], uses, apart=self.sent == "at least"):
+                self._add(self.problem.ends if name in ends else self.problem.seconds, sending.scope, sending.seconds)
+                self._add(self.problem.redistributions, sending.scope, sending.count)
         for name, keeps in self.keeps.items():
             for scope, held in self.tensors.kept(graph.values[name], keeps):
                 self._add(self.problem.bytes, scope, held)
@@ -252,15 +216,15 @@ class _Builder:
 
     def _call(self, call: Call) -> None:
         """Place a call for all states of what it depends on, and note what it takes and gives."""
-        given = [
+        inputs = [
             self.known[name] if self.graph.values[name].origin in ("call", "input") else None for name in call.inputs
         ]
-        own = self.variable[call.layer] if is_choosing(call) else None
-        variables = {v for known in given if known for v in known.scope}
-        scope = tuple(sorted(variables | {own} if own is not None else variables))
-        choice = (own, self.problem.choices[own]) if own is not None else None
+        variable = self.variable[call.layer] if is_choosing(call) else None
+        variables = {v for place in inputs if place for v in place.scope}
+        scope = tuple(sorted(variables | {variable} if variable is not None else variables))
+        choice = (variable, self.problem.choices[variable]) if variable is not None else None
         sizes = [self.problem.sizes[v] for v in scope]
-        placed = self.shared.placed(call, self.batch, given, choice, scope, sizes)
+        placed = self.shared.placed(call, self.batch, inputs, choice, scope, sizes)
         if placed.refused is not None:
             self.problem.refused = placed.refused
         self._add(self.problem.seconds, scope, placed.seconds)
@@ -279,8 +243,8 @@ class _Builder:
             self.keeps.setdefault(tensors[place][0], []).append(tensors[place][1])
 
     @staticmethod
-    def _in_scope(scope: Scope, found: Narrow) -> Known:
-        places, ids, key = found
+    def _in_scope(scope: Scope, narrow: Narrow) -> Known:
+        places, ids, key = narrow
         return Known(tuple(scope[place] for place in places), ids, key)
 
     def _add(self, tables: list[Table], scope: Scope, numbers: NDArray[np.float64]) -> None:
@@ -292,32 +256,32 @@ class _Builder:
     def _cut(self, name: str, needed: set[int]) -> None:
         """Make the layout of a value a variable, where it says less than the variables that decide about it and
         nobody else asks for one of these."""
-        known = self.known[name]
-        if not known.scope or needed.issuperset(known.scope):
+        place = self.known[name]
+        if not place.scope or needed.issuperset(place.scope):
             return
-        distinct, _ = relabelled(known.ids)
+        distinct, _ = relabelled(place.ids)
         distinct = distinct[distinct != NOWHERE]
-        if len(distinct) >= known.ids.size or (len(known.scope) == 1 and len(distinct) > 0.9 * known.ids.size):
+        if len(distinct) >= place.ids.size or (len(place.scope) == 1 and len(distinct) > 0.9 * place.ids.size):
             return
-        if known.ids.size * len(distinct) > 10 * GRID:
-            raise TooWideError(known.scope)
+        if place.ids.size * len(distinct) > 10 * GRID:
+            raise TooWideError(place.scope)
         variable = len(self.problem.sizes)
         self.problem.sizes[variable] = len(distinct)
-        if self.sent == "exactly" or known.ids.size < _LARGE:
-            agrees = np.where(known.ids[..., None] == distinct, 0.0, np.inf)
-            self.problem.seconds.append(Table((*known.scope, variable), agrees))
+        if self.sent == "exactly" or place.ids.size < _LARGE:
+            agrees = np.where(place.ids[..., None] == distinct, 0.0, np.inf)
+            self.problem.seconds.append(Table((*place.scope, variable), agrees))
         else:
-            self._agree_in_pairs(known, distinct, variable)
+            self._agree_in_pairs(place, distinct, variable)
         self.known[name] = Known((variable,), distinct, self.shared.keys.of(distinct))
 
-    def _agree_in_pairs(self, known: Known, distinct: Ids, variable: int) -> None:
+    def _agree_in_pairs(self, place: Known, distinct: Ids, variable: int) -> None:
         """A lower bound for a large table: which states of each variable go with a layout at all."""
-        valid = known.ids != NOWHERE
-        at = np.searchsorted(distinct, known.ids)[valid]
-        for v in known.scope:
+        valid = place.ids != NOWHERE
+        at = np.searchsorted(distinct, place.ids)[valid]
+        for v in place.scope:
             numbers = np.full((self.problem.sizes[v], len(distinct)), np.inf)
-            states = aligned(np.arange(self.problem.sizes[v]), (v,), known.scope)
-            numbers[np.broadcast_to(states, known.ids.shape)[valid], at] = 0.0
+            states = aligned(np.arange(self.problem.sizes[v]), (v,), place.scope)
+            numbers[np.broadcast_to(states, place.ids.shape)[valid], at] = 0.0
             self.problem.seconds.append(Table((v, variable), numbers))
 
     def _parameter(self, value: Value, home: Known) -> None:

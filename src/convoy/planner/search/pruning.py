@@ -30,29 +30,29 @@ def least_of_layers(
 ) -> dict[str, dict[Strategy, float]]:
     """For every layer and strategy, seconds that a plan spends there at least: on its calls and its parameters."""
     first = {name: call.name for call in reversed(prices.graph.calls) for name in call.inputs}
-    found: dict[str, dict[Strategy, float]] = {layer: dict.fromkeys(given, 0.0) for layer, given in allowed.items()}
-    known: dict[tuple[object, ...], float] = {}
+    least: dict[str, dict[Strategy, float]] = {layer: dict.fromkeys(options, 0.0) for layer, options in allowed.items()}
+    asked: dict[tuple[object, ...], float] = {}
     for call in prices.graph.calls:
         if not is_choosing(call):
             continue
-        own = tuple(first[name] == call.name for name in call.inputs)
-        for strategy, seconds in found[call.layer].items():
-            key = (prices.kind(call), strategy, own)
-            if key not in known:
-                known[key] = _least(prices, batch, call, strategy, own)
-            found[call.layer][strategy] = seconds + known[key]
-    return found
+        is_first = tuple(first[name] == call.name for name in call.inputs)
+        for strategy, seconds in least[call.layer].items():
+            key = (prices.kind(call), strategy, is_first)
+            if key not in asked:
+                asked[key] = _least(prices, batch, call, strategy, is_first)
+            least[call.layer][strategy] = seconds + asked[key]
+    return least
 
 
-def _least(prices: Prices, batch: Batch, call: Call, strategy: Strategy, own: Sequence[bool]) -> float:
-    """Of one call: what it costs where its input is divided evenly; nothing where its rule would follow the input."""
+def _least(prices: Prices, batch: Batch, call: Call, strategy: Strategy, is_first: Sequence[bool]) -> float:
+    """Seconds of one call whose input is divided evenly; nothing where its rule would follow the input."""
     if call.op != "conv" and not is_on_vectors(call, prices.graph, batch):
         return 0.0
     answer = prices.answer(call, batch, strategy, [NOWHERE] * len(call.inputs))
     if isinstance(answer, ConvoyError):
         return float("inf")
     seconds = answer.seconds
-    for name, want, is_own in zip(call.inputs, answer.wants, own, strict=True):
+    for name, want, is_own in zip(call.inputs, answer.wants, is_first, strict=True):
         value = prices.graph.values[name]
         if value.origin == "parameter" and is_own:
             seconds += prices.parameter(value, want)[0]
@@ -65,44 +65,36 @@ def possible(
     groups: Groups,
     enough: float,
 ) -> dict[str, Sequence[Strategy]]:
-    """What each layer may have in a plan that costs at most so many seconds.
-
-    Args:
-        least: seconds of every layer by strategy.
-        allowed: what each layer may have.
-        groups: layers that have one strategy together.
-        enough: seconds of some plan.
-    """
+    """What each layer may have in a plan that costs at most `enough` seconds, by the least seconds of every layer and
+    strategy. Layers of a group have one strategy together."""
     sums: list[dict[Strategy, float]] = []
     for group in groups:
-        given = [s for s in allowed[group[0]] if all(s in allowed[layer] for layer in group[1:])]
-        sums.append({s: sum(least[layer][s] for layer in group) for s in given})
-    total = sum(min(each.values(), default=0.0) for each in sums)
-    found: dict[str, Sequence[Strategy]] = {}
-    for group, each in zip(groups, sums, strict=True):
-        rest = total - min(each.values(), default=0.0)
-        found |= dict.fromkeys(group, kept(list(each), [rest + seconds for seconds in each.values()], enough))
-    return found
+        common = [s for s in allowed[group[0]] if all(s in allowed[layer] for layer in group[1:])]
+        sums.append({s: sum(least[layer][s] for layer in group) for s in common})
+    total = sum(min(costs.values(), default=0.0) for costs in sums)
+    by_layer: dict[str, Sequence[Strategy]] = {}
+    for group, costs in zip(groups, sums, strict=True):
+        rest = total - min(costs.values(), default=0.0)
+        by_layer |= dict.fromkeys(group, kept(list(costs), [rest + seconds for seconds in costs.values()], enough))
+    return by_layer
 
 
 def relaxed(tables: Iterable[Table], most: int) -> list[Table]:
-    """Tables whose sum is nowhere more than that of the given ones, none with more entries than `most`.
-
-    A larger one that only forbids becomes one for each pair of its last variable, the result of a join, with another;
-    one of seconds becomes its minima over all but two variables.
-    """
-    found: list[Table] = []
+    """Tables whose sum is nowhere more than that of the given ones, none with more entries than `most`. A larger one
+    that only forbids becomes one for each pair of its last variable, the result of a join, with another; one of seconds
+    becomes its minima over all but two variables."""
+    tables_kept: list[Table] = []
     for table in tables:
         count = table.numbers.ndim
         if table.numbers.size <= most:
-            found.append(table)
+            tables_kept.append(table)
         elif np.isinf(table.numbers).any() and not np.where(np.isinf(table.numbers), 0.0, table.numbers).any():
             for axis in range(count - 1):
                 gone = tuple(other for other in range(count - 1) if other != axis)
-                found.append(Table((table.scope[axis], table.scope[-1]), table.numbers.min(axis=gone)))
+                tables_kept.append(Table((table.scope[axis], table.scope[-1]), table.numbers.min(axis=gone)))
         else:
-            found.append(_pair(table))
-    return found
+            tables_kept.append(_pair(table))
+    return tables_kept
 
 
 def _pair(table: Table) -> Table:
@@ -123,8 +115,8 @@ def kept(strategies: Sequence[Strategy], bounds: Sequence[float], enough: float)
     return [s for s, bound in zip(strategies, bounds, strict=True) if bound <= max(enough * (1 + 1e-9), second)]
 
 
+# Where a mesh is too wide to be searched in full, plans are left out that take this much longer than one known
 INTERESTING = 1.1
-"""Where a mesh is too wide to be searched in full, plans are left out that take this much longer than one known."""
 
 _RELAXED = 50_000
 
@@ -136,45 +128,32 @@ class UninterestingError(Exception):
 @dataclass(frozen=True)
 class Floor:
     """What plans take at least that divide the samples over fewer axes, from the tables of those that use more of them.
-
-    The two differ only in where the network's inputs lie and its outputs have to be, and in what layers may have.
-
-    Attributes:
-        graph: the network.
-        batch: how its samples are divided where the tables hold.
-        choices: what the layers may have there; what is left out takes more than `most` seconds.
-        tables: seconds, inputs and outputs aside.
-        sizes: number of states of every variable.
-        most: seconds, beyond which nothing is known.
-        limit: the most entries of a table.
-    """
+    The two differ only in where the network's inputs lie and its outputs have to be, and in what layers may have."""
 
     graph: Graph
-    batch: Batch
-    choices: Sequence[Choice]
-    tables: Sequence[Table]
-    sizes: Mapping[int, int]
-    most: float
-    limit: int
+    batch: Batch  # where the tables hold
+    choices: Sequence[Choice]  # there; what is left out takes more than `most` seconds
+    tables: Sequence[Table]  # seconds, inputs and outputs aside
+    sizes: Mapping[int, int]  # number of states of every variable
+    most: float  # seconds, beyond which nothing is known
+    limit: int  # the most entries of a table
 
     def of(self, batch: Batch) -> float:
         """Seconds for another batch over some of the axes; 0 where nothing is known."""
         if not self._holds(batch):
             return 0.0
         left_out = set(self.batch.axes) - set(batch.axes)
-        kept = {v: list(range(size)) for v, size in self.sizes.items()}
+        states_of = {v: list(range(size)) for v, size in self.sizes.items()}
         for v, choice in enumerate(self.choices):
-            kept[v] = [n for n, s in enumerate(choice.strategies) if all(s[axis] != "sample" for axis in left_out)]
-            if not kept[v]:  # all that the layer may have there was left out
+            states_of[v] = [n for n, s in enumerate(choice.strategies) if all(s[axis] != "sample" for axis in left_out)]
+            if not states_of[v]:  # all that the layer may have there was left out
                 return self.most
-        sizes = {v: len(states) for v, states in kept.items()}
-        return min(self.most, Elimination(restricted(self.tables, kept), sizes, self.limit).least)
+        sizes = {v: len(states) for v, states in states_of.items()}
+        return min(self.most, Elimination(restricted(self.tables, states_of), sizes, self.limit).least)
 
     def _holds(self, batch: Batch) -> bool:
-        """Whether each rank has as many samples, and where inputs lie matters to no more than sending them.
-
-        Which samples a rank has is a matter of their order, and no cost knows of it.
-        """
+        """Whether each rank has as many samples, and where inputs lie matters to no more than sending them. Which
+        samples a rank has is a matter of their order, and no cost knows of it."""
         inputs = set(self.graph.inputs)
         if any(call.op != "conv" for call in self.graph.calls if inputs.intersection(call.inputs)):
             return False
@@ -200,34 +179,21 @@ def remaining(
     limit: int,
     price: Callable[[Mapping[str, Strategy]], float],
 ) -> tuple[Mapping[str, Sequence[Strategy]], Floor | None]:
-    """The strategies of every layer that may be in a best plan on one mesh, for one way to divide the samples.
+    """The strategies of every layer that may be in a best plan on one mesh, for one way to divide the samples, and what
+    plans take at least that divide them over fewer axes (None where that was too much to ask).
 
-    Args:
-        shared: what is known of the graph on the mesh.
-        batch: how the samples are divided.
-        allowed: for every layer its strategies.
-        outputs: names of the values that the network returns.
-        groups: layers to be given one strategy together.
-        enough: seconds beyond which a plan is of no interest.
-        tolerance: by this share plans may take longer than the fastest and are kept all the same.
-        limit: the most entries of a table.
-        price: seconds of one plan.
-
-    Returns:
-        The strategies, and what plans take at least that divide the samples over fewer axes; None where that was too
-        much to ask.
-
-    Raises:
-        UninterestingError: nothing is left.
+    Plans of more than `enough` seconds are of no interest, and an UninterestingError says that all take more; plans
+    that take longer than the fastest by the share `tolerance` are kept. `limit` is the most entries of a table, `price`
+    gives the seconds of one plan.
     """
     graph, least_known = shared.prices.graph, enough
     if not np.isfinite(enough):
         least_known = price(
-            {layer: min(given, key=partial(_plainness, batch.axes)) for layer, given in allowed.items()}
+            {layer: min(options, key=partial(_plainness, batch.axes)) for layer, options in allowed.items()}
         )
     most = least_known * INTERESTING
-    found = possible(least_of_layers(shared.prices, batch, allowed), allowed, groups, most)
-    choices = [Choice(group, in_common(group, found)) for group in groups]
+    strategies = possible(least_of_layers(shared.prices, batch, allowed), allowed, groups, most)
+    choices = [Choice(group, in_common(group, strategies)) for group in groups]
     # where many layers have one strategy together, the work alone says much, and asking what is sent takes long
     tied = any(len(group) > 1 for group in groups)
     rounds: Sequence[Sent] = ("nothing",) if tied else ("nothing", "at least") if enough < np.inf else ("at least",)
@@ -239,7 +205,7 @@ def remaining(
             if elimination.least > enough:
                 raise UninterestingError(elimination.least)
     except TooWideError:
-        return found, None
+        return strategies, None
     floor = Floor(graph, batch, choices, inner, problem.sizes, most, limit)
     layers = assigned(choices, elimination.assignment())
     ops = {call.layer: call.op for call in graph.calls if call.op in COMPUTE}
@@ -248,15 +214,15 @@ def remaining(
     bounds = elimination.min_marginals()
     for v, choice in enumerate(choices):
         near = kept(choice.strategies, list(bounds[v]), least_known * (1 + tolerance))
-        found |= dict.fromkeys(choice.layers, near)
-    return found, floor
+        strategies |= dict.fromkeys(choice.layers, near)
+    return strategies, floor
 
 
 def _plainness(axes: Axes, strategy: Strategy) -> tuple[int, int, int]:
     """Least for samples on all axes that may divide them, and filters, or else rows, on the others."""
-    others = [each for axis, each in enumerate(strategy) if axis not in axes]
+    rest = [choice for axis, choice in enumerate(strategy) if axis not in axes]
     return (
         sum(strategy[axis] != "sample" for axis in axes),
-        sum(each not in ("filter", "height") for each in others),
-        sum(each == "height" for each in others),
+        sum(choice not in ("filter", "height") for choice in rest),
+        sum(choice == "height" for choice in rest),
     )

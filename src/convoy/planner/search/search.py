@@ -53,9 +53,9 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
 
+# Plans that are predicted to take so much longer than the fastest, as a share, count as equally fast: predictions are
+# not better than that, and the fastest of very many is the one whose prediction errs most in its favour
 TOLERANCE = 0.01
-"""Plans that are predicted to take so much longer than the fastest, as a share, count as equally fast: predictions are
-not better than that, and the fastest of very many is the one whose prediction errs most in its favour."""
 
 
 def search(
@@ -74,26 +74,16 @@ def search(
 ) -> SearchResult:
     """The simplest of the plans of a network whose costs add up to least, but for a tolerance.
 
-    Of all plans that take at most 1 + `tolerance` times as long as the fastest, the first candidate is one with the
-    fewest redistributions of a tensor, and of these the fastest (of equally fast ones, the one with fewer axes): a
-    plan that sends more between layers has to be predicted to save more than predictions err. Under a limit of memory
-    that these do not keep, the tolerance is 0.
+    Of all plans that take at most 1 + `tolerance` (at most 0.1) times as long as the fastest, the first candidate is
+    one with the fewest redistributions of a tensor, and of these the fastest (of equally fast ones, the one with fewer
+    axes): a plan that sends more between layers has to be predicted to save more than predictions err. Under a limit of
+    memory that these do not keep, the tolerance is 0.
 
-    Args:
-        graph: the network in training, captured at the whole batch of one pass.
-        num_devices: ranks that the plans are for.
-        costs: the costs of calls, transfers and parameters.
-        parts: how the samples are divided over a number of ranks; None divides them as evenly as can be.
-        outputs: names of the values that the network returns; None takes those of the graph.
-        fixes: strategies that are given, such as `classifier.*=filter`; the first that matches a layer counts.
-        memory_limit: bytes that each rank has.
-        top: how many candidates to give at most; plain `sample` comes on top of these.
-        on: meshes to search; None searches those with one and two axes.
-        among: strategies that layers may have on an axis, where no fix says otherwise.
-        tolerance: a share of the fastest plan's seconds, at most 0.1.
-
-    Raises:
-        ConvoyError: a fix matches nothing or cannot be; or nothing fits into memory, and the sentence says by how much.
+    The graph is in training, captured at the whole batch of one pass, which `parts` divides, by default as evenly as
+    can be. The first fix that matches a layer counts; `among` are the strategies on an axis where none does.
+    `memory_limit` is in bytes of a rank, `on` the meshes to search, by default those with one and two axes. Plain
+    `sample` comes on top of the `top` candidates. A ConvoyError where a fix matches nothing or cannot be, or nothing
+    fits into memory, by how much.
     """
     assert 0 <= tolerance <= INTERESTING - 1
     num_samples = graph.shape(graph.inputs[0])[0]
@@ -167,31 +157,25 @@ class _Search:
         )
 
     def _all(self, with_memory: bool = False) -> list[MeshSolution]:
-        """The best plans of all meshes and ways to divide the samples, the fastest first.
-
-        Args:
-            with_memory: count bytes too.
-
-        Raises:
-            ConvoyError: there is none.
-        """
+        """The best plans of all meshes and ways to divide the samples, the fastest first; a ConvoyError where there is
+        none."""
         self.is_counted = True
         searched = MeshSearch(
             self.graph, self.costs, self.layers, self.parts, self.outputs, with_memory, self.tolerance
         )
         self.searched = searched
-        found = [one for mesh in self.meshes for one in searched.on(mesh)]
-        if not found:
+        solutions = [one for mesh in self.meshes for one in searched.on(mesh)]
+        if not solutions:
             raise searched.refused or ConvoyError("no plan divides this network over these devices")
-        self.least = min(one.solution.seconds for one in found)
-        found = [self._simplest(one) for one in found]
-        near = [one for one in found if one.solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
+        self.least = min(one.solution.seconds for one in solutions)
+        solutions = [self._simplest(one) for one in solutions]
+        near = [one for one in solutions if one.solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
         best = min(near, key=lambda one: (one.solution.redistributions if self.tolerance else 0, *_rank(one)))
-        others = sorted((one for one in found if one is not best and not self._is_flat(one)), key=_rank)
-        return [best, *others]
+        rest = sorted((one for one in solutions if one is not best and not self._is_flat(one)), key=_rank)
+        return [best, *rest]
 
     def _simplest(self, one: MeshSolution) -> MeshSolution:
-        """With fewer redistributions, where that takes hardly longer than the fastest of all, or of its kind."""
+        """A plan of fewer redistributions, where that takes hardly longer than the fastest of all or of its kind."""
         budget = self.least * (1 + self.tolerance)
         if not self.tolerance or one.solution.seconds > budget * INTERESTING:
             return one
@@ -215,15 +199,11 @@ class _Search:
         flat = any(len(mesh.sizes) == 1 for mesh in self.meshes)
         return flat and len(one.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in one.solution.layers.values())
 
-    def _fit(self, found: Sequence[MeshSolution]) -> list[MeshSolution]:
-        """Those that fit into memory, each made smaller where it must be.
-
-        Raises:
-            ConvoyError: none does.
-        """
+    def _fit(self, solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
+        """The plans that fit into memory, each made smaller where it must be; a ConvoyError where none does."""
         assert self.memory_limit is not None
         tried: list[tuple[MeshSolution, Fitting]] = []
-        for one in found:
+        for one in solutions:
             fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory_of, one.mesh))
             tried.append((MeshSolution(one.solver, one.mesh, fit.solution, one.free), fit))
         fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)

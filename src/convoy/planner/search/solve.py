@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from convoy.errors import ConvoyError
-from convoy.planner.search.elimination import Elimination, Numbers, Table, TooWideError
+from convoy.planner.search.elimination import Elimination, Table, TooWideError
 from convoy.planner.search.fewest import fewest, restricted
 from convoy.planner.search.layers import Groups, alone, in_common, tied, tied_where_wide
 from convoy.planner.search.placing import Choice, Shared
@@ -15,47 +15,26 @@ from convoy.planner.search.problem import Problem, assigned, build
 from convoy.planner.search.pruning import Floor, UninterestingError, remaining
 from convoy.plans.place import Batch
 
-LIMIT = 20_000_000
-"""The most entries of a table: 64 MB."""
+LIMIT = 20_000_000  # the most entries of a table: 64 MB
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A least sum and what gives it.
-
-    Attributes:
-        layers: the strategy of every layer.
-        seconds: their sum.
-        redistributions: how often a tensor is brought from one layout to another.
-        bytes: the sum of bytes on rank 0, 0 where nobody asked.
-        groups: layers that were given one strategy together.
-    """
+    """A least sum and what gives it."""
 
     layers: dict[str, Strategy]
     seconds: float
-    redistributions: int
-    bytes: float
-    groups: Groups
+    redistributions: int  # how often a tensor is brought from one layout to another
+    bytes: float  # on rank 0; 0 where nobody asked
+    groups: Groups  # layers that were given one strategy together
     problem: Problem
     elimination: Elimination
 
 
 class Solver:
-    """Finds the best plan on one mesh, where the samples are divided over the axes of a batch.
-
-    Args:
-        shared: what is known of the graph on the mesh.
-        batch: how the samples are divided.
-        allowed: for every layer its strategies.
-        outputs: names of the values that the network returns.
-        groups: layers to be given one strategy together.
-        with_memory: whether bytes are counted too.
-        enough: seconds beyond which a plan is of no interest.
-        tolerance: by this share plans may take longer than the fastest and are to be found all the same.
-
-    Attributes:
-        gave_up: whether `convoy.planner.search.meshes` stopped before it knew.
-    """
+    """Finds the best plan on one mesh, where the samples are divided over the axes of a batch. Plans of more than
+    `enough` seconds are of no interest; those that take longer than the fastest by the share `tolerance` are to be
+    found all the same."""
 
     def __init__(
         self,
@@ -78,7 +57,7 @@ class Solver:
         self.with_memory = with_memory
         self.enough = enough
         self.tolerance = tolerance
-        self.gave_up = False
+        self.gave_up = False  # `convoy.planner.search.meshes` stopped before it knew
         self._problem: Problem | None = None
         joins = any(call.op == "cat" and len(call.inputs) > 2 for call in graph.calls)
         self._is_wide = any(len(group) > 1 for group in self.groups) or (joins and len(batch.mesh.sizes) > 1)
@@ -86,11 +65,7 @@ class Solver:
         self._floor: Floor | None = None
 
     def problem(self, only: Mapping[str, Sequence[Strategy]] | None = None) -> Problem:
-        """The tables, of as few groups as must be tied.
-
-        Args:
-            only: what some layers may have at most.
-        """
+        """The tables, of as few groups as must be tied; `only` is what some layers may have at most."""
         while True:
             choices = [Choice(group, in_common(group, {**self._possible(), **(only or {})})) for group in self.groups]
             try:
@@ -101,17 +76,9 @@ class Solver:
     def solve(
         self, byte_price: float = 0.0, only: Mapping[str, Sequence[Strategy]] | None = None, time_price: float = 1.0
     ) -> Solution:
-        """The least sum of seconds, and of bytes at a price in seconds each.
-
-        Args:
-            byte_price: seconds that a byte counts.
-            only: what some layers may have at most.
-            time_price: what a second counts.
-
-        Raises:
-            ConvoyError: there is no plan; the sentence is that of a rule.
-            UninterestingError: there is none that takes as little as `enough` seconds.
-        """
+        """The least sum of seconds, and of bytes at a price in seconds each; `only` is what some layers may have at
+        most. A ConvoyError with a rule's sentence where there is no plan, an UninterestingError where there is none of
+        at most `enough` seconds."""
         while True:
             problem = self._problem if only is None and self._problem is not None else self.problem(only)
             tables = [*problem.seconds, *problem.ends]
@@ -134,59 +101,49 @@ class Solver:
 
     def _solution(self, problem: Problem, elimination: Elimination, states: Mapping[int, int]) -> Solution:
         seconds, held, count = (
-            _at(each, states) for each in ((*problem.seconds, *problem.ends), problem.bytes, problem.redistributions)
+            _at(part, states) for part in ((*problem.seconds, *problem.ends), problem.bytes, problem.redistributions)
         )
         layers = assigned(problem.choices, states)
         return Solution(layers, seconds, round(count), held, self.groups, problem, elimination)
 
     def simplest(self, solution: Solution, budget: float) -> Solution | None:
-        """Of the plans that take at most so many seconds, the fastest of those with fewest redistributions.
-
-        Args:
-            solution: the fastest one.
-            budget: seconds, at least those of the solution and at most by the solver's tolerance more.
-
-        Returns:
-            The plan; None where the tables that count redistributions would be too large.
-        """
+        """Of the plans within a budget of seconds, the fastest of those with fewest redistributions; None where the
+        tables that count them would be too large. The budget is at least the seconds of the fastest plan, `solution`,
+        and at most by the solver's tolerance more."""
         if not solution.redistributions:
             return solution
         problem, budget = solution.problem, budget * (1 + 1e-12)
         marginals = solution.elimination.min_marginals()
-        kept = {v: np.flatnonzero(numbers <= budget).tolist() for v, numbers in marginals.items()}
+        states_of = {v: np.flatnonzero(numbers <= budget).tolist() for v, numbers in marginals.items()}
         seconds, counts = (
-            restricted(tables, kept) for tables in ([*problem.seconds, *problem.ends], problem.redistributions)
+            restricted(tables, states_of) for tables in ([*problem.seconds, *problem.ends], problem.redistributions)
         )
-        sizes = {v: len(states) for v, states in kept.items()}
+        sizes = {v: len(states) for v, states in states_of.items()}
         try:
-            found = fewest(seconds, counts, sizes, budget, solution.redistributions, LIMIT)
+            simple = fewest(seconds, counts, sizes, budget, solution.redistributions, LIMIT)
         except TooWideError:
             return None
-        if found is None:
+        if simple is None:
             return solution
-        return self._solution(problem, solution.elimination, {v: kept[v][state] for v, state in found.items()})
+        return self._solution(problem, solution.elimination, {v: states_of[v][state] for v, state in simple.items()})
 
     def price(self, layers: Mapping[str, Strategy]) -> tuple[float, int]:
         """Seconds and number of redistributions of one plan; infinite seconds where it cannot be."""
         choices = [Choice((layer,), (layers[layer],)) for layer in self.allowed]
         problem = build(self.shared, self.batch, choices, self.outputs)
-        found = Elimination([*problem.seconds, *problem.ends], problem.sizes, LIMIT)
-        if not np.isfinite(found.least):
+        elimination = Elimination([*problem.seconds, *problem.ends], problem.sizes, LIMIT)
+        if not np.isfinite(elimination.least):
             return float("inf"), 0
-        return found.least, round(_at(problem.redistributions, found.assignment()))
+        return elimination.least, round(_at(problem.redistributions, elimination.assignment()))
 
     def floor(self, batch: Batch) -> float:
         """Seconds that every plan takes at least that divides the samples over fewer axes; 0 where it is not known."""
         return self._floor.of(batch) if self._floor is not None else 0.0
 
     def _possible(self) -> Mapping[str, Sequence[Strategy]]:
-        """What the layers may have in a best plan. All that is allowed, unless that was too much to search.
-
-        Under a limit of memory nothing is left out: what fits may cost more than any plan that is known.
-
-        Raises:
-            UninterestingError: nothing.
-        """
+        """The strategies that the layers may have in a best plan: all that is allowed, unless that was too much to
+        search; an UninterestingError where none is left. Under a limit of memory nothing is left out: what fits may
+        cost more than any plan that is known."""
         if self.with_memory or not self._is_wide:
             return self.allowed
         if self.groups not in self._kept:
@@ -215,9 +172,3 @@ class Solver:
 
 def _at(tables: Iterable[Table], states: Mapping[int, int]) -> float:
     return float(sum(table.numbers[tuple(states[v] for v in table.scope)] for table in tables))
-
-
-def next_best(solution: Solution) -> dict[int, Numbers]:
-    """For every choice the least sums by strategy, all else as good as can be."""
-    marginals = solution.elimination.min_marginals()
-    return {v: marginals[v] for v in range(len(solution.problem.choices))}

@@ -26,62 +26,47 @@ from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule, actions,
 
 @dataclass(frozen=True)
 class Staged:
-    """A plan with stages, and what it is predicted to take.
-
-    Attributes:
-        passes: number of passes in an update.
-        seconds: time of an update, simulated stage by stage.
-    """
+    """A plan with stages, and its prediction."""
 
     plan: Plan
-    passes: int
+    passes: int  # of an update
     schedule: Schedule
-    seconds: float
+    seconds: float  # of an update, simulated stage by stage
 
 
-_BACK = 2 / 3
-"""Of a layer's computing, what the backward pass takes."""
+_BACK = 2 / 3  # of a layer's computing, what the backward pass takes
+# Of a pass's computing, what later stages wait for: under zero-bubble its forward pass alone; see `bubble`
 _WAITS: dict[Schedule, float] = {"gpipe": 1.0, "1f1b": 1.0, "zero-bubble": 1 - _BACK}
-"""Of a pass's computing, what later stages wait for: under zero-bubble its forward pass alone; see `bubble`."""
 
 
 _Found = TypeVar("_Found")
-_MOST_PASSES = 256
-"""More are not looked at, as simulating them takes long."""
+_MOST_PASSES = 256  # more are not looked at, as simulating them takes long
 
 
 def in_best_passes(
     counts: Sequence[int], stages: int, found_in: Callable[[int], _Found | None], price: Callable[[_Found], Any]
 ) -> _Found | None:
-    """The best of what is found in some numbers of passes.
-
+    """The best of what is found in some of the numbers of passes in `counts`, which ascend; the least price is best.
     More and more of them are tried, or fewer and fewer, as long as that is better: more leave stages waiting for less
-    of the time, and fewer are larger, which is faster to compute.
+    of the time, and fewer are larger, which is faster to compute. `found_in` gives None where there can be nothing."""
+    results: dict[int, _Found | None] = {}
 
-    Args:
-        counts: the numbers of passes that there may be, ascending.
-        stages: how many stages the passes go through.
-        found_in: gives what is found in a number of passes; None if there can be nothing.
-        price: the price of what is found; the least is best.
-    """
-    known: dict[int, _Found | None] = {}
-
-    def at(wanted: int) -> _Found | None:
-        passes = next(number for number in counts if number >= wanted)
-        if passes not in known:
-            known[passes] = found_in(passes)
-        return known[passes]
+    def at(least: int) -> _Found | None:
+        passes = next(number for number in counts if number >= least)
+        if passes not in results:
+            results[passes] = found_in(passes)
+        return results[passes]
 
     start = min(PARTS_PER_STAGE * stages, counts[-1])
     most = min(counts[-1], max(_MOST_PASSES, start))
     best = at(start)
     for times in (2.0, 0.5):
-        wanted = int(times * start)
-        while 1 <= wanted <= most:
-            other = at(wanted)
+        number = int(times * start)
+        while 1 <= number <= most:
+            other = at(number)
             if best is not None and (other is None or price(other) >= price(best)):
                 break
-            best, wanted = other, int(times * wanted)
+            best, number = other, int(times * number)
     return best
 
 
@@ -98,27 +83,19 @@ def search_stages(
     top: int = 2,
     schedules: Sequence[Schedule] = SCHEDULES,
 ) -> list[Staged]:
-    """The fastest plans with stages, the first of them first; none where there can be none.
+    """The fastest plans with stages, at most `top` of them with different numbers of stages, the best first; none where
+    there can be none.
 
-    Args:
-        at: gives the update in a number of passes; called again and again with the same number.
-        counts: the numbers of passes that it may have, ascending.
-        num_devices: ranks that the plans are for.
-        links: between them.
-        slowdowns: how many times as long as in the costs each rank computes; empty for equal ones.
-        fixes: strategies that are given.
-        memory_limit: bytes that each rank has.
-        known: seconds of the best plan without stages; what cannot be much better is not looked at.
-        top: how many plans to give at most, each with another number of stages.
-        schedules: the orders of passes that there may be.
+    `at` gives the update in one of the numbers of passes in `counts`, which ascend, and is called again and again with
+    the same. `slowdowns` are how many times as long as in the costs each rank computes, `memory_limit` is in bytes of a
+    rank, and `known` the seconds of the best plan without stages: what cannot be much better is not looked at.
     """
     return _StageSearch(at, counts, num_devices, links, slowdowns, fixes, memory_limit, known, schedules).run(top)
 
 
 _SIMULATED = 6
 _WORSE = 2
-_WORTH = 1.1
-"""Times as long as the best plan known that may be what is known of others without simulating them."""
+_WORTH = 1.1  # times as long as the best plan known that may be what is known of others without simulating them
 
 
 @dataclass(frozen=True)
@@ -144,21 +121,20 @@ class _StageSearch:
     _known_alone: dict[int, float] = field(default_factory=dict)
 
     def run(self, top: int) -> list[Staged]:
-        found: list[Staged] = []
+        plans: list[Staged] = []
         worse = 0
         for stages in (n for n in range(2, self.num_devices + 1) if self.num_devices % n == 0):
             best = self._with(stages)
             if best is not None:
-                worse = 0 if best.seconds <= min((one.seconds for one in found), default=np.inf) else worse + 1
-                found.append(best)
+                worse = 0 if best.seconds <= min((one.seconds for one in plans), default=np.inf) else worse + 1
+                plans.append(best)
             elif self._fits:  # it is much slower
-                worse += _WORSE if found else 1
+                worse += _WORSE if plans else 1
             if worse >= _WORSE:  # a finer division has ever more bubble and messages
                 break
-        return sorted(found, key=lambda one: one.seconds)[:top]
+        return sorted(plans, key=lambda one: one.seconds)[:top]
 
     def _with(self, stages: int) -> Staged | None:
-        """The best plan with so many stages."""
         inner = self.num_devices // stages
         mesh = Mesh(("gpu",), (inner,)) if inner > 1 else Mesh((), ())
         plans: dict[float | None, Plan | None] = {}
@@ -175,11 +151,8 @@ class _StageSearch:
     def _in_passes(
         self, passes: int, mesh: Mesh, stages: int, plans: dict[float | None, Plan | None]
     ) -> "_Priced | None":
-        """The best in a number of passes, on as many devices for each stage; None where nothing can be or fits.
-
-        Args:
-            plans: strategies by the memory that the whole network may take with them; None for the fastest.
-        """
+        """The best in a number of passes, on as many devices for each stage; None where nothing can be or fits. `plans`
+        keeps strategies by the memory that the whole network may take with them, None for the fastest."""
         ideal = self._ideal(stages, passes)
         if ideal > _WORTH * self.known:
             return _Priced(ideal)
@@ -197,14 +170,14 @@ class _StageSearch:
                 chain = Chain(update, update.place(plan))
             except ConvoyError:  # samples of a pass that so many ranks cannot share
                 continue
-            found = self._cut(chain, plan, stages)
-            if found is not None:
-                return found
+            priced = self._cut(chain, plan, stages)
+            if priced is not None:
+                return priced
         return None
 
     def _ideal(self, stages: int, passes: int) -> float:
         """Seconds of stages that are all equal, and send nothing."""
-        speed = sum(1 / own for own in self.slowdowns) if self.slowdowns else self.num_devices
+        speed = sum(1 / slowdown for slowdown in self.slowdowns) if self.slowdowns else self.num_devices
         busy = 1 - min(bubble(schedule, passes, stages) for schedule in self.schedules)
         return self._alone(passes) * passes / speed / busy
 
@@ -240,7 +213,7 @@ class _StageSearch:
         """The best way to cut it, and in which schedule; None where none fits."""
         mesh = Mesh((STAGE, *plan.mesh.names), (stages, *plan.mesh.sizes))
         passes, graph = chain.update.passes, chain.update.graph
-        found: list[Staged] = []
+        tried_plans: list[Staged] = []
         sums: list[float] = []
         plain = self._times(chain, mesh, stages, postpones=False)
         postponing = self._times(chain, mesh, stages, postpones=True) if "zero-bubble" in self.schedules else plain
@@ -258,12 +231,12 @@ class _StageSearch:
                     break
                 for schedule in (leading,) if self.memory_limit is not None else self.schedules:
                     pairs = zip(of_schedules[schedule], itertools.pairwise(cuts), strict=True)
-                    seconds = pipeline_seconds([own.between(pair) for own, pair in pairs], passes, schedule)
+                    seconds = pipeline_seconds([times.between(pair) for times, pair in pairs], passes, schedule)
                     self.known = min(self.known, seconds)
                     names = tuple(graph.calls[chain.cuts[cut]].layer for cut in cuts[1:-1])
-                    found.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
-        if found:
-            best = min(found, key=lambda one: one.seconds)
+                    tried_plans.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
+        if tried_plans:
+            best = min(tried_plans, key=lambda one: one.seconds)
             return _Priced(best.seconds, best)
         return _Priced(min(sums)) if sums else None
 
@@ -272,48 +245,47 @@ class _StageSearch:
         pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
-        found = []
+        times = []
         for stage in range(stages):
             after, before = (pairs[at] if 0 <= at < stages - 1 else None for at in (stage, stage - 1))
             sends = ways[after][0] if after is not None else nothing
             returns = ways[before][1] if before is not None else nothing
             beside = max(_share(link) for link in (before, after) if link is not None) * (sends + returns)
-            slower, own, saved = self._slowdown(mesh, stage), chain.seconds, nothing
+            slower, seconds, saved = self._slowdown(mesh, stage), chain.seconds, nothing
             if postpones:
-                own = own - chain.laid_out
+                seconds = seconds - chain.laid_out
                 saved = _joined(chain.update.passes, stage, stages) * chain.joined
-            found.append(_Times(slower * own + beside, slower * saved, sends, returns, chain.once))
-        return found
+            times.append(_Times(slower * seconds + beside, slower * saved, sends, returns, chain.once))
+        return times
 
     def _bounds(self, chain: Chain, times: Sequence["_Times"], schedule: Schedule) -> Bounds:
         """What decides about the cuts under a schedule; infinite where a stage does not fit into memory."""
         through, rest = [], []
         passes, stages = chain.update.passes, len(times)
-        for stage, own in enumerate(times):
-            computes, sent = own.computes - own.saved, own.sends + own.returns
+        for stage, of_stage in enumerate(times):
+            computes, sent = of_stage.computes - of_stage.saved, of_stage.sends + of_stage.returns
             one = _WAITS[schedule] * computes + sent
             if self.memory_limit is not None:
-                kept = np.maximum(chain.kept, chain.postponed) if schedule == "zero-bubble" else chain.kept
-                held = chain.held + in_flight(schedule, passes, stage, stages) * kept
+                activations = np.maximum(chain.kept, chain.postponed) if schedule == "zero-bubble" else chain.kept
+                held = chain.held + in_flight(schedule, passes, stage, stages) * activations
                 one = np.where(held <= self.memory_limit, one, np.inf)
             through.append(one)
-            rest.append((passes - _WAITS[schedule]) * np.maximum(computes, sent) + own.once)
+            rest.append((passes - _WAITS[schedule]) * np.maximum(computes, sent) + of_stage.once)
         return Bounds(through, rest)
 
     def _slowdown(self, mesh: Mesh, stage: int) -> float:
-        """Of the slowest rank of a stage."""
         if not self.slowdowns:
             return 1.0
-        return max(own for rank, own in enumerate(self.slowdowns) if mesh.coordinates(rank)[0] == stage)
+        return max(slowdown for rank, slowdown in enumerate(self.slowdowns) if mesh.coordinates(rank)[0] == stage)
 
 
 def _share(link: Link) -> float:
-    """Of the seconds of what a stage sends, those that it takes from its computing, with as much that it receives."""
+    """The part of the seconds of what a stage sends that it takes from its computing, with as much that it receives."""
     return link.cpu_share if link.overlap else 1.0
 
 
 def _joined(passes: int, stage: int, stages: int) -> float:
-    """Of the weight gradients of all passes but one, those that zero-bubble computes in one call with others."""
+    """The part of the weight gradients of all passes but one that zero-bubble computes in one call with others."""
     if passes == 1:
         return 0.0
     calls = sum(kind == "weights" for kind, _ in actions("zero-bubble", passes, stage, stages))
@@ -322,25 +294,18 @@ def _joined(passes: int, stage: int, stages: int) -> float:
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of a pass through a stage, from any cut to any later one.
+    """Seconds of a pass through a stage, from any cut to any later one."""
 
-    Attributes:
-        computes: with what messages take from it, and gradients of weights each by itself.
-        saved: what is less where gradients of weights are computed in one call for several passes.
-        sends, returns: activations to the next stage, gradients to the one before.
-        once: the end of an update.
-    """
-
-    computes: Numbers
-    saved: Numbers
-    sends: Numbers
-    returns: Numbers
-    once: Numbers
+    computes: Numbers  # with what messages take from it, and gradients of weights each by itself
+    saved: Numbers  # what is less where gradients of weights are computed in one call for several passes
+    sends: Numbers  # activations to the next stage
+    returns: Numbers  # gradients to the stage before
+    once: Numbers  # the end of an update
 
     def between(self, cuts: tuple[int, int]) -> StageTimes:
-        """Those of the stage between two cuts; the gradients of weights take half of the backward pass."""
+        """Seconds of the stage between two cuts; the gradients of weights take half of the backward pass."""
         computes, saved, sends, returns, once = (
-            float(own[cuts]) for own in (self.computes, self.saved, self.sends, self.returns, self.once)
+            float(numbers[cuts]) for numbers in (self.computes, self.saved, self.sends, self.returns, self.once)
         )
         weights = max(0.0, _BACK / 2 * computes - saved)
         return StageTimes((1 - _BACK) * computes, _BACK / 2 * computes + weights, sends, returns, once, weights)
