@@ -185,7 +185,7 @@ def distance(
     convoy.load_state_dict(net, final)  # outputs of other weights, however near, say nothing about evaluation
     _evaluate(found, net, serial, x.to(device))
     found.captured = network_of(net).captured
-    assert len(network_of(net)._programs) <= 4, "programs of modes and sizes that are gone are kept"
+    assert len(network_of(net)._programs) <= 4 or microbatches > 1, "programs of sizes that are gone are kept"
     return found
 
 

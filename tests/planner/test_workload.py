@@ -100,9 +100,9 @@ def test_the_fastest_that_was_measured_is_chosen_and_none_is_predicted_faster_wi
     assert racers == ["filter=2", "height=2", "sample=2", "width=2"] and order[0] == "sample=2"
     slow = dict.fromkeys(PREDICTED, 2.0) | {"replicate=2": 1.0}
     assert raced(slow, rivals=[Plan.parse("replicate=2")])[0][0] == "replicate=2"
-    order, racers, notes = raced({"filter=2": 0.1, "sample=2": 1.0}, {"filter=2": 900})
+    order, racers, notes = raced({"filter=2": 0.1, "sample=2": 1.0}, {"filter=2": 1100})
     assert "filter=2" not in racers and order[0] == "sample=2"
-    assert "filter=2 did not race: 900 B on each device leave too little memory" in notes
+    assert "filter=2 did not race: 1.1 kB on each device leave too little memory" in notes
     assert "height=2 left the race: it cannot be" in notes
     _, racers, notes = raced({"filter=2": 3.0, "height=2": 3.0, "sample=2": 1.0}, late=True)
     assert racers == ["filter=2", "height=2"] and "sample=2 did not race: there was no more time" in notes

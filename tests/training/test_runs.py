@@ -12,7 +12,6 @@ from convoy.cli.requests import new_length
 from convoy.errors import ConvoyError
 from convoy.training import RunDirectory, load_recipe
 from convoy.training.config import Duration
-from convoy.training.set_up import set_up
 from ranks import run_ranks
 from tiny import NUM_TEST, TinyNet, write_mnist
 from training.scenarios import (
@@ -120,11 +119,6 @@ def test_the_newest_whole_checkpoint_of_the_run_is_used_and_others_are_named(dat
     one = EVERY | {"checkpoint.keep": "1"}
     assert trained(data, run, one, stop_at=5, resume=True).outcome.steps == 5
     assert f"5 of {TOTAL}" in trained(data, run, one, resume=True).said  # new ones stay where damaged newer ones lie
-
-
-@pytest.mark.parametrize(("model", "merge"), [("TinyNet", 8), ("TinyAgain", 1)])
-def test_a_batch_norm_layer_that_runs_twice_has_a_pass_for_each_microbatch(data: Path, model: str, merge: int) -> None:
-    assert set_up(recipe_of(data, {"model.name": f"tiny:{model}"}), torch.device("cpu")).merge == merge
 
 
 def test_merged_and_single_microbatches_train_alike_and_other_statistics_do_not(

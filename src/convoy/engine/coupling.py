@@ -211,6 +211,7 @@ def probe(
     samples: int = PROBE_SAMPLES,
     precision: torch.dtype | None = None,
     batch_norm: BatchNormMode = "microbatch",
+    has_numbers: bool = True,
 ) -> Probe:
     """What a network does with two microbatches: read off its calls, or tried, where a graph does not say all of it.
 
@@ -221,15 +222,22 @@ def probe(
         samples: size of each of two microbatches.
         precision: in which autocast computes; what is kept for the backward pass is counted so. None where it is off.
         batch_norm: over which samples statistics are taken.
+        has_numbers: whether it can be tried: no rank has a deferred one.
     """
     graph = graph_of(plain, image_shape, samples, training=True)
     shown = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph
-    if graph is None or shown is None or any(call.op == "opaque" for call in (*graph.calls, *shown.calls)):
+    by_rules = graph and shown and all(call.op != "opaque" for call in (*graph.calls, *shown.calls))
+    if graph is None or shown is None or (has_numbers and not by_rules):
         return _tried(plain, image_shape, device, samples, precision, batch_norm, graph)
     counted = under_autocast(graph, precision, device.type)
-    batch = Batch(_ALONE.mesh, (), (range(2 * samples),))
     outputs = leaves(graph.output, Ref)
-    kept = predict_memory(place(counted, _ALONE, batch, [ref.name for ref in outputs]))[0].activations
+
+    def kept(plan: Plan, batch: Batch) -> int:
+        return predict_memory(place(counted, plan, batch, [ref.name for ref in outputs]))[0].activations
+
+    # What all samples share, as the weights that autocast has copied, is there once.
+    both = kept(_ALONE, Batch(_ALONE.mesh, (), (range(2 * samples),)))
+    of_samples = both - kept(_HALVES, Batch(_HALVES.mesh, (0,), balanced(2 * samples, 2)))
     layers = dict(plain.named_modules())
     drawn = Counter(call.layer for call in graph.calls if OPERATIONS[call.op].is_random)
     draws = any(number > 1 or type(layers.get(layer)) not in DROPOUT_LAYERS for layer, number in drawn.items())
@@ -237,7 +245,7 @@ def probe(
     return Probe(
         separable=(coupling(shown) if draws else together) is None,
         draws=draws,
-        bytes_per_sample=kept // (2 * samples),
+        bytes_per_sample=of_samples // samples,
         outputs=len(outputs),
         owned=draws and together is None,
         graph=graph,

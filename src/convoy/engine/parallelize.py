@@ -197,10 +197,13 @@ def take_part(
     microbatches: int | None = None,
     compile: bool = False,
     recompute: Recompute = False,
+    devices: int | None = None,
 ) -> Network:
-    """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it."""
+    """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it. `devices` take part, by default as
+    many as there are; one may while the others rest."""
     join()  # first, so that mistakes are said once for all ranks
-    prepare_given(model, needs_numbers=num_ranks() == 1 or dist.get_rank() == 0)
+    devices = num_ranks() if devices is None else devices
+    prepare_given(model, needs_numbers=devices == 1 or dist.get_rank() == 0)
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
     _check_option("batch_norm", batch_norm, get_args(BatchNorm))
@@ -209,14 +212,14 @@ def take_part(
         raise ConvoyError(f"microbatches={microbatches!r} must be a whole number from 1, or None for as many as serve")
     examples, form = _examples(model, example)
     keep_freed_memory(examples[0].device)
-    parsed = Plan.parse(plan, num_devices=num_ranks())
-    check_devices(parsed.mesh, num_ranks())
+    parsed = Plan.parse(plan, num_devices=devices)
+    check_devices(parsed.mesh, devices)
     if compile and parsed.num_stages > 1:
         raise ConvoyError(
             "a network in stages is not compiled, as torch.compile has given the layers of a stage wrong gradients: "
             "leave compile away, or choose a plan without stages"
         )
-    groups = Groups(parsed.mesh)
+    groups = Groups(parsed.mesh, 0 if devices == 1 else None)
     context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
     with torch.inference_mode(False):
         make_room(model, groups.of(tuple(parsed.mesh.axes)))

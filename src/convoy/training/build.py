@@ -220,7 +220,7 @@ def probed(
                     f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
                     "classes: build the network for as many classes, or choose another model"
                 )
-        return probe(plain, shape, device, samples, lowered(recipe), recipe.batch_norm)
+        return probe(plain, shape, device, samples, lowered(recipe), recipe.batch_norm, not as_graph)
     except (ConvoyError, torch.OutOfMemoryError):
         raise
     except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:

@@ -99,6 +99,7 @@ class TrainedNetwork:
             seed=seed,
             compile=compile,
             recompute=recompute,
+            devices=plan.mesh.num_devices,
         )
         if self.engine.counts_passes and plan.mesh.num_devices > 1:
             why = self.engine.captured.partition(", as ")[2]
