@@ -89,12 +89,8 @@ class _Walk:
     def _reduce(self, target: Layout) -> Iterator[Step]:
         for dim, split in target.splits:
             new_axes = set(split.axes) - set(self._axes(dim))
-            if (
-                new_axes
-                and new_axes <= self.layout.partial - target.partial
-                and self._refines(dim, split)
-                and _disjoint(split)
-            ):
+            to_add = self.layout.partial - target.partial
+            if new_axes and new_axes <= to_add and self._refines(dim, split) and _disjoint(split):
                 after = replace(self._with(dim, split), partial=self.layout.partial - new_axes)
                 yield from self._step("reduce_scatter", new_axes, after)
         axes = self.layout.partial - target.partial
@@ -109,9 +105,8 @@ class _Walk:
                 continue
             is_exact = set(split.axes) <= {*self._axes(dim), *new_axes} and self._refines(dim, split)
             after = self._with(dim, split) if is_exact else self._intersected(dim, split, new_axes)
-            yield from self._step(
-                "slice", new_axes, replace(after, copied=after.copied - new_axes) if after.copied else after
-            )
+            after = replace(after, copied=after.copied - new_axes) if after.copied else after
+            yield from self._step("slice", new_axes, after)
 
     def _copy(self, target: Layout) -> Iterator[Step]:
         axes = target.copied - self.layout.copied - self.layout.split_axes
@@ -121,20 +116,13 @@ class _Walk:
     def _move(self, target: Layout) -> Iterator[Step]:
         """Exchange over all axes of the dimensions whose split changes."""
         before_splits, after_splits = dict(self.layout.splits), dict(target.splits)
-        changed_dims = {
-            dim for dim in (*before_splits, *after_splits) if before_splits.get(dim) != after_splits.get(dim)
-        }
-        axes = {
-            axis
-            for splits in (before_splits, after_splits)
-            for dim in changed_dims
-            if dim in splits
-            for axis in splits[dim].axes
-        }
-        if not axes & target.split_axes - self._settled(target, changed_dims):
+        dims = {dim for dim in (*before_splits, *after_splits) if before_splits.get(dim) != after_splits.get(dim)}
+        pairs = [(dim, split) for splits in (before_splits, after_splits) for dim, split in splits.items()]
+        axes = {axis for dim, split in pairs if dim in dims for axis in split.axes}
+        if not axes & target.split_axes - self._settled(target, dims):
             return
-        splits = {dim: split for dim, split in before_splits.items() if dim not in changed_dims}
-        splits |= {dim: split for dim, split in after_splits.items() if dim in changed_dims}
+        splits = {dim: split for dim, split in before_splits.items() if dim not in dims}
+        splits |= {dim: split for dim, split in after_splits.items() if dim in dims}
         after = Layout.of(splits, self.layout.partial, self.layout.copied | (axes - target.split_axes))
         left_axes = after.copied - target.copied
         if left_axes:  # axes that end whole with a whole gradient: gather them first, then exchange over the others
@@ -213,9 +201,9 @@ def _collects(mesh: Mesh, size: int, source: Split | None, target: Split) -> boo
     """Whether the groups that give a dimension up together hold what each of their ranks wants."""
     if source is None or not set(target.axes) <= set(source.axes):
         return False
-    old = tuple(axis for axis in source.axes if axis not in target.axes)
-    unions = _unions(mesh, size, source, source.axes, old)
-    return bool(old) and all(
+    axes = tuple(axis for axis in source.axes if axis not in target.axes)
+    unions = _unions(mesh, size, source, source.axes, axes)
+    return bool(axes) and all(
         _within(unions[place], part := _part(mesh, size, target, place)) and _within(part, unions[place])
         for place in _places(mesh, source.axes)
     )
