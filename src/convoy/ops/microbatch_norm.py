@@ -58,10 +58,10 @@ def normalize_at_once(
     """
     if min(sizes) * math.prod(x.shape[2:]) < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    is_operation = not torch.compiler.is_compiling()
-    updated_now = running if is_operation and len(sizes) == 1 else None
-    is_fused = is_operation and fits(residual, x)
-    if is_operation:
+    is_eager = not torch.compiler.is_compiling()
+    updated_now = running if is_eager and len(sizes) == 1 else None
+    is_fused = is_eager and fits(residual, x)
+    if is_eager:
         fused = (residual, relu) if is_fused else (None, False)
         y, terms = _AtOnce.apply(x, weight, bias, fused[0], eps, tuple(sizes), updated_now, fused[1])
     else:
