@@ -23,17 +23,12 @@ _POLL_S = 0.1
 
 
 class Alarm:
-    """While entered, a rank that leaves with an error calls the others out of what was made for a try.
+    """While entered, a rank that leaves with an error calls the others out of the groups of a try, whose name no other
+    try has. Over gloo alone there is nothing to do: closed connections say the same, and torch cannot abort its
+    groups."""
 
-    Over gloo alone there is nothing to do: closed connections say the same, and torch cannot abort its groups.
-
-    Args:
-        name: of the try: the same on all ranks, and of no other try.
-        made: what the ranks may wait in.
-    """
-
-    def __init__(self, name: str, made: Temporary) -> None:
-        self._name, self._made = name, made
+    def __init__(self, name: str, groups: Temporary) -> None:
+        self._name, self._groups = name, groups
         self._over = threading.Event()
         self._store: Store | None = None
 
@@ -60,7 +55,7 @@ class Alarm:
         with contextlib.suppress(RuntimeError):
             while not self._over.wait(_POLL_S):
                 if self._store.check(["failed"]):
-                    self._made.abort()
+                    self._groups.abort()
                     return
 
 
@@ -70,14 +65,14 @@ _ENDED = ("closed by peer", "reset by peer", "Broken pipe", "aborted")
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a rank has failed; the sort says which of several ranks' failures is the cause of the others'."""
+    """Why a rank has failed; the lowest `sort` among several ranks is the cause of the others' failures."""
 
     sort: int
     text: str
 
     @staticmethod
     def of(error: Exception) -> "Cause":
-        """That of this rank, which has just failed."""
+        """Why this rank has just failed."""
         if (needed := lack_of_memory(error)) is not None:
             layer = current.layer.partition("#")[0]
             return Cause(_LOST_MEMORY, (f", in layer {layer}" if layer else "") + needed)
@@ -88,12 +83,13 @@ class Cause:
         return Cause(_CUT_OFF if cut_off else _BROKEN, f"{type(error).__name__}: {first_line}")
 
     def error(self, rank: int, what: str = "") -> ConvoyError:
-        """For every rank, of the one that has failed in `what` all tried together, as it follows "while"."""
-        tried = f" while {what}" if what else ""
+        """The error that every rank raises when `rank` has failed in `what` all tried together, worded to follow
+        "while"."""
+        attempt = f" while {what}" if what else ""
         if self.sort == _MISTAKE:
             return ConvoyError(self.text)
         if self.sort == _MACHINE:
             return MachineError(self.text)
         if self.sort == _LOST_MEMORY:
-            return RankFailedError(f"rank {rank} ran out of memory{tried}{self.text}; {NEEDS_LESS}", True)
-        return RankFailedError(f"rank {rank} failed{tried} ({self.text}): -v shows where")
+            return RankFailedError(f"rank {rank} ran out of memory{attempt}{self.text}; {NEEDS_LESS}", True)
+        return RankFailedError(f"rank {rank} failed{attempt} ({self.text}): -v shows where")

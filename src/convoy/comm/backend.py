@@ -1,8 +1,8 @@
 """Which backend carries the ranks' tensors: NCCL where every rank has a GPU of its own, else gloo.
 
-All ranks must choose alike, or they wait for each other for ever. So each tells the GPU that it uses by its UUID, and
-rank 0 decides: what launchers say of local ranks differs (a Slurm task may see one GPU or all of its host's), and ranks
-that see another number of GPUs than their neighbors would decide otherwise by themselves.
+All ranks must choose the same, or they wait for each other for ever. So each rank tells the UUID of its GPU and rank 0
+decides: what launchers say of local ranks differs (a Slurm task may see one GPU or all of its host's), and ranks that
+see different numbers of GPUs would decide differently by themselves.
 """
 
 import functools
@@ -29,41 +29,42 @@ _RECORDED = "2000"
 
 
 class Here(NamedTuple):
-    """The GPUs that torch can use here, and why there are none; empty where there are, or where nothing is known.
-
-    Attributes:
-        too_old: there are some, for another driver.
-    """
+    """The GPUs that torch can use on this host, and why there are none; empty where there are, or where nothing is
+    known."""
 
     number: int
     why: str = ""
-    too_old: bool = False
+    too_old: bool = False  # there are some, but the driver is too old for this torch's CUDA
 
 
 @functools.cache
 def gpus() -> Here:
-    """What is here. Of a driver that is too old torch only warns, once in a process, and goes on without a GPU."""
-    with warnings.catch_warnings(record=True) as said:
+    """The GPUs of this host. Of a driver that is too old torch only warns, once in a process, and goes on without a
+    GPU."""
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             number = torch.cuda.device_count() if torch.cuda.is_available() else 0
         except RuntimeError as error:
-            said, number = [], 0
+            warned, number = [], 0
             why = str(error)
         else:
-            why = next((text for text in (str(one.message) for one in said) if "CUDA" in text or "driver" in text), "")
+            why = next(
+                (text for text in (str(warning.message) for warning in warned) if "CUDA" in text or "driver" in text),
+                "",
+            )
     if number:
         return Here(number)
-    first = why.removeprefix("CUDA initialization: ").partition(". ")[0].partition("\n")[0].rstrip(".")
-    too_old = "driver" in first and "too old" in first
+    reason = why.removeprefix("CUDA initialization: ").partition(". ")[0].partition("\n")[0].rstrip(".")
+    too_old = "driver" in reason and "too old" in reason
     if too_old:
-        first += f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a "
-        first += "torch that is built for an older CUDA (https://pytorch.org/get-started)"
-    return Here(0, first, too_old)
+        reason += f" for this torch, which is built for CUDA {torch.version.cuda}: update the driver, or install a "
+        reason += "torch that is built for an older CUDA (https://pytorch.org/get-started)"
+    return Here(0, reason, too_old)
 
 
 class RankDevice(NamedTuple):
-    """What a rank has: the name of its host, and the UUID of its GPU; empty without one."""
+    """The name of a rank's host, and the UUID of its GPU; empty without one."""
 
     host: str
     gpu: str
@@ -77,7 +78,7 @@ class Choice(NamedTuple):
 
 
 def own(device: torch.device) -> RankDevice:
-    """What this rank has."""
+    """The device of this rank."""
     if device.type != "cuda":
         return RankDevice(socket.gethostname(), "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -85,12 +86,12 @@ def own(device: torch.device) -> RankDevice:
     return RankDevice(socket.gethostname(), str(uuid or f"{socket.gethostname()}/{visible}/{device.index}"))
 
 
-def agreed(store: Store, rank: int, num_ranks: int, seen: RankDevice) -> Choice:
-    """The choice of rank 0, on all ranks, which call this with what each has `seen`, and a store of theirs alone."""
-    store.set(f"device/{rank}", json.dumps(seen))
+def agreed(store: Store, rank: int, num_ranks: int, device: RankDevice) -> Choice:
+    """The choice of rank 0, on all ranks: each calls it with its own device, and a store that only they use."""
+    store.set(f"device/{rank}", json.dumps(device))
     if rank == 0:
-        told = [RankDevice(*json.loads(store.get(f"device/{other}"))) for other in range(num_ranks)]
-        store.set("backend", json.dumps(choose(told)))
+        devices = [RankDevice(*json.loads(store.get(f"device/{other}"))) for other in range(num_ranks)]
+        store.set("backend", json.dumps(choose(devices)))
     return Choice(*json.loads(store.get("backend")))
 
 
@@ -103,9 +104,9 @@ def choose(ranks: Sequence[RankDevice]) -> Choice:
     "ranks 0, 1 share a GPU of host a: they take turns on it and divide its memory, ..."
     """
     by_gpu: dict[RankDevice, list[int]] = defaultdict(list)
-    for rank, seen in enumerate(ranks):
-        by_gpu[RankDevice("", seen.gpu) if seen.gpu else seen].append(rank)
-    without = [rank for rank, seen in enumerate(ranks) if not seen.gpu]
+    for rank, device in enumerate(ranks):
+        by_gpu[RankDevice("", device.gpu) if device.gpu else device].append(rank)
+    without = [rank for rank, device in enumerate(ranks) if not device.gpu]
     if len(without) == len(ranks):
         return Choice(GLOO)
     slowly = "gloo carries all messages, by way of the CPU"
@@ -137,13 +138,13 @@ _key = b""
 
 
 def know(key: bytes) -> None:
-    """Note what the ranks of this run know, and nobody else who reaches them."""
+    """Note the secret that the ranks of this run share, and nobody else who reaches them."""
     global _key
     _key = key
 
 
 def connect(group: dist.ProcessGroup) -> None:
-    """See who the ranks are that gloo has connected, and connect the GPUs of a group that NCCL serves."""
+    """Verify the ranks that gloo has connected, and connect the GPUs of a group that NCCL serves."""
     if _key and "cpu:gloo" in dist.get_backend_config(group).split(","):
         _prove(group)
     if "cuda:nccl" in dist.get_backend_config(group):
@@ -152,35 +153,35 @@ def connect(group: dist.ProcessGroup) -> None:
 
 def _prove(group: dist.ProcessGroup) -> None:
     """Have every two ranks of a group prove themselves to each other: gloo takes whoever comes first for a rank."""
-    own, ranks = group.rank(), range(group.size())
+    rank, ranks = group.rank(), range(group.size())
 
     def exchanged(words: list[bytes]) -> list[bytes]:
-        sent = torch.frombuffer(bytearray(b"".join(words)), dtype=torch.uint8)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return [part.numpy().tobytes() for part in received.chunk(len(ranks))]
+        outgoing = torch.frombuffer(bytearray(b"".join(words)), dtype=torch.uint8)
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=group)
+        return [part.numpy().tobytes() for part in incoming.chunk(len(ranks))]
 
     def word(sender: int, receiver: int, question: bytes) -> bytes:
         return hmac.digest(_key, f"{group.group_name} {sender} {receiver} ".encode() + question, "sha256")
 
-    # Each asks each by a new random number. Whoever writes into the store can have the ranks take an old key again, and
-    # words of another run, group or pair, or one's own sent back, must not fit even then.
+    # Every pair uses new random numbers. Whoever writes into the store can have the ranks take an old key again, and
+    # words of another run, group or pair, or a rank's own sent back, must not fit even then.
     questions = [secrets.token_bytes(32) for _ in ranks]
-    answers = [word(own, other, question) for other, question in enumerate(exchanged(questions))]
-    expected = [word(other, own, question) for other, question in enumerate(questions)]
+    answers = [word(rank, peer, question) for peer, question in enumerate(exchanged(questions))]
+    expected = [word(peer, rank, question) for peer, question in enumerate(questions)]
     if not hmac.compare_digest(b"".join(exchanged(answers)), b"".join(expected)):
         who = "somebody has connected to a port of this run in the place of a rank, who is none or was given another "
         raise MeetingError(who + "CONVOY_SECRET: see who else reaches these hosts")
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect the GPUs of a group, which NCCL would do at its first message: in the middle of training, and group by
-    group in whatever order the ranks come to them. All ranks of the group call it."""
+    """Connect the GPUs of a group; all its ranks call it. NCCL would do so at its first message: in the middle of
+    training, and group by group in whatever order the ranks come to them."""
     ranks = dist.get_process_group_ranks(group)
     try:
-        one = torch.ones(1, device=device)
-        dist.all_reduce(one, group=group)
-        added = int(one.item())
+        total = torch.ones(1, device=device)
+        dist.all_reduce(total, group=group)
+        sum_of_ones = int(total.item())
     except RuntimeError as error:
         if lack_of_memory(error) is not None:
             raise
@@ -188,8 +189,8 @@ def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
         last = next((line for line in lines if line.startswith("Last error")), "")
         reason = " ".join(filter(None, (lines[0] if lines else type(error).__name__, last, *lines[-1:]))).rstrip(".")
         raise MeetingError(_unconnected(ranks, reason)) from error
-    if added != len(ranks):
-        raise MeetingError(_unconnected(ranks, f"a sum of {len(ranks)} ones is {added}"))
+    if sum_of_ones != len(ranks):
+        raise MeetingError(_unconnected(ranks, f"a sum of {len(ranks)} ones is {sum_of_ones}"))
 
 
 def _unconnected(ranks: Sequence[int], reason: str) -> str:

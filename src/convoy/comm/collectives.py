@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ _watch: Watch | None = None
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Let `watch` be told, while entered. What a user has compiled waits unseen."""
+    """Tell `watch` of every wait, while entered. What a user has compiled waits unseen."""
     global _watch
     before, _watch = _watch, watch
     try:
@@ -57,7 +57,7 @@ def watching(watch: Watch) -> Iterator[None]:
 
 
 def waits(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Make a function that waits for other ranks, and does nothing else, one that says so."""
+    """Make a function that does nothing but wait for other ranks note so in this process's position."""
 
     name = function.__name__.strip("_").replace("_", " ")
 
@@ -84,13 +84,12 @@ def waits(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
 
 Group = dist.ProcessGroup | None
 
-_SMALL = 1 << 18
-"""Bytes over all ranks up to which gloo adds faster by sending everything to everyone."""
+_SMALL = 1 << 18  # bytes over all ranks up to which gloo adds faster by sending everything to everyone
 
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# by the group of all ranks, where that carries no CPU tensors: another one that does
 _beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
-"""Of all ranks, for a group of them that carries no tensors of the CPU: another one that does."""
 _channels: "weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None]" = weakref.WeakKeyDictionary()
 
 
@@ -129,9 +128,9 @@ def _numbered(name: str, work: dist.Work | None, group: dist.ProcessGroup) -> di
 
 
 def _done(work: dist.Work) -> Callable[[], bool]:
-    """Whether a device is through with a collective, asked without CUDA: where one thread holds CUDA's lock, another
-    one that asks for an event stands still, with Python's lock. NCCL's group has a thread that asks, and notes it in
-    this result, which unlike `work` does not hold the tensors."""
+    """Whether a device has finished a collective, asked without CUDA: where one thread holds CUDA's lock, another one
+    that asks for an event stands still, with Python's lock. NCCL's group has a thread that asks, and notes it in this
+    result, which unlike `work` does not hold the tensors."""
     try:
         done: Callable[[], bool] = work.get_future_result().done  # type: ignore[attr-defined]
     except RuntimeError:  # another backend
@@ -170,8 +169,8 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     if size(group) * x.nbytes <= _SMALL:
         received = start_all_gather(x, group)
         return Pending((), lambda: torch.sum(received.wait(), 0, out=x))
-    here = x.cpu()
-    return Pending([dist.all_reduce(here, group=group, async_op=True)], lambda: x if here is x else x.copy_(here))
+    local = x.cpu()
+    return Pending([dist.all_reduce(local, group=group, async_op=True)], lambda: x if local is x else x.copy_(local))
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -188,13 +187,13 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
     if (channel := _channel(x, group)) is not None:
         return Pending((), lambda: shared_memory.all_gather(x, channel))
     ranks = size(group)
-    here = _for(group, x).contiguous()
-    received = here.new_empty(ranks, *x.shape)
+    local = _for(group, x).contiguous()
+    received = local.new_empty(ranks, *x.shape)
     if _is_gloo(x, group):
-        received[place(group)] = here
-        works = point_to_point.start_all_to_all([here] * ranks, list(received), group)
+        received[place(group)] = local
+        works = point_to_point.start_all_to_all([local] * ranks, list(received), group)
         return Pending(works, lambda: received.to(x.device))
-    work = _gather_single(received.view(-1), here.view(-1), group=group, async_op=True)
+    work = _gather_single(received.view(-1), local.view(-1), group=group, async_op=True)
     return Pending([_numbered("all gather", work, group)], lambda: received)
 
 
@@ -212,97 +211,87 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
         return Pending((), lambda: x)
     if (channel := _channel(x, group)) is not None:
         return Pending((), lambda: shared_memory.all_to_all(x, channel))
-    here = _for(group, x).contiguous()
-    received = torch.empty_like(here)
+    local = _for(group, x).contiguous()
+    received = torch.empty_like(local)
     if _is_gloo(x, group):
-        received[place(group)] = here[place(group)]
-        works = point_to_point.start_all_to_all(list(here), list(received), group)
+        received[place(group)] = local[place(group)]
+        works = point_to_point.start_all_to_all(list(local), list(received), group)
         return Pending(works, lambda: received.to(x.device))
-    work = dist.all_to_all_single(received, here, group=group, async_op=True)
+    work = dist.all_to_all_single(received, local, group=group, async_op=True)
     return Pending([_numbered("all to all", work, group)], lambda: received)
 
 
 @waits
 def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], group: Group) -> list[Tensor]:
-    """A tensor of any shape to every rank, one from every rank.
-
-    Args:
-        sends: one for each rank of the group, all of one dtype; None for nothing. At least one must be a tensor, if
-            only an empty one.
-        shapes: what comes from each rank; None for nothing.
-        group: the ranks.
-
-    Returns:
-        Contiguous tensors in the order of ranks, perhaps views of one buffer; those of `shapes` None are empty.
-    """
-    some = next(x for x in sends if x is not None)
-    if group is not None and not torch.compiler.is_compiling() and (channel := _channel(some, group)) is not None:
+    """A tensor of any shape to every rank, one from every rank: contiguous, in the order of ranks, perhaps views of one
+    buffer. All of `sends` have one dtype, and at least one is a tensor, if only an empty one; in `sends` and `shapes`,
+    those of what comes, None is nothing."""
+    example = next(x for x in sends if x is not None)
+    if group is not None and not torch.compiler.is_compiling() and (channel := _channel(example, group)) is not None:
         return shared_memory.exchange(sends, shapes, channel)
-    wanted = [0 if shape is None else math.prod(shape) for shape in shapes]
-    if group is not None and not torch.compiler.is_compiling() and _is_gloo(some, group):
-        received = _exchange_over_gloo(sends, wanted, some, group)
+    counts = [0 if shape is None else math.prod(shape) for shape in shapes]
+    if group is not None and not torch.compiler.is_compiling() and _is_gloo(example, group):
+        received = _exchange_over_gloo(sends, counts, example, group)
     else:
-        received = _exchange_at_once(sends, wanted, group)
-    parts = torch.split(received, wanted)
+        received = _exchange_at_once(sends, counts, group)
+    parts = torch.split(received, counts)
     return [part.view(shape or (0,)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _exchange_over_gloo(
-    sends: Sequence[Tensor | None], wanted: list[int], like: Tensor, group: dist.ProcessGroup
+    sends: Sequence[Tensor | None], counts: list[int], like: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """What comes, flat and in the order of ranks."""
-    leaving = [None if x is None else _for(group, x).reshape(-1).contiguous() for x in sends]
-    received = torch.empty(sum(wanted), dtype=like.dtype)
-    parts = received.split(wanted)
-    own = leaving[place(group)]
-    if own is not None:
-        parts[place(group)].copy_(own)
-    for work in point_to_point.start_all_to_all(leaving, parts, group):
+    """The tensors that come, flat and in the order of ranks."""
+    outgoing = [None if x is None else _for(group, x).reshape(-1).contiguous() for x in sends]
+    received = torch.empty(sum(counts), dtype=like.dtype)
+    parts = received.split(counts)
+    mine = outgoing[place(group)]
+    if mine is not None:
+        parts[place(group)].copy_(mine)
+    for work in point_to_point.start_all_to_all(outgoing, parts, group):
         work.wait()
     return received.to(like.device)
 
 
-def _exchange_at_once(sends: Sequence[Tensor | None], wanted: list[int], group: Group) -> Tensor:
-    given = [0 if x is None else x.numel() for x in sends]
+def _exchange_at_once(sends: Sequence[Tensor | None], counts: list[int], group: Group) -> Tensor:
+    send_counts = [0 if x is None else x.numel() for x in sends]
     pieces = [x.reshape(-1) for x in sends if x is not None]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if group is None:
         return flat
     if torch.compiler.is_compiling():
-        received: Tensor = functional.wait_tensor(functional.all_to_all_single(flat, wanted, given, group))
+        received: Tensor = functional.wait_tensor(functional.all_to_all_single(flat, counts, send_counts, group))
         return received
-    received = flat.new_empty(sum(wanted))
-    work = dist.all_to_all_single(received, flat, wanted, given, group=group, async_op=True)
+    received = flat.new_empty(sum(counts))
+    work = dist.all_to_all_single(received, flat, counts, send_counts, group=group, async_op=True)
     return Pending([_numbered("exchange", work, group)], lambda: received).wait()
 
 
 def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], group: Group) -> Pending:
-    """Send `sends[q]` to rank q and fill `receives[q]` from it, without copies on the way.
-
-    All tensors are flat, of one dtype, and may be empty; what stands at the own place is left alone. Gives the tensor
-    received from the rank before this one, in the circle.
-    """
+    """Send `sends[q]` to rank q and fill `receives[q]` from it, without copies on the way. All tensors are flat, of one
+    dtype, and may be empty; the entries of this rank are ignored. The result is the tensor received from the rank
+    before this one, in the circle."""
     if group is None:
         return Pending((), lambda: receives[0])
-    here = group.rank()
-    if (channel := _channel(receives[here], group)) is not None:
-        return Pending((), lambda: shared_memory.exchange_into(sends, receives, channel)[here - 1])
-    if not _is_gloo(receives[here], group):
-        nothing = receives[here].new_empty(0)
-        taken = [nothing if q == here else x for q, x in enumerate(receives)]
-        given = [nothing if q == here else x for q, x in enumerate(sends)]
-        work = dist.all_to_all(taken, given, group=group, async_op=True)
-        return Pending([_numbered("exchange", work, group)], lambda: receives[here - 1])
-    arriving = [_for(group, x) for x in receives]
-    works = point_to_point.start_all_to_all([_for(group, x) for x in sends], arriving, group)
-    return Pending(works, lambda: _arrived(arriving, receives, here))
+    rank = group.rank()
+    if (channel := _channel(receives[rank], group)) is not None:
+        return Pending((), lambda: shared_memory.exchange_into(sends, receives, channel)[rank - 1])
+    if not _is_gloo(receives[rank], group):
+        nothing = receives[rank].new_empty(0)
+        inputs = [nothing if q == rank else x for q, x in enumerate(receives)]
+        outputs = [nothing if q == rank else x for q, x in enumerate(sends)]
+        work = dist.all_to_all(inputs, outputs, group=group, async_op=True)
+        return Pending([_numbered("exchange", work, group)], lambda: receives[rank - 1])
+    buffers = [_for(group, x) for x in receives]
+    works = point_to_point.start_all_to_all([_for(group, x) for x in sends], buffers, group)
+    return Pending(works, lambda: _arrived(buffers, receives, rank))
 
 
-def _arrived(arriving: Sequence[Tensor], receives: Sequence[Tensor], here: int) -> Tensor:
-    for q, (found, target) in enumerate(zip(arriving, receives, strict=True)):
-        if q != here and found is not target:
-            target.copy_(found)
-    return receives[here - 1]
+def _arrived(buffers: Sequence[Tensor], receives: Sequence[Tensor], rank: int) -> Tensor:
+    for q, (buffer, target) in enumerate(zip(buffers, receives, strict=True)):
+        if q != rank and buffer is not target:
+            target.copy_(buffer)
+    return receives[rank - 1]
 
 
 @waits
@@ -314,9 +303,9 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
         return shared_memory.reduce_scatter(x, channel)
     if torch.compiler.is_compiling() or _is_gloo(x, group):
         return all_to_all(x, group).sum(0)
-    found = x.new_empty(x.shape[1:])
-    work = _scatter_single(found.view(-1), x.contiguous().view(-1), group=group, async_op=True)
-    return Pending([_numbered("reduce scatter", work, group)], lambda: found).wait()
+    total = x.new_empty(x.shape[1:])
+    work = _scatter_single(total.view(-1), x.contiguous().view(-1), group=group, async_op=True)
+    return Pending([_numbered("reduce scatter", work, group)], lambda: total).wait()
 
 
 @waits
@@ -325,38 +314,35 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     if group is None or x.numel() == 0:
         return x
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
-    here = _for(group, x)
-    if _is_gloo(here, group):
-        dist.broadcast(here, group=group, group_src=source)
-        return x if here is x else x.copy_(here)
-    work = dist.broadcast(here, group=group, group_src=source, async_op=True)
+    local = _for(group, x)
+    if _is_gloo(local, group):
+        dist.broadcast(local, group=group, group_src=source)
+        return x if local is x else x.copy_(local)
+    work = dist.broadcast(local, group=group, group_src=source, async_op=True)
     return Pending([_numbered("broadcast", work, group)], lambda: x).wait()
 
 
 def start_send(x: Tensor, target: int, group: dist.ProcessGroup, tag: int = 0) -> Pending:
     """Begin to send a contiguous `x` to one rank of the group, which receives tensors in the order of these calls; over
     gloo every tag has an order of its own, and NCCL ignores tags."""
-    here = _for(group, x)
-    return Pending([dist.isend(here, group=group, tag=tag, group_dst=target)], lambda: here)
+    local = _for(group, x)
+    return Pending([dist.isend(local, group=group, tag=tag, group_dst=target)], lambda: local)
 
 
 def start_receive(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> Pending:
     """Begin to fill a contiguous `x` with what one rank of the group sends under a tag."""
-    here = _for(group, x)
-    work = dist.irecv(here, group=group, tag=tag, group_src=source)
-    return Pending([work], lambda: x if here is x else x.copy_(here))
+    local = _for(group, x)
+    work = dist.irecv(local, group=group, tag=tag, group_src=source)
+    return Pending([work], lambda: x if local is x else x.copy_(local))
 
 
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
-    """Equally many whole numbers from every rank of a group.
-
-    They travel between CPUs: a GPU would have to finish all that it was asked before. Where a user has joined all ranks
-    by NCCL alone, they go through the group `beside` that one.
-    """
+    """Equally many whole numbers from every rank of a group. They travel between CPUs: a GPU would have to finish all
+    that it was asked before. Where a user has joined all ranks by NCCL alone, they go through the group `beside` that
+    one."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         group = beside(group)
-    rows: list[list[int]] = all_gather(torch.tensor(list(numbers), dtype=torch.int64), group).tolist()
-    return rows
+    return cast(list[list[int]], all_gather(torch.tensor(list(numbers), dtype=torch.int64), group).tolist())
 
 
 def beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -376,7 +362,8 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
 
 
 def close(group: dist.ProcessGroup) -> None:
-    """Nothing comes from this rank any more through the memory that it shares with the group: who waits there fails."""
+    """Say that nothing more comes from this rank through the memory that it shares with the group: who waits there
+    fails."""
     ledger.forget(group.group_name)
     channel = _channels.pop(group, None)
     if channel is not None:
@@ -423,8 +410,7 @@ def _meet(group: dist.ProcessGroup) -> Channel | None:
 
 
 def _gather_over(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[list[int]]:
-    mine = torch.tensor(list(numbers), dtype=torch.int64)
-    rows = mine.new_empty(group.size(), len(mine))
-    _gather_single(rows.view(-1), mine, group=group)
-    found: list[list[int]] = rows.tolist()
-    return found
+    row = torch.tensor(list(numbers), dtype=torch.int64)
+    rows = row.new_empty(group.size(), len(row))
+    _gather_single(rows.view(-1), row, group=group)
+    return cast(list[list[int]], rows.tolist())

@@ -19,48 +19,42 @@ from convoy.plans.mesh import Axes, Coordinates, Mesh
 
 
 def everyone() -> dist.ProcessGroup | None:
-    """All ranks that have joined, in a group that carries tensors on the CPU; None for one alone. All ranks call it."""
+    """All ranks that have joined, in a group that carries CPU tensors; None for one rank alone. All ranks call it."""
     if num_ranks() == 1:
         return None
     world = dist.group.WORLD
     assert world is not None
     if not _temporary:
         return world if "cpu:gloo" in dist.get_backend_config().split(",") else beside(world)
-    own: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=time_limit(world))
-    _temporary[-1].add(own)
-    connect(own)
-    return own
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=time_limit(world))
+    _temporary[-1].add(group)
+    connect(group)
+    return group
 
 
 class Temporary:
-    """Process groups that end together.
-
-    Attributes:
-        failed: a rank has failed: nothing in them is to be waited for any more.
-    """
+    """Process groups that end together."""
 
     def __init__(self) -> None:
-        self.failed = False
+        self.failed = False  # once a rank has failed nothing in them is to be waited for
         self._groups: list[dist.ProcessGroup] = []
         self._lock = threading.Lock()
 
     def add(self, group: dist.ProcessGroup) -> None:
-        """One more; an error where they were aborted."""
+        """Add a group; an error where they were aborted."""
         with self._lock:
             self._groups.append(group)
             if self.failed:
                 raise RuntimeError("aborted: a rank has failed")
 
     def meet(self) -> None:
-        """Wait for the others, so that nobody begins to make a group for which one of them does not come."""
+        """Wait for the other ranks, so that nobody begins to make a group for which one of them does not come."""
         if self._groups:
             gather_ints([0], self._groups[0])
 
     def abort(self) -> None:
-        """End what waits for messages through NCCL, from any thread.
-
-        All at once: to abort one of its groups may take until the kernels of the others have ended.
-        """
+        """End what waits for messages through NCCL, from any thread; all groups at once, as aborting one may take until
+        the kernels of the others have ended."""
         with self._lock:
             self.failed = True
             ending = [
@@ -72,7 +66,6 @@ class Temporary:
                 thread.join(_ABORT_S)
 
     def end(self) -> None:
-        """Leave them."""
         if self.failed:
             self.abort()
         with self._lock:
@@ -94,41 +87,40 @@ def only_gloo(group: dist.ProcessGroup | None = None) -> bool:
 
 
 _ABORT_S = 10.0
-_temporary: list[Temporary] = []
-"""What was made within each `temporary` that is entered."""
+_temporary: list[Temporary] = []  # the groups made within each `temporary` that is entered
 
 
 @contextmanager
 def temporary() -> Iterator[Temporary]:
-    """Groups that are made within are for what is done there alone, those of all ranks too, and end with it.
+    """Process groups made within, those of all ranks too, serve only what is done there, and end with it.
 
     All ranks enter it. One that leaves it with an error takes its groups with it: whoever waits there for its messages
     through gloo or shared memory gets an error too, while the groups outside still serve.
     """
-    made = Temporary()
-    _temporary.append(made)
+    groups = Temporary()
+    _temporary.append(groups)
     try:
-        yield made
+        yield groups
     except Exception as error:
-        made.failed = True
+        groups.failed = True
         traceback.clear_frames(error.__traceback__)  # as long as anything knows a group, its connections stay
         raise
     finally:
         _temporary.pop()
-        made.end()
-        if made.failed:
+        groups.end()
+        if groups.failed:
             gc.collect()
 
 
+# by the ranks of all groups over some axes, the group that `reusing` keeps; None outside of it
 _kept: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] | None = None
-"""By the ranks of all groups over some axes, what `reusing` keeps of them; None outside of it."""
+# the ranks of all groups over the axes for which each temporary group was made
 _over: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
-"""The ranks of all groups over the axes for which each temporary group was made."""
 
 
 @contextmanager
 def reusing() -> Iterator[None]:
-    """Groups of one `temporary` are kept for the next ones, which need not connect anew. All ranks enter it."""
+    """Keep the groups of one `temporary` for the next ones, which need not connect anew. All ranks enter it."""
     global _kept
     _kept = {}
     try:
@@ -139,7 +131,7 @@ def reusing() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Keep nothing of what was made so far: a rank has failed. All ranks call it."""
+    """Keep none of the groups made so far, as a rank has failed. All ranks call it."""
     while _kept:
         _end(_kept.popitem()[1], keep=False)
 
@@ -154,14 +146,11 @@ def _end(group: dist.ProcessGroup, keep: bool) -> None:
 
 
 class Groups:
-    """The process groups over subsets of a mesh's axes, and this rank's place on the mesh.
+    """The process groups over subsets of a mesh's axes, and this rank's place on the mesh (by default its number in the
+    process group, 0 without one).
 
     A group is made when it is first asked for, which all ranks must do in the same order; all are made at once where
     the mesh has stages, and within `temporary`, after which there are none.
-
-    Args:
-        mesh: its number of devices must be the number of ranks, if a process group is joined.
-        rank: this one; by default its number in the process group, 0 without one.
     """
 
     def __init__(self, mesh: Mesh, rank: int | None = None) -> None:
@@ -191,64 +180,62 @@ class Groups:
         # all ranks make all groups before the first is connected: an alarm, or the end of one that has failed, reaches
         # who waits in a group, not who still waits in the store or for a rank's first message to make it
         meet()
-        made = [axes for axes in _all_subsets(self.mesh) if self._make(axes)]
+        all_axes = [axes for axes in _all_subsets(self.mesh) if self._make(axes)]
         meet()
-        for axes in made:
+        for axes in all_axes:
             connect(self._made[axes])
 
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
-        wide = tuple(sorted(axis for axis in set(axes) if self.mesh.sizes[axis] > 1))
-        if not wide:
+        key = tuple(sorted(axis for axis in set(axes) if self.mesh.sizes[axis] > 1))
+        if not key:
             return None
-        if wide not in self._made and self._make(wide):
-            connect(self._made[wide])
-        return self._made[wide]
+        if key not in self._made and self._make(key):
+            connect(self._made[key])
+        return self._made[key]
 
     @property
     def back(self) -> dist.ProcessGroup | None:
-        """The ranks of the other stages at this place, for what goes back to earlier ones.
-
-        What NCCL sends through one group is sent in one order, in which each of two ranks would wait for the other.
-        """
+        """The ranks of the other stages at this place, for what goes back to earlier ones: what NCCL sends through one
+        group is sent in one order, in which each of two ranks would wait for the other."""
         return self._back
 
     def _second(self, axes: Axes) -> dist.ProcessGroup | None:
         """Another group of the ranks of that over `axes`; the same one where gloo carries all."""
-        first = self.of(axes)
-        if first is None or only_gloo(first):
-            return first
-        found: dist.ProcessGroup | None = None
+        forward = self.of(axes)
+        if forward is None or only_gloo(forward):
+            return forward
+        second: dist.ProcessGroup | None = None
         for ranks in self.mesh.groups(axes):
-            group = dist.new_group(list(ranks), timeout=time_limit(first), backend=dist.get_backend_config(first))
-            found = group if self.rank in ranks else found
-        assert found is not None
+            group = dist.new_group(list(ranks), timeout=time_limit(forward), backend=dist.get_backend_config(forward))
+            second = group if self.rank in ranks else second
+        assert second is not None
         if _temporary:
-            _temporary[-1].add(found)
-        connect(found)
-        return found
+            _temporary[-1].add(second)
+        connect(second)
+        return second
 
     def _make(self, axes: Axes) -> bool:
-        """Whether the group is new, and has yet to be connected."""
+        """Make a group; whether it is new, and has yet to be connected."""
         world = dist.group.WORLD
         assert world is not None, "several devices without a process group"
         if self.mesh.size(axes) == self.mesh.num_devices and not _temporary:
             self._made[axes] = world
             return False
         all_ranks = tuple(tuple(ranks) for ranks in self.mesh.groups(axes))
-        mine = _kept.pop(all_ranks, None) if _kept and _temporary else None
-        is_new = mine is None
+        group = _kept.pop(all_ranks, None) if _kept and _temporary else None
+        is_new = group is None
         backends = dist.get_backend_config()
-        both = None if "cpu:" in backends else f"cpu:gloo,{backends}"  # as for what a user joined by NCCL alone
+        backend = None if "cpu:" in backends else f"cpu:gloo,{backends}"  # as for what a user joined by NCCL alone
         for ranks in all_ranks if is_new else ():
-            group = dist.new_group(list(ranks), timeout=time_limit(world), backend=both)
+            candidate = dist.new_group(list(ranks), timeout=time_limit(world), backend=backend)
             if self.rank in ranks:
-                mine = group
-        assert mine is not None
+                group = candidate
+        assert group is not None
         if _temporary:
-            _temporary[-1].add(mine)
-            _over[mine] = all_ranks
-        self._made[axes] = mine
+            _temporary[-1].add(group)
+            _over[group] = all_ranks
+        self._made[axes] = group
         return is_new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":

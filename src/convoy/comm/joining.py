@@ -1,9 +1,9 @@
 """Joining the other ranks, and leaving them: addresses and networks, the process group, the wait at the end.
 
-Before they have a process group the ranks meet in a key-value store: on one host a file, on several one that listens on
-one address alone. It is the same for all restarts of a job, so that ranks would find the addresses of processes that
-are gone there; how often ranks were restarted they cannot ask, as each host counts for itself. So every generation of
-ranks uses keys of its own (`generation_store`).
+Before they have a process group the ranks meet in a key-value store: on one host a file, on several hosts a server that
+listens on one address alone. The store is the same for all restarts of a job, so that ranks would read addresses of
+processes that are gone; and they cannot ask how often ranks were restarted, as each host counts for itself. So every
+generation of ranks uses keys of its own (`generation_store`).
 """
 
 import atexit
@@ -31,10 +31,8 @@ from convoy.failure import say_uncaught
 
 def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """The file of `CONVOY_STORE`, where the ranks of one host meet, or else the store at MASTER_ADDR:MASTER_PORT.
-
-    torchrun's agent keeps that one where it says so. Otherwise rank 0 does, and listens on the address of MASTER_ADDR
-    alone; torch would listen on all interfaces.
-    """
+    torchrun's agent keeps that one where it says so; otherwise rank 0 does, and listens on the address of MASTER_ADDR
+    alone, where torch would listen on all interfaces."""
     meeting: Store
     if (file := _file()) is not None:
         if not file.parent.is_dir():
@@ -67,41 +65,35 @@ def _file() -> Path | None:
 
 
 class Files:
-    """What ranks of one host write again and again: `FileStore` keeps all that was ever written."""
+    """Values that ranks of one host overwrite again and again: `FileStore` keeps all that was ever written."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         self._folder = folder
 
     def set(self, key: str, value: str) -> None:
-        """Write it in the place of what was there."""
         temporary = self._folder / f"{key}.tmp"
         temporary.write_text(value)
         temporary.replace(self._folder / key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """What was written last, which must be there."""
         return [(self._folder / key).read_bytes() for key in keys]
 
 
 def board(store: Store, name: str, timeout: timedelta, patience_s: float) -> Files | Store:
-    """A part of the store by which the ranks have met for what is written again and again, from any thread.
-
-    An answer may take `timeout`; where a network is away for `patience_s`, it is lost for good.
-    """
+    """The part of the ranks' meeting store for values that are overwritten again and again, from any thread. An answer
+    may take `timeout`; a network that is away for `patience_s` is lost for good."""
     if (file := _file()) is not None:
         return Files(file.with_name(name))
-    apart = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
-    apart.set_timeout(timeout)
+    part = PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+    part.set_timeout(timeout)
     interfaces.give_up_after(patience_s, int(os.environ.get("MASTER_PORT", 0)))
-    return apart
+    return part
 
 
 def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo and NCCL talk on the network on which the ranks meet, unless an interface was chosen.
-
-    By itself gloo would take the one that this host's name belongs to, which need not be one that others reach.
-    """
+    """Have gloo and NCCL talk on the network on which the ranks meet, unless an interface was chosen. By itself gloo
+    takes the one that this host's name belongs to, which others may not reach."""
     if interfaces.VARIABLES[0] in environment:
         return
     host = environment.get("MASTER_ADDR", "127.0.0.1")
@@ -127,27 +119,25 @@ _PATIENCE_S = 0.5
 
 
 def generation_store(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
-    """The part of a store that only the ranks which call this now use.
-
-    Rank 0 names a generation, the others answer with a word of their own, and it confirms the words that it has read:
-    so nobody takes a generation for the present one that is past.
-    """
-    own = uuid.uuid4().hex
+    """The part of a store that only the ranks which call this now use. Rank 0 names a generation, the others answer
+    with a word of their own, and it confirms the words that it has read: so nobody takes a past generation for the
+    present one."""
+    word = uuid.uuid4().hex
     if rank == 0:
-        store.set("generation", own)
-        names = [f"{own}/{other}" for other in range(1, num_ranks)]
+        store.set("generation", word)
+        names = [f"{word}/{other}" for other in range(1, num_ranks)]
         if names:
             store.wait(names, timeout)
-        store.set(f"{own}/all", json.dumps([store.get(name).decode() for name in names]))
-        return PrefixStore(own, store)
-    until = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < until:
+        store.set(f"{word}/all", json.dumps([store.get(name).decode() for name in names]))
+        return PrefixStore(word, store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
         store.wait(["generation"], timeout)
         generation = store.get("generation").decode()
-        store.set(f"{generation}/{rank}", own)
-        soon = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < soon:
-            if store.check([f"{generation}/all"]) and own in json.loads(store.get(f"{generation}/all")):
+        store.set(f"{generation}/{rank}", word)
+        retry_at = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < retry_at:
+            if store.check([f"{generation}/all"]) and word in json.loads(store.get(f"{generation}/all")):
                 return PrefixStore(generation, store)
             if store.get("generation").decode() != generation:
                 break
@@ -161,21 +151,22 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
-    """Join the process group that torchrun's variables describe, unless some group is joined already.
+    """Join the process group that torchrun's variables describe, unless some group is joined already; the device of
+    this rank.
 
     CPU tensors go through gloo. Where every rank has a GPU of its own, CUDA tensors go through NCCL; where ranks share
     one, or have none, all goes through gloo, and rank 0 says so. Without the variables nothing is joined: one device.
 
-    Ranks wait `timeout` seconds for each other, here and in every collective. The device of this rank, which becomes
-    the current one, is by `LOCAL_RANK` where there is CUDA and `device` does not ask for the CPU.
+    Ranks wait `timeout` seconds for each other, here and in every collective. The device, which becomes the current
+    one, is by `LOCAL_RANK` where there is CUDA and `device` does not ask for the CPU.
     """
     devices = 0 if device is not None and device.startswith("cpu") else backend.gpus().number
-    own = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
+    rank_device = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         say_uncaught(_first_to_say)
         _check_variables(os.environ)
         if devices:
-            torch.cuda.set_device(own)
+            torch.cuda.set_device(rank_device)
         rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
         choose_interface(world)
         try:
@@ -187,7 +178,7 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             if rank == 0:
                 _store.set("key", uuid.uuid4().hex)
             backend.know(interfaces.secret() + _store.get("key"))
-            choice = backend.agreed(_store, rank, world, backend.own(own))
+            choice = backend.agreed(_store, rank, world, backend.own(rank_device))
             if choice.backend == backend.NCCL:
                 backend.record_collectives()
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
@@ -206,7 +197,7 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             raise MeetingError(f"Rank {rank} cannot join the other ranks at {where}: {error}") from error
     # torch, too, takes exceptions when it joins, and would hold them back until all is said
     say_uncaught(_first_to_say)
-    return own
+    return rank_device
 
 
 def _first_to_say() -> bool:
@@ -257,17 +248,15 @@ def num_ranks() -> int:
 
 
 def _say_who_else_is_here() -> None:
-    """Say what other people who have processes on this host, as far as it shows them, can do to a run of torchrun's.
-
-    Accounts of people begin at 1,000; in between are those that systemd makes up for services, and nobody's.
-    """
+    """Warn of what other people with processes on this host, as far as it shows them, can do to a run of torchrun's.
+    Accounts of people begin at 1,000; in between are those that systemd makes up for services, and nobody's."""
     users = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             users.add(process.stat().st_uid)
-    others = len([user for user in users - {os.getuid()} if user >= 1000 and not 61_184 <= user < 65_536])
-    if others:
-        who = f"{others} other user{'s have' if others > 1 else ' has'} processes"
+    num_others = len([user for user in users - {os.getuid()} if user >= 1000 and not 61_184 <= user < 65_536])
+    if num_others:
+        who = f"{num_others} other user{'s have' if num_others > 1 else ' has'} processes"
         print(
             f"convoy: here {who}, and the ports of torchrun take anybody's word, with its c10d rendezvous anybody's "
             "code: start it with --rdzv-backend=convoy (docs/safety.md)",

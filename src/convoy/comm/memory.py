@@ -1,4 +1,4 @@
-"""Memory that does not do: what torch says of it, and the sentence that says where it happened and what needs less."""
+"""Memory that does not suffice: what torch says of it, and the sentence that says where, and what needs less."""
 
 import re
 import traceback
@@ -20,26 +20,24 @@ NEEDS_LESS = "smaller microbatches, a plan over more devices or --precision bf16
 
 def lack_of_memory(error: BaseException) -> str | None:
     """What was asked for in vain, to end a sentence: `: it asked for 2.00 GiB where 1.02 GiB of 79.10 GiB were free`.
-
-    Empty where the error does not say; None where it says anything else than that memory lacks.
-    """
+    Empty where the error does not say; None where it is about anything but memory."""
     text = str(error)
     if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not (
         isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
     ):
         return None
-    asked, free = _ASKED.search(text), _FREE.search(text)
-    if asked is None:
+    request, free = _ASKED.search(text), _FREE.search(text)
+    if request is None:
         return ""
-    number, _, unit = asked[1].partition(" ")
-    given = f" where {free[2]} of {free[1]} were free" if free is not None else ""
-    return f": it asked for {size(int(number)) if unit == 'bytes' else asked[1]}{given}"
+    number, _, unit = request[1].partition(" ")
+    of_memory = f" where {free[2]} of {free[1]} were free" if free is not None else ""
+    return f": it asked for {size(int(number)) if unit == 'bytes' else request[1]}{of_memory}"
 
 
 @contextmanager
 def memory_explained(rank: int, num_ranks: int, has_gone_well: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Say in one sentence that the memory of this rank's device does not do, where, and what needs less: as a mistake,
-    or where the same `has_gone_well` before and may do so again, as the machine's."""
+    """Say in one sentence that this rank's device ran out of memory, where, and what needs less: as a mistake, or as
+    the machine's failure where the same `has_gone_well` before and may do so again."""
 
     def kind() -> type[MachineError | TooLargeError]:
         return MachineError if has_gone_well() else TooLargeError
@@ -64,7 +62,7 @@ def memory_explained(rank: int, num_ranks: int, has_gone_well: Callable[[], bool
 
 def _layer_of(error: BaseException) -> str:
     """The innermost layer in whose forward pass an exception was raised; empty where it was in none."""
-    inner = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [one for one in inner if isinstance(one, nn.Module)]
+    selves = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [module for module in selves if isinstance(module, nn.Module)]
     names = {id(layer): name for name, layer in modules[0].named_modules()} if modules else {}
-    return next((names[id(one)] for one in reversed(modules) if id(one) in names), "")
+    return next((names[id(module)] for module in reversed(modules) if id(module) in names), "")

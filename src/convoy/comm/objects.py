@@ -20,13 +20,13 @@ _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torc
 
 
 def to_json(value: Any) -> bytes:
-    """What `from_json` makes the same value of; a TypeError where something in it is no data."""
+    """The JSON text that `from_json` reads; a TypeError where something in the value is no data."""
     return json.dumps(_plain(value)).encode()
 
 
 def from_json(text: bytes) -> Any:
-    """What `to_json` was given; an error where the text is not from there."""
-    return _made(json.loads(text))
+    """The value that `to_json` wrote; an error for any other text."""
+    return _from_plain(json.loads(text))
 
 
 def _content(tensor: Tensor) -> list[Any]:
@@ -38,6 +38,7 @@ def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
     return flat.reshape(shape)
 
 
+# by the name in the JSON: the type, how it becomes parts, and how it is made of them
 _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
     "set": (set, list, set),
@@ -50,7 +51,6 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tensor": (Tensor, _content, lambda parts: _tensor(*parts)),
     "object": (object, lambda value: _fields(value), lambda parts: _object(*parts)),
 }
-"""By what the JSON says: the type, its parts, and what is made of them."""
 
 
 def _plain(value: Any) -> Any:
@@ -62,22 +62,24 @@ def _plain(value: Any) -> Any:
     return {name: _plain(parts(value))}
 
 
-def _made(value: Any) -> Any:
+def _from_plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_made(one) for one in value]
+        return [_from_plain(one) for one in value]
     if not isinstance(value, dict):
         return value
     ((name, parts),) = value.items()
-    return _KINDS[name][2](_made(parts))
+    return _KINDS[name][2](_from_plain(parts))
 
 
 def _fields(value: Any) -> list[Any]:
-    """The class of an object, what that is called with, and its state, as for a copy."""
-    found = value.__reduce_ex__(2)
-    kind, args, state, items, pairs = (*found, None, None, None)[:5] if isinstance(found, tuple) else (found, *[()] * 4)
+    """The class of an object, its arguments and its state, as for a copy."""
+    reduced = value.__reduce_ex__(2)
+    kind, args, state, items, pairs = (
+        (*reduced, None, None, None)[:5] if isinstance(reduced, tuple) else (reduced, *[()] * 4)
+    )
     kind, *args = args if kind is copyreg.__newobj__ else (kind, *args)  # type: ignore[attr-defined]
     if isinstance(value, Exception):  # a user's own goes as what it is to Convoy
-        kind = next((known for known in type(value).__mro__ if known.__module__.startswith("convoy.")), None)
+        kind = next((base for base in type(value).__mro__ if base.__module__.startswith("convoy.")), None)
     name = f"{getattr(kind, '__module__', '')}:{getattr(kind, '__qualname__', '')}"
     if items or pairs or _class(name) is not kind:
         raise TypeError(f"{type(value).__qualname__} is no class of data")
@@ -85,22 +87,22 @@ def _fields(value: Any) -> list[Any]:
 
 
 def _class(name: str) -> type:
-    """The class of that name, of those that hold data."""
+    """The class of that name, if instances of it hold data."""
     module, _, place = name.partition(":")
-    found: Any = getattr(sys.modules.get(module) if module.startswith("convoy.") else None, place, None)
-    if isinstance(found, type) and (is_dataclass(found) or issubclass(found, tuple | Exception)):
-        return found
-    if hasattr(found, "__pydantic_fields__"):
-        return found  # type: ignore[no-any-return]
+    kind: Any = getattr(sys.modules.get(module) if module.startswith("convoy.") else None, place, None)
+    if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, tuple | Exception)):
+        return kind
+    if hasattr(kind, "__pydantic_fields__"):
+        return kind  # type: ignore[no-any-return]
     raise TypeError(f"{name} is no class of data")
 
 
 def _object(name: str, args: list[Any], state: Any) -> Any:
     kind = _class(name)
-    made = kind(*args) if args else kind.__new__(kind)  # type: ignore[call-overload]
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
+    instance = kind(*args) if args else kind.__new__(kind)  # type: ignore[call-overload]
+    if hasattr(instance, "__setstate__"):
+        instance.__setstate__(state)
     else:
         for field, content in (state or {}).items():
-            object.__setattr__(made, field, content)  # also of what is frozen
-    return made
+            object.__setattr__(instance, field, content)  # also of what is frozen
+    return instance

@@ -15,31 +15,24 @@ from torch import Tensor
 def start_all_to_all(
     sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Begin to send `sends[q]` to rank q and to fill `receives[q]` from it, for every other rank q.
-
-    Args:
-        sends: contiguous tensors on the CPU; None, or without elements, for nothing. The own place is left alone.
-        receives: likewise; sizes are those of what comes.
-        group: the ranks, with gloo as their backend. All must call it in the same order with sizes that fit together.
-
-    Returns:
-        What must be waited for, all of it.
-    """
-    ranks, here = group.size(), group.rank()
-    running: list[dist.Work] = []
+    """Begin to send `sends[q]` to rank q and to fill `receives[q]` from it, for every other rank q of a gloo group; all
+    that is returned must be waited for. Tensors are contiguous and on the CPU; None, or a tensor without elements,
+    stands for nothing. All ranks call it in the same order with sizes that fit together."""
+    ranks, rank = group.size(), group.rank()
+    works: list[dist.Work] = []
     for distance in range(1, ranks):
-        source = (here - distance) % ranks
-        target = receives[source]
-        if target is not None and target.numel():
-            running.append(_begun(dist.irecv(target, group=group, group_src=source)))
+        sender = (rank - distance) % ranks
+        buffer = receives[sender]
+        if buffer is not None and buffer.numel():
+            works.append(_posted(dist.irecv(buffer, group=group, group_src=sender)))
     for distance in range(1, ranks):
-        to = (here + distance) % ranks
-        given = sends[to]
-        if given is not None and given.numel():
-            running.append(_begun(dist.isend(given, group=group, group_dst=to)))
-    return running
+        receiver = (rank + distance) % ranks
+        tensor = sends[receiver]
+        if tensor is not None and tensor.numel():
+            works.append(_posted(dist.isend(tensor, group=group, group_dst=receiver)))
+    return works
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def _posted(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this process is not in the group"
     return work

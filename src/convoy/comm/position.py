@@ -1,7 +1,7 @@
-"""Where this process is in its training: kept all the time, as it is asked for when nothing moves any more.
+"""Where this process is in its training: kept all the time, as it is asked for only once nothing moves any more.
 
-A GPU is somewhere else: the host runs ahead of it, and does not notice when it waits for the other ranks. So what it
-was given to exchange is numbered, by group: who has given it less than the others holds them up.
+The host runs ahead of its GPU and does not notice when that waits for other ranks. So the collectives enqueued on it
+are numbered by group: a rank that has enqueued fewer than the others holds them up.
 """
 
 import time
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
+# what a rank does; `reading` is of a checkpoint, `gradient` the exchange of gradients, `rest` the loss and all else
 Part = Literal[
     "start",
     "reading",
@@ -27,9 +28,6 @@ Part = Literal[
     "weights",
     "report",
 ]
-"""What a rank does; `reading` is of a checkpoint, `gradient` their exchange, `rest` the loss and all else."""
-
-
 _OUTSIDE = {
     "start": "before the first update",
     "reading": "reading a checkpoint",
@@ -50,7 +48,8 @@ _WORDS = {
 
 
 def place_in_words(update: int, part: str, layer: str) -> str:
-    """For people: `update 7, forward pass of layer conv1`; a number behind `#` in a layer tells its calls apart."""
+    """For people: `update 7, forward pass of layer conv1`; the number behind `#` that tells a layer's calls apart is
+    left out."""
     if part in _OUTSIDE:
         return _OUTSIDE[part]
     of_layer = f" of layer {layer.partition('#')[0]}" if layer else ""
@@ -59,34 +58,23 @@ def place_in_words(update: int, part: str, layer: str) -> str:
 
 @dataclass(slots=True)
 class Position:
-    """The last thing that began; one for each process.
+    """The last thing that began in this process."""
 
-    Attributes:
-        update: weight updates done before it.
-        part: of the update.
-        layer: the layer that it belongs to; empty for none.
-        collective: what this rank waits for others in; empty where it does not wait.
-        moved: when it began, in seconds of `time.monotonic`.
-        waited_s: seconds waited for other ranks so far.
-        late: while samples are waited for, who has not delivered which, in words; asked from any thread.
-    """
-
-    update: int = 0
+    update: int = 0  # weight updates done before it
     part: Part = "start"
-    layer: str = ""
-    collective: str = ""
-    moved: float = 0.0
-    waited_s: float = 0.0
+    layer: str = ""  # empty outside of layers
+    collective: str = ""  # what this rank waits for others in; empty where it does not wait
+    moved: float = 0.0  # when it began, in seconds of `time.monotonic`
+    waited_s: float = 0.0  # for other ranks so far
+    # while samples are waited for: who has not delivered which, in words; called from any thread
     late: Callable[[], str] | None = None
 
     def to(self, part: Part) -> None:
-        """Another part begins, outside of all layers."""
         self.part = part
         self.layer = ""
         self.moved = time.monotonic()
 
     def at(self, layer: str) -> None:
-        """A layer begins."""
         self.layer = layer
         self.moved = time.monotonic()
 
@@ -105,30 +93,23 @@ current = Position()
 
 @dataclass(slots=True)
 class Enqueued:
-    """A collective that a device was given.
+    """A collective that was enqueued on a device."""
 
-    Attributes:
-        number: of those of its group, from 1.
-        name: what it is: `all reduce`.
-        layer: the layer that it belongs to; empty for none.
-        done: whether the device is through with it; asked from any thread.
-    """
-
-    number: int
-    name: str
-    layer: str
-    done: Callable[[], bool]
+    number: int  # among those of its group, from 1
+    name: str  # such as `all reduce`
+    layer: str  # empty outside of layers
+    done: Callable[[], bool]  # whether the device has finished it; called from any thread
 
 
+# The ranks of a group, how many collectives this one has enqueued there, and number, name and layer of the first few
+# that its device has not finished
 GroupState = tuple[list[int], int, list[tuple[int, str, str]]]
-"""The ranks of a group, how many collectives this one has enqueued there, and number, name and layer of the first few
-that its device is not through with."""
 _SHOWN = 16
 
 
 @dataclass(slots=True)
 class _Group:
-    """What a device was given in one group."""
+    """What was enqueued on a device in one group."""
 
     members: list[int]
     count: int = 0
@@ -137,37 +118,35 @@ class _Group:
 
 @dataclass
 class Ledger:
-    """The collectives that devices were given, by the names of their groups; one for each process."""
+    """The collectives enqueued on devices, by the names of their groups; one ledger for each process."""
 
     _groups: dict[str, _Group] = field(default_factory=dict)
 
     def add(self, group: str, members: Callable[[], Sequence[int]], name: str, done: Callable[[], bool]) -> None:
-        """One more of a group with these members, in the numbering of all; those before it are forgotten as far as they
-        are done."""
-        given = self._groups.get(group)
-        if given is None:
-            given = self._groups[group] = _Group(list(members()))
-        given.count += 1
-        while given.open and given.open[0].done():
-            given.open.popleft()
-        given.open.append(Enqueued(given.count, name, current.layer, done))
+        """Number and note one more collective of a group with these members, and drop the finished ones at the
+        front."""
+        entries = self._groups.get(group)
+        if entries is None:
+            entries = self._groups[group] = _Group(list(members()))
+        entries.count += 1
+        while entries.open and entries.open[0].done():
+            entries.open.popleft()
+        entries.open.append(Enqueued(entries.count, name, current.layer, done))
 
     def forget(self, group: str) -> None:
-        """A group has ended."""
         self._groups.pop(group, None)
 
     def clear(self) -> None:
-        """All groups have ended."""
         self._groups.clear()
 
     def state(self) -> dict[str, GroupState]:
-        """What there is, by the names of groups; from any thread, while others add and forget."""
-        found: dict[str, GroupState] = {}
-        for name, given in list(self._groups.items()):
-            left = islice((one for one in list(given.open) if not one.done()), _SHOWN)
-            rows = [(one.number, one.name, one.layer.partition("#")[0]) for one in left]
-            found[name] = (given.members, given.count, rows)
-        return found
+        """The state of every group by its name; called from any thread, while others add and forget."""
+        states: dict[str, GroupState] = {}
+        for name, entries in list(self._groups.items()):
+            unfinished = islice((one for one in list(entries.open) if not one.done()), _SHOWN)
+            rows = [(one.number, one.name, one.layer.partition("#")[0]) for one in unfinished]
+            states[name] = (entries.members, entries.count, rows)
+        return states
 
 
 ledger = Ledger()

@@ -1,8 +1,8 @@
-"""The ranks of a run, of a plan in the making or of a measurement: this one's place among them, and what they tell
-each other.
+"""The ranks of a run, of a plan in the making or of a measurement: this rank's place among them, and what they
+exchange.
 
-Objects are packed into tensors on the CPU, as JSON, which is for what is small and rare. A group of None is one rank
-alone. All ranks of a group call the same function.
+Objects travel as JSON, packed into tensors on the CPU: for what is small and rare. A group of None is one rank alone.
+All ranks of a group call the same function.
 """
 
 import uuid
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def broadcast_object(value: T, group: Group) -> T:
-    """What rank 0 has; the others' values play no role."""
+    """The value of rank 0; those of other ranks are ignored."""
     if group is None:
         return value
     packed = _pack(value) if place(group) == 0 else torch.empty(0, dtype=torch.uint8)
@@ -35,29 +35,26 @@ def broadcast_object(value: T, group: Group) -> T:
     if place(group) == 0:
         broadcast(packed, group)
         return value
-    found: T = _unpack(broadcast(torch.empty(size, dtype=torch.uint8), group))
-    return found
+    return cast(T, _unpack(broadcast(torch.empty(size, dtype=torch.uint8), group)))
 
 
 def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
-    """The named tensors of rank 0, on the CPU; others give None.
-
-    With several ranks they have shapes alone, and each is sent when it is asked for (`received`), so that no rank has
-    more than one of them at a time. All ranks ask for the same ones in the same order.
-    """
+    """The named tensors of rank 0, on the CPU; other ranks pass None. With several ranks they have shapes alone, and
+    each is sent when it is asked for (`received`), so that no rank holds more than one of them at a time: all ranks ask
+    for the same ones in the same order."""
     if group is None:
         assert tensors is not None
         return tensors
     shapes = {name: (t.shape, t.dtype) for name, t in tensors.items()} if tensors is not None else None
 
-    def sent(name: str, like: Tensor) -> Tensor:
+    def send(name: str, like: Tensor) -> Tensor:
         whole = torch.empty_like(like, device="cpu")
         return broadcast(whole if tensors is None else whole.copy_(tensors[name]), group)
 
     remote: dict[str, Tensor] = {}
     for name, (shape, dtype) in (broadcast_object(shapes, group) or {}).items():
         remote[name] = torch.empty(shape, dtype=dtype, device="meta")
-        vars(remote[name])[_SENDING] = partial(sent, name, remote[name])
+        vars(remote[name])[_SENDING] = partial(send, name, remote[name])
     return remote
 
 
@@ -65,12 +62,12 @@ _SENDING = "_convoy_sending"
 
 
 def received(value: T) -> T:
-    """The numbers of a tensor of `broadcast_tensors`, in memory of its own; all else is given back as it is."""
+    """The numbers of a tensor of `broadcast_tensors`, in memory of its own; anything else is returned as it is."""
     return cast(T, vars(value)[_SENDING]()) if isinstance(value, Tensor) and _SENDING in vars(value) else value
 
 
 def gather_objects(value: T, group: Group) -> list[T]:
-    """What every rank has, in the order of ranks."""
+    """The values of all ranks, in their order."""
     if group is None:
         return [value]
     packed = _pack(value)
@@ -90,25 +87,15 @@ def _unpack(packed: Tensor) -> Any:
 
 @dataclass
 class Ranks:
-    """This rank among all: who does what once for all, and what they tell each other; alone without a process group.
+    """This rank among all: who does what once for all, and what they exchange; alone without a process group."""
 
-    Attributes:
-        rank: number of this one, from 0.
-        num: how many ranks there are.
-        on_host: how many of them share this host.
-        group: process group through which they talk.
-        sample_rank: place of this rank on the plan's sample axes: which part of every batch it computes.
-        num_sample_ranks: how many parts a batch has.
-        is_group_leader: whether this rank speaks for its model group, whose ranks compute the same samples together.
-    """
-
-    rank: int = 0
-    num: int = 1
-    on_host: int = 1
+    rank: int = 0  # from 0
+    num: int = 1  # how many ranks there are
+    on_host: int = 1  # how many of them share this host
     group: Group = field(default=None, repr=False)
-    sample_rank: int = 0
-    num_sample_ranks: int = 1
-    is_group_leader: bool = True
+    sample_rank: int = 0  # place on the plan's sample axes: which part of every batch this rank computes
+    num_sample_ranks: int = 1  # how many parts a batch has
+    is_group_leader: bool = True  # whether it speaks for its model group, whose ranks compute the same samples together
     _leaders: list[int] = field(default_factory=lambda: [0], repr=False)
 
     @staticmethod
@@ -119,8 +106,8 @@ class Ranks:
         return Ranks(place(group), num, num_local(num), group)
 
     def first_of(self, reason: str | None) -> str | None:
-        """Of what ranks have to say, the first; None where none has. All ranks call it."""
-        return next((said for said in self.gather(reason) if said is not None), None)
+        """The first reason that a rank has; None where none has. All ranks call it."""
+        return next((text for text in self.gather(reason) if text is not None), None)
 
     def follow(self, mesh: Mesh, axes: Axes) -> None:
         """Take this rank's place on a mesh whose `axes` divide the samples."""
@@ -139,11 +126,10 @@ class Ranks:
         self.is_group_leader = self.rank in self._leaders
 
     def places(self, mesh: Mesh) -> list[int]:
-        """The place on a mesh that each rank takes while it profiles: spread out, where the mesh has more."""
+        """The place on a mesh that each rank takes while it profiles: spread out, where the mesh has more devices."""
         return [rank * mesh.num_devices // self.num for rank in range(self.num)]
 
     def barrier(self) -> None:
-        """Wait for all."""
         gather_ints([0], self.group)
 
     def agree(self, done: bool) -> bool:
@@ -159,19 +145,16 @@ class Ranks:
         return tuple(map(max, *gather_ints(numbers, self.group), numbers))
 
     def broadcast(self, value: T) -> T:
-        """The value of rank 0."""
         return broadcast_object(value, self.group)
 
     def broadcast_tensors(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """The named tensors of rank 0, on the CPU; others give None."""
         return broadcast_tensors(tensors, self.group)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order."""
         return gather_objects(value, self.group)
 
     def gather_samples(self, value: T) -> list[T]:
-        """The values for each part of the batch, in the order of the parts; model groups speak once."""
+        """The values for each part of the batch, in the order of the parts, of one rank for each."""
         return self.of_parts(self.gather(value))
 
     def of_parts(self, values: list[T]) -> list[T]:
@@ -179,52 +162,53 @@ class Ranks:
         return [values[rank] for rank in self._leaders]
 
     def first(self, work: Callable[[], T]) -> T:
-        """What rank 0 finds, on every rank, and so its mistake; else a `RankFailedError` says what it failed with."""
+        """The result of rank 0's `work`, or its `ConvoyError`, on every rank; a `RankFailedError` for any other
+        exception."""
         if self.num == 1:
             return work()
-        found: T | ConvoyError | None = None
+        result: T | ConvoyError | None = None
         failure: Exception | None = None
         if self.rank == 0:
             try:
-                found = work()
+                result = work()
             except ConvoyError as error:
-                found = error
+                result = error
             except Exception as error:  # the others wait for an answer
                 failure = error
-                found = Cause.of(error).error(0)
-        known = self.broadcast(found)
+                result = Cause.of(error).error(0)
+        answer = self.broadcast(result)
         if failure is not None:
             raise failure
-        if isinstance(known, ConvoyError):
-            raise known
-        return cast(T, known)
+        if isinstance(answer, ConvoyError):
+            raise answer
+        return cast(T, answer)
 
     def trying(self, what: str, work: Callable[["Ranks"], T]) -> T:
-        """What this rank finds in what all try together; where one of them fails, all do. All ranks call it.
+        """This rank's result of `work` that all ranks try together; where one of them fails, all do. All ranks call it.
 
-        `what` is tried, as it follows "while": `measuring the links`. `work` is given the ranks to talk to meanwhile.
-        Groups that it makes end with it, so that nobody waits for a rank that has failed.
+        `what` is tried, worded to follow "while": `measuring the links`. `work` gets the ranks to talk to meanwhile;
+        process groups that it makes end with it, so that nobody waits for a rank that has failed.
         """
-        found: T | None = None
+        result: T | None = None
         failure: Exception | None = None
-        said: list[Cause | None] = []
-        done = False
+        causes: list[Cause | None] = []
+        has_ended = False
         name = self.broadcast(uuid.uuid4().hex)
         try:
-            with temporary() as made, Alarm(name, made):
+            with temporary() as groups, Alarm(name, groups):
                 current.at("")
-                found = work(self if self.num == 1 else replace(self, group=everyone()))
-                done = True
-                said = self.gather(None)  # before the groups end: somebody may still read its last messages
-                made.failed = any(said)
+                result = work(self if self.num == 1 else replace(self, group=everyone()))
+                has_ended = True
+                causes = self.gather(None)  # before the groups end: somebody may still read its last messages
+                groups.failed = any(causes)
         except Exception as error:
-            if done:
+            if has_ended:
                 raise
             failure = error
-            said = self.gather(Cause.of(error))
-        failed = [(one, rank) for rank, one in enumerate(said) if one is not None]
-        if failed:
+            causes = self.gather(Cause.of(error))
+        failures = [(cause, rank) for rank, cause in enumerate(causes) if cause is not None]
+        if failures:
             forget()
-            first, rank = min(failed, key=lambda each: (each[0].sort, each[1]))
+            first, rank = min(failures, key=lambda item: (item[0].sort, item[1]))
             raise first.error(rank, what) from failure
-        return cast(T, found)
+        return cast(T, result)

@@ -20,15 +20,8 @@ from convoy.plans.transfer import Step
 
 
 class Collect:
-    """Every rank gives its part, all get all parts in one tensor; `transposed` adds and leaves each rank its part.
-
-    Args:
-        shape: of the tensor of all parts.
-        regions: where the part of each rank of the group lies in it. Parts that overlap are added, and elements in no
-            part are zero.
-        group: the ranks.
-        index: this rank's number in the group.
-    """
+    """Every rank of a group gives its part, all get the tensor of all parts, in which `regions` lie by rank;
+    `transposed` adds and leaves each rank its part. Parts that overlap are added, and elements in no part are zero."""
 
     def __init__(self, shape: Sequence[int], regions: Sequence[Region], group: Group, index: int) -> None:
         self.regions = tuple(regions)
@@ -63,9 +56,9 @@ class Collect:
         sends = [None if rank == self._index else x for rank in range(len(self.regions))]
         shapes = [None if rank == self._index else region.shape for rank, region in enumerate(self.regions)]
         sends[self._index] = x.new_empty(0)
-        found = collectives.exchange(sends, shapes, self._group)
-        found[self._index] = x
-        return self._assembly(found)
+        received = collectives.exchange(sends, shapes, self._group)
+        received[self._index] = x
+        return self._assembly(received)
 
     def transposed(self, x: Tensor) -> Tensor:
         """From a tensor of all parts on every rank to the sum over the ranks of this rank's part."""
@@ -76,28 +69,21 @@ class Collect:
             parts = x.unflatten(self._dim, (ranks, -1)).movedim(self._dim, 0)
             return collectives.reduce_scatter(parts.contiguous(), self._group)
         sends: list[Tensor | None] = [region.select(x) for region in self.regions]
-        own = self.mine.select(x)
+        mine = self.mine.select(x)
         sends[self._index] = x.new_empty(0)
         shapes = [None if rank == self._index else self.mine.shape for rank in range(len(self.regions))]
-        found = collectives.exchange(sends, shapes, self._group)
-        found[self._index] = own
-        total = found[0] + found[1]
-        for part in found[2:]:
+        terms = collectives.exchange(sends, shapes, self._group)
+        terms[self._index] = mine
+        total = terms[0] + terms[1]
+        for part in terms[2:]:
             total += part
         return total
 
 
 class Exchange:
     """Every rank gets the indices that it wants from ranks that hold them; `transposed` sends back and adds.
-
-    Args:
-        held: what each rank of the group has.
-        wanted: what each rank of the group is to have.
-        positions: which part of every dimension each rank holds. Where parts overlap, a rank takes what it holds
-            itself and the rest from the first other part.
-        group: the ranks.
-        index: this rank's number in the group.
-    """
+    `positions` say which part of every dimension each rank holds: where parts overlap, a rank takes what it holds
+    itself and the rest from the first other part."""
 
     def __init__(
         self,
@@ -113,73 +99,62 @@ class Exchange:
         self._is_idle = all(is_empty(box) for (sender, receiver), box in boxes.items() if sender != receiver)
         self._index = index
         self._group = group
-        given = [Region(boxes[index, rank], held[index]) for rank in ranks]
-        taken = [Region(boxes[rank, index], wanted[index]) for rank in ranks]
-        self._given = Assembly(extents(held[index]), given)
-        self._taken = Assembly(extents(wanted[index]), taken)
+        leaving = [Region(boxes[index, rank], held[index]) for rank in ranks]
+        arriving = [Region(boxes[rank, index], wanted[index]) for rank in ranks]
+        self._leaving = Assembly(extents(held[index]), leaving)
+        self._arriving = Assembly(extents(wanted[index]), arriving)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """From what this rank has to what it wants."""
-        return self._send(x, self._given, self._taken)
+        """From what this rank holds to what it wants."""
+        return self._send(x, self._leaving, self._arriving)
 
     def transposed(self, x: Tensor) -> Tensor:
-        """From the gradient of what this rank wanted to that of what it had."""
-        return self._send(x, self._taken, self._given)
+        """From the gradient of what this rank wanted to that of what it held."""
+        return self._send(x, self._arriving, self._leaving)
 
     def _send(self, x: Tensor, source: Assembly, target: Assembly) -> Tensor:
-        own = source.regions[self._index].select(x)
+        mine = source.regions[self._index].select(x)
         if self._is_idle:
-            return target([own] * len(target.regions))
+            return target([mine] * len(target.regions))
         sends = [None if region.empty else region.select(x) for region in source.regions]
         sends[self._index] = x.new_empty(0)
         shapes = [None if region.empty else region.shape for region in target.regions]
         shapes[self._index] = None
-        found = collectives.exchange(sends, shapes, self._group)
-        found[self._index] = own
-        return target(found)
+        parts = collectives.exchange(sends, shapes, self._group)
+        parts[self._index] = mine
+        return target(parts)
 
 
 class _Routes:
-    """From whom one rank gets what it wants."""
+    """The ranks from which one rank gets the indices that it wants."""
 
     def __init__(self, held: Sequence[Box], positions: Sequence[tuple[int, ...]], wanted: Box, receiver: int) -> None:
         self._positions = positions
         self._parts: list[dict[int, Indices]] = []
         for dim, needed in enumerate(wanted):
             parts = {place[dim]: box[dim] for place, box in zip(positions, held, strict=True)}
-            own = positions[receiver][dim]
-            left = needed
-            found: dict[int, Indices] = {}
-            for position in sorted(parts, key=lambda position: (position != own, position)):
-                found[position] = common(parts[position], left)
-                left = without(left, parts[position])
-            assert not len(left), f"nobody in the group holds {left} of dimension {dim}"
-            self._parts.append(found)
+            own_position = positions[receiver][dim]
+            missing = needed
+            by_position: dict[int, Indices] = {}
+            for position in sorted(parts, key=lambda position: (position != own_position, position)):
+                by_position[position] = common(parts[position], missing)
+                missing = without(missing, parts[position])
+            assert not len(missing), f"nobody in the group holds {missing} of dimension {dim}"
+            self._parts.append(by_position)
 
     def box(self, sender: int) -> Box:
-        """What a rank sends."""
-        return tuple(found[position] for found, position in zip(self._parts, self._positions[sender], strict=True))
+        return tuple(parts[position] for parts, position in zip(self._parts, self._positions[sender], strict=True))
 
 
 Move = Callable[[Tensor], Tensor]
 
 
 class Transfer:
-    """One step on one rank: takes its tensor in `step.source` and gives its tensor in `step.target`.
+    """One step on one rank: takes its tensor in `step.source` and gives its tensor in `step.target`; `shape` is that of
+    the whole tensor. All ranks build and call the same transfers in the same order.
 
-    All ranks build the same transfers in the same order and call them in the same order.
-
-    Args:
-        step: what to do.
-        mesh: the devices.
-        coordinates: this rank's place.
-        groups: the process groups.
-        shape: of the whole tensor.
-        channels_last: whether 4-d and 5-d tensors travel, and are given, with the channels innermost in memory.
-            Inputs and gradients may lie in any order; the right one saves a copy. Must be the same on all ranks.
-
-    Attributes:
-        step, shape: as given.
+    With `channels_last`, the same on all ranks, 4-d and 5-d tensors travel, and are given, with the channels innermost
+    in memory. Inputs and gradients may lie in any order; the right one saves a copy.
     """
 
     def __init__(
@@ -213,13 +188,11 @@ class Transfer:
         self._forward, self._backward = make[step.kind](coordinates)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The rank's tensor after the step."""
         assert x.shape == self.source_shape, f"{tuple(x.shape)} is not {self.source_shape} of {self.step}"
-        found: Tensor = _Function.apply(x, self)
-        return found
+        result: Tensor = _Function.apply(x, self)
+        return result
 
     def forward(self, x: Tensor) -> Tensor:
-        """The step without autograd."""
         return self._in_order(self._forward, x)
 
     def backward(self, gradient: Tensor) -> Tensor:
@@ -317,7 +290,6 @@ class Redistribution:
         self.transfers = tuple(transfers)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The rank's tensor after all steps."""
         for transfer in self.transfers:
             x = transfer(x)
         return x

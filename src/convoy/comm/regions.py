@@ -10,8 +10,7 @@ from convoy.plans.layout import Indices, common, indices
 
 _MOST_RUNS = 64
 
-Box = tuple[Indices, ...]
-"""Global indices of every dimension: what one rank holds of a tensor."""
+Box = tuple[Indices, ...]  # global indices of every dimension: what one rank holds of a tensor
 
 
 def is_empty(box: Box) -> bool:
@@ -76,10 +75,10 @@ class Region:
 
     def _pairs(self, target: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Every run of consecutive indices in the tensor and in the part."""
-        dim, done = self._picks[0][0], 0
+        dim, offset = self._picks[0][0], 0
         for start, length in self._runs:
-            yield target.narrow(dim, start, length), part.narrow(dim, done, length)
-            done += length
+            yield target.narrow(dim, start, length), part.narrow(dim, offset, length)
+            offset += length
 
     def _numbers(self, index: int, x: Tensor) -> Tensor:
         dim, numbers = self._picks[index]
@@ -127,18 +126,18 @@ class Assembly:
             kept = [parts[index] for index in self.kept]
             return kept[0].contiguous() if len(kept) == 1 else torch.cat(kept, self.dim)
         if self.disjoint:
-            made = parts[0].new_empty(self.shape) if self.covered else parts[0].new_zeros(self.shape)
+            whole = parts[0].new_empty(self.shape) if self.covered else parts[0].new_zeros(self.shape)
             for index in self.kept:
-                self.regions[index].write(made, parts[index])
-            return made
-        first, *others = self.kept
+                self.regions[index].write(whole, parts[index])
+            return whole
+        first, *rest = self.kept
         if self.regions[first].full:
-            made = parts[first].clone(memory_format=torch.contiguous_format)
+            whole = parts[first].clone(memory_format=torch.contiguous_format)
         else:
-            made, others = parts[0].new_zeros(self.shape), self.kept
-        for index in others:
-            self.regions[index].write(made, parts[index], accumulate=True)
-        return made
+            whole, rest = parts[0].new_zeros(self.shape), self.kept
+        for index in rest:
+            self.regions[index].write(whole, parts[index], accumulate=True)
+        return whole
 
 
 def _positions(part: Indices, whole: Indices) -> Indices:
@@ -150,10 +149,8 @@ def _positions(part: Indices, whole: Indices) -> Indices:
 
 
 def _runs(place: Indices) -> tuple[tuple[int, int], ...]:
-    """Start and length of every run of consecutive indices; nothing where there are so many that a list is better.
-
-    Torch gathers and adds by lists of indices element by element, and runs by whole blocks of memory.
-    """
+    """Start and length of every run of consecutive indices, as torch gathers and adds runs by whole blocks of memory,
+    and lists of indices element by element; nothing where there are so many runs that a list is better."""
     starts = [at for at, index in enumerate(place) if at == 0 or place[at - 1] != index - 1]
     if len(starts) > _MOST_RUNS:
         return ()

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SLOT = 1 << 22
-"""Bytes of the largest message: few enough for the caches."""
+SLOT = 1 << 22  # bytes of the largest message: few enough for the caches
 _FLAG = 64
 _SPINS = 200
 _YIELD_S = 5e-3
@@ -26,18 +25,14 @@ _LOOK_S = 0.1
 
 
 class Channel:
-    """One rank's view of the memory.
+    """One rank's view of memory that all ranks of a group share: `size(ranks)` bytes, zero at first.
 
     Every rank has a counter of its messages and two slots that it writes in turn. A rank that posts message n has read
     all messages n - 1, and so nobody reads message n - 1's predecessor any more once all have posted n: two slots and
     one round of waiting are enough. The order in which stores become visible is that of x86.
 
-    Args:
-        memory: of `size(ranks)` bytes, zero at first, shared by all ranks.
-        index: this rank's number in the group.
-        watched: for each rank a file descriptor that becomes readable when its process ends (`os.pidfd_open`).
-        names: of the ranks, for what is said of them.
-        timeout: seconds to wait for the others.
+    `watched` has for each rank a file descriptor that becomes readable when its process ends (`os.pidfd_open`), and
+    `names` are for error messages. A rank waits `timeout` seconds for another one.
     """
 
     def __init__(
@@ -68,8 +63,8 @@ class Channel:
         return self._view(self.index, (self._posted + 1) % 2, dtype)
 
     def post(self, tag: int) -> None:
-        """Show the message to the others and wait until all have posted theirs; an error where a rank has ended, does
-        not answer, or does something else: its `tag` says what is done with how many bytes."""
+        """Show the message to the other ranks and wait until all have posted theirs; an error where a rank has ended,
+        does not answer, or does something else: `tag` says what is done with how many bytes."""
         self._posted += 1
         tags = self._tags[self._posted % 2]
         tags[self.index] = tag
@@ -79,9 +74,9 @@ class Channel:
                 self._await(rank)
             self.expect(rank, tags[rank] == tag)
 
-    def expect(self, rank: int, alike: bool) -> None:
-        """Refuse what a rank has posted if it is not `alike`."""
-        if not alike:
+    def expect(self, rank: int, is_same: bool) -> None:
+        """Raise an error unless a rank has posted the same as this one."""
+        if not is_same:
             raise RuntimeError(
                 f"{self._names[self.index]} and {self._names[rank]} exchange different things: all ranks must pass "
                 "images of the same size, call the same functions in the same order, and use the same outputs in the "
@@ -89,7 +84,7 @@ class Channel:
             )
 
     def message(self, rank: int, dtype: torch.dtype) -> Tensor:
-        """What a rank has posted, until this one posts again."""
+        """The message of a rank, until this one posts again."""
         return self._view(rank, self._posted % 2, dtype)
 
     def close(self) -> None:
@@ -143,28 +138,20 @@ def _ended(watched: int) -> bool:
     return bool(poll.poll(0))
 
 
-SWITCH = "CONVOY_SHARED_MEMORY"
-"""Environment variable; 0 sends everything through gloo."""
+SWITCH = "CONVOY_SHARED_MEMORY"  # environment variable; 0 sends everything through gloo
 
 Gather = Callable[[Sequence[int]], list[list[int]]]
 
 
 def meet(index: int, names: Sequence[str], timeout: float, gather: Gather) -> Channel | None:
-    """The memory that the ranks of a group share, or None on every rank where one of them cannot.
-
-    The memory has no name in any file system: nothing is left behind when processes are killed.
-
-    Args:
-        index: this rank's number in the group.
-        names: of all ranks, for what is said of them; all call this at the same time.
-        timeout: seconds to wait for the others in what the memory is used for.
-        gather: gives every rank the same number of whole numbers from each.
-    """
+    """The memory that the ranks of a group share, or None on every rank where one of them cannot; all ranks call it. It
+    has no name in any file system, so that nothing is left behind when processes are killed. `gather` gives every rank
+    the same number of whole numbers from each; the other arguments are those of `Channel`."""
     memory = _create(Channel.size(len(names))) if index == 0 else None
     rows = gather([*_host(), os.getpid(), -1 if memory is None else memory])
     channel = None
-    together = all(row[:-2] == rows[0][:-2] for row in rows) and rows[0][0] == 1 and rows[0][-1] >= 0
-    if together:
+    is_shared = all(row[:-2] == rows[0][:-2] for row in rows) and rows[0][0] == 1 and rows[0][-1] >= 0
+    if is_shared:
         channel = _open(index, [row[-2] for row in rows], rows[0][-1], names, timeout)
     opened = gather([int(channel is not None)])
     if memory is not None:
@@ -176,11 +163,9 @@ def meet(index: int, names: Sequence[str], timeout: float, gather: Gather) -> Ch
 
 
 def _host() -> list[int]:
-    """Whether this process can share memory, and numbers that are equal for processes that can share it.
-
-    Processes in other network namespaces are on other hosts: that is how clusters are emulated.
-    """
-    able = (
+    """Whether this process can share memory, and numbers that are equal for processes that can share it. Processes in
+    other network namespaces are on other hosts: that is how clusters are emulated."""
+    is_able = (
         os.environ.get(SWITCH, "1") != "0"
         and platform.machine() in ("x86_64", "AMD64")
         and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open", "sched_yield"))
@@ -190,7 +175,7 @@ def _host() -> list[int]:
         namespaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("net", "pid")]
     except OSError:
         return [0, 0, 0, 0]
-    return [int(able), boot, *namespaces]
+    return [int(is_able), boot, *namespaces]
 
 
 def _create(size: int) -> int | None:
@@ -207,18 +192,18 @@ def _create(size: int) -> int | None:
 
 
 def _open(index: int, processes: Sequence[int], number: int, names: Sequence[str], timeout: float) -> Channel | None:
-    """Map what the first process has under a number; None where this one may not."""
-    watched: list[int] = []
+    """Map the memory that the first process has under a file number; None where this process may not."""
+    descriptors: list[int] = []
     try:
         for process in processes:
-            watched.append(os.pidfd_open(process))
+            descriptors.append(os.pidfd_open(process))
         with Path(f"/proc/{processes[0]}/fd/{number}").open("r+b") as file:
             memory = mmap.mmap(file.fileno(), Channel.size(len(processes)))
     except OSError:
-        for one in watched:
-            os.close(one)
+        for descriptor in descriptors:
+            os.close(descriptor)
         return None
-    return Channel(memory, index, watched, names, timeout)
+    return Channel(memory, index, descriptors, names, timeout)
 
 
 _CHUNK = 1 << 20
@@ -264,8 +249,8 @@ def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | No
     some = next(x for x in sends if x is not None)
     received = [some.new_empty((0,) if shape is None else tuple(shape)) for shape in shapes]
     exchange_into(sends, received, channel)
-    if (own := sends[channel.index]) is not None:
-        received[channel.index].copy_(own)
+    if (mine := sends[channel.index]) is not None:
+        received[channel.index].copy_(mine)
     return received
 
 
@@ -273,65 +258,64 @@ def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | No
 def reduce_scatter(x: Tensor, channel: Channel) -> Tensor:
     """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""
     rows = x.reshape(channel.ranks, -1)
-    found = rows.new_empty(rows.shape[1])
+    sums = rows.new_empty(rows.shape[1])
     step = SLOT // x.itemsize // channel.ranks
     for start in range(0, rows.shape[1], step):
         part = rows[:, start : start + step]
         width = part.shape[1]
         channel.outgoing(x.dtype)[: part.numel()].view(part.shape).copy_(part)
         channel.post(_tag(3, x))
-        total = found[start : start + step]
+        total = sums[start : start + step]
         mine = slice(channel.index * width, (channel.index + 1) * width)
         _add([channel.message(rank, x.dtype)[mine] for rank in range(channel.ranks)], total)
-    return found.view(x.shape[1:])
+    return sums.view(x.shape[1:])
 
 
 @torch.no_grad()
 def exchange_into(sends: Sequence[Tensor | None], receives: Sequence[Tensor], channel: Channel) -> Sequence[Tensor]:
-    """Send `sends[q]`, of any shape, to rank q, and fill the contiguous `receives[q]` with what comes from it.
-
-    What stands at the own place is left alone. Ranks may send different numbers of bytes: every message begins with how
-    many rounds its sender needs, and how many bytes there are for each rank.
-    """
-    others = [rank for rank in range(channel.ranks) if rank != channel.index]
+    """Send `sends[q]`, of any shape, to rank q, and fill the contiguous `receives[q]` with what comes from it; the
+    entries of this rank are ignored. Ranks may send different numbers of bytes: every message begins with how many
+    rounds its sender needs, and how many bytes there are for each rank."""
+    peers = [rank for rank in range(channel.ranks) if rank != channel.index]
     begin = _header(channel)
     width = (SLOT - begin) // channel.ranks // 64 * 64
-    given = {rank: x for rank in others if (x := sends[rank]) is not None and x.numel()}
-    wanted = {rank: x for rank in others if (x := receives[rank]).numel()}
-    needed = max((-(-x.nbytes // width) for x in given.values()), default=1)
+    outgoing = {rank: x for rank in peers if (x := sends[rank]) is not None and x.numel()}
+    incoming = {rank: x for rank in peers if (x := receives[rank]).numel()}
+    needed = max((-(-x.nbytes // width) for x in outgoing.values()), default=1)
     if needed > 1:
-        given = {rank: x.reshape(-1) for rank, x in given.items()}
+        outgoing = {rank: x.reshape(-1) for rank, x in outgoing.items()}
     number, rounds = 0, needed
     while number < rounds:
         header = channel.outgoing(torch.int64)
         header[0] = needed
-        for rank in others if number == 0 else ():
-            header[1 + rank] = given[rank].nbytes if rank in given else 0
-        for rank, x in given.items() if number < needed else ():
-            part = _part(x, number, width) if needed > 1 else x
-            _place(channel.outgoing(x.dtype), begin + rank * width, part).copy_(part)
+        for rank in peers if number == 0 else ():
+            header[1 + rank] = outgoing[rank].nbytes if rank in outgoing else 0
+        for rank, x in outgoing.items() if number < needed else ():
+            part = _chunk(x, number, width) if needed > 1 else x
+            _slot_view(channel.outgoing(x.dtype), begin + rank * width, part).copy_(part)
         channel.post(_EXCHANGE)
         if number == 0:
-            for rank in others:
-                sent = channel.message(rank, torch.int64)
-                rounds = max(rounds, int(sent[0]))
-                channel.expect(rank, int(sent[1 + channel.index]) == (wanted[rank].nbytes if rank in wanted else 0))
+            for rank in peers:
+                peer_header = channel.message(rank, torch.int64)
+                rounds = max(rounds, int(peer_header[0]))
+                channel.expect(
+                    rank, int(peer_header[1 + channel.index]) == (incoming[rank].nbytes if rank in incoming else 0)
+                )
             if rounds > 1:
-                wanted = {rank: x.view(-1) for rank, x in wanted.items()}
-        for rank, x in wanted.items():
-            part = _part(x, number, width) if rounds > 1 else x
-            part.copy_(_place(channel.message(rank, x.dtype), begin + channel.index * width, part))
+                incoming = {rank: x.view(-1) for rank, x in incoming.items()}
+        for rank, x in incoming.items():
+            part = _chunk(x, number, width) if rounds > 1 else x
+            part.copy_(_slot_view(channel.message(rank, x.dtype), begin + channel.index * width, part))
         number += 1
     return receives
 
 
 def _tag(kind: int, x: Tensor) -> int:
-    """What is done, on numbers of which size, with how many of them."""
+    """One number for the collective, the size of its elements, and their count."""
     return (x.numel() << 16) + (x.itemsize << 8) + (int(x.is_floating_point()) << 4) + kind
 
 
-def _part(x: Tensor, number: int, width: int) -> Tensor:
-    """What a flat tensor sends in one round."""
+def _chunk(x: Tensor, number: int, width: int) -> Tensor:
     step = width // x.itemsize
     return x[number * step : (number + 1) * step]
 
@@ -341,14 +325,13 @@ def _header(channel: Channel) -> int:
     return -(-8 * (1 + channel.ranks) // 64) * 64
 
 
-def _place(slot: Tensor, begin: int, part: Tensor) -> Tensor:
+def _slot_view(slot: Tensor, begin: int, part: Tensor) -> Tensor:
     """Where a message has the part for one receiver, from byte `begin` on."""
     start = begin // part.itemsize
     return slot[start : start + part.numel()].view(part.shape)
 
 
 def _add_all(x: Tensor, channel: Channel, tag: int) -> None:
-    """Every rank adds all."""
     channel.outgoing(x.dtype)[: len(x)].copy_(x)
     channel.post(tag)
     if channel.ranks == 2:

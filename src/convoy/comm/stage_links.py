@@ -20,12 +20,11 @@ from convoy.comm.position import current
 from convoy.errors import ConvoyError
 from convoy.plans.stages import DTYPES, MOST_DIMS, Crossing
 
+# in place of a kind: a gradient that there is not, as the loss does not depend on the value
 _NOTHING = [-1] * (MOST_DIMS + 3)
-"""In place of a kind: a gradient that there is not, as the loss does not depend on the value."""
-_FIRST_TAG = 2**20
-"""Above the tags of collectives, which are 0, and those of others who send through the same group."""
+_FIRST_TAG = 2**20  # above the tags of collectives, which are 0, and those of other senders through the same group
+# the last tag that a network uses, by group
 _last_tags: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()
-"""The last tag that a network has taken, by group."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Kind:
         return Kind(x.dtype, x.requires_grad, x.stride())
 
     def numbers(self) -> list[int]:
-        """As many for every kind."""
+        """Equally many numbers for every kind."""
         rest = [0] * (MOST_DIMS - len(self.strides))
         return [DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *rest]
 
@@ -60,11 +59,11 @@ class Kind:
         return x.as_strided((held,), (1,))
 
     def to_receive(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Where they are received."""
+        """Memory to receive them in."""
         return torch.empty(self._held(shape) or math.prod(shape), dtype=self.dtype, device=device)
 
     def received(self, numbers: Tensor, shape: Sequence[int]) -> Tensor:
-        """The tensor with these numbers."""
+        """The tensor of a shape that these numbers are."""
         if self._held(shape) is not None:
             return numbers.as_strided(shape, self.strides)
         return torch.empty_strided(shape, self.strides, dtype=self.dtype, device=numbers.device).copy_(
@@ -73,32 +72,23 @@ class Kind:
 
     def _held(self, shape: Sequence[int]) -> int | None:
         """How many numbers a tensor of this shape has in memory, fewer than elements where it was expanded; None if
-        others lie between them."""
-        own = [(size, stride) for size, stride in zip(shape, self.strides, strict=True) if stride]
-        extent = 1 + sum((size - 1) * stride for size, stride in own)
-        return extent if extent == math.prod(size for size, _ in own) else None
+        numbers of other tensors lie between them."""
+        dims = [(size, stride) for size, stride in zip(shape, self.strides, strict=True) if stride]
+        extent = 1 + sum((size - 1) * stride for size, stride in dims)
+        return extent if extent == math.prod(size for size, _ in dims) else None
 
 
 @dataclass
 class Arriving:
-    """A value that may still be on its way.
-
-    Attributes:
-        kind: how it lies in memory.
-        shape: the shape of this rank's part.
-        numbers: the memory into which it is received.
-        pending: the message; None for a value without elements, which nobody sends.
-        layer: the layer that gives the value, or the one whose output a gradient belongs to.
-    """
+    """A value that may still be on its way to this rank."""
 
     kind: Kind
-    shape: Sequence[int]
-    numbers: Tensor
-    pending: Pending | None
-    layer: str
+    shape: Sequence[int]  # of this rank's part
+    numbers: Tensor  # the memory into which it is received
+    pending: Pending | None  # None for a value without elements, which nobody sends
+    layer: str  # that gives the value, or whose output a gradient belongs to
 
     def wait(self) -> Tensor:
-        """The value."""
         current.at(self.layer)
         self._value_of_another_stage()
         return self.kind.received(self.numbers, self.shape)
@@ -111,18 +101,11 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Sent:
-    """A value that may still be on its way.
+    """A value that may still be on its way to another rank."""
 
-    Attributes:
-        to: the stage that receives it.
-        part: the part's number, as the sender counts parts.
-        back: whether it is a gradient.
-        pending: the message.
-    """
-
-    to: int
-    part: int
-    back: bool
+    to: int  # the stage that receives it
+    part: int  # as the sender counts the batch's parts
+    back: bool  # whether it is a gradient
     pending: Pending
 
 
@@ -130,15 +113,11 @@ class StageLinks:
     """Sends and receives for this rank, to and from ranks of other stages at its place on the other axes.
 
     Both sides give values in the order of the graph's crossings, under the same key: whatever decides, beside the
-    network, how values lie. Which of them have a gradient the loss decides, anew in every update unless `finish` is
-    told otherwise. Sends wait for nobody.
+    network, how values lie in memory. Which of them have a gradient the loss decides, anew in every update unless
+    `finish` is told otherwise. Sends wait for nobody.
 
     Over gloo nothing is sent before the receiver has asked for it, so it had better ask early. It may do so before it
-    knows that the next values will be those: over gloo each key has a tag of its own, which no other network that goes
-    through the same group has.
-
-    Args:
-        groups: of a mesh with stages.
+    knows that the next values will be those: over gloo each key has a tag that no other network on the same group has.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -153,21 +132,18 @@ class StageLinks:
         self._tags: dict[Any, int] = {}
 
     def send(self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], part: int, back: bool = False) -> None:
-        """Send values of a part of the batch to later stages, or gradients back to earlier ones; some may be None.
-
-        Raises:
-            ConvoyError: a value has a gradient in one part of a batch and none in another.
-        """
-        known, tag = self._sent[back].get(key), self._tag(key)
-        if known is None:
-            known = {crossing.value: None if x is None else Kind.of(x) for crossing, x in values}
-            self._sent[back][key] = known
+        """Send values of a part of the batch to later stages, or gradients back to earlier ones; None for a gradient
+        that there is not, a ConvoyError where another part of the batch had it."""
+        kinds, tag = self._sent[back].get(key), self._tag(key)
+        if kinds is None:
+            kinds = {crossing.value: None if x is None else Kind.of(x) for crossing, x in values}
+            self._sent[back][key] = kinds
             for to in dict.fromkeys(_receiver(crossing, back) for crossing, _ in values):
-                own = (known[crossing.value] for crossing, _ in values if _receiver(crossing, back) == to)
-                rows = torch.tensor([_NOTHING if kind is None else kind.numbers() for kind in own])
+                kinds_sent = (kinds[crossing.value] for crossing, _ in values if _receiver(crossing, back) == to)
+                rows = torch.tensor([_NOTHING if kind is None else kind.numbers() for kind in kinds_sent])
                 self._send(rows, to, part, back, tag)
         for crossing, x in values:
-            kind = known[crossing.value]
+            kind = kinds[crossing.value]
             if (x is None) is not (kind is None):
                 where = f"layer {crossing.layer}" if crossing.layer else "the network itself"
                 raise ConvoyError(
@@ -178,53 +154,48 @@ class StageLinks:
                 self._send(kind.to_send(x.detach()), _receiver(crossing, back), part, back, tag)
 
     def release(self, is_received: Callable[[Sent], bool]) -> None:
-        """Let go of what other ranks have received, which gloo does not say of its own accord."""
+        """Drop the tensors that other ranks have received, which gloo does not do of its own accord."""
         done = [sent for sent in self._sending if is_received(sent)]
         for sent in done:
             sent.pending.wait()
         self._sending = [sent for sent in self._sending if sent not in done]
 
     def knows(self, key: Any, back: bool = False) -> bool:
-        """Whether others have said how the values lie that they send."""
+        """Whether the senders have said how their values lie in memory."""
         return key in self._received[back]
 
     def receive(
         self,
         key: Any,
-        wanted: Sequence[tuple[Crossing, Sequence[int]]],
+        values: Sequence[tuple[Crossing, Sequence[int]]],
         device: torch.device,
         back: bool = False,
     ) -> list[Arriving | None]:
-        """Begin to receive values of earlier stages, or gradients of later ones; None for one that there is not.
-
-        Args:
-            key: as the senders have it.
-            wanted: the values, with the shapes of this rank's parts.
-            device: the device that needs them.
-            back: whether gradients are received, not values.
-        """
-        known, tag = self._received[back].get(key), self._tag(key)
-        if known is None:
-            known = self._received[back][key] = {}
-            for sender in dict.fromkeys(_sender(crossing, back) for crossing, _ in wanted):
-                own = [crossing.value for crossing, _ in wanted if _sender(crossing, back) == sender]
-                rows = torch.empty(len(own), MOST_DIMS + 3, dtype=torch.int64)
+        """Begin to receive values of earlier stages, or gradients of later ones, on `device`; `values` come with the
+        shapes of this rank's parts, and the result is None for a gradient that there is not."""
+        kinds, tag = self._received[back].get(key), self._tag(key)
+        if kinds is None:
+            kinds = self._received[back][key] = {}
+            for sender in dict.fromkeys(_sender(crossing, back) for crossing, _ in values):
+                names = [crossing.value for crossing, _ in values if _sender(crossing, back) == sender]
+                rows = torch.empty(len(names), MOST_DIMS + 3, dtype=torch.int64)
                 start_receive(rows, sender, self._way(back), tag).wait()
-                known |= zip(own, (None if row == _NOTHING else Kind.read(row) for row in rows.tolist()), strict=True)
-        found: list[Arriving | None] = []
-        for crossing, shape in wanted:
-            kind = known[crossing.value]
+                kinds |= zip(names, (None if row == _NOTHING else Kind.read(row) for row in rows.tolist()), strict=True)
+        arriving: list[Arriving | None] = []
+        for crossing, shape in values:
+            kind = kinds[crossing.value]
             if kind is None:
-                found.append(None)
+                arriving.append(None)
                 continue
             numbers = kind.to_receive(shape, device)
             sender, way = _sender(crossing, back), self._way(back)
             pending = start_receive(numbers, sender, way, tag) if math.prod(shape) else None
-            found.append(Arriving(kind, shape, numbers, pending, crossing.layer))
-        return found
+            arriving.append(Arriving(kind, shape, numbers, pending, crossing.layer))
+        return arriving
 
     def from_last(self, x: Tensor | None, shape: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
-        """What the last stage has, on all ranks, and whether it has a gradient there; others give its shape."""
+        """The value of the last stage, on all ranks, and whether it has a gradient there; other stages pass None and
+        its shape."""
         last = self._number - 1
         numbers = Kind.of(x).numbers() if x is not None else [0] * (MOST_DIMS + 3)
         kind = Kind.read(gather_ints(numbers, self.group)[last])
@@ -234,11 +205,8 @@ class StageLinks:
         return kind.received(broadcast(kind.to_receive(shape, device), self.group, last), shape), kind.needs_gradient
 
     def finish(self, same_loss: bool) -> None:
-        """Wait until all is sent, at the end of a backward pass.
-
-        Args:
-            same_loss: the next one has gradients of the same values, on all ranks; otherwise that is said anew.
-        """
+        """Wait until all is sent, at the end of a backward pass. With `same_loss` the next pass has gradients of the
+        same values, on all ranks; otherwise that is exchanged anew."""
         self.release(lambda _: True)
         if not same_loss:
             self._sent[True].clear()

@@ -34,14 +34,14 @@ from convoy.plans.place import Placed
 
 
 def _batch_norm(call: TorchCall) -> Recognized:
-    found = call.bound(
+    arguments = call.bound(
         input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     )
-    counter = call.updates[-1] if call.updates and found["training"] and found["running_mean"] else None
+    counter = call.updates[-1] if call.updates and arguments["training"] and arguments["running_mean"] else None
     if counter and hasattr(call.module, "momentum"):  # the argument is 1 / count where the layer has None
-        found["momentum"] = call.module.momentum
-    updates = bool(found["training"] and found["running_mean"])
-    return Recognized("batch_norm", {**found, "num_batches_tracked": counter}, updates=updates)
+        arguments["momentum"] = call.module.momentum
+    updates = bool(arguments["training"] and arguments["running_mean"])
+    return Recognized("batch_norm", {**arguments, "num_batches_tracked": counter}, updates=updates)
 
 
 ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -58,7 +58,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a call is given; None where it is not. The residual is added to its result."""
+    """The tensors of a call; None for those that it lacks. The residual is added to its result."""
 
     x: Tensor
     weight: Tensor | None
@@ -70,27 +70,27 @@ class Tensors:
 
 
 def _build(site: Site) -> Kernel:
-    """By running statistics in evaluation, otherwise as the context's mode says."""
+    """The kernel by running statistics in evaluation, otherwise as the context's mode says."""
     attributes, names = site.call.attributes, site.call.inputs
     layer, pick = _Layer(site), by_role(site.call, *ARGUMENTS)
     if site.twin is not None:
         return Alone(_both(layer, _Layer(site.twin), site, site.twin))
 
-    def given(tensors: Sequence[Tensor]) -> Tensors:
+    def bind(tensors: Sequence[Tensor]) -> Tensors:
         t = Tensors(*pick(tensors))
         return t if site.addend is None else replace(t, residual=tensors[len(names)])
 
     def whole(run: Callable[[Tensors], Tensor]) -> Kernel:
-        return lambda *tensors: [run(given(tensors))]
+        return lambda *tensors: [run(bind(tensors))]
 
     if not attributes["training"]:
         return whole(layer.by_running_statistics)
-    kept = [attributes[name] for name in ARGUMENTS[3:]]
-    buffers = tuple(names.index(name) for name in kept if name is not None)
+    buffer_names = [attributes[name] for name in ARGUMENTS[3:]]
+    buffers = tuple(names.index(name) for name in buffer_names if name is not None)
 
-    def held(tensors: Iterable[Tensor]) -> Buffers:
-        found = iter(tensors)
-        return Buffers(*[None if name is None else next(found) for name in kept])
+    def bind_buffers(tensors: Iterable[Tensor]) -> Buffers:
+        remaining = iter(tensors)
+        return Buffers(*[None if name is None else next(remaining) for name in buffer_names])
 
     if not site.graph.training or site.context.batch_norm == "sync":
         if layer.passing is None or site.local_shape(layer.source)[1] == 0:
@@ -98,39 +98,41 @@ def _build(site: Site) -> Kernel:
         return Exchanging(
             whole(layer.by_whole_pass),
             whole(lambda t: own_moments(t.x)),
-            lambda *tensors: [layer.exchange(held(tensors[:-1]), tensors[-1])],
-            lambda *tensors: [layer.normalize_by(given(tensors[:-1]), tensors[-1])],
+            lambda *tensors: [layer.exchange(bind_buffers(tensors[:-1]), tensors[-1])],
+            lambda *tensors: [layer.normalize_by(bind(tensors[:-1]), tensors[-1])],
             buffers,
         )
     by_microbatch = site.context.batch_norm == "microbatch"
     compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
     record = layer.record_microbatches if by_microbatch else layer.record_own_samples
-    kernel = Recorded(lambda *tensors: compute(given(tensors)), lambda seen, terms: record(held(seen), terms), buffers)
+    kernel = Recorded(
+        lambda *tensors: compute(bind(tensors)), lambda tensors, terms: record(bind_buffers(tensors), terms), buffers
+    )
     return kernel if layer.own is None else Alone(kernel)
 
 
 def _both(layer: "_Layer", twin: "_Layer", site: Site, twin_site: Site) -> Kernel:
     """The sum of two batch norms over all ranks: of the call's inputs and then those of its twin."""
-    picks = [by_role(each.call, *ARGUMENTS) for each in (site, twin_site)]
+    picks = [by_role(call, *ARGUMENTS) for call in (site.call, twin_site.call)]
     number = len(site.call.inputs)
 
     def kernel(*tensors: Tensor) -> list[Tensor]:
-        t, other = Tensors(*picks[0](tensors[:number])), Tensors(*picks[1](tensors[number:]))
+        t, twin_t = Tensors(*picks[0](tensors[:number])), Tensors(*picks[1](tensors[number:]))
         if layer.passing is None or t.x.shape[1] == 0:
-            return [layer.by_whole_pass(replace(t, residual=twin.by_whole_pass(other)))]
-        return [normalize_both(layer.branch(t), twin.branch(other), layer.passing, layer.relu)]
+            return [layer.by_whole_pass(replace(t, residual=twin.by_whole_pass(twin_t)))]
+        return [normalize_both(layer.branch(t), twin.branch(twin_t), layer.passing, layer.relu)]
 
     return kernel
 
 
 def _nothing(t: Tensors) -> Tensor:
-    """The result without elements; scale and shift get a gradient of zero, and what is added is one of its inputs, so
+    """A result without elements; scale and shift get a gradient of zero, and what is added is one of its inputs, so
     that its backward pass runs on every rank."""
     return ended(affine(t.x.clone(), t.weight, t.bias, (-1, *[1] * (t.x.dim() - 2))), t.residual, False)
 
 
 class _Layer:
-    """What a layer does in each mode."""
+    """The computation of a layer in each mode."""
 
     def __init__(self, site: Site) -> None:
         attributes = site.call.attributes
@@ -146,8 +148,8 @@ class _Layer:
         self.sample_axes: Axes = samples.axes if samples else ()
         self.other_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
         self.in_turns = site.context.in_turns and not site.graph.training and attributes["running_mean"] is None
-        every = tuple(sorted({*self.sample_axes, *self.other_axes}))
-        self.passing = self._holders(self.other_axes if self.in_turns else every)
+        divided_axes = tuple(sorted({*self.sample_axes, *self.other_axes}))
+        self.passing = self._holders(self.other_axes if self.in_turns else divided_axes)
         self.own = self._holders(self.other_axes, samples=False)
         self._divisions: dict[tuple[int, ...], _Division] = {}
         self._holders_of: dict[int, Holders] = {}
@@ -159,14 +161,13 @@ class _Layer:
         return ended(y, t.residual, self.relu)
 
     def by_whole_pass(self, t: Tensors) -> Tensor:
-        """Over the samples, rows and columns of all ranks."""
+        """Normalize over the samples, rows and columns of all ranks."""
         if t.x.shape[1] == 0 or (self.in_turns and len(t.x) == 0):
             self._count(t.count, 1)
             return _nothing(t)
         if self.passing is not None:
-            branch = self.branch(t)
-            given = branch.x, branch.weight, branch.bias, branch.running, self.eps
-            return normalize_together(*given, self.passing, self.relu, t.residual)
+            running = self._following(Buffers(t.mean, t.var, t.count))
+            return normalize_together(t.x, t.weight, t.bias, running, self.eps, self.passing, self.relu, t.residual)
         if self._by_kernels(t.x):
             following = self._following(Buffers(t.mean, t.var, t.count))
             return self._at_once(t, (len(t.x),), following)[0]
@@ -175,23 +176,20 @@ class _Layer:
         return ended(y, t.residual, self.relu)
 
     def branch(self, t: Tensors) -> Branch:
-        """The call over all ranks; it follows the running statistics."""
+        """The call over all ranks; it updates the running statistics."""
         return Branch(t.x, t.weight, t.bias, self._following(Buffers(t.mean, t.var, t.count)), self.eps)
 
-    def exchange(self, buffers: Buffers, own: Tensor) -> Tensor:
-        """The moments of all ranks, where `by_whole_pass` is taken apart."""
+    def exchange(self, buffers: Buffers, moments: Tensor) -> Tensor:
+        """The moments of all ranks: the middle of `by_whole_pass`, where that is taken apart."""
         assert self.passing is not None
-        return all_moments(own, self._following(buffers), self.passing)
+        return all_moments(moments, self._following(buffers), self.passing)
 
     def normalize_by(self, t: Tensors, moments: Tensor) -> Tensor:
-        """By these."""
         return ended(normalize_by(t.x, t.weight, t.bias, moments, self.eps), t.residual, self.relu)
 
     def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
-        """Over the samples of this rank; approximate: the result depends on how many ranks there are.
-
-        A GPU brings the running statistics up to date in the same launch.
-        """
+        """Normalize over the samples of this rank: approximate, as the result depends on how many ranks there are. A
+        GPU updates the running statistics in the same launch."""
         if t.x.shape[1] == 0 or len(t.x) == 0:
             return _nothing(t), []
         if self.own is None and self._by_kernels(t.x):
@@ -203,7 +201,7 @@ class _Layer:
         return ended(y, t.residual, self.relu), [term]
 
     def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
-        """Follow this rank's statistics; `RunningStatistics.fold` averages them."""
+        """Update this rank's statistics; `RunningStatistics.fold` averages them."""
         if not self.site.context.recording:
             return
         self._count(buffers.count, 1)
@@ -219,7 +217,7 @@ class _Layer:
             add_term([running.mean, running.var], terms[0].unbind(0), [self._weight(buffers.count)] * 2)
 
     def by_microbatch(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
-        """Over each microbatch, all of which a rank has."""
+        """Normalize over each microbatch, all of whose samples one rank has."""
         sizes = self._division().sizes if t.x.shape[1] else ()
         if not sizes:
             return _nothing(t), []
@@ -231,7 +229,7 @@ class _Layer:
         return ended(y, t.residual, self.relu), [torch.stack([term for _, term in pieces])]
 
     def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
-        """Leave what was seen to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
+        """Leave the terms to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
         context = self.site.context
         if not context.recording:
             return
@@ -242,20 +240,20 @@ class _Layer:
         context.statistics.record(running, context.starts, self._division().owners, *terms)
 
     def _by_kernels(self, x: Tensor) -> bool:
-        """Whether Convoy's own kernels run: a compiler makes better ones for itself of torch's operations."""
+        """Whether Convoy's own kernels run: a compiler makes better ones of torch's operations."""
         return at_once(x) and not torch.compiler.is_compiling()
 
     def _at_once(self, t: Tensors, sizes: tuple[int, ...], following: Following | None) -> tuple[Tensor, Tensor]:
         return normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes, following, self.relu, t.residual)
 
     def _to_follow(self, t: Tensors) -> tuple[Tensor | None, Tensor | None]:
-        """The buffers that torch's own batch norm brings up to date: others of the same kind where it runs again."""
+        """The buffers that torch's own batch norm updates: copies where the call is computed again."""
         if self.site.context.recording or t.mean is None or t.var is None:
             return t.mean, t.var
         return t.mean.clone(), t.var.clone()
 
     def _following(self, buffers: Buffers) -> Following | None:
-        """The buffers, of which one more term is counted; None where nobody keeps them."""
+        """The buffers with one more term counted; None where nobody keeps them."""
         if not self.site.context.recording:
             return None
         if buffers.count is not None:
@@ -281,7 +279,6 @@ class _Layer:
         return normalize_together(x, t.weight, t.bias, following, self.eps, self._holders_of[rows]), term
 
     def _count(self, count: Tensor | None, terms: int) -> None:
-        """Count terms of the running statistics."""
         if count is not None and self.site.context.recording:
             count.add_(terms)
 
@@ -335,23 +332,17 @@ class _Layer:
                 )
             owners.append(ranks.pop() if ranks else -1)
         rank = mesh.index(coordinates, self.sample_axes)
-        own = tuple(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
-        return _Division(rank, tuple(owners), own)
+        local_sizes = tuple(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
+        return _Division(rank, tuple(owners), local_sizes)
 
 
 @dataclass(frozen=True)
 class _Division:
-    """Who has the microbatches of a pass.
+    """Who has the microbatches of a pass."""
 
-    Attributes:
-        rank: this one, along the axes that divide the samples.
-        owners: the rank that has each microbatch.
-        sizes: samples in each of this rank's microbatches.
-    """
-
-    rank: int
-    owners: tuple[int, ...]
-    sizes: tuple[int, ...]
+    rank: int  # this one, along the axes that divide the samples
+    owners: tuple[int, ...]  # the rank that has each microbatch
+    sizes: tuple[int, ...]  # samples in each of this rank's microbatches
 
 
 def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What layers must know of the step in which they run: which samples they see, in which microbatches.
 
-Where a part of a forward pass is computed again in the backward pass, it is to give the same numbers and to do nothing
-else: it sees the context of its own pass, notes no statistics, and asks no other rank a second time.
+A part of a forward pass that is computed again in the backward pass must give the same numbers and do nothing else: it
+sees the context of its own pass, notes no statistics, and asks no other rank a second time.
 """
 
 import itertools
@@ -29,53 +29,36 @@ BatchNormMode = Literal["microbatch", "sync", "local"]
 class StepContext:
     """Shared by all layers of one network; set before every forward pass in training mode.
 
-    On several devices `sizes`, `starts` and `keys` are those of the samples of all ranks together, in order of rank:
-    a layer takes what belongs to the samples that it holds.
-
-    Attributes:
-        seed: the run's seed.
-        draws: whether any layer needs the keys.
-        batch_norm: over which samples statistics are taken where the layers are divided over devices.
-        step: number of the weight update.
-        sizes: samples in each microbatch of the pass that runs now, in order.
-        starts: position of each microbatch's first sample in the global batch.
-        keys: int32 [samples, 2], the random key of every sample of that pass.
-        recording: whether layers note what they see: not where they compute again.
-        kept: what layers keep together, by names of their own.
-        postponed: the weight gradients of the passes that run now are left to it; None to compute them with the others.
-        statistics: what batch norm layers saw of the microbatches since the running statistics were last brought up
-            to date.
-        in_turns: in evaluation every sample rank has a batch of its own, with statistics of its own where there are no
-            running ones.
-        tape: where the keys of passes are kept that are recorded; None where they are made for each.
+    On several devices `sizes`, `starts` and `keys` are those of the samples of all ranks together, in order of rank: a
+    layer takes what belongs to the samples that it holds.
     """
 
-    seed: int = 0
-    draws: bool = False
+    seed: int = 0  # of the run
+    draws: bool = False  # whether any layer needs the keys
+    # over which samples statistics are taken where the layers are divided over devices
     batch_norm: BatchNormMode = "sync"
-    step: int = 0
-    sizes: tuple[int, ...] = ()
-    starts: tuple[int, ...] = ()
+    step: int = 0  # number of the weight update
+    sizes: tuple[int, ...] = ()  # samples in each microbatch of the current pass, in order
+    starts: tuple[int, ...] = ()  # position of each microbatch's first sample in the global batch
+    # int32 [samples, 2], the random key of every sample of that pass
     keys: Tensor = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.int32))
+    # of batch norm layers and microbatches since the running statistics were last updated
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
-    recording: bool = True
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    recording: bool = True  # whether layers record statistics: not where they compute again
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)  # what layers keep together, under their own names
+    # gets the weight gradients of the current passes; None to compute them with the other gradients
     postponed: PostponedGradients | None = None
+    # in evaluation every sample rank has a batch of its own, with its own statistics where there are no running ones
     in_turns: bool = False
+    # holds the keys of recorded passes; None where they are made for each pass
     tape: "KeyTape | None" = field(default=None, repr=False)
     _samples: Sequence[int] = field(default=(), repr=False)
     _device: torch.device = field(default=torch.device("cpu"), repr=False)
 
     def enter(self, step: int, samples: int | Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
-        """Announce the next forward pass.
-
-        Args:
-            step: number of the weight update.
-            samples: positions in the global batch of the samples of the pass; a number stands for consecutive ones
-                from there on.
-            sizes: of the pass's microbatches, in order; a microbatch's samples follow each other in the global batch.
-            device: where the keys are needed.
-        """
+        """Announce the next forward pass. `samples` are positions in the global batch; a number stands for consecutive
+        ones from there on. `sizes` are those of the microbatches, in order, whose samples follow each other in the
+        global batch; `device` is where the keys are needed."""
         self.step = step
         if isinstance(samples, int):
             samples = range(samples, samples + sum(sizes))
@@ -96,7 +79,7 @@ class StepContext:
 
     @property
     def replays(self) -> bool:
-        """Whether the passes that run now are to be replayed: nothing may be asked of other ranks by the host."""
+        """Whether the passes that run now are to be replayed, so that the host may ask nothing of other ranks."""
         return self.tape is not None and self.tape.is_complete
 
     @contextmanager
@@ -110,7 +93,7 @@ class StepContext:
             self.tape = None
 
     def rerun(self) -> "Rerun":
-        """For a part of the pass that runs now which may be computed again, when other passes have been announced."""
+        """For a part of the current pass that may be computed again after other passes have been announced."""
         return Rerun(self, {name: getattr(self, name) for name in _OF_A_PASS})
 
     def need_keys(self) -> None:
@@ -140,31 +123,25 @@ def uploaded(x: Tensor, device: torch.device) -> Tensor:
 
 
 class KeyTape:
-    """What the passes of an update that is recorded need of the host: keys, in buffers that are written before each
-    replay, and how many samples other ranks have.
-
-    Attributes:
-        is_complete: all passes of the update are known.
-    """
+    """The inputs that the passes of a recorded update need of the host: keys, in buffers that are written before each
+    replay, and how many samples other ranks have."""
 
     def __init__(self) -> None:
-        self.is_complete = False
+        self.is_complete = False  # once all passes of the update are known
         self._passes: list[tuple[int, Sequence[int], Tensor]] = []
         self._samples: list[tuple[int, ...]] = []
         self._next = self._next_samples = self._step = 0
 
     def rewind(self, step: int) -> None:
-        """An update begins; this is the step of its first pass."""
+        """Begin an update, whose first pass is that of `step`."""
         self._next, self._next_samples, self._step = 0, 0, step
 
     def keys(self, seed: int, step: int, samples: Sequence[int], device: torch.device) -> Tensor:
-        """Those of the next pass: int32 [samples, 2].
-
-        A pass that the update did not have before gets fresh ones: their upload is noticed, and refused.
-        """
+        """The keys of the next pass: int32 [samples, 2]. A pass that the update did not have before gets fresh ones:
+        their upload is noticed, and refused."""
         if self.is_complete and self._next < len(self._passes):
-            _, known, keys = self._passes[self._next]
-            if len(known) == len(samples):
+            _, noted_samples, keys = self._passes[self._next]
+            if len(noted_samples) == len(samples):
                 self._next += 1
                 return keys
         keys = uploaded(sample_keys(seed, step, samples), device)
@@ -183,7 +160,6 @@ class KeyTape:
         return samples
 
     def write(self, seed: int, step: int) -> None:
-        """Write the keys of an update."""
         for offset, samples, keys in self._passes:
             fresh = sample_keys(seed, step + offset, samples)
             keys.copy_(fresh.pin_memory() if keys.is_cuda else fresh, non_blocking=True)
@@ -194,36 +170,29 @@ _OF_A_PASS = ("step", "sizes", "starts", "keys", "postponed", "_samples", "_devi
 
 @dataclass
 class Rerun:
-    """A part of a forward pass that may be computed again.
-
-    Attributes:
-        context: of the step.
-        announced: what it said of the pass.
-        exchanged: what came of the exchanges of statistics inside the part, in order.
-    """
+    """A part of a forward pass that may be computed again."""
 
     context: StepContext
-    announced: dict[str, Any]
+    announced: dict[str, Any]  # the context of its pass
+    # results of the exchanges of statistics inside the part, in order
     exchanged: list[Tensor] = field(default_factory=list)
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """While entered, the part runs for the first time."""
         with _exchanging(self._noted):
             yield
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """While entered, it runs again."""
         context, announced = self.context, {**self.announced, "recording": False}
-        now = {name: getattr(context, name) for name in announced}
-        found = iter(self.exchanged)
+        current = {name: getattr(context, name) for name in announced}
+        results = iter(self.exchanged)
         vars(context).update(announced)
         try:
-            with _exchanging(lambda collective, x, group: next(found)):
+            with _exchanging(lambda collective, x, group: next(results)):
                 yield
         finally:
-            vars(context).update(now)
+            vars(context).update(current)
 
     def _noted(self, collective: "Collective", x: Tensor, group: ProcessGroup) -> Tensor:
         self.exchanged.append(collective(x, group))
@@ -246,7 +215,7 @@ def _exchanging(exchange: Callable[[Collective, Tensor, ProcessGroup], Tensor]) 
 
 
 def exchanged(collective: Collective, x: Tensor, group: ProcessGroup) -> Tensor:
-    """`collective(x, group)` in a kernel's forward pass, for statistics: where it is computed again, what came of it
-    the first time."""
+    """`collective(x, group)` in a kernel's forward pass, for statistics: where it is computed again, the result of the
+    first time."""
     exchange = _exchange.get()
     return collective(x, group) if exchange is None else exchange(collective, x, group)

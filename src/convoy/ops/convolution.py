@@ -29,23 +29,23 @@ from convoy.plans.windows import Need, Transposed, Window, halo_split, output_sp
 
 def _convolution(call: TorchCall, transposed: bool) -> Recognized | None:
     rest = {"output_padding": 0, "groups": 1, "dilation": 1} if transposed else {"dilation": 1, "groups": 1}
-    found = call.bound(input=None, weight=None, bias=None, stride=1, padding=0, **rest)
-    kernel = call.shape(found["weight"])[2:]
+    attributes = call.bound(input=None, weight=None, bias=None, stride=1, padding=0, **rest)
+    kernel = call.shape(attributes["weight"])[2:]
     spatial = len(kernel)
-    if len(call.shape(found["input"])) != spatial + 2:
+    if len(call.shape(attributes["input"])) != spatial + 2:
         return None
-    dilation = each(found["dilation"], spatial)
-    if found["padding"] == "valid":
+    dilation = each(attributes["dilation"], spatial)
+    if attributes["padding"] == "valid":
         padding = ((0, 0),) * spatial
-    elif found["padding"] == "same":
+    elif attributes["padding"] == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         padding = tuple((total // 2, total - total // 2) for total in totals)
     else:
-        padding = tuple((p, p) for p in each(found["padding"], spatial))
-    found |= {"stride": each(found["stride"], spatial), "padding": padding, "dilation": dilation}
-    found |= {"transposed": transposed, "output_padding": each(found.get("output_padding", 0), spatial)}
-    found["by_torch"] = is_torchs(call.module)
-    return Recognized("conv", found)
+        padding = tuple((p, p) for p in each(attributes["padding"], spatial))
+    attributes |= {"stride": each(attributes["stride"], spatial), "padding": padding, "dilation": dilation}
+    attributes |= {"transposed": transposed, "output_padding": each(attributes.get("output_padding", 0), spatial)}
+    attributes["by_torch"] = is_torchs(call.module)
+    return Recognized("conv", attributes)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Channels:
 
 
 def place(situation: Situation) -> Placed:
-    """Input [samples, channels, (depth,) height, width] or [samples, channels, length]."""
+    """Lay out an input [samples, channels, (depth,) height, width] or [samples, channels, length]."""
     call = situation.call
     source, weight, bias = (call.attributes[name] for name in ("input", "weight", "bias"))
     output = call.outputs[0]
@@ -85,14 +85,14 @@ def _plain(situation: Situation) -> _Channels:
     filters, channels = situation.axes("filter"), situation.axes("channel")
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     weight: dict[int, Split] = {}
-    taken = given = None
+    input_split = result_split = None
     if filters:
         check_size(situation.where, axis_names(mesh, filters), mesh.size(filters), "filter", num_out)
-        given = weight[out_dim] = even(mesh, filters, num_out)
+        result_split = weight[out_dim] = even(mesh, filters, num_out)
     if channels:
         check_size(situation.where, axis_names(mesh, channels), mesh.size(channels), "channel", num_in)
-        taken = weight[in_dim] = follow(situation, source, 1, channels, num_in)
-    return _Channels(taken, given, weight, copied=filters, partial=channels)
+        input_split = weight[in_dim] = follow(situation, source, 1, channels, num_in)
+    return _Channels(input_split, result_split, weight, copied=filters, partial=channels)
 
 
 def _grouped(situation: Situation) -> _Channels:
@@ -105,12 +105,14 @@ def _grouped(situation: Situation) -> _Channels:
         return _Channels(None, None, {}, (), ())
     check_size(situation.where, axis_names(mesh, axes), mesh.size(axes), "filter", num_out, groups)
     in_size, out_size = num_in // groups, num_out // groups
-    owned = _owned_groups(follow(situation, source, 1, axes, num_in), in_size)
-    if owned is None:
-        owned = list(even(mesh, axes, groups).parts)
-    taken = Split(axes, tuple(_members(part, in_size) for part in owned))
-    given = Split(axes, tuple(_members(part, out_size) for part in owned))
-    return _Channels(taken, given, {0: taken if call.attributes["transposed"] else given}, (), ())
+    groups_of_parts = _owned_groups(follow(situation, source, 1, axes, num_in), in_size)
+    if groups_of_parts is None:
+        groups_of_parts = list(even(mesh, axes, groups).parts)
+    input_split = Split(axes, tuple(_members(part, in_size) for part in groups_of_parts))
+    result_split = Split(axes, tuple(_members(part, out_size) for part in groups_of_parts))
+    return _Channels(
+        input_split, result_split, {0: input_split if call.attributes["transposed"] else result_split}, (), ()
+    )
 
 
 def _owned_groups(split: Split, size: int) -> list[Indices] | None:
@@ -132,70 +134,68 @@ def _members(groups: Indices, size: int) -> Indices:
 def _rows(situation: Situation, in_splits: dict[int, Split], out_splits: dict[int, Split]) -> Axes:
     """Divide the rows and columns of the output, and ask for the input's with their halo."""
     call = situation.call
-    found: Axes = ()
+    spatial_axes: Axes = ()
     for dim, axes, name in spatial_dims(situation, len(situation.shape(call.outputs[0]))):
         size = situation.shape(call.outputs[0])[dim]
         check_size(situation.where, axis_names(situation.mesh, axes), situation.mesh.size(axes), name, size)
         out_splits[dim] = output_split(size, situation.mesh, axes)
         in_splits[dim] = halo_split(window_of(situation.graph, call, dim), out_splits[dim])
-        found += axes
-    return found
+        spatial_axes += axes
+    return spatial_axes
 
 
 def window_of(graph: Graph, call: Call, dim: int) -> Window | Transposed:
     """The window that slides over a dimension of a convolution's input."""
-    attributes, at = call.attributes, dim - 2
+    attributes, index = call.attributes, dim - 2
     size = graph.shape(attributes["input"])[dim]
     kernel = graph.shape(attributes["weight"])[dim]
-    stride, dilation = attributes["stride"][at], attributes["dilation"][at]
-    before, after = attributes["padding"][at]
+    stride, dilation = attributes["stride"][index], attributes["dilation"][index]
+    before, after = attributes["padding"][index]
     if attributes["transposed"]:
-        return Transposed(size, kernel, stride, dilation, before, after, attributes["output_padding"][at])
+        return Transposed(size, kernel, stride, dilation, before, after, attributes["output_padding"][index])
     return Window(size, kernel, stride, dilation, before, after)
 
 
 def needs_of(graph: Graph, call: Call, output: Layout, mesh: Mesh, place: Coordinates) -> list[Need]:
-    """What a rank needs of each spatial dimension for its part of the output."""
-    found = []
+    """The window of every spatial dimension that a rank needs for its part of the output."""
+    needs = []
     for dim, size in list(enumerate(graph.shape(call.outputs[0])))[2:]:
         rows = output.parts(dim, mesh, place, size)
         assert isinstance(rows, range)
-        found.append(window_of(graph, call, dim).needed(rows))
-    return found
+        needs.append(window_of(graph, call, dim).needed(rows))
+    return needs
 
 
 def paddings_of(graph: Graph, call: Call, output: Layout, mesh: Mesh, place: Coordinates) -> list[tuple[int, int, int]]:
-    """What a rank pads, for each spatial dimension of a convolution that is not transposed: so much at both ends,
-    which the convolution does itself, then what more at either end, which takes a copy of the input."""
+    """The padding of a rank, for each spatial dimension of a convolution that is not transposed: the same at both ends,
+    which the convolution does itself, then the rest at either end, which takes a copy of the input."""
     needs = needs_of(graph, call, output, mesh, place)
     ends = [
-        padding if output.split(2 + at) is None else (needs[at].before, needs[at].after)
-        for at, padding in enumerate(call.attributes["padding"])
+        padding if output.split(2 + index) is None else (needs[index].before, needs[index].after)
+        for index, padding in enumerate(call.attributes["padding"])
     ]
     return [(min(end), end[0] - min(end), end[1] - min(end)) for end in ends]
 
 
 def local_groups(graph: Graph, call: Call, source: Layout, mesh: Mesh, place: Coordinates) -> int:
-    """The groups of a convolution that a rank has."""
+    """The number of groups of a convolution that a rank has."""
     groups, channels = call.attributes["groups"], graph.shape(call.attributes["input"])[1]
     return max(1, len(source.parts(1, mesh, place, channels)) // (channels // groups)) if groups > 1 else 1
 
 
 def spatial_dims(situation: Situation, num_dims: int) -> list[tuple[int, Axes, str]]:
-    """Dimensions that the strategies `height` and `width` divide; a signal has but one, that either divides.
-
-    One row of one row, as behind a global pooling, is not divided: such a layer is a linear one.
-    """
+    """The dimensions that the strategies `height` and `width` divide; a signal has but one, that either divides. A
+    single number, as behind a global pooling, is not divided: such a layer is a linear one."""
     if num_dims == 3:
-        wanted = [(2, situation.axes("height", "width"), "width")]
+        dims = [(2, situation.axes("height", "width"), "width")]
     else:
-        wanted = [(num_dims - 2, situation.axes("height"), "height"), (num_dims - 1, situation.axes("width"), "width")]
+        dims = [(num_dims - 2, situation.axes("height"), "height"), (num_dims - 1, situation.axes("width"), "width")]
     before, after = situation.shape(situation.call.attributes["input"]), situation.shape(situation.call.outputs[0])
-    return [(dim, axes, name) for dim, axes, name in wanted if axes and max(before[dim], after[dim]) > 1]
+    return [(dim, axes, name) for dim, axes, name in dims if axes and max(before[dim], after[dim]) > 1]
 
 
 def _build(site: Site) -> Kernel:
-    """Padding only at the picture's true border, and whole groups."""
+    """A kernel that pads only at the picture's true border, and has whole groups."""
     return with_bias(site, _local(site), 1)
 
 
@@ -227,16 +227,18 @@ def weighted(function: Callable[..., Tensor], options: dict[str, Any], transpose
     """A convolution, and its gradients as autograd computes them; `options` are those of torch's function."""
     kinds = ("stride", "padding", "dilation")
     extra = options.get("output_padding", (0,) * len(options["stride"]))
-    how = *(options[kind] for kind in kinds), transposed, extra, options["groups"]
+    settings = *(options[kind] for kind in kinds), transposed, extra, options["groups"]
 
     def input_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        found: Tensor = torch.ops.aten.convolution_backward(gradient, x, weight, None, *how, (True, False, False))[0]
-        return found
+        result: Tensor = torch.ops.aten.convolution_backward(
+            gradient, x, weight, None, *settings, (True, False, False)
+        )[0]
+        return result
 
     def weight_gradients(gradient: Tensor, x: Tensor, weight: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
         sizes = [gradient.shape[1]] if biased else None
-        found = torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *how, (False, True, biased))
-        return found[1], found[2] if biased else None
+        gradients = torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *settings, (False, True, biased))
+        return gradients[1], gradients[2] if biased else None
 
     return Weighted(partial(function, **options), input_gradient, weight_gradients)
 
@@ -263,7 +265,7 @@ def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, 
 
 
 def _flat(padding: list[tuple[int, int]]) -> tuple[int, ...]:
-    """In the order of `torch.nn.functional.pad`: the last dimension first."""
+    """Paddings in the order of `torch.nn.functional.pad`: the last dimension first."""
     return tuple(size for pair in reversed(padding) for size in pair)
 
 
@@ -273,18 +275,18 @@ def _multiplications(operands: Sequence[Shape], output: Shape, transposed: bool)
 
 
 def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
-    """The rank's own groups and padding: so much at both ends, then what more before and after."""
+    """The rank's own groups and padding: the same at both ends, then the rest before and after."""
     attributes, output = call.attributes, placed.outputs[call.outputs[0]]
-    found = bias_option(call, placed, place)
-    found["groups"] = local_groups(graph, call, placed.inputs[attributes["input"]], mesh, place)
+    options = bias_option(call, placed, place)
+    options["groups"] = local_groups(graph, call, placed.inputs[attributes["input"]], mesh, place)
     if not attributes["transposed"]:
-        found["padding"] = paddings_of(graph, call, output, mesh, place)
+        options["padding"] = paddings_of(graph, call, output, mesh, place)
     elif any(dim > 1 for dim, _ in output.splits):
-        found["padding"] = [(0, need.before, need.after) for need in needs_of(graph, call, output, mesh, place)]
+        options["padding"] = [(0, need.before, need.after) for need in needs_of(graph, call, output, mesh, place)]
     else:
-        found["padding"] = [(before, 0, after - before) for before, after in attributes["padding"]]
-        found["output_padding"] = attributes["output_padding"]
-    return found
+        options["padding"] = [(before, 0, after - before) for before, after in attributes["padding"]]
+        options["output_padding"] = attributes["output_padding"]
+    return options
 
 
 OPERATIONS = (

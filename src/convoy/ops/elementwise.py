@@ -52,9 +52,9 @@ def _elementwise(call: TorchCall) -> Recognized | None:
 
 
 def _prelu(call: TorchCall) -> Recognized:
-    found = call.bound(input=None, weight=None)
-    per_channel = call.shape(found["weight"]) not in ((), (1,))
-    return Recognized("elementwise", {"channel_operand": found["weight"]} if per_channel else {})
+    arguments = call.bound(input=None, weight=None)
+    per_channel = call.shape(arguments["weight"]) not in ((), (1,))
+    return Recognized("elementwise", {"channel_operand": arguments["weight"]} if per_channel else {})
 
 
 def _convert(call: TorchCall) -> Recognized:
@@ -67,10 +67,10 @@ def _convert(call: TorchCall) -> Recognized:
 def _expand(call: TorchCall) -> Recognized | None:
     if call.output == call.shape(call.input):
         return Recognized("identity", {"input": call.input}, torch.Tensor.clone, (Ref(call.input),), {})
-    others: list[Any] = [name for name in call.operands[1:] if call.shape(name) == call.output]
-    if not others:
+    templates: list[Any] = [name for name in call.operands[1:] if call.shape(name) == call.output]
+    if not templates:
         return None
-    return Recognized("elementwise", {}, expand_like, (Ref(call.input), Ref(others[0])), {})
+    return Recognized("elementwise", {}, expand_like, (Ref(call.input), Ref(templates[0])), {})
 
 
 LINEAR = frozenset({"add", "sub", "add_", "sub_", "__add__", "__iadd__", "__sub__", "__isub__", "__radd__"})
@@ -78,8 +78,7 @@ LINEAR = frozenset({"add", "sub", "add_", "sub_", "__add__", "__iadd__", "__sub_
 
 def place(situation: Situation) -> Placed:
     """Operands broadcast as in torch; the result is split as the operand with the most elements is, and further where
-    another operand already is.
-    """
+    another operand already is."""
     call = situation.call
     output = call.outputs[0]
     out_shape = situation.shape(output)
@@ -91,7 +90,7 @@ def place(situation: Situation) -> Placed:
 
 
 def _aligned(situation: Situation, name: str) -> tuple[int, ...]:
-    """A value's shape; a vector of one number a channel stands for [channels, 1, 1]."""
+    """A value's shape; a vector of one number per channel stands for [channels, 1, 1]."""
     shape = situation.shape(name)
     if name == situation.call.attributes.get("channel_operand"):
         return shape + (1,) * (len(situation.shape(situation.call.outputs[0])) - 2)

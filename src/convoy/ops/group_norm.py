@@ -18,7 +18,7 @@ from convoy.plans.mesh import Axes
 
 
 def _instance_norm(call: TorchCall) -> Recognized | None:
-    found = call.bound(
+    arguments = call.bound(
         input=None,
         running_mean=None,
         running_var=None,
@@ -28,16 +28,16 @@ def _instance_norm(call: TorchCall) -> Recognized | None:
         momentum=0.1,
         eps=1e-5,
     )
-    names = {name: found[name] for name in ("input", "weight", "bias", "eps")}
-    statistics = {name: found[name] for name in ("running_mean", "running_var")}
-    if not found["use_input_stats"]:
-        fixed = {"training": False, "momentum": found["momentum"], "num_batches_tracked": None}
+    names = {name: arguments[name] for name in ("input", "weight", "bias", "eps")}
+    statistics = {name: arguments[name] for name in ("running_mean", "running_var")}
+    if not arguments["use_input_stats"]:
+        fixed = {"training": False, "momentum": arguments["momentum"], "num_batches_tracked": None}
         return Recognized("batch_norm", {**names, **statistics, **fixed})
-    if found["running_mean"] is not None:
+    if arguments["running_mean"] is not None:
         return Recognized("opaque", updates=True)
-    if len(call.shape(found["input"])) < 3:
+    if len(call.shape(arguments["input"])) < 3:
         return None
-    return Recognized("group_norm", {**names, "num_groups": call.shape(found["input"])[1]})
+    return Recognized("group_norm", {**names, "num_groups": call.shape(arguments["input"])[1]})
 
 
 def _group_norm(call: TorchCall) -> Recognized:
@@ -45,11 +45,9 @@ def _group_norm(call: TorchCall) -> Recognized:
 
 
 def _build(site: Site) -> Kernel:
-    """The function itself where the rank has whole groups.
-
-    Where rows, columns or the channels of a group are divided, the call adds up the statistics, two numbers for each
-    sample and group: never dearer than bringing the channels together.
-    """
+    """The function itself where the rank has whole groups. Where rows, columns or the channels of a group are divided,
+    the call adds up the statistics, two numbers for each sample and group: never dearer than bringing the channels
+    together."""
     call, pick = site.call, by_role(site.call, "input", "weight", "bias")
     source, eps = call.attributes["input"], call.attributes["eps"]
     shape = site.graph.shape(source)
@@ -87,7 +85,7 @@ def whole_groups(part: Indices, size: int) -> bool:
 
 
 def _shares(site: Site, source: str, axes: Axes, size: int) -> tuple[tuple[int, ...], tuple[tuple[float, ...], ...]]:
-    """The group of each own channel, among those that this rank and its partners have; each partner's shares."""
+    """The group of each of this rank's channels, among those that it and its partners have; each partner's shares."""
     shape, layout = site.graph.shape(source), site.layouts[source]
     parts = [
         [layout.parts(dim, site.mesh, place, shape[dim]) for dim in range(1, len(shape))]
@@ -105,14 +103,14 @@ def _shares(site: Site, source: str, axes: Axes, size: int) -> tuple[tuple[int, 
 
 
 def _rows(x: Tensor) -> Tensor:
-    """As [samples, channels, elements], without a copy."""
+    """`x` as [samples, channels, elements], without a copy."""
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         return x.permute(0, 2, 3, 1).flatten(1, 2).transpose(1, 2)
     return x.flatten(2) if x.dim() > 2 else x[..., None]
 
 
 def _from_rows(y: Tensor, x: Tensor) -> Tensor:
-    """Back in the shape and memory format of `x`."""
+    """The result in the shape and memory format of `x`."""
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         y = y.transpose(1, 2).unflatten(1, x.shape[2:])
         return y.permute(0, 3, 1, 2)

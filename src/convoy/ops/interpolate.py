@@ -21,7 +21,7 @@ from convoy.plans.windows import output_split
 
 
 def _interpolate(call: TorchCall) -> Recognized | None:
-    found = call.bound(
+    arguments = call.bound(
         input=None,
         size=None,
         scale_factor=None,
@@ -31,9 +31,9 @@ def _interpolate(call: TorchCall) -> Recognized | None:
         antialias=False,
     )
     spatial = len(call.output) - 2
-    if found["antialias"] or spatial < 1:
+    if arguments["antialias"] or spatial < 1:
         return None
-    scale: Any = None if found["recompute_scale_factor"] else found["scale_factor"]
+    scale: Any = None if arguments["recompute_scale_factor"] else arguments["scale_factor"]
     if scale is not None:
         scale = tuple(map(float, scale)) if isinstance(scale, tuple | list) else (float(scale),) * spatial
     return Recognized(
@@ -41,15 +41,15 @@ def _interpolate(call: TorchCall) -> Recognized | None:
         {
             "input": call.input,
             "output_size": call.output[2:],
-            "mode": found["mode"],
-            "align_corners": found["align_corners"],
+            "mode": arguments["mode"],
+            "align_corners": arguments["align_corners"],
             "scale": scale,
         },
     )
 
 
+# for each mode the one that does the same along one dimension
 ALONG = {mode: mode for mode in ("nearest", "nearest-exact", "linear", "bicubic", "area")}
-"""For each mode the one that does the same along one dimension."""
 ALONG |= {"bilinear": "linear", "trilinear": "linear"}
 
 
@@ -57,30 +57,30 @@ def place(situation: Situation) -> Placed:
     """Samples and channels follow; rows that are divided stay divided."""
     call = situation.call
     source, output = call.attributes["input"], call.outputs[0]
-    given = situation.given.get(source, Layout())
+    layout = situation.given.get(source, Layout())
     shape, out_shape = situation.shape(source), situation.shape(output)
     dims = spatial(len(shape), len(call.attributes["output_size"]))
-    kept: dict[int, Split] = {}
-    left: dict[int, Split] = {}
+    input_splits: dict[int, Split] = {}
+    output_splits: dict[int, Split] = {}
     notes = []
-    for dim, split in given.splits:
+    for dim, split in layout.splits:
         if dim not in dims:
-            kept[dim] = left[dim] = split
+            input_splits[dim] = output_splits[dim] = split
         elif call.attributes["mode"] not in ALONG:
             notes.append(f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation")
         elif out_shape[dim] < len(split.parts):
             notes.append(f"dim {dim} is whole: fewer output rows ({out_shape[dim]}) than ranks ({len(split.parts)})")
         elif repeats(situation.graph, call, dim) and all(isinstance(part, range) for part in split.parts):
             factor = out_shape[dim] // shape[dim]
-            kept[dim] = split
+            input_splits[dim] = split
             parts = (range(part[0] * factor, (part[-1] + 1) * factor) if part else range(0) for part in split.parts)
-            left[dim] = Split(split.axes, tuple(parts))
+            output_splits[dim] = Split(split.axes, tuple(parts))
         else:
-            left[dim] = output_split(out_shape[dim], situation.mesh, split.axes)
+            output_splits[dim] = output_split(out_shape[dim], situation.mesh, split.axes)
             weights = weights_of(situation.graph, call, dim)
-            asked = (_rows(weights, part) for part in left[dim].parts if isinstance(part, range))
-            kept[dim] = Split(split.axes, tuple(asked))
-    return Placed({source: Layout.of(kept)}, {output: Layout.of(left)}, "; ".join(notes))
+            rows = (_rows(weights, part) for part in output_splits[dim].parts if isinstance(part, range))
+            input_splits[dim] = Split(split.axes, tuple(rows))
+    return Placed({source: Layout.of(input_splits)}, {output: Layout.of(output_splits)}, "; ".join(notes))
 
 
 def repeats(graph: Graph, call: Call, dim: int) -> bool:
@@ -99,23 +99,21 @@ def _scale(graph: Graph, call: Call, dim: int) -> float | None:
 
 
 def weights_of(graph: Graph, call: Call, dim: int) -> Tensor:
-    """float64 [input rows, output rows]: how much each row of the input counts in each row of the output.
-
-    All modes work on one dimension after the other; the weights are those by which torch resizes the unit matrix.
-    """
+    """float64 [input rows, output rows]: how much each row of the input counts in each row of the output. All modes
+    work on one dimension after the other; the weights are those by which torch resizes the unit matrix."""
     attributes = call.attributes
     shape, out_shape = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
     scale = _scale(graph, call, dim)
-    single = graph.values[attributes["input"]].dtype != torch.float64
+    is_single = graph.values[attributes["input"]].dtype != torch.float64
     along = ALONG[attributes["mode"]]
-    return _weights(along, attributes["align_corners"], shape[dim], out_shape[dim], scale, single)
+    return _weights(along, attributes["align_corners"], shape[dim], out_shape[dim], scale, is_single)
 
 
 @lru_cache(maxsize=256)
 def _weights(
-    mode: str, align_corners: bool | None, size: int, output_size: int, scale: float | None, single: bool
+    mode: str, align_corners: bool | None, size: int, output_size: int, scale: float | None, is_single: bool
 ) -> Tensor:
-    unit = torch.eye(size, dtype=torch.float32 if single and "nearest" in mode else torch.float64)[None]
+    unit = torch.eye(size, dtype=torch.float32 if is_single and "nearest" in mode else torch.float64)[None]
     options: dict[str, Any] = {"mode": mode, "align_corners": align_corners}
     if mode != "bicubic":
         options |= {"size": output_size} if scale is None else {"scale_factor": scale}
@@ -126,8 +124,8 @@ def _weights(
 
 def _rows(weights: Tensor, part: range) -> range:
     """From the first to the last input row that counts in a part of the output."""
-    used = weights[:, part.start : part.stop].ne(0).any(1).nonzero().flatten().tolist()
-    rows = range(used[0], used[-1] + 1) if used else range(0)
+    used_rows = weights[:, part.start : part.stop].ne(0).any(1).nonzero().flatten().tolist()
+    rows = range(used_rows[0], used_rows[-1] + 1) if used_rows else range(0)
     assert indices(rows) == rows
     return rows
 
@@ -140,17 +138,17 @@ def _build(site: Site) -> Kernel:
     if not math.prod(shape):
         return lambda x: [nothing(x, shape)]
     dims = spatial(len(shape), len(call.attributes["output_size"]))
-    divided = [dim for dim in dims if site.layouts[output].split(dim) is not None]
-    if not divided:
+    divided_dims = [dim for dim in dims if site.layouts[output].split(dim) is not None]
+    if not divided_dims:
         return as_called(site)
     if all(_repeats(site, dim) for dim in dims):
         size = tuple(shape[dim] for dim in dims)
         return lambda x: [F.interpolate(x, size, mode=call.attributes["mode"])]
-    resized = [_along(site, dim) for dim in divided]
-    options = None if len(divided) == len(dims) else _options(site, dims, divided)
+    resizers = [_along(site, dim) for dim in divided_dims]
+    options = None if len(divided_dims) == len(dims) else _options(site, dims, divided_dims)
 
     def kernel(x: Tensor) -> list[Tensor]:
-        for resize in resized:
+        for resize in resizers:
             x = resize(x)
         return [x if options is None else F.interpolate(x, **options)]
 
@@ -164,12 +162,12 @@ def _repeats(site: Site, dim: int) -> bool:
     if not repeats(site.graph, site.call, dim):
         return False
     factor = output_size // size
-    repeated = [row * factor + again for row in site.parts(source, dim) for again in range(factor)]
-    return repeated == list(site.parts(output, dim))
+    rows = [row * factor + copy for row in site.parts(source, dim) for copy in range(factor)]
+    return rows == list(site.parts(output, dim))
 
 
 def _along(site: Site, dim: int) -> Callable[[Tensor], Tensor]:
-    """Resizes the rank's rows of one dimension."""
+    """Resize the rank's rows of one dimension."""
     rows, output = site.parts(site.call.attributes["input"], dim), site.parts(site.call.outputs[0], dim)
     weights = weights_of(site.graph, site.call, dim)[torch.tensor(rows)][:, torch.tensor(output)]
     if "nearest" in site.call.attributes["mode"]:
@@ -186,8 +184,9 @@ def _along(site: Site, dim: int) -> Callable[[Tensor], Tensor]:
     return resize
 
 
-def _options(site: Site, dims: range, divided: list[int]) -> dict[str, Any]:
-    """For the dimensions that are whole; the others already have their size, which torch then leaves as it is."""
+def _options(site: Site, dims: range, divided_dims: list[int]) -> dict[str, Any]:
+    """Options for the dimensions that are whole; the others already have their size, which torch then leaves as it
+    is."""
     attributes = site.call.attributes
     options: dict[str, Any] = {"mode": attributes["mode"], "align_corners": attributes["align_corners"]}
     scales = attributes["scale"]
@@ -195,7 +194,7 @@ def _options(site: Site, dims: range, divided: list[int]) -> dict[str, Any]:
         options["size"] = tuple(site.local_shape(site.call.outputs[0])[dim] for dim in dims)
     else:
         options["scale_factor"] = tuple(
-            1.0 if dim in divided else float(scale) for dim, scale in zip(dims, scales, strict=True)
+            1.0 if dim in divided_dims else float(scale) for dim, scale in zip(dims, scales, strict=True)
         )
     return options
 

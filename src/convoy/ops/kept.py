@@ -11,40 +11,31 @@ from convoy.plans.traffic import needs_gradient
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that stays until the backward pass.
+    """A tensor that stays until the backward pass."""
 
-    Attributes:
-        value: the name of the tensor, or of one that has its shape where it is `inside` a kernel, such as a mask.
-        layout: how it lies over the mesh.
-        itemsize: bytes for each element.
-        padded: the convolution that keeps it with padding, on ranks where it pads the two ends unlike.
-    """
-
-    value: str
+    value: str  # its name, or that of one of the same shape where it is `inside` a kernel, such as a mask
     layout: Layout
-    itemsize: int
+    itemsize: int  # bytes of each element
     inside: bool = False
-    padded: str = ""
+    padded: str = ""  # the convolution that keeps it with padding, on ranks where it pads the two ends unlike
 
 
 class KeptTensors:
     """The tensors of a placement that stay until the backward pass, parameters and buffers not among them.
 
-    Attributes:
-        calls: those that each call keeps, in order.
-        held: those that stay whether a call keeps them or not: all that crosses a cut between stages.
-        producers: for those that a call gives, as it gives them, its number; all others come from other ranks, are the
-            network's inputs, or are made inside of the call that keeps them.
+    `producers` has the number of the call for tensors that a call gives in this layout; all others come from other
+    ranks, are the network's inputs, or are made inside of the call that keeps them. `held` stay whether a call keeps
+    them or not: all that cross a cut between stages.
     """
 
     def __init__(self, placement: Placement) -> None:
         self._values = placement.graph.values
         self._roots: dict[tuple[str, Layout], str] = {}
-        self.calls: list[set[Kept]] = []
+        self.calls: list[set[Kept]] = []  # the tensors that each call keeps
         self.producers: dict[Kept, int] = {}
         differentiable = needs_gradient(placement.graph)
         for number, placed in enumerate(placement.calls):
-            found: set[Kept] = set()
+            tensors: set[Kept] = set()
             if OPERATIONS[placed.call.op].is_view:
                 self._look_through(placed)
             for tensor in (self.tensor(name, layout) for name, layout in placed.placed.outputs.items()):
@@ -54,8 +45,8 @@ class KeptTensors:
                 value = self._values[kept.value]  # of a parameter the copy is kept in which autocast computes
                 is_cast = value.origin == "parameter" and kept.itemsize < value.dtype.itemsize
                 if value.origin in ("call", "input") or is_cast:
-                    found.add(replace(kept, value=self._roots.get((kept.value, kept.layout), kept.value)))
-            self.calls.append(found)
+                    tensors.add(replace(kept, value=self._roots.get((kept.value, kept.layout), kept.value)))
+            self.calls.append(tensors)
         self.held = {self.tensor(name, placement.layouts[name]) for name in placement.held}
 
     def tensor(self, name: str, layout: Layout) -> Kept:
@@ -70,7 +61,7 @@ class KeptTensors:
 
 
 def kept_by(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
-    """What autograd keeps of one call that has a gradient, parameters and buffers among it."""
+    """The tensors that autograd keeps of one call that has a gradient, parameters and buffers among them."""
     call, values, operation = placed.call, placement.graph.values, OPERATIONS[placed.call.op]
     for name, itemsize in operation.keeps(call, values):
         layout = placed.placed.inputs.get(name) or placed.placed.outputs.get(name, Layout())

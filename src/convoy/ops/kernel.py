@@ -18,13 +18,13 @@ from convoy.ops.postponed import Weighted
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.mesh import Coordinates, Mesh
 
+# takes the rank's tensors of `call.inputs`, in order, and gives those of `call.outputs`, in order
 Kernel = Callable[..., Sequence[Tensor]]
-"""Takes the rank's tensors of `call.inputs`, in order, and gives those of `call.outputs`, in order."""
 
 
 @dataclass(frozen=True)
 class Alone:
-    """A kernel that does more than compute: it talks to other ranks, or to the step's context. It is not compiled."""
+    """A kernel that does more than compute, as it talks to other ranks or to the step's context; it is not compiled."""
 
     kernel: Kernel
 
@@ -34,16 +34,11 @@ class Alone:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A kernel of one output in two parts, of which the first only computes and can be compiled.
+    """A kernel of one output in two parts, of which the first only computes and can be compiled."""
 
-    Attributes:
-        compute: takes the tensors of `call.inputs`; gives that of the output, and what is to be recorded.
-        record: takes the tensors of some inputs and what is to be recorded.
-        buffers: which inputs those are.
-    """
-
+    # from the tensors of `call.inputs` to the output and the terms to record
     compute: Callable[..., tuple[Tensor, list[Tensor]]]
-    record: Callable[[Sequence[Tensor], list[Tensor]], None]
+    record: Callable[[Sequence[Tensor], list[Tensor]], None]  # takes the inputs at `buffers`, and the terms
     buffers: tuple[int, ...]
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
@@ -54,20 +49,12 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Exchanging:
-    """A kernel of one output that exchanges one tensor within, and can be taken apart there to be compiled.
-
-    Attributes:
-        kernel: all of it.
-        before: takes the tensors of `call.inputs`; gives what is to be exchanged.
-        exchange: takes the tensors of some inputs and this; gives what was found, with a gradient of its own.
-        after: takes the tensors of `call.inputs` and what was found; gives the output.
-        buffers: which inputs the exchange takes.
-    """
+    """A kernel of one output that exchanges one tensor within, and can be taken apart there to be compiled."""
 
     kernel: Kernel
-    before: Kernel
-    exchange: Kernel
-    after: Kernel
+    before: Kernel  # from `call.inputs` to the tensor to exchange
+    exchange: Kernel  # from the inputs at `buffers` and that tensor to its result, with a gradient of its own
+    after: Kernel  # from `call.inputs` and that result to the output
     buffers: tuple[int, ...]
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
@@ -76,14 +63,7 @@ class Exchanging:
 
 @dataclass(frozen=True)
 class Site:
-    """A call on one rank.
-
-    Attributes:
-        layouts: of every input and output of the call, as its rule asked for them.
-        relu: whether its result is that of the ReLU that follows, which alone reads it.
-        addend: what is added to its result before that; the kernel takes it after `call.inputs`.
-        twin: that of the call whose result is added instead; the kernel takes the tensors of this call's inputs.
-    """
+    """A call on one rank."""
 
     graph: Graph
     mesh: Mesh
@@ -91,9 +71,10 @@ class Site:
     groups: Groups
     context: StepContext
     call: Call
-    layouts: Mapping[str, Layout]
-    relu: bool = False
-    addend: str | None = None
+    layouts: Mapping[str, Layout]  # of every input and output of the call, as its rule asked for them
+    relu: bool = False  # whether its result is that of the ReLU that follows, which alone reads it
+    addend: str | None = None  # is added to its result before that; the kernel takes it after `call.inputs`
+    # the site of the call whose result is added instead; the kernel takes the tensors of this call's inputs
     twin: "Site | None" = None
 
     def parts(self, name: str, dim: int) -> Indices:
@@ -101,7 +82,7 @@ class Site:
         return self.layouts[name].parts(dim, self.mesh, self.coordinates, self.graph.shape(name)[dim])
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of what this rank holds of a value."""
+        """The shape of this rank's part of a value."""
         return self.layouts[name].local_shape(self.graph.shape(name), self.mesh, self.coordinates)
 
     def is_first(self, axes: Iterable[int]) -> bool:
@@ -116,17 +97,17 @@ def as_called(site: Site) -> Kernel:
     if leaves(nested, Ref):
         return _nested(site)
     places = {name: place for place, name in enumerate(call.inputs)}
-    function, plain = call.function, list(call.args)
-    filled = [(i, places[arg.name]) for i, arg in enumerate(call.args) if isinstance(arg, Ref)]
-    named = [(key, places[arg.name]) for key, arg in call.kwargs.items() if isinstance(arg, Ref)]
+    function, arguments = call.function, list(call.args)
+    positional = [(i, places[arg.name]) for i, arg in enumerate(call.args) if isinstance(arg, Ref)]
+    by_keyword = [(key, places[arg.name]) for key, arg in call.kwargs.items() if isinstance(arg, Ref)]
     options = dict(call.kwargs)
 
     def kernel(*tensors: Tensor) -> Sequence[Tensor]:
-        args = plain.copy()
-        for i, place in filled:
+        args = arguments.copy()
+        for i, place in positional:
             args[i] = tensors[place]
-        if named:
-            return _listed(function(*args, **options | {key: tensors[place] for key, place in named}))
+        if by_keyword:
+            return _listed(function(*args, **options | {key: tensors[place] for key, place in by_keyword}))
         return _listed(function(*args, **options))
 
     return kernel
@@ -137,8 +118,8 @@ def _nested(site: Site) -> Kernel:
     function, names = call.function, call.inputs
 
     def kernel(*tensors: Tensor) -> Sequence[Tensor]:
-        found = dict(zip(names, tensors, strict=True))
-        args, kwargs = replace((call.args, call.kwargs), Ref, lambda ref: found[ref.name])
+        by_name = dict(zip(names, tensors, strict=True))
+        args, kwargs = replace((call.args, call.kwargs), Ref, lambda ref: by_name[ref.name])
         return _listed(function(*args, **kwargs))
 
     return kernel
@@ -149,9 +130,9 @@ def _listed(result: Any) -> Sequence[Tensor]:
 
 
 def by_role(call: Call, *roles: str) -> Callable[[Sequence[Tensor]], list[Any]]:
-    """Picks from the tensors of `call.inputs` those that attributes of the call name; None where it has no such."""
-    named = [call.attributes.get(role) for role in roles]
-    places = [None if name is None else call.inputs.index(name) for name in named]
+    """Picks from the tensors of `call.inputs` those that attributes of the call name; None for a role that it lacks."""
+    names = [call.attributes.get(role) for role in roles]
+    places = [None if name is None else call.inputs.index(name) for name in names]
     return lambda tensors: [None if place is None else tensors[place] for place in places]
 
 
@@ -180,10 +161,8 @@ def picking(dim: int, places: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 class AddBiasOnce(torch.autograd.Function):
-    """Adds the bias where `first`; its gradient is computed everywhere, for the gradient of a partial sum is whole.
-
-    Every rank of the group so gets the bias's whole gradient, and nothing has to be sent for it.
-    """
+    """Adds the bias where `first`; its gradient is computed everywhere, for the gradient of a partial sum is whole. So
+    every rank of the group gets the bias's whole gradient, and nothing has to be sent for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, dim: int, first: bool) -> Tensor:
@@ -197,8 +176,8 @@ class AddBiasOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """The bias's gradient is the sum over all other dimensions."""
-        others = [dim for dim in range(gradient.dim()) if dim != ctx.dim]
-        return gradient, gradient.sum(others, dtype=ctx.dtype), None, None
+        dims = [dim for dim in range(gradient.dim()) if dim != ctx.dim]
+        return gradient, gradient.sum(dims, dtype=ctx.dtype), None, None
 
 
 def postponing(site: Site, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
@@ -207,8 +186,10 @@ def postponing(site: Site, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor 
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # a weight that is computed has a backward pass of its own, which is not to run twice
-        own = all(each.is_leaf and each.requires_grad for each in (weight, bias) if each is not None)
-        if context.postponed is None or not own or not torch.is_grad_enabled():
+        are_leaves = all(
+            parameter.is_leaf and parameter.requires_grad for parameter in (weight, bias) if parameter is not None
+        )
+        if context.postponed is None or not are_leaves or not torch.is_grad_enabled():
             return layer.compute(x, weight, bias)
         return context.postponed.forward(name, layer, x, weight, bias)
 
@@ -216,13 +197,8 @@ def postponing(site: Site, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor 
 
 
 def with_bias(site: Site, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor], dim: int) -> Kernel:
-    """A function of (input, weight, bias or None); where its output is a partial sum, one rank adds the bias.
-
-    Args:
-        site: of the call.
-        compute: the function.
-        dim: of the output's channels.
-    """
+    """The kernel of a function of (input, weight, bias or None), with its channels at `dim` of the output; where the
+    output is a partial sum, one rank adds the bias."""
     partial = site.layouts[site.call.outputs[0]].partial
     first, pick = site.is_first(partial), by_role(site.call, "input", "weight", "bias")
 

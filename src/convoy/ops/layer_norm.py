@@ -16,23 +16,20 @@ from convoy.plans.place import Placed, Situation
 
 
 def _layer_norm(call: TorchCall) -> Recognized:
-    found = call.bound(input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5)
-    return Recognized("layer_norm", {**found, "normalized_shape": tuple(found["normalized_shape"])})
+    arguments = call.bound(input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5)
+    return Recognized("layer_norm", {**arguments, "normalized_shape": tuple(arguments["normalized_shape"])})
 
 
 def place(situation: Situation) -> Placed:
-    """Scale and shift are divided as the normalized dimensions are.
-
-    Where one of these is divided, the call adds up the statistics over its axes, two numbers for each vector that is
-    normalized.
-    """
+    """Scale and shift are divided as the normalized dimensions are. Where one of these is divided, the call adds up the
+    statistics over its axes, two numbers for each vector that is normalized."""
     call = situation.call
     source = call.attributes["input"]
     layout = resolved(situation, source)
     first = len(situation.shape(source)) - len(call.attributes["normalized_shape"])
-    own = {dim - first: split for dim, split in layout.splits if dim >= first}
-    others = {axis for dim, split in layout.splits if dim < first for axis in split.axes}
-    inputs = {name: Layout.of(own, copied=others) for name in call.inputs}
+    splits = {dim - first: split for dim, split in layout.splits if dim >= first}
+    other_axes = {axis for dim, split in layout.splits if dim < first for axis in split.axes}
+    inputs = {name: Layout.of(splits, copied=other_axes) for name in call.inputs}
     inputs[source] = layout
     return Placed(inputs, {call.outputs[0]: layout})
 
@@ -69,7 +66,7 @@ def _build(site: Site) -> Kernel:
 
 
 def num_vectors(call: Call, shape: Shape) -> int:
-    """How many vectors are normalized each by itself."""
+    """How many vectors are normalized, each by itself."""
     return math.prod(shape[: len(shape) - len(call.attributes["normalized_shape"])])
 
 

@@ -24,24 +24,17 @@ def even(mesh: Mesh, axes: Iterable[int], size: int) -> Split:
 def operand(
     target: Mapping[int, Split], out_shape: tuple[int, ...], shape: tuple[int, ...], keep: Iterable[int] = ()
 ) -> Layout:
-    """What an operand that broadcasts to `out_shape` must look like where the result is split as in `target`.
-
-    It is split alike where it has the dimension; where it is broadcast, every rank needs it for its part of the work,
-    so that its gradient is shared out over the axes.
-
-    Args:
-        target: splits of the result, by dimension of the result.
-        out_shape: shape of the result.
-        shape: the operand's own shape, aligned with the result's last dimensions.
-        keep: axes over which the operand stays partial.
-    """
+    """The layout of an operand that broadcasts to `out_shape`, aligned with its last dimensions, where the result is
+    split as in `target`; it stays partial over the axes of `keep`. It has the same split where it has the dimension;
+    where it is broadcast, every rank needs it for its part of the work, so that its gradient is shared out over the
+    axes."""
     offset = len(out_shape) - len(shape)
     splits: dict[int, Split] = {}
     copied: set[int] = set()
     for dim, split in target.items():
-        own = dim - offset
-        if own >= 0 and shape[own] == out_shape[dim]:
-            splits[own] = split
+        operand_dim = dim - offset
+        if operand_dim >= 0 and shape[operand_dim] == out_shape[dim]:
+            splits[operand_dim] = split
         else:
             copied |= set(split.axes)
     return Layout.of(splits, partial=keep, copied=copied)
@@ -53,23 +46,21 @@ def axes_along(layout: Layout, dims: Container[int]) -> Axes:
 
 
 def resolved(situation: Situation, name: str) -> Layout:
-    """The layout in which a value is given, with partial sums added up."""
+    """The layout that a value has, with partial sums added up."""
     return without_partial(situation.given.get(name, WHOLE))
 
 
 def by_channel(situation: Situation) -> Placed:
-    """A normalization of [samples, channels, ...] follows its input, and its numbers of each channel the channels.
-
-    Over the axes that divide samples, rows or columns every rank has all of these, and its share of the gradients of
-    scale and shift.
-    """
+    """A normalization of [samples, channels, ...] follows its input, and its numbers of each channel the channels. Over
+    the axes that divide samples, rows or columns every rank has all of these, and its share of the gradients of scale
+    and shift."""
     call = situation.call
     layout = resolved(situation, call.attributes["input"])
     channels = layout.split(1)
-    own = {} if channels is None else {0: channels}
-    others = layout.split_axes - set(channels.axes if channels else ())
+    channel_splits = {} if channels is None else {0: channels}
+    other_axes = layout.split_axes - set(channels.axes if channels else ())
     affine = {call.attributes["weight"], call.attributes["bias"]}
-    inputs = {name: Layout.of(own, copied=others if name in affine else ()) for name in call.inputs}
+    inputs = {name: Layout.of(channel_splits, copied=other_axes if name in affine else ()) for name in call.inputs}
     inputs |= {call.attributes["num_batches_tracked"]: WHOLE} if call.attributes.get("num_batches_tracked") else {}
     return Placed({**inputs, call.attributes["input"]: layout}, {call.outputs[0]: layout})
 
@@ -82,24 +73,18 @@ def spatial(num_dims: int, num_spatial: int) -> range:
 def agreed(
     situation: Situation, out_shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]], skip: int | None = None
 ) -> dict[int, Split]:
-    """The splits of the result that spare the largest operands a redistribution.
-
-    Args:
-        situation: the call.
-        out_shape: shape of the result.
-        shapes: operands that broadcast to it.
-        skip: a dimension of the result that the caller divides by itself.
-    """
+    """The splits of the result that spare the largest operands a redistribution. `shapes` are those of operands that
+    broadcast to it; the caller divides dimension `skip` of the result by itself."""
     target: dict[int, Split] = {}
-    taken: set[int] = set()
-    given = [name for name in shapes if name in situation.given]
-    for name in sorted(given, key=lambda name: -prod(shapes[name])):
+    used_axes: set[int] = set()
+    names = [name for name in shapes if name in situation.given]
+    for name in sorted(names, key=lambda name: -prod(shapes[name])):
         offset = len(out_shape) - len(shapes[name])
         for dim, split in situation.given[name].splits:
-            free = dim + offset not in target and not set(split.axes) & taken
-            if free and shapes[name][dim] == out_shape[dim + offset] and dim + offset != skip:
+            is_free = dim + offset not in target and not set(split.axes) & used_axes
+            if is_free and shapes[name][dim] == out_shape[dim + offset] and dim + offset != skip:
                 target[dim + offset] = split
-                taken |= set(split.axes)
+                used_axes |= set(split.axes)
     return target
 
 

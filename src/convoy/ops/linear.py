@@ -20,10 +20,10 @@ from convoy.plans.place import Placed, Situation
 
 
 def _linear(call: TorchCall) -> Recognized | None:
-    found = call.bound(input=None, weight=None, bias=None)
-    if len(call.shape(found["weight"])) != 2 or len(call.shape(found["input"])) < 2:
+    arguments = call.bound(input=None, weight=None, bias=None)
+    if len(call.shape(arguments["weight"])) != 2 or len(call.shape(arguments["input"])) < 2:
         return None
-    return Recognized("linear", found)
+    return Recognized("linear", arguments)
 
 
 def _matmul(call: TorchCall) -> Recognized | None:
@@ -42,24 +42,24 @@ def place(situation: Situation) -> Placed:
     splits = _kept(situation, source, last)
     shared = {axis for split in splits.values() for axis in split.axes}
     filters, channels = situation.axes("filter"), situation.axes("channel")
-    taken, given, of_weight = dict(splits), dict(splits), {}
+    input_splits, output_splits, weight_splits = dict(splits), dict(splits), {}
     if filters:
         check_size(situation.where, axis_names(mesh, filters), mesh.size(filters), "filter", out_shape[-1])
-        given[last] = of_weight[0] = even(mesh, filters, out_shape[-1])
+        output_splits[last] = weight_splits[0] = even(mesh, filters, out_shape[-1])
     if channels:
         check_size(situation.where, axis_names(mesh, channels), mesh.size(channels), "channel", shape[-1])
-        taken[last] = of_weight[1] = follow(situation, source, last, channels, shape[-1])
-    inputs = {source: Layout.of(taken, copied=filters), weight: Layout.of(of_weight, copied=shared)}
+        input_splits[last] = weight_splits[1] = follow(situation, source, last, channels, shape[-1])
+    inputs = {source: Layout.of(input_splits, copied=filters), weight: Layout.of(weight_splits, copied=shared)}
     if bias is not None:
-        inputs[bias] = Layout.of({0: of_weight[0]} if filters else {}, copied=shared)
-    return Placed(inputs, {call.outputs[0]: Layout.of(given, partial=channels)})
+        inputs[bias] = Layout.of({0: weight_splits[0]} if filters else {}, copied=shared)
+    return Placed(inputs, {call.outputs[0]: Layout.of(output_splits, partial=channels)})
 
 
 def _kept(situation: Situation, source: str, last: int) -> dict[int, Split]:
     """Splits of samples, rows and columns under which the layer works."""
-    keep = situation.axes("sample", "height", "width")
-    before = situation.given.get(source, Layout())
-    splits = {dim: split for dim, split in before.splits if dim != last and set(split.axes) <= set(keep)}
+    axes = situation.axes("sample", "height", "width")
+    layout = situation.given.get(source, Layout())
+    splits = {dim: split for dim, split in layout.splits if dim != last and set(split.axes) <= set(axes)}
     samples = situation.axes("sample")
     if last > 0 and situation.shape(source)[0] == situation.batch.num_samples and samples:
         splits = {dim: split for dim, split in splits.items() if not set(split.axes) & set(samples)}
@@ -89,9 +89,9 @@ def _place_matmul(situation: Situation) -> Placed:
     call = situation.call
     a, b = call.attributes["a"], call.attributes["b"]
     samples = situation.given[a].split(0) if a in situation.given else None
-    batched = len(situation.shape(a)) >= 3 and len(situation.shape(a)) == len(situation.shape(b))
-    same = situation.shape(a)[0] == situation.shape(b)[0] == situation.shape(call.outputs[0])[0]
-    if samples is None or not batched or not same:
+    is_batched = len(situation.shape(a)) >= 3 and len(situation.shape(a)) == len(situation.shape(b))
+    same_length = situation.shape(a)[0] == situation.shape(b)[0] == situation.shape(call.outputs[0])[0]
+    if samples is None or not is_batched or not same_length:
         return opaque.place(situation)
     layout = Layout.of({0: samples})
     return Placed({a: layout, b: layout}, {call.outputs[0]: layout})

@@ -27,34 +27,34 @@ def place(situation: Situation) -> Placed:
         return Placed({source: layout}, {call.outputs[0]: layout})
     rest = {dim: split for dim, split in layout.splits if dim != 1}
     if not all(isinstance(part, range) for part in channels.parts):
-        whole = Layout.of(rest)
-        return Placed({source: whole}, {call.outputs[0]: whole})
+        undivided = Layout.of(rest)
+        return Placed({source: undivided}, {call.outputs[0]: undivided})
     size, total = call.attributes["size"], situation.shape(source)[1]
-    wider = Layout.of({**rest, 1: Split(channels.axes, halo(channels.parts, size, total))})
-    return Placed({source: wider}, {call.outputs[0]: layout})
+    with_halo = Layout.of({**rest, 1: Split(channels.axes, halo(channels.parts, size, total))})
+    return Placed({source: with_halo}, {call.outputs[0]: layout})
 
 
 def halo(parts: Sequence[Indices], size: int, total: int) -> tuple[range, ...]:
     """The channels that a window of `size` around each of a rank's channels covers."""
-    found = []
+    ranges = []
     for part in parts:
         first, last = (max(0, part[0] - size // 2), min(total, part[-1] + 1 + (size - 1) // 2)) if part else (0, 0)
-        found.append(range(first, last))
-    return tuple(found)
+        ranges.append(range(first, last))
+    return tuple(ranges)
 
 
 def _build(site: Site) -> Kernel:
-    """Normalizes the channels that the rank was given, neighbours included, and gives its own."""
+    """Normalizes the channels of the rank's input, neighbours included, and gives its own."""
     call = site.call
     source = call.attributes["input"]
     size, alpha, beta, k = (call.attributes[name] for name in ("size", "alpha", "beta", "k"))
-    given, own = site.parts(source, 1), site.parts(call.outputs[0], 1)
-    start = own[0] - given[0] if own else 0
-    cut = len(own) < len(given)
+    input_channels, output_channels = site.parts(source, 1), site.parts(call.outputs[0], 1)
+    start = output_channels[0] - input_channels[0] if output_channels else 0
+    is_cut = len(output_channels) < len(input_channels)
 
     def kernel(x: Tensor) -> list[Tensor]:
         y = F.local_response_norm(x, size, alpha, beta, k) if x.numel() else x.clone()
-        return [y.narrow(1, start, len(own)) if cut else y]
+        return [y.narrow(1, start, len(output_channels)) if is_cut else y]
 
     return kernel
 

@@ -24,12 +24,7 @@ _ADDITIONS = ("add", "__add__", "__iadd__", "__radd__")
 
 
 class Readers:
-    """Who reads each value of a network.
-
-    Args:
-        graph: the network.
-        outputs: names of the values that it returns.
-    """
+    """Who reads each value of a network, whose `outputs` it returns."""
 
     def __init__(self, graph: Graph, outputs: Iterable[str]) -> None:
         self._graph = graph
@@ -38,13 +33,14 @@ class Readers:
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
-        found = {name: len(calls) for name, calls in self._graph.consumers().items()}
+        numbers = {name: len(calls) for name, calls in self._graph.consumers().items()}
         for name in self._outputs:
-            found[name] += 1
-        return found
+            numbers[name] += 1
+        return numbers
 
     def is_spare(self, name: str, transferred: Container[str]) -> bool:
-        """Whether the only call that takes a value may overwrite it; `transferred` come to it from other ranks."""
+        """Whether the only call that reads a value may overwrite it; `transferred` values come to it from other
+        ranks."""
         producer = self._producers.get(name)
         if producer is None or name in transferred or self._numbers[name] != 1:
             return False
@@ -53,7 +49,7 @@ class Readers:
 
 
 def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
-    """The input that a call writes its result over, or None where it takes memory of its own."""
+    """The input that a call writes its result over, or None where the result has memory of its own."""
     name = getattr(call.function, "__name__", "")
     if call.op != "elementwise" or not call.inputs or set(call.kwargs) - {"inplace"}:
         return None
@@ -66,27 +62,16 @@ def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
 
 
 def predict_memory(placement: Placement, in_flight: int = 1) -> list[Memory]:
-    """Memory of every rank in one forward and backward pass over the whole batch that was captured.
-
-    Of activations that are computed again, as much is counted as is there at once: at the end of the forward pass, or
-    while the backward pass computes one of the stretches again.
-
-    Args:
-        placement: the network on its mesh, or what some ranks run of it.
-        in_flight: passes whose activations are kept at once.
-    """
+    """Memory of every rank in one forward and backward pass over the whole batch that was captured, where the
+    activations of `in_flight` passes are kept at once. Of activations that are computed again, as much is counted as is
+    there at once: at the end of the forward pass, or while the backward pass computes one of the stretches again."""
     moments = _moments(placement)
     return [_of_rank(placement, moments, rank, in_flight) for rank in range(placement.mesh.num_devices)]
 
 
 def memory_in_stages(placement: Placement, staged: StagedGraph, in_flight: Sequence[int] = ()) -> list[Memory]:
-    """Memory of every rank where each runs its stage: all that crosses a cut stays as well, on both sides of it.
-
-    Args:
-        placement: the network on its mesh.
-        staged: its stages.
-        in_flight: for each stage, the passes whose activations it keeps at once; empty for one.
-    """
+    """Memory of every rank where each runs its stage, which keeps the activations of `in_flight` passes at once (empty
+    for one): all that crosses a cut stays as well, on both sides of it."""
     passes = in_flight or (1,) * staged.number
     of_stages = [predict_memory(staged.part(placement, stage), passes[stage]) for stage in range(staged.number)]
     mesh = placement.mesh
@@ -95,46 +80,41 @@ def memory_in_stages(placement: Placement, staged: StagedGraph, in_flight: Seque
 
 @dataclass(frozen=True)
 class _Moment:
-    """A part of the network, or one that is computed again as far as one of its calls.
+    """A part of the network, or one that is computed again as far as one of its calls."""
 
-    Attributes:
-        held: what it adds to what stays until the backward pass.
-        inside: what is there beside all that has stayed so far.
-    """
-
-    held: set[Kept]
-    inside: set[Kept]
+    held: set[Kept]  # what it adds to the tensors that stay until the backward pass
+    inside: set[Kept]  # what is there beside all that has stayed so far
 
 
 def _moments(placement: Placement) -> list[_Moment]:
     tensors = KeptTensors(placement)
-    found, end = [_Moment(tensors.held, set())], 0
+    moments, end = [_Moment(tensors.held, set())], 0
     for stretch in stretches(placement, tensors):
-        found.append(_Moment(kept_in(tensors, range(end, stretch.start)), set()))
-        found.append(_Moment(inputs_of(placement, tensors, stretch), set()))
-        found += [_Moment(set(), inside) for inside in _while_computed(placement, tensors, stretch)]
+        moments.append(_Moment(kept_in(tensors, range(end, stretch.start)), set()))
+        moments.append(_Moment(inputs_of(placement, tensors, stretch), set()))
+        moments += [_Moment(set(), inside) for inside in _while_computed(placement, tensors, stretch)]
         end = stretch.stop
-    return [*found, _Moment(kept_in(tensors, range(end, len(placement.calls))), set())]
+    return [*moments, _Moment(kept_in(tensors, range(end, len(placement.calls))), set())]
 
 
 def _while_computed(placement: Placement, tensors: KeptTensors, stretch: range) -> Iterator[set[Kept]]:
-    """Of a stretch, what is there while each of its calls runs: what is kept so far, and what later calls read."""
+    """The tensors that are there while each call of a stretch runs: what is kept so far, and what later calls read."""
     readers = Readers(placement.graph, placement.outputs)
     last: dict[Kept, int] = {}
     for number in stretch:
         last |= dict.fromkeys(taken_by(placement, placement.calls[number], tensors), number)
-    keeping = [number for number in stretch if tensors.calls[number]]
+    keepers = [number for number in stretch if tensors.calls[number]]
     kept: set[Kept] = set()
-    alive: set[Kept] = set()
-    for number in range(stretch.start, keeping[-1] + 1 if keeping else stretch.start):
+    live_tensors: set[Kept] = set()
+    for number in range(stretch.start, keepers[-1] + 1 if keepers else stretch.start):
         placed = placement.calls[number]
         kept |= tensors.calls[number]
-        alive = {tensor for tensor in alive if last.get(tensor, -1) >= number}
-        over = overwritten(placed.call, partial(_is_spare, readers, placed))
-        if over is not None:
-            alive.discard(tensors.tensor(over, placed.placed.inputs[over]))
-        alive |= {tensors.tensor(name, layout) for name, layout in placed.placed.outputs.items()}
-        yield kept | alive
+        live_tensors = {tensor for tensor in live_tensors if last.get(tensor, -1) >= number}
+        name_overwritten = overwritten(placed.call, partial(_is_spare, readers, placed))
+        if name_overwritten is not None:
+            live_tensors.discard(tensors.tensor(name_overwritten, placed.placed.inputs[name_overwritten]))
+        live_tensors |= {tensors.tensor(name, layout) for name, layout in placed.placed.outputs.items()}
+        yield kept | live_tensors
 
 
 def _is_spare(readers: Readers, placed: PlacedCall, name: str) -> bool:
@@ -145,33 +125,30 @@ def what_is_recomputed(
     placement: Placement, staged: StagedGraph | None = None, in_flight: Sequence[int] = ()
 ) -> str | None:
     """A sentence on what is computed again, and what that saves on the rank that needs most; None where nothing is.
-
-    Args:
-        placement: the network on its mesh.
-        staged: its stages, if it has any.
-        in_flight: as in `memory_in_stages`.
-    """
-    asked = {placed.call.layer for placed in placement.calls if placed.call.recomputed}
-    if not asked:
+    `in_flight` is as in `memory_in_stages`."""
+    layers_to_recompute = {placed.call.layer for placed in placement.calls if placed.call.recomputed}
+    if not layers_to_recompute:
         return None
     parts = [placement] if staged is None else [staged.part(placement, stage) for stage in range(staged.number)]
-    found = [[part.calls[number].call.layer for number in stretch] for part in parts for stretch in stretches(part)]
-    if not found:
+    runs = [[part.calls[number].call.layer for number in stretch] for part in parts for stretch in stretches(part)]
+    if not runs:
         return "the backward pass computes no layer again: that would free nothing, as what they give is needed at once"
-    layers = {layer for stretch in found for layer in stretch if layer}
-    every = {placed.call.layer for placed in placement.calls if placed.call.layer}
-    now, before = (_most(one, staged, in_flight) for one in (placement, with_recomputed(placement, False)))
-    number = "one stretch" if len(found) == 1 else f"{len(found)} stretches"
+    layers = {layer for stretch in runs for layer in stretch if layer}
+    all_layers = {placed.call.layer for placed in placement.calls if placed.call.layer}
+    bytes_with, bytes_without = (
+        _most(variant, staged, in_flight) for variant in (placement, with_recomputed(placement, False))
+    )
+    number = "one stretch" if len(runs) == 1 else f"{len(runs)} stretches"
     return (
-        f"the backward pass computes {len(layers)} of {len(every)} layers again, in {number}: activations take "
-        f"{size(now)} at most, not {size(before)} (predicted)"
+        f"the backward pass computes {len(layers)} of {len(all_layers)} layers again, in {number}: activations take "
+        f"{size(bytes_with)} at most, not {size(bytes_without)} (predicted)"
     )
 
 
 def _most(placement: Placement, staged: StagedGraph | None, in_flight: Sequence[int]) -> int:
     """Bytes of activations on the rank that has most."""
-    found = predict_memory(placement) if staged is None else memory_in_stages(placement, staged, in_flight)
-    return max(memory.activations for memory in found)
+    memories = predict_memory(placement) if staged is None else memory_in_stages(placement, staged, in_flight)
+    return max(memory.activations for memory in memories)
 
 
 def _of_rank(placement: Placement, moments: list[_Moment], rank: int, in_flight: int) -> Memory:
@@ -206,5 +183,5 @@ def _of_rank(placement: Placement, moments: list[_Moment], rank: int, in_flight:
         inside = dict(map(sized, moment.inside))
         most = max(most, sum(held.values()) + sum(size for key, size in inside.items() if key not in held))
     gradients = of_origin["parameter"] if graph.training else 0
-    others = (in_flight - 1) * sum(held.values())
-    return Memory(of_origin["parameter"], gradients, of_origin["buffer"], most + others)
+    of_other_passes = (in_flight - 1) * sum(held.values())
+    return Memory(of_origin["parameter"], gradients, of_origin["buffer"], most + of_other_passes)

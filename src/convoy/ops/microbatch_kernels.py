@@ -22,16 +22,13 @@ from torch import Tensor
 from convoy.ops.constants import Constants
 from convoy.ops.gpu import Launch, counters
 
-PROGRAMS = 1024
-"""About as many as fill a GPU several times."""
-TILE = 2048
-"""Numbers that a program has in hand at a time."""
-LANES = 1024
-"""Numbers of parts that it adds up at a time."""
+PROGRAMS = 1024  # about as many as fill a GPU several times
+TILE = 2048  # numbers that a program holds at a time
+LANES = 1024  # numbers of parts that it adds up at a time
+# parts of a microbatch, on as many ranks, up to which every program of a normalization combines them for itself
 MANY = 64
-"""Parts of a microbatch, on as many ranks, that every program of a normalization combines for itself."""
+# arguments whose values need no kernel of their own, which would have to be built
 UNLIKE = ("splits", "groups", "parts", "stride", "number", "microbatches")
-"""Arguments whose values make no other kernel, which would have to be built."""
 
 
 @triton.jit
@@ -346,32 +343,33 @@ class _Work:
         width = min(64, triton.next_power_of_2(self.channels)) if inner else 1
         rows = max(1, shape[0] * self.positions // self.microbatches)
         height = min(TILE // width, triton.next_power_of_2(rows))
-        wide, block = (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
-        self.wide, self.width, self.lanes = wide, width, LANES // width
+        sum_dtype, block = (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
+        self.wide, self.width, self.lanes = sum_dtype, width, LANES // width
         channel_blocks, steps = triton.cdiv(self.channels, width), triton.cdiv(rows, height)
-        wanted = triton.cdiv(PROGRAMS, self.microbatches * channel_blocks)
-        self.splits, many = max(1, min(wanted, triton.cdiv(steps, 4))), max(1, triton.cdiv(steps, 8))
+        splits_to_fill = triton.cdiv(PROGRAMS, self.microbatches * channel_blocks)
+        self.splits, many_splits = max(1, min(splits_to_fill, triton.cdiv(steps, 4))), max(1, triton.cdiv(steps, 8))
         size = self.splits if self.splits <= 2 * self.lanes else math.isqrt(self.splits - 1) + 1
         self.groups = triton.cdiv(self.splits, size)
-        self.grid, self.many_grid = ((self.microbatches * each, channel_blocks) for each in (self.splits, many))
+        self.grid, self.many_grid = (
+            (self.microbatches * count, channel_blocks) for count in (self.splits, many_splits)
+        )
         self.counters = self.microbatches * (self.groups + 1) * channel_blocks
         self.summing = self.channels, self.positions, self.splits, self.groups
-        self.writing = self.channels, self.positions, many
+        self.writing = self.channels, self.positions, many_splits
         self.tile, self.type = (inner, height, width), block
         self._starts = Constants(list(itertools.accumulate(sizes, initial=0)))
         self._device = device
         self._launches: dict[tuple[object, ...], Launch] = {}
 
     def starts(self, x: Tensor) -> Tensor:
-        """Of each microbatch its first sample, and the end of the last."""
+        """The first sample of each microbatch, and the end of the last."""
         return self._starts.like(x, torch.int64)
 
     def empty(self, *shape: int) -> Tensor:
-        """So many numbers for each channel, not filled in."""
+        """Uninitialized numbers for each channel."""
         return torch.empty(*shape, self.channels, dtype=self.wide, device=self._device)
 
     def launch(self, kernel, grid: tuple[int, ...], tensors: Sequence[Tensor | None], *numbers: object) -> None:
-        """Run a kernel of these arguments on the GPU of its tensors."""
         key = id(kernel), numbers, *[tensor if tensor is None else tensor.dtype for tensor in tensors]
         if key not in self._launches:
             self._launches[key] = Launch(kernel, grid, numbers, self._device)
@@ -397,10 +395,10 @@ def try_out(device: torch.device) -> None:
 def moments(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """Count, mean and sum of squared deviations: [microbatches, 3, channels]."""
     work = _of(x, sizes)
-    partial, found = work.empty(work.microbatches, work.splits + work.groups, 3), work.empty(work.microbatches, 3)
-    tensors = x, work.starts(x), counters(x, work.counters), partial, found
+    partial, result = work.empty(work.microbatches, work.splits + work.groups, 3), work.empty(work.microbatches, 3)
+    tensors = x, work.starts(x), counters(x, work.counters), partial, result
     work.launch(_moments, work.grid, tensors, *work.summing, *work.tile, work.lanes, work.type)
-    return found
+    return result
 
 
 def normalize(
@@ -419,24 +417,22 @@ def normalize(
     terms: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The result; mean and 1 / √(variance + eps), [microbatches, 2, channels]; mean and unbiased variance, if wanted.
-
-    `moments` are [microbatches, 3, channels], or those of the parts of one microbatch on whatever ranks, of which this
-    one's, `x`, may be empty. The running statistics are followed where there is one microbatch.
-    """
+    `moments` are [microbatches, 3, channels], or those of the parts of one microbatch on several ranks, of which this
+    one's, `x`, may be empty. The running statistics are updated where there is one microbatch."""
     work, parts = _of(x, sizes), len(moments) if len(sizes) == 1 else 1
     if parts > MANY:
-        whole = work.empty(1, 3)
+        combined = work.empty(1, 3)
         numbers = parts, moments.stride(0), work.channels, work.lanes, work.width, work.type
-        work.launch(_combine, work.many_grid[1:], (moments, whole), *numbers)
-        moments, parts = whole, 1
+        work.launch(_combine, work.many_grid[1:], (moments, combined), *numbers)
+        moments, parts = combined, 1
     y, statistics = torch.empty_like(x), work.empty(work.microbatches, 2)
-    seen = work.empty(work.microbatches, 2) if terms else None
-    counted = (count, 0.0) if momentum is None else (None, momentum)
-    tensors = x, moments, weight, bias, residual, running_mean, running_var, counted[0], work.starts(x), y
+    new_terms = work.empty(work.microbatches, 2) if terms else None
+    count_or_momentum = (count, 0.0) if momentum is None else (None, momentum)
+    tensors = x, moments, weight, bias, residual, running_mean, running_var, count_or_momentum[0], work.starts(x), y
     lanes = min(work.lanes, triton.next_power_of_2(parts))
-    numbers = *work.writing, parts, moments.stride(0), eps, counted[1], relu, *work.tile, lanes, work.type
-    work.launch(_normalize, work.many_grid, (*tensors, statistics, seen), *numbers)
-    return y, statistics, seen
+    numbers = *work.writing, parts, moments.stride(0), eps, count_or_momentum[1], relu, *work.tile, lanes, work.type
+    work.launch(_normalize, work.many_grid, (*tensors, statistics, new_terms), *numbers)
+    return y, statistics, new_terms
 
 
 def gradient_sums(
@@ -459,7 +455,7 @@ def input_gradient(
     gradient: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, sums: Tensor,
     sizes: Sequence[int], number: int | None, relu: bool, whole: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx from these sums, over so many numbers of each channel if that is not what the microbatch has; if wanted, the
+    """dx from these sums, over `number` numbers of each channel if that is not what the microbatch has; if wanted, the
     sums over all microbatches, [channels] each."""
     work = _of(x, sizes)
     dx, shift, slope = torch.empty_like(x), *_if(whole, work)

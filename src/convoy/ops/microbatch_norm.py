@@ -22,23 +22,15 @@ from convoy.ops.statistics import Following
 
 
 def normalize_by_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Normalize a microbatch by its own mean and variance.
-
-    Args:
-        x: [samples, channels, ...].
-        weight, bias: [channels] or None.
-        eps: added to the variance.
-
-    Returns:
-        The normalized microbatch, and its term of the running statistics: mean and unbiased variance, [2, channels].
-    """
+    """Normalize a microbatch [samples, channels, ...] by its own mean and variance; also its term of the running
+    statistics: mean and unbiased variance, [2, channels]."""
     term = new_term(x, weight)
     y = F.batch_norm(x, term[0], term[1], weight, bias, training=True, momentum=1.0, eps=eps)
     return y, term
 
 
 def new_term(x: Tensor, weight: Tensor | None) -> Tensor:
-    """To be filled in, as running statistics of which only the next term counts."""
+    """Zeros that batch norm fills in as running statistics of which only the next term counts."""
     return torch.zeros(2, x.shape[1], dtype=(x if weight is None else weight).dtype, device=x.device)
 
 
@@ -57,47 +49,36 @@ def normalize_at_once(
     relu: bool = False,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Normalize every microbatch by its own mean and variance.
+    """Normalize every microbatch of `x`, [samples, channels, ...], by its own mean and variance; `residual`, of the
+    shape of `x`, is added before the ReLU that may follow. The second result is the terms of the running statistics:
+    mean and unbiased variance, [microbatches, 2, channels], in float32 at least.
 
-    Args:
-        x: [samples, channels, ...], the microbatches one after another.
-        weight, bias: [channels] or None.
-        eps: added to the variance.
-        sizes: samples of each microbatch.
-        running: brought up to date by the terms, in order; None where that comes later.
-        relu: whether a ReLU follows at once.
-        residual: of the shape of `x`, added before that.
-
-    Returns:
-        The normalized microbatches, and their terms of the running statistics: mean and unbiased variance,
-        [microbatches, 2, channels], in float32 at least.
-
-    Raises:
-        ValueError: a microbatch has one value of each channel, which has no variance.
+    The terms update `running`, in order, unless it is None, where that comes later. A microbatch with one value of each
+    channel has no variance and is refused with torch's ValueError.
     """
     if min(sizes) * math.prod(x.shape[2:]) < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    by_operation = not torch.compiler.is_compiling()
-    followed = running if by_operation and len(sizes) == 1 else None
-    ends = by_operation and fits(residual, x)
-    if by_operation:
-        inside = (residual, relu) if ends else (None, False)
-        y, terms = _AtOnce.apply(x, weight, bias, inside[0], eps, tuple(sizes), followed, inside[1])
+    is_eager = not torch.compiler.is_compiling()
+    updated_now = running if is_eager and len(sizes) == 1 else None
+    is_fused = is_eager and fits(residual, x)
+    if is_eager:
+        fused = (residual, relu) if is_fused else (None, False)
+        y, terms = _AtOnce.apply(x, weight, bias, fused[0], eps, tuple(sizes), updated_now, fused[1])
     else:
         y, mean, var, _ = _normalized(x, weight, bias, eps, sizes)
         terms = torch.stack([mean, var * _corrections(x, sizes)], 1).detach()
-    if running is not None and followed is None:
+    if running is not None and updated_now is None:
         follow(running.mean, running.var, running.count, running.momentum, terms)
-    return y if ends else ended(y, residual, relu), terms
+    return y if is_fused else ended(y, residual, relu), terms
 
 
 def fits(residual: Tensor | None, x: Tensor) -> bool:
-    """Whether the kernels of `x` can add it."""
+    """Whether the kernels of `x` can add a residual."""
     return residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
 
 
 def ended(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    """A result with what follows it at once, written over it."""
+    """The result after its residual and ReLU, written over it."""
     if residual is not None:
         y = y.add_(residual) if fits(residual, y) and y.is_floating_point() else y + residual
     return y.relu_() if relu else y
@@ -117,13 +98,13 @@ class _AtOnce(torch.autograd.Function):
         relu: bool,
     ) -> tuple[Tensor, Tensor]:
         x = arranged(x)
-        added = None if residual is None else arranged_as(x, residual)
-        followed: tuple[Any, ...] = (None, None, None, None)
+        arranged_residual = None if residual is None else arranged_as(x, residual)
+        buffers: tuple[Any, ...] = (None, None, None, None)
         if running is not None:
-            followed = running.mean, running.var, running.count, running.momentum
+            buffers = running.mean, running.var, running.count, running.momentum
         run: Any = torch.ops.convoy.normalize_microbatches if is_watched(x) else _forward
-        y, statistics, terms = run(x, weight, bias, added, *followed, sizes, eps, relu)
-        ctx.save_for_backward(x, y if relu and added is not None else None, weight, bias, statistics)
+        y, statistics, terms = run(x, weight, bias, arranged_residual, *buffers, sizes, eps, relu)
+        ctx.save_for_backward(x, y if relu and arranged_residual is not None else None, weight, bias, statistics)
         ctx.sizes, ctx.relu = sizes, relu
         ctx.mark_non_differentiable(terms)
         ctx.set_materialize_grads(False)  # that of the terms would be zeros
@@ -145,8 +126,8 @@ class _AtOnce(torch.autograd.Function):
 def arranged(x: Tensor) -> Tensor:
     """`x` with the channels either innermost in memory or right outside of rows and columns."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    as_it_is = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
-    return x if as_it_is else x.contiguous()
+    is_arranged = x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+    return x if is_arranged else x.contiguous()
 
 
 def arranged_as(x: Tensor, gradient: Tensor) -> Tensor:
@@ -209,7 +190,7 @@ def _backward(
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)); the gradients of weight and bias; that
-    behind the ReLU, where its result `y` is given, or else nothing."""
+    behind the ReLU, or nothing where its result `y` is not given."""
     kernels, numbers = batch_norm_kernels(x), (x, weight, bias, statistics)
     if kernels is not None:
         sums, *_, masked = kernels.gradient_sums(gradient, x, y, *numbers[1:], sizes, relu)
@@ -218,7 +199,7 @@ def _backward(
     else:
         masked = None if y is None else gradient.masked_fill(y <= 0, 0)
         dx, sums = _by_torch(gradient if masked is None else masked, *numbers, sizes, relu and y is None)
-        shift, slope = (each.clone() for each in sums.sum(0).unbind(0))  # results must not share memory
+        shift, slope = (total.clone() for total in sums.sum(0).unbind(0))  # results must not share memory
     return dx, slope, shift, gradient.new_empty(0) if masked is None else masked
 
 
@@ -234,10 +215,10 @@ def _by_torch(
     results, sums = [], []
     runs = [number for number, _ in _runs(sizes)]
     for dy, part, numbers in zip(_by_run(gradient, sizes), _by_run(x, sizes), statistics.split(runs), strict=True):
-        given = dy, part, weight, bias, numbers
-        sums.append(gradient_sums(*given, relu))
+        arguments = dy, part, weight, bias, numbers
+        sums.append(gradient_sums(*arguments, relu))
         count = part.shape[1] * math.prod(part.shape[3:])
-        results.append(input_gradient(*given, sums[-1] / count, relu).flatten(0, 1))
+        results.append(input_gradient(*arguments, sums[-1] / count, relu).flatten(0, 1))
     return (results[0], sums[0]) if len(results) == 1 else (torch.cat(results), torch.cat(sums))
 
 
@@ -258,12 +239,12 @@ torch.library.register_fake("convoy::normalize_microbatches_backward", _fake_bac
 
 
 def batch_norm_kernels(x: Tensor) -> ModuleType | None:
-    """Those of Triton, where they run."""
+    """The kernels of Triton, where they run."""
     return triton_kernels("microbatch_kernels", "batch norm", x)
 
 
 def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Microbatches of one size that follow each other: how many, of how many samples."""
+    """Number and size of microbatches of one size that follow each other."""
     return [(len(list(run)), size) for size, run in itertools.groupby(sizes)]
 
 
@@ -275,7 +256,7 @@ def _by_run(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _corrections(x: Tensor, sizes: Sequence[int]) -> Any:
-    """By what a variance is multiplied to be unbiased: for each microbatch, or for all."""
+    """The factors that make variances unbiased: for each microbatch, or for all."""
     numbers = [(number, size * math.prod(x.shape[2:])) for number, size in _runs(sizes)]
     if len(numbers) == 1:
         return numbers[0][1] / (numbers[0][1] - 1)
@@ -291,27 +272,22 @@ def _normalized(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result; mean, biased variance and 1 / √(variance + eps), [microbatches, channels] each."""
     dims = [1, *range(3, x.dim() + 1)]
-    results, found = [], []
+    results, statistics = [], []
     for part in _by_run(x, sizes):
-        wide = part.to(wide_type(x.dtype))
-        var, mean = (one.flatten(1) for one in torch.var_mean(wide, dims, correction=0, keepdim=True))
+        wide_part = part.to(wide_type(x.dtype))
+        var, mean = (statistic.flatten(1) for statistic in torch.var_mean(wide_part, dims, correction=0, keepdim=True))
         inverse = (var + eps).rsqrt()
-        results.append(normalized(wide, mean, inverse, weight, bias).to(x.dtype).flatten(0, 1))
-        found.append((mean, var, inverse))
+        results.append(normalized(wide_part, mean, inverse, weight, bias).to(x.dtype).flatten(0, 1))
+        statistics.append((mean, var, inverse))
     if len(results) == 1:
-        return results[0], *found[0]
-    mean, var, inverse = (torch.cat(one) for one in zip(*found, strict=True))
+        return results[0], *statistics[0]
+    mean, var, inverse = (torch.cat(tensors) for tensors in zip(*statistics, strict=True))
     return torch.cat(results), mean, var, inverse
 
 
 def normalized(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(x − mean) · inverse · weight + bias in the wide type.
-
-    Args:
-        x: [microbatches, samples, channels, ...].
-        mean, inverse: [microbatches, channels].
-        weight, bias: [channels] or None.
-    """
+    """(x − mean) · inverse · weight + bias in the wide type, of `x` [microbatches, samples, channels, ...], `mean` and
+    `inverse` [microbatches, channels], and `weight` and `bias` [channels] or None."""
     scale = inverse if weight is None else inverse * weight
     y = (x - _over(mean, x)) * _over(scale, x)
     return y if bias is None else y + _over(bias[None], x)
@@ -325,14 +301,9 @@ def gradient_sums(
     statistics: Tensor,
     relu: bool,
 ) -> Tensor:
-    """The sums of dy and of dy · x̂ over each microbatch: [microbatches, 2, channels].
-
-    Args:
-        gradient, x: [microbatches, samples, channels, ...].
-        weight, bias: [channels] or None.
-        statistics: mean and 1 / √(variance + eps), [microbatches, 2, channels].
-        relu: whether the gradient is that of the ReLU that follows.
-    """
+    """The sums of dy and of dy · x̂ over each microbatch: [microbatches, 2, channels]. `statistics` are mean and 1 /
+    √(variance + eps), [microbatches, 2, channels], the other tensors as in `normalized`; with `relu` the gradient is
+    that of the ReLU that follows."""
     mean, inverse = statistics.unbind(1)
     dy = _behind_relu(gradient, x, mean, inverse, weight, bias) if relu else gradient.to(mean.dtype)
     dims = [1, *range(3, x.dim())]
@@ -348,10 +319,8 @@ def input_gradient(
     means: Tensor,
     relu: bool,
 ) -> Tensor:
-    """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)).
-
-    `means` are the two in this formula, [microbatches, 2, channels], the others those of `gradient_sums`.
-    """
+    """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)). `means` are the two in this formula,
+    [microbatches, 2, channels]; the other arguments are those of `gradient_sums`."""
     mean, inverse = statistics.unbind(1)
     shift, slope = means.unbind(1)
     dy = _behind_relu(gradient, x, mean, inverse, weight, bias) if relu else gradient.to(mean.dtype)
@@ -369,14 +338,15 @@ def _over(numbers: Tensor, x: Tensor) -> Tensor:
 
 
 def follow(mean: Tensor, var: Tensor, count: Tensor | None, momentum: float | None, terms: Tensor) -> None:
-    """r ← (1 − m)·r + m·s for all terms: their sum with the weights that one after the other gives them."""
+    """r ← (1 − m)·r + m·s for all terms at once: their sum with the weights that one update after the other gives
+    them."""
     number, buffers = len(terms), [mean, var]
     if momentum is None:
         assert count is not None
-        for buffer, found in zip(buffers, terms.mean(0).unbind(0), strict=True):
-            buffer.lerp_(found.to(buffer.dtype), (number / count.to(terms.dtype)).to(buffer.dtype))
+        for buffer, term in zip(buffers, terms.mean(0).unbind(0), strict=True):
+            buffer.lerp_(term.to(buffer.dtype), (number / count.to(terms.dtype)).to(buffer.dtype))
         return
-    following = torch.arange(number - 1, -1, -1, device=terms.device, dtype=terms.dtype)
-    weights = momentum * (1.0 - momentum) ** following
+    exponents = torch.arange(number - 1, -1, -1, device=terms.device, dtype=terms.dtype)
+    weights = momentum * (1.0 - momentum) ** exponents
     torch._foreach_mul_(buffers, (1.0 - momentum) ** number)
     torch._foreach_add_(buffers, (terms * weights[:, None, None]).sum(0).unbind(0))

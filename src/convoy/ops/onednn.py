@@ -19,18 +19,16 @@ from convoy.processor import has_amx
 
 POINT, DILATED = (1, 1), (2, 2)
 _FEW_SAMPLES = 16
+# numbers of a single sample up to which torch computes it without oneDNN in any case (`use_mkldnn`)
 _SMALL_IMAGE = 20480
-"""Numbers of a single sample up to which torch computes it without oneDNN in any case (`use_mkldnn`)."""
+# multiplications for which oneDNN is worth the 100 µs that it takes to begin; measured from 2**20 to 2**25
 _WORTH_ONEDNN = 2**22
-"""Multiplications for which oneDNN is worth the 100 µs that it takes to begin; measured from 2**20 to 2**25."""
 
 
 def is_torchs(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether a module is torch's own 2-d convolution, which computes with its image as it is given.
-
-    Only such layers are called dilated: on one device the trainer replaces them (`engine/layers.py`), but no calls that
-    a network makes by itself, and results are to have the same bits on any number of devices.
-    """
+    """Whether a module is torch's own 2-d convolution, which computes with its image as it is given. Only such layers
+    are called dilated: on one device the trainer replaces them (`engine/layers.py`), but no calls that a network makes
+    by itself, and results must have the same bits on any number of devices."""
     return type(module) is nn.Conv2d and module.padding_mode == "zeros"
 
 
@@ -44,10 +42,6 @@ def is_better_dilated(x: Tensor, weight: Tensor) -> bool:
     >>> x, weight = torch.ones(8, 1024, 4, 4), torch.ones(256, 1024, 1, 1)
     >>> torch.equal(F.conv2d(x, weight, dilation=2), F.conv2d(x, weight))
     True
-
-    Args:
-        x: input, [samples, channels, height, width].
-        weight: [filters, channels of a group, 1, 1].
     """
     if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu":
         return False
@@ -73,8 +67,8 @@ def pointwise(plain: Weighted, dilated: Weighted) -> Weighted:
     )
 
 
+# pixels of the output, of all samples together, up to which a weight is laid out once for several inputs
 FEW_PIXELS = 1024
-"""Pixels of the output, of all samples together, up to which a weight is laid out once for several inputs."""
 
 
 def packed(
@@ -85,16 +79,9 @@ def packed(
     *,
     may_dilate: bool = False,
 ) -> Weighted:
-    """A 2-d convolution of one group, whose `prepare` has oneDNN lay out the weight once for several inputs.
-
-    Outputs and gradients have the same bits. That takes the memory of two copies of the weight for each size of input
-    (`docs/benchmarks/small-passes.md`).
-
-    Args:
-        layer: the convolution.
-        stride, padding, dilation: its own.
-        may_dilate: it is called dilated where that is better; see `pointwise`.
-    """
+    """A 2-d convolution of one group, whose `prepare` has oneDNN lay out the weight once for several inputs; with
+    `may_dilate` it is called dilated where that is better (`pointwise`). Outputs and gradients have the same bits. That
+    takes the memory of two copies of the weight for each size of input (`docs/benchmarks/small-passes.md`)."""
 
     def prepare(x: Tensor, weight: Tensor) -> Weighted | None:
         spans = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
@@ -110,47 +97,43 @@ def packed(
             size - ((out - 1) * s - 2 * p + span + 1)
             for size, out, s, p, span in zip(x.shape[2:], sizes, stride, padding, spans, strict=True)
         ]
-        found = _Packed(weight, list(padding), rest, list(stride), list(dilation))
-        return replace(layer, compute=found.compute, input_gradient=found.input_gradient, prepare=None)
+        packed_weight = _Packed(weight, list(padding), rest, list(stride), list(dilation))
+        return replace(layer, compute=packed_weight.compute, input_gradient=packed_weight.input_gradient, prepare=None)
 
     return replace(layer, prepare=prepare)
 
 
 @dataclass
 class _Packed:
-    """A weight as oneDNN wants it, for the forward pass and for the gradient of the input.
-
-    Attributes:
-        weight: [filters, channels, height, width], channels_last.
-        rest: rows and columns at the end of the input that no filter reaches.
-    """
+    """A weight, [filters, channels, height, width] and channels_last, as oneDNN wants it for the forward pass and for
+    the gradient of the input."""
 
     weight: Tensor
     padding: list[int]
-    rest: list[int]
+    rest: list[int]  # rows and columns at the end of the input that no filter reaches
     stride: list[int]
     dilation: list[int]
     _forward: Tensor | None = field(default=None, init=False)
     _backward: Tensor | None = field(default=None, init=False)
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        how = self.padding, self.stride, self.dilation, 1
+        settings = self.padding, self.stride, self.dilation, 1
         if self._forward is None:
-            self._forward = torch.ops.mkldnn._reorder_convolution_weight(self.weight, *how, list(x.shape))
+            self._forward = torch.ops.mkldnn._reorder_convolution_weight(self.weight, *settings, list(x.shape))
         x = x.contiguous(memory_format=torch.channels_last)
-        y: Tensor = torch.ops.mkldnn._convolution_pointwise(x, self._forward, bias, *how, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._convolution_pointwise(x, self._forward, bias, *settings, "none", [], "")
         return y
 
     def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        how = self.padding, self.rest, self.stride, self.dilation, 1
+        settings = self.padding, self.rest, self.stride, self.dilation, 1
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         if self._backward is None:
             shape = list(gradient.shape)
-            self._backward = torch.ops.mkldnn._reorder_convolution_transpose_weight(self.weight, *how, shape)
-        found: Tensor = torch.ops.mkldnn._convolution_transpose_pointwise(
-            gradient, self._backward, None, *how, "none", [], ""
+            self._backward = torch.ops.mkldnn._reorder_convolution_transpose_weight(self.weight, *settings, shape)
+        result: Tensor = torch.ops.mkldnn._convolution_transpose_pointwise(
+            gradient, self._backward, None, *settings, "none", [], ""
         )
-        return found
+        return result
 
 
 def _is_onednns(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int]) -> bool:
@@ -158,23 +141,23 @@ def _is_onednns(x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequ
     if x.dtype == torch.bfloat16:
         return True
     kernel = weight.shape[2:]
-    large = (*kernel, *stride, *dilation) != (1,) * 6
-    small_image = len(x) == 1 and min(kernel) <= 3 and x.numel() <= _SMALL_IMAGE
-    return (large or len(x) >= _FEW_SAMPLES or torch.get_num_threads() > 1) and not small_image
+    is_large = (*kernel, *stride, *dilation) != (1,) * 6
+    is_small_image = len(x) == 1 and min(kernel) <= 3 and x.numel() <= _SMALL_IMAGE
+    return (is_large or len(x) >= _FEW_SAMPLES or torch.get_num_threads() > 1) and not is_small_image
 
 
 def _is_packable(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN can compute with a weight that was laid out before, with the bits that it has otherwise."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or torch.compiler.is_compiling():
         return False
-    channels_last = all(each.is_contiguous(memory_format=torch.channels_last) for each in (x, weight))
-    return channels_last and bool(torch.backends.mkldnn.enabled) and has_packing(x.dtype)
+    is_channels_last = all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (x, weight))
+    return is_channels_last and bool(torch.backends.mkldnn.enabled) and has_packing(x.dtype)
 
 
 @cache
 def has_packing(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether this torch and processor have the calls, which are its compiler's and not documented, and they do what
-    they did."""
+    """Whether this torch and processor have the calls, which are its compiler's and not documented, and they still do
+    the same."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16 and has_amx():
@@ -184,10 +167,10 @@ def has_packing(dtype: torch.dtype = torch.float32) -> bool:
         torch.randn(shape, generator=generator).to(dtype).to(memory_format=torch.channels_last)
         for shape in ((2, 64, 5, 5), (96, 64, 3, 3), (2, 96, 3, 3))
     )
-    tried, how = _Packed(weight, [1, 1], [0, 0], [2, 2], [1, 1]), ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+    trial, settings = _Packed(weight, [1, 1], [0, 0], [2, 2], [1, 1]), ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
     try:
-        found = tried.compute(x, weight, None), tried.input_gradient(gradient, x, weight)
+        results = trial.compute(x, weight, None), trial.input_gradient(gradient, x, weight)
     except (AttributeError, RuntimeError):
         return False
-    back = torch.ops.aten.convolution_backward(gradient, x, weight, None, *how, (True, False, False))[0]
-    return torch.equal(found[0], F.conv2d(x, weight, None, 2, 1)) and torch.equal(found[1], back)
+    expected = torch.ops.aten.convolution_backward(gradient, x, weight, None, *settings, (True, False, False))[0]
+    return torch.equal(results[0], F.conv2d(x, weight, None, 2, 1)) and torch.equal(results[1], expected)

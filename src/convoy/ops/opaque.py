@@ -14,22 +14,25 @@ from convoy.plans.place import Placed, Situation
 
 
 def _opaque(dims: tuple[int, ...]) -> Recognized | None:
-    """A call with `independent` dimensions, of all its inputs and outputs alike, along which the same function with the
-    same arguments gives each piece of the outputs for the same piece of the inputs.
-    """
+    """A call with `independent` dimensions, the same in all its inputs and outputs, along which the same function with
+    the same arguments gives each piece of the outputs for the same piece of the inputs."""
     return Recognized("opaque", {"independent": dims}) if dims else None
 
 
 def _attention(call: TorchCall) -> Recognized | None:
     """Scaled dot product attention of each sample and each head by itself, [..., length, channels]; keys, values or a
     mask may be shared by several of them."""
-    found = call.bound(query=None, key=None, value=None, attn_mask=None)
-    names = [found[name] for name in ("key", "value", "attn_mask") if isinstance(found[name], str)]
-    own, given = call.shape(found["query"]), [call.shape(name) for name in names]
-    if call.kwargs.get("enable_gqa") or len(own) != max(map(len, given)) or call.output[:-2] != own[:-2]:
+    arguments = call.bound(query=None, key=None, value=None, attn_mask=None)
+    names = [arguments[name] for name in ("key", "value", "attn_mask") if isinstance(arguments[name], str)]
+    query_shape, shapes = call.shape(arguments["query"]), [call.shape(name) for name in names]
+    if (
+        call.kwargs.get("enable_gqa")
+        or len(query_shape) != max(map(len, shapes))
+        or call.output[:-2] != query_shape[:-2]
+    ):
         return None
-    shared = tuple(name for name, shape in zip(names, given, strict=True) if shape[:-2] != own[:-2])
-    dims = tuple(range(len(own) - 2))
+    shared = tuple(name for name, shape in zip(names, shapes, strict=True) if shape[:-2] != query_shape[:-2])
+    dims = tuple(range(len(query_shape) - 2))
     return Recognized("opaque", {"independent": dims, "shared": shared}) if dims and shared else _opaque(dims)
 
 
@@ -43,8 +46,8 @@ def _along(name: str, place: int, last: bool = False) -> Recognizer:
         ranks = {len(output.shape) for output in call.outputs}
         if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims) or ranks != {rank}:
             return None
-        mixed = {dim % rank for dim in dims}
-        return _opaque(tuple(dim for dim in range(rank) if dim not in mixed)) if len(call.operands) == 1 else None
+        mixed_dims = {dim % rank for dim in dims}
+        return _opaque(tuple(dim for dim in range(rank) if dim not in mixed_dims)) if len(call.operands) == 1 else None
 
     return recognizer
 
@@ -57,45 +60,45 @@ def _unfold(call: TorchCall) -> Recognized | None:
     """`F.unfold` of images, or windows along one dimension."""
     if "kernel_size" in call.kwargs or len(call.outputs[0].shape) != len(call.shape(call.input)) + 1:
         return _samples(call)
-    mixed = call.bound(input=None, dimension=0)["dimension"] % len(call.shape(call.input))
-    return _opaque(tuple(dim for dim in range(len(call.shape(call.input))) if dim != mixed))
+    mixed_dim = call.bound(input=None, dimension=0)["dimension"] % len(call.shape(call.input))
+    return _opaque(tuple(dim for dim in range(len(call.shape(call.input))) if dim != mixed_dim))
 
 
 def place(situation: Situation) -> Placed:
     """Everything whole, but for dimensions along which the call computes each piece by itself; with a note for the
-    plan's explanation unless it is where it was given.
-    """
+    plan's explanation where an input has to be gathered."""
     call = situation.call
     splits = _independent(situation)
     layout = Layout.of(splits)
     inputs = dict.fromkeys(call.inputs, layout)
     for name in call.attributes.get("shared", ()):
         inputs[name] = operand(splits, situation.shape(call.outputs[0]), situation.shape(name))
-    gathered = any(
+    is_gathered = any(
         situation.given[name].splits != inputs[name].splits for name in call.inputs if name in situation.given
     )
     function = getattr(call.function, "__name__", str(call.function))
     what = "whole on every rank" if layout == WHOLE else "with some dimensions gathered"
-    note = f"no rule for {function}: runs {what}" if gathered else ""
+    note = f"no rule for {function}: runs {what}" if is_gathered else ""
     return Placed(inputs, dict.fromkeys(call.outputs, layout), note)
 
 
 def _independent(situation: Situation) -> dict[int, Split]:
-    """How the largest input is divided along the dimensions that all inputs and outputs have alike; but for inputs
-    that several pieces share."""
+    """How the largest input is divided along the dimensions that all inputs and outputs share, except inputs that
+    several pieces share."""
     call = situation.call
-    own = [name for name in call.inputs if name not in call.attributes.get("shared", ())]
-    given = [name for name in own if name in situation.given]
-    shapes = [situation.shape(name) for name in (*own, *call.outputs)]
-    if not given:
+    names = [name for name in call.inputs if name not in call.attributes.get("shared", ())]
+    placed_names = [name for name in names if name in situation.given]
+    shapes = [situation.shape(name) for name in (*names, *call.outputs)]
+    if not placed_names:
         return {}
-    splits = situation.given[max(given, key=lambda name: math.prod(situation.shape(name)))].splits
-    alike = [dim for dim in call.attributes.get("independent", ()) if len({shape[dim] for shape in shapes}) == 1]
-    return {dim: split for dim, split in splits if dim in alike}
+    splits = situation.given[max(placed_names, key=lambda name: math.prod(situation.shape(name)))].splits
+    dims = [dim for dim in call.attributes.get("independent", ()) if len({shape[dim] for shape in shapes}) == 1]
+    return {dim: split for dim, split in splits if dim in dims}
 
 
 def _with_edges(kernel: Kernel) -> Kernel:
-    """Of nothing, some functions have no gradient for all of their inputs, for which other ranks wait."""
+    """Add a gradient edge to every input: of empty tensors, some functions have no gradient for all inputs, for which
+    other ranks wait."""
 
     def run(*tensors: Tensor) -> Sequence[Tensor]:
         edges = [tensor.sum() * 0 for tensor in tensors if tensor.requires_grad]

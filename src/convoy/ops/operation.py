@@ -12,8 +12,8 @@ from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 
 Shape = tuple[int, ...]
+# names of tensors, each with the bytes of an element where they are not the tensor's own
 Kept = Iterable[tuple[str, int]]
-"""Names of tensors, each with the bytes of an element where they are not the tensor's own."""
 
 
 def keeps_nothing(call: Call, values: Mapping[str, Value]) -> Kept:

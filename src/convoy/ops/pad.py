@@ -11,38 +11,38 @@ from convoy.plans.place import Placed, Situation
 
 
 def _pad(call: TorchCall) -> Recognized:
-    found = call.bound(input=None, pad=(), mode="constant", value=None)
-    rank, given = len(call.output), tuple(found["pad"])
-    pairs = [(given[i], given[i + 1]) for i in range(0, len(given), 2)]
+    arguments = call.bound(input=None, pad=(), mode="constant", value=None)
+    rank, sizes = len(call.output), tuple(arguments["pad"])
+    pairs = [(sizes[i], sizes[i + 1]) for i in range(0, len(sizes), 2)]
     pads = ((0, 0),) * (rank - len(pairs)) + tuple(reversed(pairs))
-    value = 0.0 if found["value"] is None else found["value"]
-    return Recognized("pad", {"input": call.input, "pads": pads, "mode": found["mode"], "value": value})
+    value = 0.0 if arguments["value"] is None else arguments["value"]
+    return Recognized("pad", {"input": call.input, "pads": pads, "mode": arguments["mode"], "value": value})
 
 
 def place(situation: Situation) -> Placed:
     """Nothing is sent for constant padding, positive or negative; other modes need the padded dimensions whole."""
     call = situation.call
     source, output = call.attributes["input"], call.outputs[0]
-    given = situation.given.get(source, Layout())
-    constant = call.attributes["mode"] == "constant"
-    kept: dict[int, Split] = {}
-    left: dict[int, Split] = {}
+    layout = situation.given.get(source, Layout())
+    is_constant = call.attributes["mode"] == "constant"
+    input_splits: dict[int, Split] = {}
+    output_splits: dict[int, Split] = {}
     shape = situation.shape(source)
-    for dim, split in given.splits:
+    for dim, split in layout.splits:
         before, after = call.attributes["pads"][dim]
         if (before, after) == (0, 0):
-            kept[dim] = left[dim] = split
-        elif constant:
-            kept[dim] = split
+            input_splits[dim] = output_splits[dim] = split
+        elif is_constant:
+            input_splits[dim] = split
             parts = (padded(part, shape[dim], before, after) for part in split.parts)
-            left[dim] = Split(split.axes, tuple(parts))
-    gathered = len(kept) < len(given.splits)
-    note = f"{call.attributes['mode']} padding of a divided dimension: it is whole" if gathered else ""
-    return Placed({source: Layout.of(kept)}, {output: Layout.of(left)}, note)
+            output_splits[dim] = Split(split.axes, tuple(parts))
+    is_gathered = len(input_splits) < len(layout.splits)
+    note = f"{call.attributes['mode']} padding of a divided dimension: it is whole" if is_gathered else ""
+    return Placed({source: Layout.of(input_splits)}, {output: Layout.of(output_splits)}, note)
 
 
 def ends(part: Indices, size: int, before: int, after: int) -> tuple[int, int]:
-    """Padding at the two ends of a part: rows that are added go to the parts that hold the first and the last index."""
+    """Padding at the two ends of a part: added rows go to the parts that hold the first and the last index."""
     return max(before, 0) if 0 in part else 0, max(after, 0) if size - 1 in part else 0
 
 
@@ -70,8 +70,8 @@ def _build(site: Site) -> Kernel:
         return as_called(site)
     parts = [site.parts(source, dim) for dim in range(len(shape))]
     crops = [taking(dim, remaining(part, shape[dim], *pads[dim]), len(part)) for dim, part in enumerate(parts)]
-    added = [ends(part, shape[dim], *pads[dim]) for dim, part in enumerate(parts)]
-    flat = tuple(size for pair in reversed(added) for size in pair)
+    paddings = [ends(part, shape[dim], *pads[dim]) for dim, part in enumerate(parts)]
+    flat = tuple(size for pair in reversed(paddings) for size in pair)
     value = call.attributes["value"] or 0.0
 
     def kernel(x: Tensor) -> list[Tensor]:

@@ -13,8 +13,8 @@ from convoy.plans.mesh import Axes
 from convoy.plans.place import Batch, Placed, PlacedCall, Placement, Situation, Strategies, own_samples
 from convoy.plans.transfer import transfer
 
+# `convoy.graph.capture` with the operations of Convoy: `capture(model, inputs, training=None, ...)`
 capture = partial(capture_by, recognize)
-"""`convoy.graph.capture` with the operations of Convoy: `capture(model, inputs, training=None, ...)`."""
 
 
 def place(
@@ -24,21 +24,13 @@ def place(
     outputs: Iterable[str],
     kept: Callable[[str], Layout | None] = lambda name: None,
 ) -> Placement:
-    """Put a network on the mesh as a plan says: the layout of every tensor, and what is sent between calls.
-
-    Args:
-        graph: the network at its whole batch.
-        plan: strategies of the layers.
-        batch: how the samples are divided.
-        outputs: names of the values that the network returns.
-        kept: where a parameter or buffer is kept already; None puts it where its first call wants it.
-
-    Raises:
-        ConvoyError: a layer cannot be divided as the plan says.
-    """
+    """Put a network, captured at its whole batch, on the mesh as a plan says: the layout of every tensor, and what is
+    sent between calls. `outputs` are the values that it returns; `kept` gives the layout that a parameter or buffer
+    already has, None to put it where its first call wants it. A layer that cannot be divided so raises a
+    ConvoyError."""
     mesh = plan.mesh
-    samples = batch.split(batch.axes)
-    of_batch = Layout.of({0: samples}) if samples else WHOLE
+    sample_split = batch.split(batch.axes)
+    of_batch = Layout.of({0: sample_split}) if sample_split else WHOLE
     layouts: dict[str, Layout] = {}
     for name in graph.inputs:
         shape = graph.shape(name)
@@ -46,15 +38,15 @@ def place(
     calls = []
     for call in graph.calls:
         strategy = plan.strategy(call.layer, call.op)
-        given = {name: layouts[name] for name in call.inputs if graph.values[name].origin in ("call", "input")}
-        placed = OPERATIONS[call.op].place(Situation(graph, mesh, batch, call, strategy, given))
+        input_layouts = {name: layouts[name] for name in call.inputs if graph.values[name].origin in ("call", "input")}
+        placed = OPERATIONS[call.op].place(Situation(graph, mesh, batch, call, strategy, input_layouts))
         steps = {}
-        for name, wanted in placed.inputs.items():
+        for name, target in placed.inputs.items():
             if name not in layouts:
-                before = kept(name)
-                layouts[name] = wanted if before is None else before
-            if layouts[name] != wanted:
-                steps[name] = transfer(layouts[name], wanted, mesh, graph.shape(name))
+                layout = kept(name)
+                layouts[name] = target if layout is None else layout
+            if layouts[name] != target:
+                steps[name] = transfer(layouts[name], target, mesh, graph.shape(name))
         layouts |= placed.outputs
         calls.append(PlacedCall(call, strategy, placed, steps))
     names = list(outputs)
@@ -75,20 +67,19 @@ def sharing_axes(call: Call, placed: Placed, graph: Graph) -> Axes:
 
 
 def work(graph: Graph) -> list[float]:
-    """How long each call takes, roughly and in no unit: multiply-adds, and what it costs to write the outputs."""
-    found = []
+    """How long each call takes, roughly and in no unit: multiply-adds, and the cost of writing the outputs."""
+    durations = []
     for call in graph.calls:
         operation = OPERATIONS[call.op]
-        written = 0 if operation.is_view else sum(prod(graph.shape(name)) for name in call.outputs)
+        num_written = 0 if operation.is_view else sum(prod(graph.shape(name)) for name in call.outputs)
         operands = [call.attributes.get(name) for name in operation.operands]
         shapes = [graph.shape(name) for name in operands if isinstance(name, str) and name in graph.values]
         count = 0
         if operation.multiplications is not None and len(shapes) > 1:
             output = graph.shape(call.outputs[0])
             count = operation.multiplications(shapes, output, bool(call.attributes.get("transposed")))
-        found.append(float(count + _WRITING * written))
-    return found
+        durations.append(float(count + _WRITING * num_written))
+    return durations
 
 
-_WRITING = 16
-"""Multiply-adds of a convolution in the time in which a number is written and read again."""
+_WRITING = 16  # multiply-adds of a convolution in the time in which a number is written and read again

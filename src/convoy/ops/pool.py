@@ -27,19 +27,19 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def _recognize(call: TorchCall, spatial: int, op: str) -> Recognized | None:
-    found = call.bound(input=None, kernel_size=1, stride=None, padding=0, **_DEFAULTS[op])
-    if len(call.outputs) > 1 or len(call.shape(found["input"])) != spatial + 2:
+    arguments = call.bound(input=None, kernel_size=1, stride=None, padding=0, **_DEFAULTS[op])
+    if len(call.outputs) > 1 or len(call.shape(arguments["input"])) != spatial + 2:
         return None
-    kernel, stride = each(found["kernel_size"], spatial), found["stride"]
+    kernel, stride = each(arguments["kernel_size"], spatial), arguments["stride"]
     attributes = {
-        "input": found["input"],
+        "input": arguments["input"],
         "kernel": kernel,
         "stride": kernel if stride in (None, (), []) else each(stride, spatial),
-        "padding": each(found["padding"], spatial),
-        "ceil_mode": bool(found["ceil_mode"]),
-        "dilation": each(found.get("dilation", 1), spatial),
-        "count_include_pad": found.get("count_include_pad", True),
-        "divisor_override": found.get("divisor_override"),
+        "padding": each(arguments["padding"], spatial),
+        "ceil_mode": bool(arguments["ceil_mode"]),
+        "dilation": each(arguments.get("dilation", 1), spatial),
+        "count_include_pad": arguments.get("count_include_pad", True),
+        "divisor_override": arguments.get("divisor_override"),
     }
     return Recognized(op, attributes)
 
@@ -51,56 +51,49 @@ def _recognize_adaptive(call: TorchCall, spatial: int, op: str) -> Recognized | 
 
 
 def _pool(situation: Situation, linear: bool) -> Placed:
-    """Input [..., rows] or [..., rows, columns] or [..., depth, rows, columns].
+    """Place a pooling of [..., rows], [..., rows, columns] or [..., depth, rows, columns].
 
     Where the operation is linear, as an average, a partial sum may stay one. Adaptive windows of different sizes need
     their rows whole, but an average over all rows is a partial sum over the ranks that divide them.
     """
     call = situation.call
     source, output = call.attributes["input"], call.outputs[0]
-    given = situation.given.get(source, Layout())
+    layout = situation.given.get(source, Layout())
     windows = windows_of(situation.graph, call)
-    summed = {}
+    sum_splits = {}
     if call.op == "adaptive_avg_pool":
         out_shape = situation.shape(output)
-        summed = {dim: split for dim, split in given.splits if dim in windows and out_shape[dim] == 1}
-    rest = Layout.of({dim: split for dim, split in given.splits if dim not in summed})
-    taken, left, note = _slide(situation, rest, windows)
-    partial = given.partial if linear else frozenset[int]()
-    sums = {axis for split in summed.values() for axis in split.axes}
-    inputs = Layout.of({**taken, **summed}, partial)
-    return Placed({source: inputs}, {output: Layout.of(left, partial | sums)}, note)
+        sum_splits = {dim: split for dim, split in layout.splits if dim in windows and out_shape[dim] == 1}
+    rest = Layout.of({dim: split for dim, split in layout.splits if dim not in sum_splits})
+    input_splits, output_splits, note = _slide(situation, rest, windows)
+    partial = layout.partial if linear else frozenset[int]()
+    sums = {axis for split in sum_splits.values() for axis in split.axes}
+    inputs = Layout.of({**input_splits, **sum_splits}, partial)
+    return Placed({source: inputs}, {output: Layout.of(output_splits, partial | sums)}, note)
 
 
 def _slide(
-    situation: Situation, given: Layout, windows: Mapping[int, Window | None]
+    situation: Situation, layout: Layout, windows: Mapping[int, Window | None]
 ) -> tuple[dict[int, Split], dict[int, Split], str]:
-    """Follow the layout of the input: rows that are divided stay divided over the same axes.
-
-    Args:
-        situation: the call.
-        given: layout of its input.
-        windows: for each spatial dimension its window; None where the call has no regular one.
-
-    Returns:
-        The splits to ask the input for, those of the output, and a note on what has to be whole.
-    """
-    taken = {dim: split for dim, split in given.splits if dim not in windows}
-    left = dict(taken)
+    """Follow the layout of the input: rows that are divided stay divided over the same axes, unless their dimension has
+    no regular window (None). The splits to ask the input for, those of the output, and a note on what has to be
+    whole."""
+    input_splits = {dim: split for dim, split in layout.splits if dim not in windows}
+    output_splits = dict(input_splits)
     notes = []
     for dim, window in windows.items():
-        split = given.split(dim)
+        split = layout.split(dim)
         if split is None:
             continue
         if window is None:
             notes.append(f"dim {dim} is whole: its windows differ in size")
         elif window.output_size < len(split.parts):
-            few = f"fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
-            notes.append(f"dim {dim} is whole: {few}")
+            reason = f"fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
+            notes.append(f"dim {dim} is whole: {reason}")
         else:
-            left[dim] = output_split(window.output_size, situation.mesh, split.axes)
-            taken[dim] = halo_split(window, left[dim])
-    return taken, left, "; ".join(notes)
+            output_splits[dim] = output_split(window.output_size, situation.mesh, split.axes)
+            input_splits[dim] = halo_split(window, output_splits[dim])
+    return input_splits, output_splits, "; ".join(notes)
 
 
 def windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
@@ -116,18 +109,17 @@ def windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
             for dim, (size, output) in sizes.items()
         }
     dims = spatial(len(shape), len(attributes["kernel"]))
-    found: dict[int, Window | None] = {}
-    for at, dim in enumerate(dims):
-        kernel, stride, dilation = (attributes[name][at] for name in ("kernel", "stride", "dilation"))
-        padding = attributes["padding"][at]
-        found[dim] = Window(shape[dim], kernel, stride, dilation, padding, padding, attributes["ceil_mode"])
-    return found
+    windows: dict[int, Window | None] = {}
+    for index, dim in enumerate(dims):
+        kernel, stride, dilation = (attributes[name][index] for name in ("kernel", "stride", "dilation"))
+        padding = attributes["padding"][index]
+        windows[dim] = Window(shape[dim], kernel, stride, dilation, padding, padding, attributes["ceil_mode"])
+    return windows
 
 
 def _build(site: Site) -> Kernel:
-    """The largest value of every window, outside the tensor there being none, or the mean over as many elements as the
-    whole call counts.
-    """
+    """The largest value of every window, which ignores padding, or the mean over as many elements as the whole call
+    counts."""
     windows, attributes = _windows(site), site.call.attributes
     if not any(dim in windows for dim, _ in site.layouts[site.call.outputs[0]].splits):
         return _guarded(site, as_called(site))
@@ -150,10 +142,8 @@ def _build(site: Site) -> Kernel:
 
 
 def _build_adaptive(site: Site) -> Kernel:
-    """On a rank's rows the windows are those of adaptive pooling again, to the rank's number of output rows.
-
-    Where all rows are averaged, the rank's mean counts for the share of the rows that it has.
-    """
+    """On a rank's rows the windows are those of adaptive pooling again, to the rank's number of output rows. Where all
+    rows are averaged, the rank's mean counts for the share of the rows that it has."""
     source, output = site.call.attributes["input"], site.call.outputs[0]
     shape, num_dims = site.local_shape(output), len(site.call.attributes["output_size"])
     size = shape[-num_dims:]
@@ -163,10 +153,10 @@ def _build_adaptive(site: Site) -> Kernel:
     function = getattr(F, f"{site.call.op}{num_dims}d")
     if site.call.op == "adaptive_max_pool":
         return _guarded(site, lambda x: [function(x, size)])
-    whole = site.graph.shape(source)
-    summed = [dim for dim, _ in layout.splits if site.layouts[output].split(dim) is None]
-    rows = [len(site.parts(source, dim)) for dim in summed]
-    share = math.prod(rows) / math.prod(whole[dim] for dim in summed)
+    whole_shape = site.graph.shape(source)
+    sum_dims = [dim for dim, _ in layout.splits if site.layouts[output].split(dim) is None]
+    rows = [len(site.parts(source, dim)) for dim in sum_dims]
+    share = math.prod(rows) / math.prod(whole_shape[dim] for dim in sum_dims)
 
     def pool(x: Tensor) -> list[Tensor]:
         if share == 0:
@@ -178,7 +168,7 @@ def _build_adaptive(site: Site) -> Kernel:
 
 
 def _guarded(site: Site, kernel: Kernel) -> Kernel:
-    """torch refuses to pool tensors without channels or rows."""
+    """A kernel that gives an empty result by itself, as torch refuses to pool tensors without channels or rows."""
     shape = site.local_shape(site.call.outputs[0])
     if math.prod(shape):
         return kernel
@@ -198,20 +188,18 @@ def _output_rows(site: Site, dim: int) -> range:
 def _fitted(
     site: Site, windows: Mapping[int, Window]
 ) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[int, ...]]:
-    """What to pad before, how to crop after, and what padding to leave to torch, which pads both ends alike.
-
-    Where more padding at the end only adds windows at the end, torch pads, for that spares a copy of the input.
-    """
+    """The padding before the call, the crop after it, and the padding left to torch, which is the same at both ends.
+    Where more padding at the end only adds windows at the end, torch pads, for that spares a copy of the input."""
     pad: list[int] = []
     padding, crops = [], []
     for dim, window in windows.items():
         output = _output_rows(site, dim)
         need = window.needed(output)
-        alike = need.after <= need.before <= window.kernel // 2 and len(need.rows) > 0
-        padding.append(need.before if alike else 0)
-        pad = [0, 0, *pad] if alike else [need.before, need.after, *pad]
+        is_even = need.after <= need.before <= window.kernel // 2 and len(need.rows) > 0
+        padding.append(need.before if is_even else 0)
+        pad = [0, 0, *pad] if is_even else [need.before, need.after, *pad]
         local = Window(len(need.rows), window.kernel, window.stride, window.dilation, need.before, need.before)
-        if alike and local.output_size > len(output):
+        if is_even and local.output_size > len(output):
             crops.append((dim, len(output)))
 
     def crop(y: Tensor) -> Tensor:
@@ -233,7 +221,7 @@ def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor],
     for dim, window in windows.items():
         counts = window.counts(_output_rows(site, dim), attributes["count_include_pad"])
         if any(count != window.kernel for count in counts):
-            shape = [-1 if other == dim else 1 for other in range(num_dims)]
+            shape = [-1 if position == dim else 1 for position in range(num_dims)]
             ratios = [window.kernel / count for count in counts]
             factors.append(Constants(torch.tensor(ratios, dtype=torch.float64).reshape(shape)))
     if not factors:
@@ -250,10 +238,10 @@ def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor],
 
 
 def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
-    """The rank's own padding: so much at both ends, then what more before and after."""
+    """The rank's own padding: the same at both ends, then the rest before and after."""
     output, windows = placed.outputs[call.outputs[0]], windows_of(graph, call)
     if not any(dim in windows for dim, _ in output.splits):
-        return {"padding": [(both, 0, 0) for both in call.attributes["padding"]]}
+        return {"padding": [(size, 0, 0) for size in call.attributes["padding"]]}
     paddings = []
     for dim, window in windows.items():
         rows = output.parts(dim, mesh, place, graph.shape(call.outputs[0])[dim])
@@ -263,7 +251,7 @@ def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordi
 
 
 def _keeps_places(call: Call, values: Mapping[str, Value]) -> Kept:
-    """The input, and for each maximum where it was found."""
+    """The input, and the place of each maximum."""
     return ((call.attributes["input"], 0), (call.outputs[0], 8))
 
 

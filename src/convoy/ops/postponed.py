@@ -1,9 +1,9 @@
 """Weight gradients that are computed later than those of activations, for which other stages wait.
 
 For the gradient of its weight, a convolution or linear layer needs its input and its output's gradient. Zero-bubble
-schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2024) keep both and go on with the backward pass. What has
-been kept of several parts of a batch is computed at once, so that each weight and its gradient are read and written
-once, which is most of the work for small parts of a batch in layers with many weights.
+schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2024) keep both and go on with the backward pass. Gradients of
+several parts of a batch are computed at once, so that each weight and its gradient are read and written once, which is
+most of the work for small parts of a batch in layers with many weights.
 """
 
 from collections import deque
@@ -20,18 +20,13 @@ from convoy.plans.place import COMPUTE, PlacedCall
 
 
 def postpones(placed: PlacedCall, graph: Graph, differentiable: Container[str]) -> bool:
-    """Whether a call's weight gradient can be postponed: the weight is a parameter that is trained, kept as it is used.
-
-    Args:
-        placed: the call.
-        graph: its network.
-        differentiable: names of the values that have a gradient.
-    """
+    """Whether a call's weight gradient can be postponed: the weight is a trained parameter, kept as it is used.
+    `differentiable` names the values that have a gradient."""
     if placed.call.op not in COMPUTE:
         return False
     weight, bias = placed.call.attributes["weight"], placed.call.attributes["bias"]
-    own = graph.values[weight].origin == "parameter" and weight not in placed.transfers
-    return own and weight in differentiable and (bias is None or bias in differentiable)
+    is_kept = graph.values[weight].origin == "parameter" and weight not in placed.transfers
+    return is_kept and weight in differentiable and (bias is None or bias in differentiable)
 
 
 def postponed_part(placed: PlacedCall, graph: Graph, differentiable: Container[str]) -> float:
@@ -42,39 +37,30 @@ def postponed_part(placed: PlacedCall, graph: Graph, differentiable: Container[s
     return 0.5 if placed.call.attributes["input"] in differentiable else 1.0
 
 
-def joins(moved: float, weight: int) -> bool:
-    """Whether a weight's gradients of several parts of a batch are computed in one call, which takes a copy of all that
-    they are computed from, and not one after the other and added up.
-
-    Args:
-        moved: numbers of a part's input and of its output's gradient.
-        weight: numbers of the weight.
-    """
-    return moved <= weight
+def joins(numbers: float, weight: int) -> bool:
+    """Whether a weight's gradients of several parts of a batch are computed in one call, which copies all that they are
+    computed from, and not one after the other and added up: by the numbers of the weight, and those of a part's input
+    and of its output's gradient."""
+    return numbers <= weight
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """A function of an input that is linear in a weight, and its gradients, each by itself.
+    """A function of an input that is linear in a weight, and its gradients, each by itself."""
 
-    Attributes:
-        compute: the function of (input, weight, bias or None), with samples along dim 0 of input and output.
-        input_gradient: the input's gradient, from (gradient of the output, input, weight).
-        weight_gradients: the gradients of weight and bias, from (gradient of the output, input, weight, whether there
-            is a bias).
-        prepare: the same, faster for several inputs like the first, from (first input, weight), while the weight is
-            that one; it may give None.
-    """
-
+    # from (input, weight, bias or None), with samples along dim 0 of input and output
     compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]  # from (gradient of the output, input, weight)
+    # of weight and bias, from (gradient of the output, input, weight, whether there is a bias)
     weight_gradients: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+    # the same, faster for several inputs like the first, from (first input, weight), while the weight is that one; may
+    # give None
     prepare: "Callable[[Tensor, Tensor], Weighted | None] | None" = None
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the weight gradients of one call and one part of a batch are computed from."""
+    """The tensors from which the weight gradients of one call and one part of a batch are computed."""
 
     layer: Weighted
     weight: Tensor
@@ -84,11 +70,8 @@ class _Kept:
 
 
 class PostponedGradients:
-    """The weight gradients of an update that are still to be computed, of one part of the batch after the other.
-
-    Args:
-        prepares: whether weights are prepared for all parts, which takes memory.
-    """
+    """The weight gradients of an update that are still to be computed, of one part of the batch after the other. With
+    `prepares`, weights are prepared for all parts, which takes memory."""
 
     def __init__(self, prepares: bool = False) -> None:
         self._prepares = prepares
@@ -98,14 +81,14 @@ class PostponedGradients:
         self._anchors: dict[torch.device, Tensor] = {}
 
     def begin_part(self) -> None:
-        """The forward pass of the next part begins."""
+        """Begin the forward pass of the next part."""
         self._parts.append({})
 
     def forward(self, call: str, layer: Weighted, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What a layer gives for the part that goes forward now; its backward pass leaves out weight and bias."""
+        """The output of a layer for the part that goes forward now; its backward pass leaves out weight and bias."""
         kind = x.device.type
-        lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
-        dtype = torch.get_autocast_dtype(kind) if lowered else x.dtype
+        is_lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
+        dtype = torch.get_autocast_dtype(kind) if is_lowered else x.dtype
         x = x.to(dtype)
         keep = _Keeping(self._parts[-1], call, self._faster(call, layer, x, weight), weight, bias)
         y: Tensor = _InputGradient.apply(x, self._anchor(x.device), keep)
@@ -120,28 +103,31 @@ class PostponedGradients:
         return self._prepared[key]
 
     def compute(self, last: int) -> list[Tensor]:
-        """Compute what is missing of all parts up to `last`; the weights and biases whose gradients it was.
-
-        This is a backward pass of its own, in which gradients become ready one after the other, last layer first.
-        """
+        """Compute the missing gradients of all parts up to `last`; the result is their weights and biases. This is a
+        backward pass of its own, in which gradients become ready one after the other, last layer first."""
         calls: dict[str, list[_Kept]] = {}
         for _ in range(last + 1 - self._first):
             part = self._parts.popleft()
             for name in list(part):  # it is to keep nothing: outputs of the network that somebody keeps refer to it
                 calls.setdefault(name, []).append(part.pop(name))
         self._first = last + 1
-        found = [each for (first, *_) in calls.values() for each in (first.weight, first.bias) if each is not None]
-        chain = self._anchor(found[0].device) if found else None
+        parameters = [
+            parameter
+            for (first, *_) in calls.values()
+            for parameter in (first.weight, first.bias)
+            if parameter is not None
+        ]
+        chain = self._anchor(parameters[0].device) if parameters else None
         for name in reversed(list(calls)):  # in the order of the forward pass, as the chain is gone through backward
             parts = calls.pop(name)
             chain = _WeightGradients.apply(chain, parts[0].weight, parts[0].bias, parts)
         if chain is not None:
             chain.backward()
-        return found
+        return parameters
 
     def _anchor(self, device: torch.device) -> Tensor:
-        """Something with a gradient, so that backward passes reach what depends on it; on the device, as autograd has a
-        thread and streams for each."""
+        """A tensor with a gradient, so that backward passes reach what depends on it; one for each device, as autograd
+        has a thread and streams for each."""
         if device not in self._anchors:
             self._anchors[device] = torch.zeros((), requires_grad=True, device=device)
         return self._anchors[device]
@@ -162,7 +148,8 @@ class _Keeping:
 
 
 class _InputGradient(torch.autograd.Function):
-    """A layer whose backward pass gives its input's gradient alone, and keeps what those of its weights need."""
+    """A layer whose backward pass gives its input's gradient alone, and keeps what the gradients of its weights
+    need."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, keep: _Keeping) -> Tensor:
@@ -201,15 +188,15 @@ def _summed(parts: Sequence[_Kept]) -> tuple[Tensor, Tensor | None]:
     weight = first.weight.detach().to(first.x.dtype)
 
     def of(x: Tensor, gradient: Tensor) -> list[Tensor]:
-        found = first.layer.weight_gradients(gradient, x, weight, first.bias is not None)
-        return [each.to(first.weight.dtype) for each in found if each is not None]
+        gradients = first.layer.weight_gradients(gradient, x, weight, first.bias is not None)
+        return [gradient.to(first.weight.dtype) for gradient in gradients if gradient is not None]
 
-    moved = sum(each.x.numel() + each.gradient.numel() for each in parts)
-    if len(parts) > 1 and joins(moved / len(parts), weight.numel()):
-        total = of(torch.cat([each.x for each in parts]), torch.cat([each.gradient for each in parts]))
+    numbers = sum(part.x.numel() + part.gradient.numel() for part in parts)
+    if len(parts) > 1 and joins(numbers / len(parts), weight.numel()):
+        total = of(torch.cat([part.x for part in parts]), torch.cat([part.gradient for part in parts]))
     else:
         total = of(first.x, first.gradient)
-        for each in parts[1:]:
-            for own, more in zip(total, of(each.x, each.gradient), strict=True):
-                own += more
+        for part in parts[1:]:
+            for sum_so_far, gradient_of_part in zip(total, of(part.x, part.gradient), strict=True):
+                sum_so_far += gradient_of_part
     return total[0], total[1] if first.bias is not None else None

@@ -1,7 +1,7 @@
 """The types that values of a captured graph have under `torch.autocast`.
 
-Autocast has convolutions and matrix products compute in a lower precision; what follows them takes what it is given,
-but for what autocast keeps in float32 (https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference).
+Autocast has convolutions and matrix products compute in a lower precision; later calls take the type of their inputs,
+except those that autocast keeps in float32 (https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference).
 """
 
 from dataclasses import replace
@@ -21,13 +21,8 @@ _WHOLE_FUNCTIONS = {
 
 
 def under_autocast(graph: Graph, precision: torch.dtype | None, device: str) -> Graph:
-    """The graph with the types that its values have while autocast is on; others than float32 stay as they are.
-
-    Args:
-        graph: captured without autocast.
-        precision: in which autocast computes; None where it is off.
-        device: the type of the device, as `cuda`.
-    """
+    """A graph captured without autocast, with the types that its values have while autocast computes in `precision`
+    (None where it is off) on a type of `device` such as `cuda`; types other than float32 stay as they are."""
     if precision is None:
         return graph
     values = dict(graph.values)
@@ -45,8 +40,8 @@ def _computes(call: Call, values: dict[str, Value], precision: torch.dtype, devi
     function = getattr(call.function, "__name__", "").strip("_")
     if device in operation.whole_precision or function in (*_WHOLE_FUNCTIONS.get(device, ()), "to", "float"):
         return torch.float32
-    given = [values[name].dtype for name in call.inputs if values[name].origin in ("call", "input", "constant")]
+    dtypes = [values[name].dtype for name in call.inputs if values[name].origin in ("call", "input", "constant")]
     if call.op == "batch_norm":  # its weights are float32 whatever it computes
-        given = given[:1]
-    floating = [dtype for dtype in given if dtype.is_floating_point]
-    return torch.float32 if not floating or torch.float32 in floating else precision
+        dtypes = dtypes[:1]
+    float_dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return torch.float32 if not float_dtypes or torch.float32 in float_dtypes else precision

@@ -35,9 +35,9 @@ def _build_random(site: Site) -> Kernel:
     draw, p = call.attributes["draw"], call.attributes["p"]
     if count == 1 and p != 1.0:
         kind = draw, value.dtype, samples, value.shape[0]
-        single = context.kept.setdefault(("one for each sample", *kind), OneForEach(*kind))
-        number = single.add(key, p)
-        return Alone(lambda: [single(context, number).view(local)])
+        numbers = context.kept.setdefault(("one for each sample", *kind), OneForEach(*kind))
+        number = numbers.add(key, p)
+        return Alone(lambda: [numbers(context, number).view(local)])
 
     def kernel() -> list[Tensor]:
         bits = random_bits(context.keys_of(samples, value.shape[0]), key, count).view(local)
@@ -48,14 +48,8 @@ def _build_random(site: Site) -> Kernel:
 
 class OneForEach:
     """Numbers of the layers of a network that draw one for each sample, as stochastic depth does: all at once, since
-    each by itself is nothing but launches.
-
-    Args:
-        draw: `bernoulli` or `uniform`.
-        dtype: of the numbers.
-        samples: of this rank, by their positions in the pass.
-        count: samples of the pass.
-    """
+    each by itself is nothing but launches. `draw` is `bernoulli` or `uniform`; `samples` are those of this rank, by
+    their positions in a pass of `count` samples."""
 
     def __init__(self, draw: str, dtype: torch.dtype, samples: Indices, count: int) -> None:
         self._draw, self._dtype = draw, dtype
@@ -70,7 +64,7 @@ class OneForEach:
         return self._numbers.setdefault((key, p), len(self._numbers))
 
     def __call__(self, context: StepContext, number: int) -> Tensor:
-        """What a layer draws in the pass that runs now: [samples]."""
+        """The numbers of a layer in the current pass: [samples]."""
         if self._drawn is None or self._drawn[0] is not context.keys or self._drawn[1] != len(self._numbers):
             self._drawn = context.keys, len(self._numbers), self._all(context.keys_of(self._samples, self._count))
         return self._drawn[2][number]
@@ -90,37 +84,37 @@ def bernoulli(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:
 
 
 def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in [0, 1), as many steps apart as every float type up to float32 can tell."""
+    """Numbers in [0, 1), in steps that every float type up to float32 can represent."""
     steps = min(24, 1 - round(math.log2(torch.finfo(dtype).eps)))
     return (bits >> (32 - steps)).bitwise_and_((1 << steps) - 1).to(dtype) * 2.0**-steps
 
 
 def _dropout(call: TorchCall, channels: bool) -> Recognized | None:
-    found = call.bound(input=None, p=0.5, training=True, train=True)
+    arguments = call.bound(input=None, p=0.5, training=True, train=True)
     if call.name in ("dropout", "feature_dropout") and "train" in call.kwargs:
-        found["training"] = found["train"]
-    if not found["training"] or found["p"] == 0:
+        arguments["training"] = arguments["train"]
+    if not arguments["training"] or arguments["p"] == 0:
         return Recognized("identity", {"input": call.input})
     if channels and len(call.shape(call.input)) < 3:
         return None
-    attributes = {"input": call.input, "p": float(found["p"]), "channels": channels}
+    attributes = {"input": call.input, "p": float(arguments["p"]), "channels": channels}
     return Recognized("dropout", attributes, draws=True)
 
 
 def _inactive(call: TorchCall) -> Recognized | None:
     """Alpha dropout, for which there is no rule while it draws."""
-    inactive = not call.bound(input=None, p=0.5, training=False)["training"]
-    return Recognized("identity", {"input": call.input}) if inactive else None
+    is_inactive = not call.bound(input=None, p=0.5, training=False)["training"]
+    return Recognized("identity", {"input": call.input}) if is_inactive else None
 
 
 def _place_dropout(situation: Situation) -> Placed:
     """Input [samples, ...]."""
     call = situation.call
     source = call.attributes["input"]
-    seen, samples = situation.shape(source)[0], situation.batch.num_samples
-    if seen != samples:
+    rows, samples = situation.shape(source)[0], situation.batch.num_samples
+    if rows != samples:
         raise ConvoyError(
-            f"{situation.where} drops elements of {seen} samples of a batch of {samples}: the network folds something "
+            f"{situation.where} drops elements of {rows} samples of a batch of {samples}: the network folds something "
             "into the batch, so its masks cannot follow the samples; remove that dropout"
         )
     layout = resolved(situation, source)
@@ -149,11 +143,11 @@ def _build_dropout(site: Site) -> Kernel:
 
 def positions(parts: list[Indices], sizes: list[int]) -> Tensor:
     """Where the elements at `parts` of each dimension are in a tensor of `sizes`: int32 [elements]."""
-    found = torch.zeros(1, dtype=torch.int32)
+    flat_positions = torch.zeros(1, dtype=torch.int32)
     for part, size in zip(parts, sizes, strict=True):
         inner = torch.tensor(part, dtype=torch.int32)
-        found = (found[:, None] * size + inner).flatten()
-    return found
+        flat_positions = (flat_positions[:, None] * size + inner).flatten()
+    return flat_positions
 
 
 OPERATIONS = (

@@ -33,32 +33,17 @@ def layer_key(name: str) -> int:
 
 
 def sample_keys(seed: int, step: int, samples: Sequence[int]) -> Tensor:
-    """Keys of the samples of one step.
-
-    Args:
-        seed: the run's seed.
-        step: number of the weight update.
-        samples: positions in the global batch.
-
-    Returns:
-        int32 [samples, 2] on the CPU: the two halves of each sample's 64-bit key.
-    """
+    """Keys of the samples of one step, by their positions in the global batch: int32 [samples, 2] on the CPU, the two
+    halves of each sample's 64-bit key."""
     keys = mix(np.asarray(samples, dtype=np.uint64) * GOLDEN + word(fold(seed, step)))
     return torch.from_numpy(keys.astype("<u8").view("<i4").reshape(-1, 2))
 
 
 def random_bits(keys: Tensor, layer: int, elements: int | Tensor) -> Tensor:
-    """Uniform 32-bit numbers for some elements of each sample.
-
-    Args:
-        keys: int32 [samples, 2] from `sample_keys`.
-        layer: key of the layer, from `layer_key`.
-        elements: int32 [elements], their positions in the whole sample; a number stands for so many from the first.
-            The bits of an element depend on its position alone, not on which others are asked for.
-
-    Returns:
-        int32 [samples, elements], uniform over all of int32.
-    """
+    """Numbers uniform over all of int32, [samples, elements], for some elements of each sample: `keys` are those of
+    `sample_keys`, `layer` is that of `layer_key`, and `elements`, int32 [elements], are positions in the whole sample;
+    a number stands for so many from the first. The bits of an element depend on its position alone, not on which others
+    are asked for."""
     if isinstance(elements, int):
         elements = torch.arange(elements, dtype=torch.int32, device=keys.device)
     counter = elements * STRIDE
@@ -68,16 +53,12 @@ def random_bits(keys: Tensor, layer: int, elements: int | Tensor) -> Tensor:
 
 
 def drop(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool = False, part: Tensor | None = None) -> Tensor:
-    """Zero the elements of each sample whose random bits say so, and scale the others up.
+    """Zero elements of `x`, [samples, ...], with probability `p`, or with `channels` whole channels, and scale the
+    others up.
 
-    Args:
-        x: [samples, ...]; with `channels` dim 1 is the channels.
-        keys: int32 [samples, 2] from `sample_keys`.
-        layer: key of the layer, from `layer_key`.
-        p: probability of being dropped.
-        channels: drop whole channels.
-        part: int32 [elements], or [channels] with `channels`: where those of a sample of `x` are in the whole sample;
-            None where `x` has all. They are numbered by dimension, whatever their order in memory.
+    `keys` and `layer` are as in `random_bits`; `part`, int32 [elements], or [channels] with `channels`, says where
+    those of a sample of `x` are in the whole sample, and is None where `x` has all. They are numbered by dimension,
+    whatever their order in memory.
     """
     if _fused(x):
         dropped: Tensor = torch.ops.convoy.drop(x, keys, layer, p, channels, part)
@@ -86,15 +67,8 @@ def drop(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool = False, 
 
 
 def one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
-    """What `random_bits` gives for the first element of each sample, for many layers at once.
-
-    Args:
-        keys: int32 [samples, 2] from `sample_keys`.
-        layers: int32 [layers], their keys.
-
-    Returns:
-        int32 [layers, samples].
-    """
+    """The `random_bits` of the first element of each sample, for many layers at once: int32 [layers, samples], from
+    keys int32 [samples, 2] and layers' keys int32 [layers]."""
     if _fused(keys):
         bits: Tensor = torch.ops.convoy.one_for_each(keys, layers)
         return bits
@@ -107,12 +81,12 @@ def threshold(p: float) -> int:
 
 
 def scale(p: float) -> float:
-    """By what elements are multiplied that are not dropped."""
+    """The factor of elements that are not dropped."""
     return 0.0 if p == 1.0 else 1.0 / (1.0 - p)
 
 
 def _fused(x: Tensor) -> bool:
-    """Whether one operation is to do it all: the hash is nothing but launches on a GPU, unless it is compiled."""
+    """Whether one operation does it all: the hash is nothing but launches on a GPU, unless it is compiled."""
     return x.device.type == "cuda" and not torch.compiler.is_compiling()
 
 
@@ -125,15 +99,15 @@ torch.library.define("convoy::one_for_each", "(Tensor keys, Tensor layers) -> Te
 @torch.library.impl("convoy::drop", "default")
 def _drop_on_gpu(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool, part: Tensor | None) -> Tensor:
     kernels = _kernels(x) if x.is_floating_point() else None
-    found: Tensor = (_drop if kernels is None else kernels.drop)(x, keys, layer, p, channels, part)
-    return found
+    result: Tensor = (_drop if kernels is None else kernels.drop)(x, keys, layer, p, channels, part)
+    return result
 
 
 @torch.library.impl("convoy::one_for_each", "default")
 def _one_for_each_on_gpu(keys: Tensor, layers: Tensor) -> Tensor:
     kernels = _kernels(keys)
-    found: Tensor = (_one_for_each if kernels is None else kernels.one_for_each)(keys, layers)
-    return found
+    bits: Tensor = (_one_for_each if kernels is None else kernels.one_for_each)(keys, layers)
+    return bits
 
 
 def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -142,7 +116,7 @@ def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def _drop_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The mask is made once more, so that none is kept."""
+    """The gradient of `drop`, whose mask is made once more, so that none is kept."""
     keys, part = ctx.saved_tensors
     return torch.ops.convoy.drop(gradient, keys, *ctx.options, part), None, None, None, None, None
 
@@ -183,5 +157,4 @@ def _signed(word: int) -> int:
 
 
 FIRST, SECOND = 0x7FEB352D, _signed(0x846CA68B)
-STRIDE = _signed(int(GOLDEN) >> 32)
-"""What torch.compile shall not see is made of a number of numpy's."""
+STRIDE = _signed(int(GOLDEN) >> 32)  # an int of Python: torch.compile must not see that it comes from a number of numpy

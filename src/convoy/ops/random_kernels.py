@@ -11,8 +11,7 @@ from torch import Tensor
 from convoy.ops.gpu import on_its_gpu
 from convoy.ops.random_bits import FIRST, SECOND, STRIDE, scale, threshold
 
-BLOCK = 1024
-"""Numbers that a program has in hand."""
+BLOCK = 1024  # numbers that a program holds at a time
 _FIRST = tl.constexpr(FIRST)
 _SECOND = tl.constexpr(SECOND)
 _STRIDE = tl.constexpr(STRIDE)
@@ -97,12 +96,12 @@ def drop(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool, part: Te
 
 def one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
     """`convoy::one_for_each`."""
-    found = keys.new_empty(len(layers), len(keys))
-    if found.numel():
+    bits = keys.new_empty(len(layers), len(keys))
+    if bits.numel():
         width = min(BLOCK, triton.next_power_of_2(len(keys)))
         with on_its_gpu(keys):
-            _one_for_each[(len(layers),)](keys, layers, found, len(keys), width=width)
-    return found
+            _one_for_each[(len(layers),)](keys, layers, bits, len(keys), width=width)
+    return bits
 
 
 @functools.cache

@@ -4,7 +4,7 @@ Chen et al., "Training deep nets with sublinear memory cost" (2016). The calls t
 stretches. Of a stretch only its inputs stay, and the backward pass begins by running it again. A redistribution always
 ends a stretch, so that what came from other ranks is among the inputs and is not sent again.
 
-Where to cut is decided by the bytes of one pass: of all cuts, those are taken whose peak is least, that is the largest
+Where to cut is decided by the bytes of one pass: of all cuts, those are chosen whose peak is least, that is the largest
 sum, over the stretches, of all inputs up to there and of what is inside the one that runs again. For equal layers these
 are the √n stretches of the paper.
 """
@@ -25,33 +25,30 @@ from convoy.plans.fit import nearest
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
 
+# which layers are recomputed beside those for which the network itself asks: none, all, or patterns of their names
 Recompute = bool | tuple[str, ...]
-"""Which layers are recomputed beside those for which the network asks itself: none, all, or patterns of their names."""
 
 _ROUNDS = 16
 
 
-def as_recompute(said: bool | Sequence[str]) -> Recompute:
-    """The same, from what a user has written.
-
-    Raises:
-        ConvoyError: it is neither true nor false nor a list of texts.
-    """
-    if isinstance(said, bool):
-        return said
-    if isinstance(said, str) or not isinstance(said, Sequence) or not all(isinstance(one, str) for one in said):
+def as_recompute(setting: bool | Sequence[str]) -> Recompute:
+    """A user's setting as a `Recompute`; a ConvoyError where it is neither true nor false nor a list of texts."""
+    if isinstance(setting, bool):
+        return setting
+    if (
+        isinstance(setting, str)
+        or not isinstance(setting, Sequence)
+        or not all(isinstance(pattern, str) for pattern in setting)
+    ):
         raise ConvoyError(
-            f"recompute={said!r} is unknown: it must be True, False, or a list of patterns, such as ['layer1.*']"
+            f"recompute={setting!r} is unknown: it must be True, False, or a list of patterns, such as ['layer1.*']"
         )
-    return tuple(said)
+    return tuple(setting)
 
 
 def check_recompute(recompute: Recompute, layers: Iterable[str]) -> None:
-    """Refuse patterns that match none of a network's layers.
-
-    Raises:
-        ConvoyError: the sentence names the pattern and the nearest that would match.
-    """
+    """Refuse patterns that match none of a network's layers, by a ConvoyError that names the nearest that would
+    match."""
     names = list(dict.fromkeys(layers))
     for pattern in () if isinstance(recompute, bool) else recompute:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -60,7 +57,7 @@ def check_recompute(recompute: Recompute, layers: Iterable[str]) -> None:
 
 
 def recomputing(graph: Graph, recompute: Recompute) -> Graph:
-    """The graph with the calls of these layers marked, beside those that are."""
+    """The graph with the calls of these layers marked, beside those that already are."""
     if recompute is False:
         return graph
     patterns = ("*",) if recompute is True else recompute
@@ -80,14 +77,11 @@ def with_recomputed(placement: Placement, recomputed: bool) -> Placement:
 
 
 def stretches(placement: Placement, tensors: KeptTensors | None = None) -> tuple[range, ...]:
-    """The calls of each stretch that is computed again, by their numbers; the same on every rank.
+    """The calls of each stretch that is computed again, by their numbers, in a network or a stage of it; the same on
+    every rank. `tensors` spares a second look at what it keeps.
 
     There are none where that would free nothing. The backward pass of a whole network follows its forward pass, so that
     it needs the activations at its end at once: these are not dropped. That of a stage follows when others have run.
-
-    Args:
-        placement: the network on its mesh, or a stage of it.
-        tensors: what it keeps, where that is known.
     """
     if not any(placed.call.recomputed for placed in placement.calls):
         return ()
@@ -95,18 +89,18 @@ def stretches(placement: Placement, tensors: KeptTensors | None = None) -> tuple
 
 
 def kept_in(tensors: KeptTensors, calls: range) -> set[Kept]:
-    """What calls keep, all together."""
+    """The tensors that any of the calls keeps."""
     return set().union(*(tensors.calls[number] for number in calls))
 
 
 def inputs_of(placement: Placement, tensors: KeptTensors, stretch: range) -> set[Kept]:
-    """What a stretch takes from before it, but for parameters and buffers."""
-    taken = (tensor for number in stretch for tensor in taken_by(placement, placement.calls[number], tensors))
-    return {tensor for tensor in taken if tensors.producers.get(tensor, -1) not in stretch}
+    """The tensors that a stretch reads from before it, except parameters and buffers."""
+    tensors_read = (tensor for number in stretch for tensor in taken_by(placement, placement.calls[number], tensors))
+    return {tensor for tensor in tensors_read if tensors.producers.get(tensor, -1) not in stretch}
 
 
 def taken_by(placement: Placement, placed: PlacedCall, tensors: KeptTensors) -> Iterator[Kept]:
-    """What a call takes, but for parameters, buffers and constants."""
+    """The tensors that a call reads, except parameters, buffers and constants."""
     for name in placed.call.inputs:
         if placement.graph.values[name].origin in ("call", "input"):
             yield tensors.tensor(name, placed.placed.inputs[name])
@@ -115,8 +109,8 @@ def taken_by(placement: Placement, placed: PlacedCall, tensors: KeptTensors) -> 
 class _Stretches:
     """Cuts the calls that are recomputed. Bytes are those of the first rank.
 
-    A tensor is there from the call that gives it (`producer`), as far as a call needs it in the backward pass
-    (`first`, the first that keeps it), and has to stay where a cut lies before the `last` one that needs it.
+    A tensor is there from the call that gives it (`producer`), as far as a call needs it in the backward pass (`first`,
+    the first that keeps it), and has to stay where a cut lies before the `last` one that needs it.
     """
 
     def __init__(self, placement: Placement, tensors: KeptTensors) -> None:
@@ -129,11 +123,11 @@ class _Stretches:
         cuts = self._cut(high)
         for _ in range(_ROUNDS):
             peak = (low + high) / 2
-            better = self._cut(peak)
-            if better is None:
+            lower_cuts = self._cut(peak)
+            if lower_cuts is None:
                 low = peak
             else:
-                high, cuts = peak, better
+                high, cuts = peak, lower_cuts
         assert cuts is not None
         self.cuts = cuts
         self.found = tuple(stretch for stretch in cuts if self._frees(stretch))
@@ -152,7 +146,7 @@ class _Stretches:
         inside, crossing, self._stays = np.zeros((size, size)), np.zeros((size, size)), np.zeros(size)
         self._last: dict[Kept, int] = {}
         self._total = 0.0
-        for tensor in (one for one in {**keepers, **readers} if one not in tensors.held):
+        for tensor in (candidate for candidate in {**keepers, **readers} if candidate not in tensors.held):
             num_bytes = self._bytes(tensor)
             keep, read = keepers.get(tensor, []), readers.get(tensor, [])
             self._total += num_bytes
@@ -173,24 +167,25 @@ class _Stretches:
         self._staying = np.concatenate([[0.0], np.cumsum(self._stays)])
 
     def _cut(self, peak: float) -> list[range] | None:
-        """The stretches of which least stays, where that and the inside of each are never more than a peak."""
-        held = np.full(self._count + 1, np.inf)
-        held[0] = 0.0
+        """The stretches that keep the fewest bytes, where these and the inside of each never exceed a peak; None if
+        there are none."""
+        kept_bytes = np.full(self._count + 1, np.inf)
+        kept_bytes[0] = 0.0
         begins = np.zeros(self._count, dtype=np.int64)
         for number in range(self._count):
             start = self._begins.get(number)
             if start is None:
-                held[number + 1] = held[number] + self._stays[number]
-                if held[number + 1] > peak:
+                kept_bytes[number + 1] = kept_bytes[number] + self._stays[number]
+                if kept_bytes[number + 1] > peak:
                     return None
                 continue
             places = slice(start, number + 1)
-            before = held[places] + self._staying[number + 1] - self._staying[places]
+            before = kept_bytes[places] + self._staying[number + 1] - self._staying[places]
             after = before + self._crossing[places, number]
             after = np.where(before + self._inside[places, number] <= peak, after, np.inf)
             best = int(np.argmin(after))
-            begins[number], held[number + 1] = start + best, after[best]
-            if not np.isfinite(held[number + 1]) and number + 1 not in self._begins:
+            begins[number], kept_bytes[number + 1] = start + best, after[best]
+            if not np.isfinite(kept_bytes[number + 1]) and number + 1 not in self._begins:
                 return None
         return list(self._segments(begins))[::-1]
 
@@ -219,19 +214,19 @@ class _Stretches:
 
 def _runs(placement: Placement) -> Iterator[range]:
     """The longest sequences of recomputed calls between which nothing is redistributed."""
-    seen: set[tuple[str, Layout]] = set()
+    targets_so_far: set[tuple[str, Layout]] = set()
     edges = []
     for number, placed in enumerate(placement.calls):
-        wanted = {(name, steps[-1].target) for name, steps in placed.transfers.items() if steps}
+        targets = {(name, steps[-1].target) for name, steps in placed.transfers.items() if steps}
         follows = number > 0 and _is_recomputed(placement.calls[number - 1]) == _is_recomputed(placed)
-        if not follows or wanted - seen:
+        if not follows or targets - targets_so_far:
             edges.append(number)
-        seen |= wanted
+        targets_so_far |= targets
     for start, stop in pairwise([*edges, len(placement.calls)]):
         if _is_recomputed(placement.calls[start]):
             yield range(start, stop)
 
 
 def _is_recomputed(placed: PlacedCall) -> bool:
-    """Not what changes buffers in a way of its own, which would change them again."""
+    """Whether a call runs again: not one that changes buffers in its own way, which would change them again."""
     return placed.call.recomputed and (placed.call.op == "batch_norm" or not placed.call.updates)

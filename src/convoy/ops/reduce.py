@@ -12,10 +12,10 @@ from convoy.plans.place import Placed, Situation
 
 
 def _reduce(call: TorchCall) -> Recognized | None:
-    found = call.bound(input=None, dim=None, keepdim=False, dtype=None)
-    dims = call.kwargs.get("axis", found["dim"])
+    arguments = call.bound(input=None, dim=None, keepdim=False, dtype=None)
+    dims = call.kwargs.get("axis", arguments["dim"])
     rank = len(call.shape(call.input))
-    if found["dtype"] is not None or rank == 0 or "keepdims" in call.kwargs:
+    if arguments["dtype"] is not None or rank == 0 or "keepdims" in call.kwargs:
         return None
     if call.values[call.input].dtype != call.outputs[0].dtype:
         return None
@@ -28,7 +28,7 @@ def _reduce(call: TorchCall) -> Recognized | None:
             "input": call.input,
             "function": call.name,
             "dims": tuple(sorted(dim % rank for dim in dims)),
-            "keepdim": bool(found["keepdim"]),
+            "keepdim": bool(arguments["keepdim"]),
         },
     )
 
@@ -37,21 +37,21 @@ def place(situation: Situation) -> Placed:
     """Sums and means over a divided dimension are partial sums; a maximum needs it whole."""
     call = situation.call
     source, output = call.attributes["input"], call.outputs[0]
-    given = situation.given.get(source, Layout())
-    linear = call.attributes["function"] in ("mean", "sum")
+    layout = situation.given.get(source, Layout())
+    is_linear = call.attributes["function"] in ("mean", "sum")
     dims = call.attributes["dims"]
-    kept = {dim: split for dim, split in given.splits if linear or dim not in dims}
-    partial = set(given.partial) if linear else set()
-    asked = Layout.of(kept, partial)
-    left = {}
-    for dim, split in kept.items():
+    input_splits = {dim: split for dim, split in layout.splits if is_linear or dim not in dims}
+    partial = set(layout.partial) if is_linear else set()
+    input_layout = Layout.of(input_splits, partial)
+    output_splits = {}
+    for dim, split in input_splits.items():
         if dim in dims:
             partial |= set(split.axes)
         else:
-            left[dim if call.attributes["keepdim"] else dim - sum(other < dim for other in dims)] = split
-    gathered = len(kept) < len(given.splits)
-    note = f"{call.attributes['function']} over a divided dimension: it is whole" if gathered else ""
-    return Placed({source: asked}, {output: Layout.of(left, partial)}, note)
+            output_splits[dim if call.attributes["keepdim"] else dim - sum(d < dim for d in dims)] = split
+    is_gathered = len(input_splits) < len(layout.splits)
+    note = f"{call.attributes['function']} over a divided dimension: it is whole" if is_gathered else ""
+    return Placed({source: input_layout}, {output: Layout.of(output_splits, partial)}, note)
 
 
 def _build(site: Site) -> Kernel:

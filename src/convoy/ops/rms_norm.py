@@ -20,8 +20,8 @@ from convoy.ops.shared_statistics import affine
 
 
 def _rms_norm(call: TorchCall) -> Recognized:
-    found = call.bound(input=None, normalized_shape=None, weight=None, eps=None)
-    return Recognized("rms_norm", {**found, "normalized_shape": tuple(found["normalized_shape"])})
+    arguments = call.bound(input=None, normalized_shape=None, weight=None, eps=None)
+    return Recognized("rms_norm", {**arguments, "normalized_shape": tuple(arguments["normalized_shape"])})
 
 
 def _build(site: Site) -> Kernel:

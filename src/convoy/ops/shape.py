@@ -31,8 +31,8 @@ def _permute(call: TorchCall) -> Recognized:
 def _transpose(call: TorchCall) -> Recognized:
     rank = len(call.output)
     names = ("axis0", "axis1") if "axis0" in call.kwargs or "axis1" in call.kwargs else ("dim0", "dim1")
-    found = call.bound(input=None, **dict.fromkeys(names, 0))
-    a, b = (found[name] % rank for name in names)
+    arguments = call.bound(input=None, **dict.fromkeys(names, 0))
+    a, b = (arguments[name] % rank for name in names)
     order = list(range(rank))
     order[a], order[b] = b, a
     return _permuted(call, order)
@@ -40,12 +40,15 @@ def _transpose(call: TorchCall) -> Recognized:
 
 def _move(call: TorchCall) -> Recognized:
     rank = len(call.output)
-    found = call.bound(input=None, source=0, destination=0)
-    ends = [(value,) if isinstance(value, int) else tuple(value) for value in (found["source"], found["destination"])]
+    arguments = call.bound(input=None, source=0, destination=0)
+    ends = [
+        (value,) if isinstance(value, int) else tuple(value)
+        for value in (arguments["source"], arguments["destination"])
+    ]
     sources, targets = ([dim % rank for dim in dims] for dims in ends)
     rest = iter(dim for dim in range(rank) if dim not in sources)
-    placed = dict(zip(targets, sources, strict=True))
-    return _permuted(call, [placed[dim] if dim in placed else next(rest) for dim in range(rank)])
+    source_of = dict(zip(targets, sources, strict=True))
+    return _permuted(call, [source_of[dim] if dim in source_of else next(rest) for dim in range(rank)])
 
 
 def _t(call: TorchCall) -> Recognized:
@@ -78,28 +81,27 @@ def _place_permute(situation: Situation) -> Placed:
     source = call.attributes["input"]
     layout = situation.given.get(source, Layout())
     order = tuple(call.attributes["order"])
-    after = Layout.of({order.index(dim): split for dim, split in layout.splits}, layout.partial)
-    return Placed({source: layout}, {call.outputs[0]: after})
+    result_layout = Layout.of({order.index(dim): split for dim, split in layout.splits}, layout.partial)
+    return Placed({source: layout}, {call.outputs[0]: result_layout})
 
 
 def _place_reshape(situation: Situation) -> Placed:
     """Dimensions that are merged give one list of indices; one that is divided keeps its split where that cuts between
-    the new dimensions, and is asked for whole where it does not.
-    """
+    the new dimensions, and is asked for whole where it does not."""
     call = situation.call
     source, output = call.attributes["input"], call.outputs[0]
     layout = situation.given.get(source, Layout())
     shape, out_shape = situation.shape(source), situation.shape(output)
-    kept: dict[int, Split] = {}
-    after: dict[int, Split] = {}
+    input_splits: dict[int, Split] = {}
+    output_splits: dict[int, Split] = {}
     for dims, out_dims in matching_dims(shape, out_shape):
         splits = {dim: split for dim, split in layout.splits if dim in dims}
-        merged = _merge(situation, shape, dims, splits) if splits else None
-        found = _divide(merged, [out_shape[dim] for dim in out_dims]) if merged else None
-        if found is not None:
-            kept |= splits
-            after[out_dims[found[0]]] = found[1]
-    return Placed({source: Layout.of(kept, layout.partial)}, {output: Layout.of(after, layout.partial)})
+        merged_split = _merge(situation, shape, dims, splits) if splits else None
+        divided_split = _divide(merged_split, [out_shape[dim] for dim in out_dims]) if merged_split else None
+        if divided_split is not None:
+            input_splits |= splits
+            output_splits[out_dims[divided_split[0]]] = divided_split[1]
+    return Placed({source: Layout.of(input_splits, layout.partial)}, {output: Layout.of(output_splits, layout.partial)})
 
 
 def matching_dims(shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
@@ -121,18 +123,18 @@ def matching_dims(shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Iterato
 
 
 def _merge(situation: Situation, shape: tuple[int, ...], dims: list[int], splits: dict[int, Split]) -> Split | None:
-    """One split of the merged dimensions, over all axes of theirs."""
+    """One split of the merged dimensions, over all their axes."""
     mesh = situation.mesh
     axes = tuple(sorted(axis for split in splits.values() for axis in split.axes))
     if len(axes) != len(set(axes)):
         return None
     parts = []
     for place in mesh.group((0,) * len(mesh.sizes), axes):
-        own = [
+        local_parts = [
             splits[dim].parts[mesh.index(place, splits[dim].axes)] if dim in splits else range(shape[dim])
             for dim in dims
         ]
-        parts.append(_flattened(own, [shape[dim] for dim in dims]))
+        parts.append(_flattened(local_parts, [shape[dim] for dim in dims]))
     return Split(axes, tuple(parts))
 
 
@@ -146,7 +148,7 @@ def _flattened(parts: list[Indices], sizes: list[int]) -> Indices:
 
 
 def _divide(split: Split, sizes: list[int]) -> tuple[int, Split] | None:
-    """The one dimension of those that a merged dimension is divided into along which the parts are cut, if any."""
+    """The dimension, of those into which a merged one is divided, along which the parts are cut, if there is one."""
     for dim, size in enumerate(sizes):
         before, inner = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
         parts = tuple(_along(part, before, size, inner) for part in split.parts)
@@ -156,28 +158,27 @@ def _divide(split: Split, sizes: list[int]) -> tuple[int, Split] | None:
 
 
 def _along(part: Indices, before: int, size: int, inner: int) -> Indices | None:
-    """The indices of a dimension, if the part is all of the others for some of its indices; otherwise None."""
+    """The indices of a dimension, if the part is the whole of all other dimensions for some of its indices; otherwise
+    None."""
     if len(part) % (before * inner) if before * inner else True:
         return None
     count = len(part) // (before * inner)
     if isinstance(part, range) and before == 1:
-        aligned = part.start % inner == 0
-        return range(part.start // inner, part.start // inner + count) if aligned else None
-    chosen = [index // inner % size for index in part[: count * inner : inner]]
+        is_aligned = part.start % inner == 0
+        return range(part.start // inner, part.start // inner + count) if is_aligned else None
+    numbers = [index // inner % size for index in part[: count * inner : inner]]
     flat = (
-        (outer * size + index) * inner + rest for outer in range(before) for index in chosen for rest in range(inner)
+        (outer * size + index) * inner + rest for outer in range(before) for index in numbers for rest in range(inner)
     )
-    return indices(chosen) if all(a == b for a, b in zip(part, flat, strict=True)) else None
+    return indices(numbers) if all(a == b for a, b in zip(part, flat, strict=True)) else None
 
 
 def _build_reshape(site: Site) -> Kernel:
-    """To the rank's own shape of the result."""
     shape = site.local_shape(site.call.outputs[0])
     return lambda x: [x.reshape(shape)]
 
 
 def _build_permute(site: Site) -> Kernel:
-    """In the call's order."""
     order = tuple(site.call.attributes["order"])
 
     def kernel(x: Tensor) -> list[Tensor]:

@@ -39,14 +39,10 @@ from convoy.ops.statistics import Following, add_term
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that hold parts of the same channels.
-
-    Attributes:
-        counts: how many numbers of each channel every rank has.
-    """
+    """The ranks that hold parts of the same channels."""
 
     group: ProcessGroup
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # how many numbers of each channel every rank has
 
     @property
     def total(self) -> int:
@@ -55,31 +51,24 @@ class Holders:
 
     @property
     def own_share(self) -> float:
-        """Which share of them this rank has."""
+        """This rank's share of them."""
         return self.counts[self.group.rank()] / self.total
 
     @cached_property
     def shares(self) -> Constants:
-        """Which share of them each rank has: [ranks]."""
+        """Each rank's share of them: [ranks]."""
         return Constants([count / self.total for count in self.counts])
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A batch norm.
+    """A batch norm of this rank's part."""
 
-    Attributes:
-        x: [samples, channels, ...], this rank's part, perhaps without samples.
-        weight, bias: [channels] or None.
-        running: brought up to date; None where nobody keeps them.
-        eps: added to the variance.
-    """
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    running: Following | None
-    eps: float
+    x: Tensor  # [samples, channels, ...], perhaps without samples
+    weight: Tensor | None  # [channels] or None
+    bias: Tensor | None  # [channels] or None
+    running: Following | None  # updated by the call; None where nobody keeps them
+    eps: float  # added to the variance
 
 
 def normalize_together(
@@ -92,14 +81,8 @@ def normalize_together(
     relu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Normalize by the mean and variance over all ranks: this rank's part of the result.
-
-    Args:
-        x, weight, bias, running, eps: as in `Branch`.
-        holders: the ranks that have the other parts.
-        relu: whether a ReLU follows at once.
-        residual: of the shape of `x`, added before that.
-    """
+    """Normalize by the mean and variance over all ranks: this rank's part of the result. The first arguments are those
+    of `Branch`; `residual`, of the shape of `x`, is added before the ReLU that may follow."""
     if not at_once(x):
         return ended(_OnCpu.apply(x, weight, bias, running, eps, holders), residual, relu)
     branch = Branch(x, weight, bias, running, eps)
@@ -118,37 +101,41 @@ def normalize_both(first: Branch, second: Branch, holders: Holders, relu: bool) 
 
 def _on_gpu(branches: Sequence[Branch], holders: Holders, relu: bool, residual: Tensor | None) -> Tensor:
     tensors = [tensor for branch in branches for tensor in (branch.x, branch.weight, branch.bias)]
-    followed = tuple((branch.running, branch.eps) for branch in branches)
-    result: Tensor = _OnGpu.apply(followed, holders, relu, residual, *tensors)
+    statistics = tuple((branch.running, branch.eps) for branch in branches)
+    result: Tensor = _OnGpu.apply(statistics, holders, relu, residual, *tensors)
     return result
 
 
 class _OnGpu(torch.autograd.Function):
-    """The sum of batch norms and perhaps of something else, with a ReLU perhaps. They exchange one message each way."""
+    """The sum of batch norms, and perhaps of a residual, perhaps with a ReLU. They exchange one message each way."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        followed: tuple[tuple[Following | None, float], ...],
+        buffers_and_eps: tuple[tuple[Following | None, float], ...],
         holders: Holders,
         relu: bool,
         residual: Tensor | None,
         *tensors: Tensor | None,
     ) -> Tensor:
-        given = [tensors[place : place + 3] for place in range(0, len(tensors), 3)]
-        inputs = [arranged(x) for x, _, _ in given]  # type: ignore[arg-type]
+        branches = [tensors[place : place + 3] for place in range(0, len(tensors), 3)]
+        inputs = [arranged(x) for x, _, _ in branches]  # type: ignore[arg-type]
         inputs = [inputs[0], *(arranged_as(inputs[0], x) for x in inputs[1:])]
-        found = [_run("channel_moments", x) for x in inputs]
-        gathered = exchanged(all_gather, _stacked(found), holders.group)
+        moments_of_rank = [_run("channel_moments", x) for x in inputs]
+        gathered = exchanged(all_gather, _stacked(moments_of_rank), holders.group)
         y = None if residual is None else arranged_as(inputs[0], residual)
         saved: list[Tensor | None] = []
-        for number, (x, (_, weight, bias), (running, eps)) in enumerate(zip(inputs, given, followed, strict=True)):
-            moments = gathered if len(given) == 1 else gathered[:, number]
+        for number, (x, (_, weight, bias), (running, eps)) in enumerate(
+            zip(inputs, branches, buffers_and_eps, strict=True)
+        ):
+            moments = gathered if len(branches) == 1 else gathered[:, number]
             buffers = () if running is None else (running.mean, running.var, running.count, running.momentum)
-            ends = relu and number == len(given) - 1
-            y, statistics = _run("normalize_shared", x, moments, weight, bias, y, *(buffers or (None,) * 4), eps, ends)
+            with_relu = relu and number == len(branches) - 1
+            y, statistics = _run(
+                "normalize_shared", x, moments, weight, bias, y, *(buffers or (None,) * 4), eps, with_relu
+            )
             saved += [x, weight, bias, statistics]
-        has_sum = residual is not None or len(given) > 1
+        has_sum = residual is not None or len(branches) > 1
         ctx.save_for_backward(y if relu and has_sum else None, *saved)
         ctx.holders, ctx.relu, ctx.has_residual = holders, relu, residual is not None
         assert y is not None
@@ -158,22 +145,24 @@ class _OnGpu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         y, *saved = ctx.saved_tensors
-        given = [saved[place : place + 4] for place in range(0, len(saved), 4)]
-        dy, relu = arranged_as(given[0][0], gradient), ctx.relu and y is None
-        found = []
-        for x, weight, bias, statistics in given:
+        branches = [saved[place : place + 4] for place in range(0, len(saved), 4)]
+        dy, relu = arranged_as(branches[0][0], gradient), ctx.relu and y is None
+        branch_sums = []
+        for x, weight, bias, statistics in branches:
             sums, shift, slope, masked = _run("shared_gradient_sums", dy, x, y, weight, bias, statistics, relu)
             if y is not None:  # once: behind the ReLU the gradient is that of every term of the sum
                 dy, y = masked, None
-            found.append((sums, shift, slope))
+            branch_sums.append((sums, shift, slope))
         needed, gradients = ctx.needs_input_grad[4:], []
-        wanted = [needed[3 * number] for number in range(len(given))]
-        if any(wanted):
-            totals = all_reduce(_stacked([sums for sums, _, _ in found]), ctx.holders.group)
-        for number, ((x, weight, bias, statistics), (_, shift, slope)) in enumerate(zip(given, found, strict=True)):
+        needs_dx = [needed[3 * number] for number in range(len(branches))]
+        if any(needs_dx):
+            totals = all_reduce(_stacked([sums for sums, _, _ in branch_sums]), ctx.holders.group)
+        for number, ((x, weight, bias, statistics), (_, shift, slope)) in enumerate(
+            zip(branches, branch_sums, strict=True)
+        ):
             dx = None
-            if wanted[number]:
-                total = totals if len(given) == 1 else totals[number]
+            if needs_dx[number]:
+                total = totals if len(branches) == 1 else totals[number]
                 numbers = x, weight, bias, statistics, total, ctx.holders.total
                 dx = _run("shared_input_gradient", dy, *numbers, relu)
             has_weight, has_bias = needed[3 * number + 1 : 3 * number + 3]
@@ -188,15 +177,15 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 def own_moments(x: Tensor) -> Tensor:
     """Mean and biased variance of this rank's part, [2, channels]: of torch's operations, to be compiled."""
     if x.numel() == 0:
-        return torch.stack([x.sum(_others(x), dtype=wide_type(x.dtype))] * 2)
-    var, mean = torch.var_mean(x.to(wide_type(x.dtype)), _others(x), correction=0)
+        return torch.stack([x.sum(_summed_dims(x), dtype=wide_type(x.dtype))] * 2)
+    var, mean = torch.var_mean(x.to(wide_type(x.dtype)), _summed_dims(x), correction=0)
     return torch.stack([mean, var])
 
 
 def all_moments(own: Tensor, running: Following | None, holders: Holders) -> Tensor:
-    """Those of all ranks together, from `own_moments` of each."""
-    found: Tensor = _Combine.apply(own, running, holders)
-    return found
+    """The moments over all ranks, from `own_moments` of each."""
+    moments: Tensor = _Combine.apply(own, running, holders)
+    return moments
 
 
 def normalize_by(x: Tensor, weight: Tensor | None, bias: Tensor | None, moments: Tensor, eps: float) -> Tensor:
@@ -252,9 +241,9 @@ def _moments(x: Tensor) -> Tensor:
         return _fake_moments(x).zero_()
     kernels = batch_norm_kernels(x)
     if kernels is not None:
-        found: Tensor = kernels.moments(x, (len(x),))[0]
-        return found
-    var, mean = torch.var_mean(x.to(wide_type(x.dtype)), _others(x), correction=0)
+        moments: Tensor = kernels.moments(x, (len(x),))[0]
+        return moments
+    var, mean = torch.var_mean(x.to(wide_type(x.dtype)), _summed_dims(x), correction=0)
     count = x.numel() // x.shape[1]
     return torch.stack([torch.full_like(mean, count), mean, var * count])
 
@@ -272,12 +261,12 @@ def _normalize(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of the result, from the moments of all, [ranks, 3, channels]; mean and 1 / √(variance + eps),
-    [1, 2, channels]."""
+    """This rank's part of the result, from the moments of all ranks, [ranks, 3, channels]; mean and 1 / √(variance +
+    eps), [1, 2, channels]."""
     kernels, buffers = batch_norm_kernels(x), (running_mean, running_var, count, momentum)
     if kernels is not None:
-        ends = (len(x),), eps, relu, False
-        y, statistics, _ = kernels.normalize(x, gathered, weight, bias, residual, *buffers, *ends)
+        settings = (len(x),), eps, relu, False
+        y, statistics, _ = kernels.normalize(x, gathered, weight, bias, residual, *buffers, *settings)
         return y, statistics
     counts, means, squares = gathered.unbind(1)
     total = counts.sum(0)
@@ -301,7 +290,7 @@ def _gradient_sums(
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sums of dy and of dy · x̂ over this rank's part: together, [1, 2, channels], to be added up over all ranks;
-    one by one; and the gradient behind the ReLU, where its result `y` is given, or else nothing."""
+    one by one; and the gradient behind the ReLU, or nothing where its result `y` is not given."""
     kernels = batch_norm_kernels(x) if x.numel() else None
     if kernels is not None:
         sums, shift, slope, masked = kernels.gradient_sums(
@@ -311,7 +300,7 @@ def _gradient_sums(
         masked = None if y is None else gradient.masked_fill(y <= 0, 0)
         dy, relu = gradient if masked is None else masked, relu and y is None
         sums = gradient_sums(dy[None], x[None], weight, bias, statistics, relu)
-        shift, slope = (each.clone() for each in sums[0].unbind(0))  # results must not share memory
+        shift, slope = (total.clone() for total in sums[0].unbind(0))  # results must not share memory
     return sums, shift, slope, gradient.new_empty(0) if masked is None else masked
 
 
@@ -330,8 +319,8 @@ def _input_gradient(
     kernels, numbers = batch_norm_kernels(x), (weight, bias, statistics)
     if kernels is None:
         return input_gradient(gradient[None], x[None], *numbers, sums / total, relu)[0]
-    found: Tensor = kernels.input_gradient(gradient, x, *numbers, sums, (len(x),), total, relu)[0]
-    return found
+    dx: Tensor = kernels.input_gradient(gradient, x, *numbers, sums, (len(x),), total, relu)[0]
+    return dx
 
 
 def _fake_moments(x: Tensor) -> Tensor:
@@ -370,12 +359,12 @@ def _run(operation: str, x: Tensor, *rest: Any) -> Any:
     return run(x, *rest)
 
 
-def _others(x: Tensor) -> list[int]:
+def _summed_dims(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 class _OnCpu(torch.autograd.Function):
-    """By the loops of the plain layer."""
+    """Batch norm by the loops of torch's plain layer."""
 
     @staticmethod
     def forward(
@@ -387,10 +376,10 @@ class _OnCpu(torch.autograd.Function):
         eps: float,
         holders: Holders,
     ) -> Tensor:
-        own = unused = torch.zeros(2, x.shape[1], dtype=(x if weight is None else weight).dtype, device=x.device)
+        moments = unused = torch.zeros(2, x.shape[1], dtype=(x if weight is None else weight).dtype, device=x.device)
         if x.numel():
-            own = torch.stack(torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0))  # they only say the type
-        gathered = exchanged(all_gather, own, holders.group)
+            moments = torch.stack(torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0))  # they only say the type
+        gathered = exchanged(all_gather, moments, holders.group)
         shares = holders.shares.like(gathered)[:, None, None]
         mean, var = (gathered * shares).sum(0).unbind(0)
         var = var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)

@@ -16,19 +16,12 @@ from convoy.ops.context import exchanged
 
 @dataclass(frozen=True)
 class Sharing:
-    """How groups of channels lie over ranks.
+    """How groups of channels lie over ranks."""
 
-    Attributes:
-        group: the ranks that have parts of the same samples.
-        membership: for each of this rank's channels, the group that it belongs to.
-        shares: for each rank and group, which share of the group's elements the rank has.
-        total: elements of a group on all ranks.
-    """
-
-    group: ProcessGroup
-    membership: tuple[int, ...]
-    shares: tuple[tuple[float, ...], ...]
-    total: int
+    group: ProcessGroup  # the ranks that have parts of the same samples
+    membership: tuple[int, ...]  # the group of each of this rank's channels
+    shares: tuple[tuple[float, ...], ...]  # by rank and group: the rank's share of the group's elements
+    total: int  # elements of a group on all ranks
 
     def add_up(self, x: Tensor) -> Tensor:
         """Add up the channels of each group: [..., channels] to [..., groups]."""
@@ -45,7 +38,6 @@ class Sharing:
 
     @functools.cached_property
     def rank_shares(self) -> Constants:
-        """`shares`, as a tensor."""
         return Constants(self.shares)
 
     @functools.cached_property

@@ -45,41 +45,41 @@ def _range(item: int | slice, size: int) -> Range:
 
 
 def _narrow(call: TorchCall) -> Recognized | None:
-    found = call.bound(input=None, dim=0, start=0, length=0)
-    dim = found["dim"] % len(call.shape(call.input))
-    if not isinstance(found["start"], int):
+    arguments = call.bound(input=None, dim=0, start=0, length=0)
+    dim = arguments["dim"] % len(call.shape(call.input))
+    if not isinstance(arguments["start"], int):
         return None
-    start = found["start"] % max(1, call.shape(call.input)[dim])
-    return _select(call, {dim: (start, start + found["length"], 1)})
+    start = arguments["start"] % max(1, call.shape(call.input)[dim])
+    return _select(call, {dim: (start, start + arguments["length"], 1)})
 
 
 def _one(call: TorchCall) -> Recognized | None:
-    found = call.bound(input=None, dim=0, index=0)
+    arguments = call.bound(input=None, dim=0, index=0)
     sizes = call.shape(call.input)
-    dim = found["dim"] % len(sizes)
-    return _select(call, {dim: found["index"] % sizes[dim]})
+    dim = arguments["dim"] % len(sizes)
+    return _select(call, {dim: arguments["index"] % sizes[dim]})
 
 
 def _place_range(situation: Situation) -> Placed:
-    """Nothing is sent; a dimension from which one index is taken is asked for whole."""
+    """Nothing is sent; a dimension from which a single index is selected is asked for whole."""
     call = situation.call
     source, output = call.attributes["input"], call.outputs[0]
-    given = situation.given.get(source, Layout())
+    layout = situation.given.get(source, Layout())
     ranges = call.attributes["ranges"]
-    kept: dict[int, Split] = {}
-    left: dict[int, Split] = {}
+    input_splits: dict[int, Split] = {}
+    output_splits: dict[int, Split] = {}
     out_dim = 0
-    for dim, chosen in enumerate(ranges):
-        if isinstance(chosen, int):
+    for dim, selection in enumerate(ranges):
+        if isinstance(selection, int):
             continue
-        split = given.split(dim)
+        split = layout.split(dim)
         if split is not None:
-            kept[dim] = split
-            left[out_dim] = Split(split.axes, tuple(within(part, range(*chosen)) for part in split.parts))
+            input_splits[dim] = split
+            output_splits[out_dim] = Split(split.axes, tuple(within(part, range(*selection)) for part in split.parts))
         out_dim += 1
-    gathered = len(kept) < len(given.splits)
-    note = "one index of a divided dimension: it is whole" if gathered else ""
-    return Placed({source: Layout.of(kept)}, {output: Layout.of(left)}, note)
+    is_gathered = len(input_splits) < len(layout.splits)
+    note = "one index of a divided dimension: it is whole" if is_gathered else ""
+    return Placed({source: Layout.of(input_splits)}, {output: Layout.of(output_splits)}, note)
 
 
 def within(part: Indices, chosen: range) -> Indices:
@@ -96,7 +96,7 @@ def _build_range(site: Site) -> Kernel:
     """Of each dimension the rank's own indices that are in the slice."""
     call = site.call
     source, ranges = call.attributes["input"], call.attributes["ranges"]
-    steps = [_step(dim, one, site.parts(source, dim)) for dim, one in enumerate(ranges)]
+    steps = [_step(dim, selection, site.parts(source, dim)) for dim, selection in enumerate(ranges)]
 
     def kernel(x: Tensor) -> list[Tensor]:
         for step in reversed(steps):
@@ -106,15 +106,15 @@ def _build_range(site: Site) -> Kernel:
     return kernel
 
 
-def _step(dim: int, chosen: int | tuple[int, int, int], part: Indices) -> Callable[[Tensor], Tensor]:
-    if isinstance(chosen, int):
-        return lambda x: x.select(dim, chosen)
-    return taking(dim, places(part, range(*chosen)), len(part))
+def _step(dim: int, selection: int | tuple[int, int, int], part: Indices) -> Callable[[Tensor], Tensor]:
+    if isinstance(selection, int):
+        return lambda x: x.select(dim, selection)
+    return taking(dim, places(part, range(*selection)), len(part))
 
 
 def _split(call: TorchCall) -> Recognized:
-    found = call.bound(input=None, pieces=None, dim=0)
-    dim = found["dim"] % len(call.shape(call.input))
+    arguments = call.bound(input=None, pieces=None, dim=0)
+    dim = arguments["dim"] % len(call.shape(call.input))
     sizes = tuple(output.shape[dim] for output in call.outputs)
     return Recognized("split", {"input": call.input, "dim": dim, "sizes": sizes})
 
@@ -123,17 +123,17 @@ def _place_chunks(situation: Situation) -> Placed:
     """Nothing is sent; a rank may be left with nothing of some chunk."""
     call = situation.call
     source = call.attributes["input"]
-    given = situation.given.get(source, Layout())
+    layout = situation.given.get(source, Layout())
     dim = call.attributes["dim"]
-    others = {other: split for other, split in given.splits if other != dim}
-    divided = given.split(dim)
+    other_splits = {other_dim: split for other_dim, split in layout.splits if other_dim != dim}
+    split = layout.split(dim)
     outputs = {}
     for name, chunk in zip(call.outputs, consecutive(call.attributes["sizes"]), strict=True):
-        splits = dict(others)
-        if divided is not None:
-            splits[dim] = Split(divided.axes, tuple(within(part, chunk) for part in divided.parts))
+        splits = dict(other_splits)
+        if split is not None:
+            splits[dim] = Split(split.axes, tuple(within(part, chunk) for part in split.parts))
         outputs[name] = Layout.of(splits)
-    return Placed({source: Layout.of(dict(given.splits))}, outputs)
+    return Placed({source: Layout.of(dict(layout.splits))}, outputs)
 
 
 def _build_chunks(site: Site) -> Kernel:

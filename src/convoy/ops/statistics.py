@@ -2,7 +2,7 @@
 
 Each microbatch adds one term to the running statistics, r ← (1 − m)·r + m·s, where s is its mean or its unbiased
 variance. The order of the terms is that of the microbatches in the global batch, so the ranks note the terms of an
-update, and bring the buffers up to date together at its end.
+update, and update the buffers together at its end.
 """
 
 import functools
@@ -24,46 +24,34 @@ from convoy.plans.mesh import Axes
 
 @dataclass(frozen=True)
 class Following:
-    """Running mean and variance, [channels] each, which a pass brings up to date.
-
-    Attributes:
-        momentum: weight of what the pass sees; None for one by the number of terms.
-        count: this number, with the term that is to come.
-    """
+    """Running mean and variance, [channels] each, which a pass updates."""
 
     mean: Tensor
     var: Tensor
-    momentum: float | None
-    count: Tensor | None = None
+    momentum: float | None  # weight of the new term; None for 1 by the number of terms
+    count: Tensor | None = None  # the number of terms, with the new one
 
 
 @dataclass(frozen=True)
 class Running:
-    """The buffers of one layer, on this rank.
+    """The buffers of one layer, on this rank."""
 
-    Attributes:
-        name: of the running mean; calls that share the buffers share the name.
-        mean, var: [channels].
-        count: number of terms so far, with those that are still to be applied; None where the layer does not count.
-        momentum: weight of a term; None weighs all terms alike.
-        axes: mesh axes over which the layer's samples are divided.
-    """
-
-    name: str
-    mean: Tensor
-    var: Tensor
+    name: str  # of the running mean; calls that share the buffers share the name
+    mean: Tensor  # [channels]
+    var: Tensor  # [channels]
+    # number of terms so far, with those that are still to be applied; None where the layer does not count
     count: Tensor | None
-    momentum: float | None
-    axes: Axes = ()
+    momentum: float | None  # weight of a term; None weighs all terms equally
+    axes: Axes = ()  # mesh axes over which the layer's samples are divided
 
 
+# for every pass and each microbatch on all ranks: its first sample's position in the global batch, and its rank
 Passes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""Of every pass, for each microbatch on all ranks, its first sample's position in the global batch and who has it."""
 
 
 @dataclass
 class _Layer:
-    """What a layer noted since the last time: its passes, and the terms of this rank's microbatches in each."""
+    """A layer's records since the last `fold`: its passes, and the terms of this rank's microbatches in each."""
 
     running: Running
     passes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -71,17 +59,14 @@ class _Layer:
 
 
 class RunningStatistics:
-    """Collects what the batch norm layers of a network see in one update, and brings their buffers up to date.
+    """Collects the statistics of a network's batch norm layers in one update, and updates their buffers.
 
     Layers that saw the same microbatches, as all of a network usually do, are one vector. Then one of two ways:
 
-    - Every rank adds up its own terms with the weights that their places in the order give them, (1 − m)^k · m for
-      one that k others follow, and the sums of all ranks are added. What is sent does not depend on their number.
-    - In order: every rank has all terms and applies one after the other. The result has the same bits however the
-      microbatches are divided.
-
-    Attributes:
-        in_order: whether it is the second: for reproducible runs.
+    - Every rank adds up its own terms with the weights that their places in the order give them, (1 − m)^k · m for one
+      that k others follow, and the sums of all ranks are added. The size of messages does not depend on their number.
+    - `in_order`, for reproducible runs: every rank has all terms and applies one after the other. The result has the
+      same bits however the microbatches are divided.
     """
 
     def __init__(self, in_order: bool = False) -> None:
@@ -92,46 +77,37 @@ class RunningStatistics:
         self._weights: dict[tuple[Passes, int, float | None], Constants] = {}
 
     def record(self, running: Running, starts: Sequence[int], owners: Sequence[int], own: Tensor | None = None) -> None:
-        """Note one pass through a layer.
-
-        Args:
-            running: the layer's buffers.
-            starts: for every microbatch of the pass on all ranks, its first sample's position in the global batch.
-            owners: for every microbatch, the rank along `running.axes` that has it; -1 where it has no samples.
-            own: the terms of this rank's microbatches, in order: [microbatches, 2, channels].
-        """
+        """Note one pass through a layer: for every microbatch of it on all ranks, its first sample's position in the
+        global batch, and the rank along `running.axes` that has it, -1 where it has no samples; `own` are the terms of
+        this rank's microbatches, in order, [microbatches, 2, channels]."""
         layer = self._layers.setdefault(running.name, _Layer(running))
         layer.passes.append((tuple(starts), tuple(owners)))
         if own is not None:
             layer.own.append(own)
 
     def record_left_out(self, starts: Sequence[int], owners: Sequence[int]) -> None:
-        """Note a pass in which only other ranks have microbatches, and which this one does not run.
-
-        All layers then hold the same samples, and this rank runs another pass of the same update.
-        """
+        """Note a pass in which only other ranks have microbatches, and which this one does not run. All layers then
+        hold the same samples, and this rank runs another pass of the same update."""
         self._left_out.append((tuple(starts), tuple(owners)))
 
     def record_local(self, running: Running) -> None:
-        """Note a layer whose buffers each rank has updated by the samples of its own."""
+        """Note a layer whose buffers each rank has updated by its own samples."""
         self._local[running.name] = running
 
     @torch.no_grad()
     def fold(self, groups: Groups | None = None) -> None:
-        """Apply all terms since the last time; all ranks must call it together.
-
-        Buffers that every rank has updated by itself become their mean over the ranks.
-        """
+        """Apply all terms since the last time; all ranks must call it together. Buffers that every rank has updated by
+        itself become their mean over the ranks."""
         if self._left_out:
             for layer in self._layers.values():
                 self._add_left_out(layer)
-        alike: dict[tuple[Any, ...], list[_Layer]] = {}
+        by_kind: dict[tuple[Any, ...], list[_Layer]] = {}
         for layer in self._layers.values():
-            alike.setdefault(_kind(layer, self.in_order), []).append(layer)
-        for axes in sorted({key[0] for key in alike}):
+            by_kind.setdefault(_kind(layer, self.in_order), []).append(layer)
+        for axes in sorted({key[0] for key in by_kind}):
             group = None if groups is None else groups.of(axes)
             rank = 0 if groups is None else groups.mesh.index(groups.coordinates, axes)
-            vectors = [_Vector(layers, rank) for key, layers in alike.items() if key[0] == axes]
+            vectors = [_Vector(layers, rank) for key, layers in by_kind.items() if key[0] == axes]
             if self.in_order:
                 _apply_in_order(vectors, group, 1 if groups is None else groups.mesh.size(axes))
             else:
@@ -141,30 +117,29 @@ class RunningStatistics:
         self.abandon()
 
     def abandon(self) -> None:
-        """Forget what was noted since the last time."""
         self._layers, self._local, self._left_out = {}, {}, []
 
     def _add_left_out(self, layer: _Layer) -> None:
-        """What the layer would have noted, as often in a pass as it is called."""
+        """Add the records of passes left out, as often in a pass as the layer is called."""
         calls = sum(starts == layer.passes[-1][0] for starts, _ in layer.passes)
         layer.passes += [left_out for left_out in self._left_out for _ in range(calls)]
         if layer.running.count is not None:
             layer.running.count.add_(calls * sum(len(starts) for starts, _ in self._left_out))
 
     def _apply(self, vectors: "list[_Vector]", group: ProcessGroup | None) -> None:
-        """Each rank its own terms, then the sum over the ranks; all layers of a type at once."""
+        """Add up each rank's own terms, then the sums of all ranks; all layers of a type at once."""
         for dtype in sorted({vector.dtype for vector in vectors}, key=str):
-            some = [vector for vector in vectors if vector.dtype == dtype]
-            numbers = [sum(vector.sizes) for vector in some]
-            flat = torch.empty(sum(numbers), dtype=dtype, device=some[0].buffers[0].device)
-            for vector, found in zip(some, flat.split(numbers), strict=True):
-                vector.sum_into(found, self._weights_of(vector))
+            same_type = [vector for vector in vectors if vector.dtype == dtype]
+            numbers = [sum(vector.sizes) for vector in same_type]
+            flat = torch.empty(sum(numbers), dtype=dtype, device=same_type[0].buffers[0].device)
+            for vector, sums in zip(same_type, flat.split(numbers), strict=True):
+                vector.sum_into(sums, self._weights_of(vector))
             flat = all_reduce(flat, group)
-            for vector, found in zip(some, flat.split(numbers), strict=True):
-                vector.follow(found)
+            for vector, sums in zip(same_type, flat.split(numbers), strict=True):
+                vector.follow(sums)
 
     def _weights_of(self, vector: "_Vector") -> Constants:
-        """Of this rank's terms in the sum."""
+        """Weights of this rank's terms in the sum."""
         key = vector.passes, vector.rank, vector.momentum
         if key not in self._weights:
             if len(self._weights) >= _MAX_WEIGHTS:
@@ -189,19 +164,15 @@ _MAX_WEIGHTS = 64
 
 
 def _kind(layer: _Layer, in_order: bool) -> tuple[Any, ...]:
-    """Layers for which this is the same are one vector."""
+    """A key that layers of one vector share."""
     running = layer.running
-    before = int(running.count) if in_order and running.momentum is None and running.count is not None else 0
-    return running.axes, running.momentum, running.mean.dtype, running.mean.device, before, tuple(layer.passes)
+    num_terms = int(running.count) if in_order and running.momentum is None and running.count is not None else 0
+    return running.axes, running.momentum, running.mean.dtype, running.mean.device, num_terms, tuple(layer.passes)
 
 
 class _Vector:
-    """The buffers of layers that saw the same microbatches, and this rank's terms of them.
-
-    Args:
-        layers: of one kind.
-        rank: this one, along the axes that divide their samples.
-    """
+    """The buffers of layers that saw the same microbatches, and this rank's terms of them; `rank` is along the axes
+    that divide their samples."""
 
     def __init__(self, layers: list[_Layer], rank: int) -> None:
         first = layers[0].running
@@ -219,60 +190,58 @@ class _Vector:
         if not self._own[0]:
             return self.buffers[0].new_empty(0, sum(self.sizes), dtype=self.dtype)
         by_pass = zip(*self._own, strict=True)
-        found = [_joined([terms.flatten(1) for terms in of_pass], 1) for of_pass in by_pass]
-        return _joined(found, 0).to(self.dtype)
+        passes = [_joined([terms.flatten(1) for terms in of_pass], 1) for of_pass in by_pass]
+        return _joined(passes, 0).to(self.dtype)
 
     def sum_into(self, out: Tensor, weights: Constants) -> None:
-        """Write this rank's terms in the sum of all: one number for each of the buffers'.
-
-        A GPU takes all layers at once, for its launches, and a CPU one after the other, for its caches.
-        """
+        """Write this rank's terms in the sum of all: one number for each of the buffers'. A GPU takes all layers at
+        once, for its launches, and a CPU one after the other, for its caches."""
         if not self._own[0]:
             out.zero_()
             return
-        by_layer = (_joined(own, 0).flatten(1).to(self.dtype) for own in self._own)
+        by_layer = (_joined(terms, 0).flatten(1).to(self.dtype) for terms in self._own)
         begin = 0
-        for own in by_layer if out.is_cpu else [self.own()]:
-            torch.mv(own.t(), weights.like(own), out=out[begin : begin + own.shape[1]])
-            begin += own.shape[1]
+        for terms in by_layer if out.is_cpu else [self.own()]:
+            torch.mv(terms.t(), weights.like(terms), out=out[begin : begin + terms.shape[1]])
+            begin += terms.shape[1]
 
     def follow(self, total: Tensor) -> None:
-        """Bring the buffers up to date by the sum of all ranks' terms."""
-        terms, found = len(_order(self.passes)), total.split(self.sizes)
+        """Update the buffers by the sum of all ranks' terms."""
+        terms, sums = len(_order(self.passes)), total.split(self.sizes)
         if self.momentum is not None:
             torch._foreach_mul_(self.buffers, (1.0 - self.momentum) ** terms)
-            torch._foreach_add_(self.buffers, found)
+            torch._foreach_add_(self.buffers, sums)
             return
-        for buffer, mean, count in zip(self.buffers, found, self.counts, strict=True):
+        for buffer, mean, count in zip(self.buffers, sums, self.counts, strict=True):
             assert count is not None
             buffer.lerp_(mean.to(buffer.dtype), (terms / count.to(mean.dtype)).to(buffer.dtype))
 
     def follow_in_order(self, gathered: Tensor) -> None:
-        """Bring the buffers up to date by one term after the other, from all ranks' [ranks, terms, numbers]."""
+        """Update the buffers by one term after the other, from all ranks' [ranks, terms, numbers]."""
         order = _order(self.passes)
         running = torch.cat(self.buffers)
-        before = 0 if self.momentum is not None or self.counts[0] is None else int(self.counts[0]) - len(order)
-        seen: Counter[int] = Counter()
+        num_before = 0 if self.momentum is not None or self.counts[0] is None else int(self.counts[0]) - len(order)
+        num_applied: Counter[int] = Counter()
         for number, (owner, _) in enumerate(order):
-            weight = 1.0 / (before + number + 1) if self.momentum is None else self.momentum
-            add_term([running], [gathered[owner, seen[owner]].to(running.dtype)], [weight])
-            seen[owner] += 1
+            weight = 1.0 / (num_before + number + 1) if self.momentum is None else self.momentum
+            add_term([running], [gathered[owner, num_applied[owner]].to(running.dtype)], [weight])
+            num_applied[owner] += 1
         torch._foreach_copy_(self.buffers, running.split(self.sizes))
 
 
 def _apply_in_order(vectors: list[_Vector], group: ProcessGroup | None, ranks: int) -> None:
     """One exchange for all layers."""
     orders = [_order(vector.passes) for vector in vectors]
-    most = [max(Counter(owner for owner, _ in order).values(), default=0) for order in orders]
+    most_terms = [max(Counter(owner for owner, _ in order).values(), default=0) for order in orders]
     rows = []
-    for vector, number in zip(vectors, most, strict=True):
+    for vector, number in zip(vectors, most_terms, strict=True):
         order = _own_rows(vector.passes, vector.rank)
-        own = vector.own()
-        own = own if order == sorted(order) else own[order]
-        rows.append(F.pad(own, (0, 0, 0, number - len(own))).flatten())
+        terms = vector.own()
+        terms = terms if order == sorted(order) else terms[order]
+        rows.append(F.pad(terms, (0, 0, 0, number - len(terms))).flatten())
     gathered = all_gather(torch.cat(rows), group)
-    parts = gathered.split([len(one) for one in rows], 1)
-    for vector, part, number in zip(vectors, parts, most, strict=True):
+    parts = gathered.split([len(row) for row in rows], 1)
+    for vector, part, number in zip(vectors, parts, most_terms, strict=True):
         vector.follow_in_order(part.view(ranks, number, sum(vector.sizes)))
 
 
@@ -282,36 +251,33 @@ def _joined(tensors: list[Tensor], dim: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _order(passes: Passes) -> tuple[tuple[int, int], ...]:
-    """For every term in order who has it, and which one it is of those that were noted."""
-    noted = [(start, owner) for starts, owners in passes for start, owner in zip(starts, owners, strict=True)]
-    order = sorted(range(len(noted)), key=lambda i: (noted[i][0], i))
-    return tuple((noted[i][1], i) for i in order if noted[i][1] >= 0)
+    """For every term in order: its rank, and its number among the terms noted."""
+    terms = [(start, owner) for starts, owners in passes for start, owner in zip(starts, owners, strict=True)]
+    order = sorted(range(len(terms)), key=lambda i: (terms[i][0], i))
+    return tuple((terms[i][1], i) for i in order if terms[i][1] >= 0)
 
 
 @functools.lru_cache(maxsize=64)
 def _own_rows(passes: Passes, rank: int) -> list[int]:
-    """For every term of a rank in order, which one it is of those that it noted."""
-    own = [i for owner, i in _order(passes) if owner == rank]
-    number = {i: row for row, i in enumerate(sorted(own))}
-    return [number[i] for i in own]
+    """For every term of a rank in order, its number among those that it noted."""
+    numbers = [i for owner, i in _order(passes) if owner == rank]
+    row_of = {i: row for row, i in enumerate(sorted(numbers))}
+    return [row_of[i] for i in numbers]
 
 
 def _weights(passes: Passes, rank: int, momentum: float | None) -> list[float]:
-    """Of a rank's terms in the sum of all, as it noted them."""
+    """Weights of a rank's terms in the sum of all, as it noted them."""
     order = _order(passes)
-    following = [len(order) - 1 - place for place, (owner, _) in enumerate(order) if owner == rank]
+    num_followers = [len(order) - 1 - place for place, (owner, _) in enumerate(order) if owner == rank]
     rows = _own_rows(passes, rank)
-    found = dict(zip(rows, following, strict=True))
+    followers_of = dict(zip(rows, num_followers, strict=True))
     if momentum is None:  # the mean of all
         return [1.0 / len(order)] * len(rows)
-    return [momentum * (1.0 - momentum) ** found[row] for row in range(len(rows))]
+    return [momentum * (1.0 - momentum) ** followers_of[row] for row in range(len(rows))]
 
 
 def add_term(running: list[Tensor], term: list[Tensor] | tuple[Tensor, ...], weights: list[float]) -> None:
-    """r ← (1 − m)·r + m·s, in place.
-
-    Products and sums are rounded one by one: a fused operation would round otherwise at the end of a vector than in
-    its middle, and so depend on how the channels are divided.
-    """
+    """r ← (1 − m)·r + m·s, in place. Products and sums are rounded one by one: a fused operation would round otherwise
+    at the end of a vector than in its middle, and so depend on how the channels are divided."""
     torch._foreach_mul_(running, [1.0 - weight for weight in weights])
     torch._foreach_add_(running, torch._foreach_mul(term, weights))

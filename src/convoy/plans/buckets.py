@@ -11,28 +11,22 @@ import torch
 
 from convoy.plans.mesh import Axes
 
+# Bytes of large gradients from which on a CPU gains by dividing the update over the ranks that have the same
+# parameters: 244 MB (AlexNet) do, 45 MB do not
 WORTH_DIVIDING = 64 * 2**20
-"""Bytes of large gradients from which on a CPU gains by dividing the update over the ranks that have the same
-parameters: 244 MB (AlexNet) do, 45 MB do not."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """When messages are sent, in bytes.
+    """When messages are sent, in bytes."""
 
-    Attributes:
-        alone: a gradient of at least this size travels by itself.
-        bucket: others are collected until they have this size.
-        first: the first message of a pass is sent at this size, so that the exchange begins soon.
-    """
-
-    alone: int
-    bucket: int
-    first: int
+    alone: int  # a gradient of at least this size travels by itself
+    bucket: int  # smaller ones are collected until they have this size
+    first: int  # the first message of a pass is sent at this size, so that the exchange begins soon
 
     @staticmethod
     def default(device: torch.device) -> "Sizes":
-        """What was fastest for the ring of gloo processes; on a GPU copies are cheap and launches dear."""
+        """The sizes that were fastest for the ring of gloo processes; on a GPU copies are cheap and launches dear."""
         if device.type == "cpu":
             return Sizes(alone=2**18, bucket=2**20, first=2**18)
         return Sizes(alone=2**23, bucket=25 * 2**20, first=2**20)
@@ -49,51 +43,43 @@ class Item:
 
     @property
     def kind(self) -> tuple[Axes, torch.dtype, str]:
-        """What must be equal for gradients to share a message."""
+        """Equal for gradients that can share a message."""
         return self.axes, self.dtype, self.device.type
 
     @property
     def bytes(self) -> int:
-        """Size of the gradient."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One message.
+    """One message."""
 
-    Attributes:
-        axes: over which it is added.
-        members: positions of the gradients in it.
-        alone: it is the gradient itself, not a copy.
-        tally: gradients whose number of users is counted in this message: those of all messages of its kind in the
-            last of them, none in the others.
-    """
-
-    axes: Axes
-    members: tuple[int, ...]
-    alone: bool
+    axes: Axes  # over which it is added
+    members: tuple[int, ...]  # positions of the gradients in it
+    alone: bool  # whether it is the gradient itself, not a copy
+    # gradients whose number of users is counted in this message: those of all messages of its kind in the last of them
     tally: tuple[int, ...] = ()
 
 
 def plan_buckets(items: Sequence[Item], order: Sequence[int], sizes: Sizes) -> list[Bucket]:
     """Cut gradients that become ready in `order` into messages, listed in the order in which they are complete."""
-    complete: list[Bucket] = []
-    open_: dict[tuple, list[int]] = {}
+    buckets: list[Bucket] = []
+    unfinished: dict[tuple, list[int]] = {}
     for position in order:
         item = items[position]
         if item.bytes >= sizes.alone:
-            complete.append(Bucket(item.axes, (position,), alone=True))
+            buckets.append(Bucket(item.axes, (position,), alone=True))
             continue
-        members = open_.setdefault(item.kind, [])
+        members = unfinished.setdefault(item.kind, [])
         members.append(position)
-        limit = sizes.bucket if complete else sizes.first
+        limit = sizes.bucket if buckets else sizes.first
         if sum(items[member].bytes for member in members) >= limit:
-            complete.append(Bucket(item.axes, tuple(members), alone=False))
-            del open_[item.kind]
+            buckets.append(Bucket(item.axes, tuple(members), alone=False))
+            del unfinished[item.kind]
     place = {position: i for i, position in enumerate(order)}
-    complete += [Bucket(items[members[0]].axes, tuple(members), alone=False) for members in open_.values()]
-    return _with_tallies(sorted(complete, key=lambda bucket: place[bucket.members[-1]]), items)
+    buckets += [Bucket(items[members[0]].axes, tuple(members), alone=False) for members in unfinished.values()]
+    return _with_tallies(sorted(buckets, key=lambda bucket: place[bucket.members[-1]]), items)
 
 
 def _with_tallies(buckets: list[Bucket], items: Sequence[Item]) -> list[Bucket]:
@@ -101,12 +87,12 @@ def _with_tallies(buckets: list[Bucket], items: Sequence[Item]) -> list[Bucket]:
     kinds: dict[tuple, list[int]] = {}
     for number, bucket in enumerate(buckets):
         kinds.setdefault(items[bucket.members[0]].kind, []).append(number)
-    found = list(buckets)
+    tallied = list(buckets)
     for numbers in kinds.values():
         last = buckets[numbers[-1]]
-        everyone = tuple(member for number in numbers for member in buckets[number].members)
+        members = tuple(member for number in numbers for member in buckets[number].members)
         if last.alone:
-            found.append(Bucket(last.axes, (), alone=False, tally=everyone))
+            tallied.append(Bucket(last.axes, (), alone=False, tally=members))
         else:
-            found[numbers[-1]] = Bucket(last.axes, last.members, alone=False, tally=everyone)
-    return found
+            tallied[numbers[-1]] = Bucket(last.axes, last.members, alone=False, tally=members)
+    return tallied

@@ -1,4 +1,4 @@
-"""What every layer does under a plan, what is sent for it and what each rank holds: in numbers, and as a table."""
+"""The work of every layer under a plan, what is sent for it and what each rank holds: in numbers, and as a table."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,120 +16,86 @@ from convoy.units import size, table
 
 @dataclass(frozen=True)
 class Row:
-    """A call in the explanation; every number is in bytes, of the rank that has most of it.
+    """A call in the explanation; every number is in bytes, of the rank that has most of it."""
 
-    Attributes:
-        layer: name of the module.
-        op: kind of work.
-        strategy: its strategy on each mesh axis but that of stages; empty for calls that follow their input.
-        gives: layout of the output, for people.
-        sent: the steps for its inputs in which something is sent, each as `kind over axes`.
-        traffic: what a rank sends in these steps.
-        gradients: what a rank sends to add up the gradients of its parameters.
-        parameters: held by a rank.
-        note: why it runs whole on every rank.
-        stage: that it is in; None where the network is in one piece.
-    """
-
-    layer: str
-    op: str
-    strategy: tuple[str, ...]
-    gives: str
-    sent: tuple[str, ...]
-    traffic: Traffic
-    gradients: int
-    parameters: int
-    note: str
-    stage: int | None = None
+    layer: str  # name of the module
+    op: str  # kind of work
+    strategy: tuple[str, ...]  # on each mesh axis but that of stages; empty for calls that follow their input
+    gives: str  # layout of the output, for people
+    sent: tuple[str, ...]  # the steps for its inputs in which something is sent, each as `kind over axes`
+    traffic: Traffic  # sent by a rank in these steps
+    gradients: int  # sent by a rank to add up the gradients of its parameters
+    parameters: int  # held by a rank
+    note: str  # why it runs whole on every rank
+    stage: int | None = None  # None where the network is in one piece
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage, and what crosses the cuts before it.
+    """A stage, and what crosses the cuts before it."""
 
-    Attributes:
-        layer: at which it begins.
-        ranks: that run it.
-        takes: the values that earlier stages send it, by the layers that give them.
-        received: bytes of them that a rank is sent in the forward pass, and of their gradients that it sends back; of
-            the rank that has most.
-    """
-
-    layer: str
+    layer: str  # at which it begins
     ranks: tuple[int, ...]
-    takes: tuple[str, ...]
+    takes: tuple[str, ...]  # the layers of earlier stages whose values it is sent
+    # bytes of these values that a rank is sent in the forward pass, and of their gradients that it sends back
     received: Traffic
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan does with a network.
+    """The effect of a plan on a network; bytes are those of the rank that has most of them."""
 
-    Attributes:
-        rows: every call that a plan divides, has parameters, is sent something or runs whole for want of a rule.
-        others: number of calls that take what they are given and send nothing.
-        output: what is sent for the network's output, if anything is.
-        traffic: bytes of the rank that sends most in the forward, and in the backward pass, all steps together.
-        gradients: likewise, for the gradients of all parameters.
-        memory: bytes on the rank that needs most.
-        whole: bytes of all parameters.
-        unmatched: layers with work to divide that no pattern matches.
-        stages: none where the network is in one piece.
-        held: bytes on the rank of each stage that needs most.
-    """
-
+    # every call that a plan divides, has parameters, is sent something or runs whole for want of a rule
     rows: tuple[Row, ...]
-    others: int
-    output: Row | None
-    traffic: Traffic
-    gradients: int
-    memory: Memory
-    whole: int
-    unmatched: tuple[str, ...]
-    stages: tuple[StageRow, ...] = ()
-    held: tuple[Memory, ...] = ()
+    others: int  # number of calls that follow their input and send nothing
+    output: Row | None  # what is sent for the network's output, if anything is
+    traffic: Traffic  # sent in all steps together
+    gradients: int  # sent for the gradients of all parameters
+    memory: Memory  # on the rank that needs most
+    whole: int  # bytes of all parameters
+    unmatched: tuple[str, ...]  # layers with work to divide that no pattern matches
+    stages: tuple[StageRow, ...] = ()  # none where the network is in one piece
+    held: tuple[Memory, ...] = ()  # on the rank of each stage that needs most
 
 
 def explanation(
     placement: Placement, memory: Sequence[Memory], plan: Plan | None = None, staged: StagedGraph | None = None
 ) -> Explanation:
-    """What a plan does with a network, in numbers.
-
-    Args:
-        placement: the network on the mesh.
-        memory: bytes on each rank.
-        plan: the plan, to say which layers no pattern matches.
-        staged: the network's stages, if it has any; ranks of each run only their part of it.
-    """
+    """The effect of a plan on a network, from the bytes on each rank; `plan` tells which layers no pattern matches, and
+    ranks of a stage of `staged` run only their part of the network."""
     graph, mesh = placement.graph, placement.mesh
-    crossed = cut_traffic(placement, staged) if staged is not None else []
-    used: set[str] = set()
+    crossings = cut_traffic(placement, staged) if staged is not None else []
+    counted: set[str] = set()
     rows: list[Row] = []
-    output, most, reduced = None, Traffic(), 0
+    output, most, most_gradients = None, Traffic(), 0
     for stage in range(staged.number) if staged is not None else (None,):
         part = placement if staged is None or stage is None else staged.part(placement, stage)
         ranks = [rank for rank in range(mesh.num_devices) if staged is None or mesh.stage_of(rank) == stage]
         sent, gradients = transfer_traffic(part), gradient_traffic(part)
         for placed in part.calls:
-            own = [name for name in placed.call.inputs if graph.values[name].origin == "parameter" and name not in used]
-            used |= set(own)
-            row = _row(part, placed, [each for each in sent if each.call == placed.call.name], own, gradients)
-            if row.sent or own or row.note or row.op in COMPUTE:
+            names = [
+                name for name in placed.call.inputs if graph.values[name].origin == "parameter" and name not in counted
+            ]
+            counted |= set(names)
+            row = _row(
+                part, placed, [message for message in sent if message.call == placed.call.name], names, gradients
+            )
+            if row.sent or names or row.note or row.op in COMPUTE:
                 rows.append(replace(row, stage=stage))
-        last = [each for each in sent if not each.call]
+        last = [message for message in sent if not message.call]
         steps = _steps(part, last)
         if steps:
             output = Row("", "output", (), "", steps, _most(last), 0, 0, "", stage)
-        sends = _most([*sent, *crossed], ranks)
+        sends = _most([*sent, *crossings], ranks)
         most = Traffic(max(most.forward, sends.forward), max(most.backward, sends.backward))
-        reduced = max(reduced, *(sum(numbers[rank] for numbers in gradients.values()) for rank in ranks))
+        most_gradients = max(most_gradients, *(sum(numbers[rank] for numbers in gradients.values()) for rank in ranks))
     return Explanation(
         tuple(rows),
         len(placement.calls) - len(rows),
         output,
         most,
-        reduced,
-        max(memory, key=lambda each: each.total),
+        most_gradients,
+        max(memory, key=lambda held: held.total),
         sum(math.prod(value.shape) * value.dtype.itemsize for value in graph.parameters()),
         _unmatched(placement, plan),
         rows_of_stages(placement, staged) if staged is not None else (),
@@ -139,19 +105,20 @@ def explanation(
 
 def rows_of_stages(placement: Placement, staged: StagedGraph) -> tuple[StageRow, ...]:
     """A network's stages, each with what it is sent in a pass over the batch that was placed."""
-    graph, mesh, found = placement.graph, placement.mesh, []
+    graph, mesh, rows = placement.graph, placement.mesh, []
     makers = {name: call.layer or _unnamed(call) for call in graph.calls for name in call.outputs}
-    crossed = cut_traffic(placement, staged)
+    crossings = cut_traffic(placement, staged)
     for stage in range(staged.number):
         ranks = tuple(rank for rank in range(mesh.num_devices) if mesh.stage_of(rank) == stage)
-        taken = [each for each in crossed if each.crossing.target == stage]
+        arriving = [crossed for crossed in crossings if crossed.crossing.target == stage]
         forward = max(
-            sum(each.ranks[_peer(rank, each.crossing.source, mesh)].forward for each in taken) for rank in ranks
+            sum(crossed.ranks[_peer(rank, crossed.crossing.source, mesh)].forward for crossed in arriving)
+            for rank in ranks
         )
         layer = next((graph.calls[number].layer for number in staged.calls(stage) if graph.calls[number].layer), "")
-        takes = tuple(dict.fromkeys(makers[each.crossing.value] for each in taken))
-        found.append(StageRow(layer, ranks, takes, Traffic(forward, _most(taken, ranks).backward)))
-    return tuple(found)
+        takes = tuple(dict.fromkeys(makers[crossed.crossing.value] for crossed in arriving))
+        rows.append(StageRow(layer, ranks, takes, Traffic(forward, _most(arriving, ranks).backward)))
+    return tuple(rows)
 
 
 def _unnamed(call: Call) -> str:
@@ -159,8 +126,8 @@ def _unnamed(call: Call) -> str:
 
 
 def _most_held(memory: Sequence[Memory], mesh: Mesh, stage: int) -> Memory:
-    own = (held for rank, held in enumerate(memory) if mesh.stage_of(rank) == stage)
-    return max(own, key=lambda each: each.total)
+    of_stage = (held for rank, held in enumerate(memory) if mesh.stage_of(rank) == stage)
+    return max(of_stage, key=lambda held: held.total)
 
 
 def _peer(rank: int, stage: int, mesh: Mesh) -> int:
@@ -196,7 +163,9 @@ def _row(
         placed.call.layer,
         placed.call.op,
         tuple(
-            each for axis, each in enumerate(placed.strategy) if placed.call.op in COMPUTE and axis != mesh.stage_axis
+            strategy
+            for axis, strategy in enumerate(placed.strategy)
+            if placed.call.op in COMPUTE and axis != mesh.stage_axis
         ),
         _gives(placement, placed),
         _steps(placement, sent),
@@ -208,15 +177,15 @@ def _row(
 
 
 def _steps(placement: Placement, sent: Sequence[Sent]) -> tuple[str, ...]:
-    busy = [each.step for each in sent if any(traffic != Traffic() for traffic in each.ranks)]
-    return tuple(f"{step.kind} over {axis_names(placement.mesh, step.axes)}" for step in busy)
+    steps = [message.step for message in sent if any(traffic != Traffic() for traffic in message.ranks)]
+    return tuple(f"{step.kind} over {axis_names(placement.mesh, step.axes)}" for step in steps)
 
 
 def _most(sent: Sequence[Sent | Crossed], ranks: Sequence[int] | None = None) -> Traffic:
-    """What the rank sends that sends most forward, and the one that sends most backward."""
+    """Traffic of the rank that sends most forward, and of the one that sends most backward."""
     if not sent:
         return Traffic()
-    sums = [sum(numbers, Traffic()) for numbers in zip(*(each.ranks for each in sent), strict=True)]
+    sums = [sum(numbers, Traffic()) for numbers in zip(*(message.ranks for message in sent), strict=True)]
     of_ranks = sums if ranks is None else [sums[rank] for rank in ranks]
     return Traffic(max(traffic.forward for traffic in of_ranks), max(traffic.backward for traffic in of_ranks))
 
@@ -233,7 +202,7 @@ def _gives(placement: Placement, placed: PlacedCall) -> str:
 
 
 def _dim(dim: int, count: int) -> str:
-    """What a dimension of an activation is called."""
+    """The name of a dimension of an activation."""
     if dim == 0:
         return "samples"
     if count == 2:
@@ -258,16 +227,9 @@ def explain(
     staged: StagedGraph | None = None,
     notes: Iterable[str] = (),
 ) -> str:
-    """A table of the layers of a plan, and what it costs in all.
-
-    Args:
-        placement: the network on the mesh.
-        memory: bytes on each rank.
-        plan: for its name, and to say which layers no pattern matches.
-        capture: how the network was captured, in a few words.
-        staged: the network's stages, if it has any.
-        notes: lines about layers.
-    """
+    """A table of the layers of a plan, and what it costs in all, from the bytes on each rank. `plan` gives its name and
+    the layers that no pattern matches, `capture` says in a few words how the network was captured, and `notes` are
+    lines about layers."""
     ranks = placement.mesh.num_devices
     setting = setting_text(placement.graph.training, [len(part) for part in placement.batch.parts], ranks, capture)
     name = f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
@@ -275,14 +237,8 @@ def explain(
 
 
 def text_of(found: Explanation, setting: str, name: str, notes: Iterable[str] = ()) -> str:
-    """An explanation as text.
-
-    Args:
-        found: the numbers.
-        setting: the second line, for what they hold: `setting_text`.
-        name: the first line.
-        notes: lines about layers that the plan does not divide.
-    """
+    """An explanation as text, below a line with a `name` and one with the `setting` of its numbers (`setting_text`);
+    `notes` are lines about layers that the plan does not divide."""
     rows = [*found.rows, *([found.output] if found.output else [])]
     of_stages = [[_numbered(row.stage), *_cells(row)] for row in rows] if found.stages else []
     headers, cells = (("stage", *_HEADERS), of_stages) if found.stages else (_HEADERS, [_cells(row) for row in rows])
@@ -292,12 +248,12 @@ def text_of(found: Explanation, setting: str, name: str, notes: Iterable[str] = 
         cells = [_stage_cells(number, row, held) for number, (row, held) in enumerate(rows_of)]
         lines += [*table(_STAGE_HEADERS, cells, _STAGE_NUMBERS), ""]
     if found.others:
-        follow = "1 other call follows" if found.others == 1 else f"{found.others} other calls follow"
-        lines.append(f"{follow} the layout given, without sending anything")
+        sentence = "1 other call follows" if found.others == 1 else f"{found.others} other calls follow"
+        lines.append(f"{sentence} the layout given, without sending anything")
     if found.stages:
         number = len(found.stages)
-        fewer = f"at most those of {number} parts in stage 1, down to 1 in stage {number}"
-        lines.append(f"activations are GPipe's, of all parts of a pass; 1F1B keeps {fewer}")
+        limit = f"at most those of {number} parts in stage 1, down to 1 in stage {number}"
+        lines.append(f"activations are GPipe's, of all parts of a pass; 1F1B keeps {limit}")
     lines += notes
     for note in dict.fromkeys(row.note for row in found.rows if row.note):
         lines.append(f"{note}: {listed([row.layer for row in found.rows if row.note == note])}")
@@ -314,7 +270,7 @@ def listed(layers: Sequence[str]) -> str:
 
 
 def setting_text(training: bool, parts: Sequence[int], num_ranks: int, capture: str = "") -> str:
-    """For what an explanation holds: `training, 8 samples (4 + 4), 2 ranks, captured as one program`."""
+    """The setting of an explanation: `training, 8 samples (4 + 4), 2 ranks, captured as one program`."""
     mode = "training" if training else "evaluation"
     shares = f" ({' + '.join(map(str, parts))})" if len(parts) > 1 else ""
     ranks = f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'}"
@@ -364,5 +320,5 @@ def some_ranks(ranks: Sequence[int]) -> str:
 
 
 def _numbered(stage: int | None) -> str:
-    """How a stage is called: the first is 1."""
+    """The stage's number for people, who count from 1."""
     return "-" if stage is None else str(stage + 1)

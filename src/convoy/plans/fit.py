@@ -1,6 +1,7 @@
 """Whether a plan fits a network and a number of devices: its patterns, its sizes, its axes on the hosts.
 
-A refusal names the layer, the axis and the way out."""
+A refusal names the layer, the axis and the way out.
+"""
 
 import difflib
 import fnmatch
@@ -21,52 +22,47 @@ _OF_THE_NETWORK = "its weights are used by the network itself, which only * matc
 def check_patterns(
     plan: Plan, layers: Iterable[str], modules: Iterable[str] = (), borrowed: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse patterns that match no layer, and so would change nothing, and stages that begin at none.
+    """Refuse patterns that match no layer, and so would change nothing, and stages that begin at none: by a ConvoyError
+    that names the nearest that there are.
 
-    Args:
-        plan: the plan.
-        layers: names of the modules with work to divide, "" for the network itself.
-        modules: names of all modules; those that have no modules in them count as layers too, also where this mode
-            does not call them.
-        borrowed: modules whose parameters another layer computes with, and the name of that one, which counts.
-
-    Raises:
-        ConvoyError: the sentence names the pattern or the layer, and the nearest that there are.
+    `layers` are modules with work to divide, "" for the network itself; of all `modules` those that have no modules in
+    them count as layers too, also where this mode does not call them. `borrowed` are modules whose parameters another
+    layer computes with, and the name of that one, which counts.
     """
     modules, layers = list(modules), list(layers)
     containers = {name.rpartition(".")[0] for name in modules if name}
-    lent = {name: layer for name, layer in (borrowed or {}).items() if layer in layers and name not in layers}
-    own = (name for name in modules if name not in containers and name not in lent)
-    names = list(dict.fromkeys(["", *layers, *own]))
+    users = {name: layer for name, layer in (borrowed or {}).items() if layer in layers and name not in layers}
+    leaf_names = (name for name in modules if name not in containers and name not in users)
+    names = list(dict.fromkeys(["", *layers, *leaf_names]))
     for pattern, _ in plan.layers:
         if any(fnmatch.fnmatchcase(name, pattern) for name in names):
             continue
-        user = next((layer for name, layer in lent.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        user = next((layer for name, layer in users.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if user is not None:
             hint = f"its weights are those of layer {user}: write {user}" if user else _OF_THE_NETWORK
         else:
             hint = nearest(pattern, names) or f"its layers are {_some(names)}"
         raise ConvoyError(f"the plan's pattern {pattern} matches no layer of this network: {hint}")
-    known = [name for name in dict.fromkeys([*names, *modules]) if name]
+    all_names = [name for name in dict.fromkeys([*names, *modules]) if name]
     for name in plan.stages:
-        if name and not any(layer == name or layer.startswith(f"{name}.") for layer in known):
+        if name and not any(layer == name or layer.startswith(f"{name}.") for layer in all_names):
             leaves = [layer for layer in names if layer and layer not in containers]
             from convoy.plans.stages import where_to_begin  # which needs torch
 
-            hint = did_you_mean(name, known, otherwise=where_to_begin(name, leaves))
+            hint = did_you_mean(name, all_names, otherwise=where_to_begin(name, leaves))
             raise ConvoyError(f"stages: the network has no layer {name}{hint}")
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
-    """What may have been meant by a pattern that matches none of some modules: a question, empty without an answer."""
+    """A question about what was meant by a pattern that matches none of some modules; empty without an answer."""
     if any(name.startswith(f"{pattern}.") for name in names):
         return f"did you mean {pattern}.*?"
-    possible = {name for name in names if name}
+    patterns = {name for name in names if name}
     for name in names:
         parts = name.split(".")
-        possible |= {".".join(parts[:length]) + ".*" for length in range(1, len(parts))}
-    close = difflib.get_close_matches(pattern, sorted(possible), 1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else ""
+        patterns |= {".".join(parts[:length]) + ".*" for length in range(1, len(parts))}
+    matches = difflib.get_close_matches(pattern, sorted(patterns), 1, cutoff=0.5)
+    return f"did you mean {matches[0]}?" if matches else ""
 
 
 def _some(names: Iterable[str]) -> str:
@@ -75,26 +71,15 @@ def _some(names: Iterable[str]) -> str:
 
 
 def axis_names(mesh: Mesh, axes: Sequence[int]) -> str:
-    """How a sentence names axes: `filter`, or `node·gpu` for two over which one dimension is divided."""
+    """Axes in a sentence: `filter`, or `node·gpu` for two over which one dimension is divided."""
     return "·".join(mesh.names[axis] for axis in axes)
 
 
 def check_size(where: str, axes: str, count: int, strategy: str, size: int, groups: int = 1) -> None:
-    """Refuse more ranks than channels, rows or columns for them, or than groups of a convolution.
-
-    A group of channels stays on one rank, so that `channel` divides a grouped convolution as `filter` does.
-
-    Args:
-        where: how the sentence names the layer, `layer 'features.0'`.
-        axes: names of the mesh axes, as `axis_names` gives them.
-        count: ranks over these axes.
-        strategy: on these axes.
-        size: of the dimension that it divides, in the whole layer.
-        groups: of the convolution.
-
-    Raises:
-        ConvoyError: some rank would have nothing to do.
-    """
+    """Refuse to divide a dimension of `size`, or the `groups` of a convolution, over more than `size` ranks, of which
+    some would have nothing to do. A group of channels stays on one rank, so that `channel` divides a grouped
+    convolution as `filter` does. The sentence names the layer by `where`, as `layer 'features.0'`, and the axes as
+    `axis_names` gives them."""
     if 1 < groups < count:
         raise ConvoyError(
             f"{where} is a convolution in {groups} groups, which cannot be divided over the {count} ranks of "
@@ -113,11 +98,7 @@ def check_size(where: str, axes: str, count: int, strategy: str, size: int, grou
 
 
 def check_devices(mesh: Mesh, num_devices: int) -> None:
-    """Refuse a mesh that has not as many ranks as there are devices.
-
-    Raises:
-        ConvoyError: the numbers differ.
-    """
+    """Refuse a mesh of another number of ranks than there are devices."""
     if mesh.num_devices != num_devices:
         needs = f"the plan's mesh {mesh} needs {_several(mesh.num_devices, 'device')}"
         raise ConvoyError(
@@ -137,23 +118,19 @@ def _several(number: int, thing: str) -> str:
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan as it fits a number of devices.
-
-    Attributes:
-        groups: devices of a model group, which compute the same samples together, before and now.
-    """
+    """A plan as it fits a number of devices."""
 
     plan: Plan
-    groups: tuple[int, int]
+    groups: tuple[int, int]  # devices of a model group, which compute the same samples together, before and now
 
     @property
     def regrouped(self) -> bool:
-        """Whether model groups have lost members, or were given others."""
+        """Whether model groups have lost or gained members."""
         return self.groups[0] != self.groups[1]
 
 
 def fit(plan: Plan, num_devices: int) -> Fit:
-    """The plan with the sizes of its axes changed so that it is for so many devices.
+    """The plan with the sizes of its axes changed so that it is for `num_devices`.
 
     Axes on which layers are divided by samples, and by nothing else, take up the difference: `sample=4,filter=2` is
     `sample=3,filter=2` on six devices. Where that does not come out even the model groups become smaller, as little as
@@ -164,30 +141,33 @@ def fit(plan: Plan, num_devices: int) -> Fit:
     """
     mesh = plan.mesh
     by_samples = [
-        {given[name] for _, given in plan.layers if name in given} - {"replicate"} == {"sample"} for name in mesh.names
+        {strategies[name] for _, strategies in plan.layers if name in strategies} - {"replicate"} == {"sample"}
+        for name in mesh.names
     ]
     if len(mesh.sizes) == 1 and (mesh.stage_axis is None or num_devices % mesh.num_devices):
         group = (1, 1) if by_samples[0] else (mesh.num_devices, num_devices)
         return Fit(_resized(plan, (num_devices,)), group)
-    others = [axis for axis in mesh.axes if not by_samples[axis]]
-    before = mesh.size(tuple(others))
-    chosen = dict(zip(others, _model_group(mesh, others, num_devices), strict=True))
-    after = math.prod(chosen.values())
-    rest = num_devices // after
-    if not any(by_samples) and rest > 1:
-        at = 1 if mesh.stage_axis == 0 else 0
-        names, sizes = list(mesh.names), list(chosen.values())
-        names.insert(at, "sample")
-        sizes.insert(at, rest)
-        layers = tuple((pattern, {"sample": "sample", **given}) for pattern, given in plan.layers or (("*", {}),))
-        stages = _resized(plan, tuple(chosen.values())).stages
-        return Fit(Plan(Mesh(tuple(names), tuple(sizes)), layers, stages), (before, after))
+    other_axes = [axis for axis in mesh.axes if not by_samples[axis]]
+    group_before = mesh.size(tuple(other_axes))
+    new_sizes = dict(zip(other_axes, _model_group(mesh, other_axes, num_devices), strict=True))
+    group_after = math.prod(new_sizes.values())
+    num_groups = num_devices // group_after
+    if not any(by_samples) and num_groups > 1:
+        position = 1 if mesh.stage_axis == 0 else 0
+        names, sizes = list(mesh.names), list(new_sizes.values())
+        names.insert(position, "sample")
+        sizes.insert(position, num_groups)
+        layers = tuple(
+            (pattern, {"sample": "sample", **strategies}) for pattern, strategies in plan.layers or (("*", {}),)
+        )
+        stages = _resized(plan, tuple(new_sizes.values())).stages
+        return Fit(Plan(Mesh(tuple(names), tuple(sizes)), layers, stages), (group_before, group_after))
     for axis in reversed([axis for axis in mesh.axes if by_samples[axis]]):
-        chosen[axis] = math.gcd(mesh.sizes[axis], rest)
-        rest //= chosen[axis]
+        new_sizes[axis] = math.gcd(mesh.sizes[axis], num_groups)
+        num_groups //= new_sizes[axis]
     if any(by_samples):
-        chosen[by_samples.index(True)] *= rest
-    return Fit(_resized(plan, tuple(chosen[axis] for axis in mesh.axes)), (before, after))
+        new_sizes[by_samples.index(True)] *= num_groups
+    return Fit(_resized(plan, tuple(new_sizes[axis] for axis in mesh.axes)), (group_before, group_after))
 
 
 def _model_group(mesh: Mesh, axes: Sequence[int], num_devices: int) -> tuple[int, ...]:
@@ -204,17 +184,12 @@ def _model_group(mesh: Mesh, axes: Sequence[int], num_devices: int) -> tuple[int
 def _resized(plan: Plan, sizes: tuple[int, ...]) -> Plan:
     """The plan on a mesh of other sizes; other numbers of stages begin elsewhere."""
     axis = plan.mesh.stage_axis
-    kept = axis is not None and sizes[axis] == plan.mesh.sizes[axis]
-    return Plan(Mesh(plan.mesh.names, sizes), plan.layers, plan.stages if kept else ())
+    same_stages = axis is not None and sizes[axis] == plan.mesh.sizes[axis]
+    return Plan(Mesh(plan.mesh.names, sizes), plan.layers, plan.stages if same_stages else ())
 
 
 def across(mesh: Mesh, per_host: int) -> tuple[str, ...]:
-    """Names of the axes whose groups have ranks in several hosts.
-
-    Args:
-        mesh: ranks are numbered host by host.
-        per_host: ranks of each host.
-    """
+    """Names of the axes whose groups have ranks in several hosts, where ranks are numbered host by host."""
     return tuple(
         mesh.names[axis]
         for axis in mesh.axes
@@ -223,36 +198,35 @@ def across(mesh: Mesh, per_host: int) -> tuple[str, ...]:
 
 
 def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
-    """A sentence, where another order of the axes would keep communication inside hosts.
-
-    Stages are the axis to lie across hosts, as they send each other only what crosses a cut; then come axes on which
-    samples are divided, which add up gradients, and inside hosts those on which layers communicate.
-
-    Args:
-        plan: as it is to run.
-        per_host: ranks of each host.
-    """
+    """A sentence, where another order of the axes would keep communication inside hosts of `per_host` ranks. Stages are
+    the axis to lie across hosts, as they send each other only what crosses a cut; then come axes on which samples are
+    divided, which add up gradients, and inside hosts those on which layers communicate."""
     mesh = plan.mesh
     if mesh.num_devices % per_host:
         return []
-    given_on = {axis: {given[axis] for _, given in plan.layers if axis in given} for axis in mesh.names}
-    busy = {axis: sorted(each for each in given if STRATEGIES[each].exchanges) for axis, given in given_on.items()}
-    order = sorted(mesh.axes, key=lambda axis: (bool(busy[mesh.names[axis]]), axis != mesh.stage_axis))
-    other = Mesh(tuple(mesh.names[axis] for axis in order), tuple(mesh.sizes[axis] for axis in order))
-    now, otherwise = across(mesh, per_host), across(other, per_host)
-    instead = Plan(other, plan.layers, plan.stages)
-    slow, slow_otherwise = ([name for name in names if busy[name]] for names in (now, otherwise))
-    if len(slow_otherwise) < len(slow):
-        name = next(name for name in slow if name not in slow_otherwise)
+    strategies_on = {
+        axis: {strategies[axis] for _, strategies in plan.layers if axis in strategies} for axis in mesh.names
+    }
+    kinds = {
+        axis: sorted(strategy for strategy in strategies if STRATEGIES[strategy].exchanges)
+        for axis, strategies in strategies_on.items()
+    }
+    order = sorted(mesh.axes, key=lambda axis: (bool(kinds[mesh.names[axis]]), axis != mesh.stage_axis))
+    reordered = Mesh(tuple(mesh.names[axis] for axis in order), tuple(mesh.sizes[axis] for axis in order))
+    across_now, across_then = across(mesh, per_host), across(reordered, per_host)
+    new_plan = Plan(reordered, plan.layers, plan.stages)
+    slow_now, slow_then = ([name for name in names if kinds[name]] for names in (across_now, across_then))
+    if len(slow_then) < len(slow_now):
+        name = next(name for name in slow_now if name not in slow_then)
         size = mesh.sizes[mesh.names.index(name)]
         return [
-            f"axis {name} of {plan} ({', '.join(busy[name])} over {size}) lies across hosts of {per_host}, and its "
-            f"layers communicate over the network: as {instead} it would lie inside them"
+            f"axis {name} of {plan} ({', '.join(kinds[name])} over {size}) lies across hosts of {per_host}, and its "
+            f"layers communicate over the network: as {new_plan} it would lie inside them"
         ]
-    reduced = next((name for name in now if name not in otherwise and "sample" in given_on[name]), None)
-    if mesh.stage_axis is not None and reduced is not None:
+    axis_name = next((name for name in across_now if name not in across_then and "sample" in strategies_on[name]), None)
+    if mesh.stage_axis is not None and axis_name is not None:
         return [
-            f"axis {reduced} of {plan} lies across hosts of {per_host}, and gradients are added up over the network: "
-            f"stages, which send only what crosses a cut, would lie across them as {instead}"
+            f"axis {axis_name} of {plan} lies across hosts of {per_host}, and gradients are added up over the network: "
+            f"stages, which send only what crosses a cut, would lie across them as {new_plan}"
         ]
     return []

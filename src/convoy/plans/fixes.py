@@ -16,24 +16,19 @@ _FORM = "write a pattern and a strategy, e.g. 'classifier.*=filter', or one stra
 
 @dataclass(frozen=True)
 class Fix:
-    """A strategy that layers must have.
+    """A strategy that layers must have."""
 
-    Attributes:
-        pattern: over the names of modules.
-        strategies: one for all axes of whatever mesh, or one for each; that of stages, where layers have none, is not
-            among them.
-    """
-
-    pattern: str
+    pattern: str  # over the names of modules
+    # one for all axes of whatever mesh, or one for each but that of stages, where layers have none
     strategies: tuple[str, ...]
 
     def on(self, mesh: Mesh, op: str) -> tuple[str, ...] | None:
         """The strategy on a mesh, None where it has another number of axes."""
         axes = [axis for axis in mesh.axes if axis != mesh.stage_axis]
-        given = self.strategies * len(axes) if len(self.strategies) == 1 else self.strategies
-        if len(given) != len(axes):
+        strategies = self.strategies * len(axes) if len(self.strategies) == 1 else self.strategies
+        if len(strategies) != len(axes):
             return None
-        on_axes = dict(zip(axes, given, strict=True))
+        on_axes = dict(zip(axes, strategies, strict=True))
         return tuple(of_layer(on_axes.get(axis, "replicate"), op) for axis in mesh.axes)
 
     def __str__(self) -> str:
@@ -41,22 +36,15 @@ class Fix:
 
 
 def parse_fixes(fixes: Iterable["str | Fix"], layers: Mapping[str, str]) -> tuple[Fix, ...]:
-    """Fixes as they were written; for a layer, the first one that matches counts.
-
-    Args:
-        fixes: such as `classifier.*=filter`.
-        layers: the kinds of work by name of the layer.
-
-    Raises:
-        ConvoyError: one is none, or matches no layer.
-    """
-    found = tuple(fix if isinstance(fix, Fix) else parse_fix(fix) for fix in fixes)
-    for fix in found:
+    """The fixes of texts such as `classifier.*=filter`, of which the first that matches a layer counts; `layers` are
+    kinds of work by the layers' names. A ConvoyError where a text is no fix, or matches no layer."""
+    all_fixes = tuple(fix if isinstance(fix, Fix) else parse_fix(fix) for fix in fixes)
+    for fix in all_fixes:
         if not any(fnmatch.fnmatchcase(layer, fix.pattern) for layer in layers):
-            shown = f"its layers are {', '.join(list(layers)[:_SHOWN])}{', …' if len(layers) > _SHOWN else ''}"
-            hint = nearest(fix.pattern, list(layers)) or shown
+            listing = f"its layers are {', '.join(list(layers)[:_SHOWN])}{', …' if len(layers) > _SHOWN else ''}"
+            hint = nearest(fix.pattern, list(layers)) or listing
             raise ConvoyError(f"the fix {fix} matches no layer of this network: {hint}")
-    return found
+    return all_fixes
 
 
 def fix_of(layer: str, fixes: Sequence[Fix]) -> Fix | None:
@@ -65,11 +53,7 @@ def fix_of(layer: str, fixes: Sequence[Fix]) -> Fix | None:
 
 
 def parse_fix(text: str) -> Fix:
-    """A fix as it was written.
-
-    Raises:
-        ConvoyError: it is none, whatever the network.
-    """
+    """The fix of a text; a ConvoyError where it is none, whatever the network."""
     pattern, sign, strategies = text.partition("=")
     words = tuple(word.strip() for word in strategies.split(","))
     if not pattern.strip() or not sign or not all(words):

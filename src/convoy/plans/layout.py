@@ -11,12 +11,12 @@ Indices = range | tuple[int, ...]
 
 
 def indices(numbers: Iterable[int]) -> Indices:
-    """Indices in their one form: a range where they are consecutive."""
-    listed = tuple(numbers)
-    if not listed:
+    """Indices in their canonical form: a range where they are consecutive."""
+    ordered = tuple(numbers)
+    if not ordered:
         return range(0)
-    run = range(listed[0], listed[0] + len(listed))
-    return run if tuple(run) == listed else listed
+    run = range(ordered[0], ordered[0] + len(ordered))
+    return run if tuple(run) == ordered else ordered
 
 
 @lru_cache(maxsize=1 << 12)
@@ -42,12 +42,12 @@ def proportional(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
-    """Consecutive ranges of the given sizes."""
-    found, start = [], 0
+    """Consecutive ranges of these sizes."""
+    ranges, start = [], 0
     for size in sizes:
-        found.append(range(start, start + size))
+        ranges.append(range(start, start + size))
         start += size
-    return tuple(found)
+    return tuple(ranges)
 
 
 def common(first: Indices, second: Indices) -> Indices:
@@ -55,25 +55,25 @@ def common(first: Indices, second: Indices) -> Indices:
     if isinstance(first, range) and isinstance(second, range):
         start, stop = max(first.start, second.start), min(first.stop, second.stop)
         return range(start, stop) if start < stop else range(0)
-    other = second if isinstance(second, range) else set(second)
-    return indices(i for i in first if i in other)
+    members = second if isinstance(second, range) else set(second)
+    return indices(i for i in first if i in members)
 
 
 def without(first: Indices, second: Indices) -> Indices:
     """Indices of the first that are not in the second."""
     if not len(common(first, second)):
         return first
-    other = second if isinstance(second, range) else set(second)
-    return indices(i for i in first if i not in other)
+    members = second if isinstance(second, range) else set(second)
+    return indices(i for i in first if i not in members)
 
 
 def united(parts: Iterable[Indices]) -> Indices:
     """Indices of any of the parts, ascending; those of one part, or of equal parts, in its order."""
-    held = [part for part in parts if len(part)]
-    if all(part == held[0] for part in held):
-        return held[0] if held else range(0)
-    if all(isinstance(part, range) for part in held):
-        ranges = sorted((part[0], part[-1] + 1) for part in held)
+    nonempty = [part for part in parts if len(part)]
+    if all(part == nonempty[0] for part in nonempty):
+        return nonempty[0] if nonempty else range(0)
+    if all(isinstance(part, range) for part in nonempty):
+        ranges = sorted((part[0], part[-1] + 1) for part in nonempty)
         stop = ranges[0][1]
         for first, last in ranges[1:]:
             if first > stop:
@@ -81,34 +81,29 @@ def united(parts: Iterable[Indices]) -> Indices:
             stop = max(stop, last)
         else:
             return range(ranges[0][0], stop)
-    return indices(sorted({i for part in held for i in part}))
+    return indices(sorted({i for part in nonempty for i in part}))
 
 
 @dataclass(frozen=True)
 class Split:
-    """A dimension that is divided over mesh axes.
+    """A dimension that is divided over mesh axes. The parts of a tensor that a layer gives are disjoint and cover the
+    dimension; those that a layer asks for may overlap."""
 
-    Attributes:
-        axes: the mesh axes, ascending.
-        parts: the global indices that each place on these axes holds, in the order of `Mesh.index`. The parts of a
-            tensor that a layer gives are disjoint and cover the dimension; those that a layer asks for may overlap.
-    """
-
-    axes: Axes
-    parts: tuple[Indices, ...]
+    axes: Axes  # ascending
+    parts: tuple[Indices, ...]  # the global indices that each place on these axes holds, in the order of `Mesh.index`
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        """Once: there may be hundreds of parts, and layouts are looked up very often."""
+        """The hash, computed once: there may be hundreds of parts, and layouts are looked up very often."""
         return hash((self.axes, self.parts))
 
 
 @lru_cache(maxsize=1 << 14)
 def even_split(axes: Axes, size: int, parts: int) -> Split:
-    """A dimension cut into consecutive parts as even as can be; one object for all who ask the same."""
+    """A dimension cut into consecutive parts as even as can be; one object for all calls with the same arguments."""
     return Split(axes, balanced(size, parts))
 
 

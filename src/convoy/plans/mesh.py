@@ -11,8 +11,8 @@ T = TypeVar("T")
 Axes = tuple[int, ...]
 Coordinates = tuple[int, ...]
 
+# the name of the axis that divides the network itself: a submodel, which is a stage, for each place on it
 STAGE = "stage"
-"""The name of the axis that divides the network itself: a submodel, which is a stage, for each place on it."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class Mesh:
 
     def groups(self, axes: Axes) -> list[list[int]]:
         """Ranks of every group over `axes`, the groups in order of their first rank."""
-        seen: dict[tuple[Coordinates, ...], list[int]] = {}
+        by_places: dict[tuple[Coordinates, ...], list[int]] = {}
         for rank in range(self.num_devices):
             places = self.group(self.coordinates(rank), axes)
-            seen.setdefault(tuple(places), [self.rank(place) for place in places])
-        return list(seen.values())
+            by_places.setdefault(tuple(places), [self.rank(place) for place in places])
+        return list(by_places.values())
 
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True)) or "one device"

@@ -1,4 +1,5 @@
-"""A network's calls on the mesh: what an operation decides for a call, and what comes of it for the network."""
+"""A network's calls on the mesh: what an operation decides for a call, and the placement of the network that
+follows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,8 +11,7 @@ from convoy.plans.layout import WHOLE, Layout, Split, indices
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.transfer import Step
 
-COMPUTE = ("conv", "linear")
-"""Kinds of calls that a plan divides; all others follow."""
+COMPUTE = ("conv", "linear")  # kinds of calls that a plan divides; all others follow
 
 
 @dataclass(frozen=True)
@@ -43,30 +43,26 @@ class Batch:
             return None
         if axes == self.axes:
             return Split(axes, self.parts)
-        others = tuple(axis for axis in self.axes if axis not in axes)
+        other_axes = tuple(axis for axis in self.axes if axis not in axes)
         origin = (0,) * len(self.mesh.sizes)
         parts = []
         for place in self.mesh.group(origin, axes):
-            ranks = (self.mesh.index(other, self.axes) for other in self.mesh.group(place, others))
+            ranks = (self.mesh.index(coordinates, self.axes) for coordinates in self.mesh.group(place, other_axes))
             parts.append(indices(sample for rank in ranks for sample in self.parts[rank]))
         return Split(axes, tuple(parts))
 
 
 @dataclass(frozen=True)
 class Situation:
-    """A call in its place in the plan.
-
-    Attributes:
-        strategy: what the plan says of the call's layer, for each mesh axis.
-        given: the layouts in which the calls before it give its inputs. Parameters, buffers and constants are not
-            in it: they come in whatever layout the operation asks for.
-    """
+    """A call in its place in the plan."""
 
     graph: Graph
     mesh: Mesh
     batch: Batch
     call: Call
-    strategy: tuple[str, ...]
+    strategy: tuple[str, ...]  # of the call's layer, for each mesh axis
+    # layouts in which earlier calls give its inputs; parameters, buffers and constants, which are not in it, come in
+    # whatever layout the operation asks for
     given: Mapping[str, Layout]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -85,21 +81,15 @@ class Situation:
 
 @dataclass(frozen=True)
 class Placed:
-    """What an operation decides for a call.
+    """The decision of an operation for a call."""
 
-    Attributes:
-        inputs: the layout that the call asks for, for each of its inputs.
-        outputs: the layout in which it gives each of its outputs.
-        note: why the call runs whole on every rank although the plan says otherwise; empty where it does not.
-    """
-
-    inputs: dict[str, Layout]
-    outputs: dict[str, Layout]
-    note: str = field(default="")
+    inputs: dict[str, Layout]  # the layout that the call asks for, by input
+    outputs: dict[str, Layout]  # the layout in which it gives each output
+    note: str = field(default="")  # why the call runs whole on every rank although the plan says otherwise; else empty
 
 
 class Strategies(Protocol):
-    """What placing needs of a plan."""
+    """The part of a plan that placing needs."""
 
     @property
     def mesh(self) -> Mesh:
@@ -111,16 +101,12 @@ class Strategies(Protocol):
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """A call, how it is divided, and how its inputs get there.
-
-    Attributes:
-        strategy: of its layer, one for each mesh axis.
-        transfers: for every input that is not where the call wants it, the steps from where it is.
-    """
+    """A call, how it is divided, and how its inputs get there."""
 
     call: Call
-    strategy: tuple[str, ...]
+    strategy: tuple[str, ...]  # of its layer, one for each mesh axis
     placed: Placed
+    # for every input that is not where the call wants it, the steps from where it is
     transfers: dict[str, tuple[Step, ...]]
 
 
@@ -173,25 +159,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All together."""
         return self.parameters + self.gradients + self.buffers + self.activations
 
 
 def sample_axes(layers: Iterable[tuple[str, str]], plan: Strategies) -> tuple[int, ...]:
-    """The axes on which some layer is divided by samples: each rank is given the samples of its place on them.
-
-    Args:
-        layers: name and op of every layer.
-        plan: their strategies.
-    """
+    """The axes on which some of the layers, each with its name and op, is divided by samples: each rank is given the
+    samples of its place on them."""
     strategies = [plan.strategy(layer, op) for layer, op in layers if op in COMPUTE]
     return tuple(axis for axis in plan.mesh.axes if any(strategy[axis] == "sample" for strategy in strategies))
 
 
 def own_samples(shape: tuple[int, ...], batch: Batch) -> Layout:
-    """How a network's output lies: with the ranks' own samples. What belongs to no sample every rank has, but the
-    gradient that it gives is only its share of it.
-    """
+    """The layout of a network's output: each rank has its own samples. A value that belongs to no sample every rank
+    has, but the gradient that it gives is only its share."""
     samples = batch.split(batch.axes)
     if samples is None:
         return WHOLE

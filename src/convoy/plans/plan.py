@@ -30,31 +30,19 @@ _FORM = "write e.g. `mesh: {sample: 2}` and below it `layers:` with lines such a
 _KEYS = ("mesh", "layers", "stages")
 _DEPTH = 4
 
-Parts = tuple[Mesh, Layers, tuple[str, ...]]
-"""The fields of a plan."""
+Parts = tuple[Mesh, Layers, tuple[str, ...]]  # the fields of a plan
 
 
 def read_file(path: Path) -> Parts:
-    """The fields of the plan in a YAML file.
-
-    Raises:
-        ConvoyError: it cannot be read or is no plan; the sentence has the file and the line.
-    """
+    """The fields of the plan in a YAML file; a ConvoyError with the file and the line where it is no plan or cannot be
+    read."""
     if path.is_dir():
         raise ConvoyError(f"{path} is a folder: name the plan file itself, for a run {path / 'plan.yaml'}")
     return parse_yaml(read_text(path, "plan", ", or write e.g. sample=2"), str(path))
 
 
 def parse_yaml(text: str, source: str = "the plan") -> Parts:
-    """The fields of the plan in a YAML text.
-
-    Args:
-        text: the YAML.
-        source: where it stands, for the sentences.
-
-    Raises:
-        ConvoyError: it is no plan; the sentence has the source and the line.
-    """
+    """The fields of the plan in a YAML text; a ConvoyError with its `source` and the line where it is no plan."""
     lines: dict[tuple[str, ...], int] = {}
     try:
         node = yaml.compose(text, yaml.BaseLoader)
@@ -76,21 +64,14 @@ def parse_yaml(text: str, source: str = "the plan") -> Parts:
 
 
 def parse_document(document: Any, at: Place = lambda path: "the plan: ") -> Parts:
-    """The fields of a plan from a mapping with the keys `mesh`, `layers` and, where it has an axis `stage`, `stages`.
-
-    Args:
-        document: what was written.
-        at: where a part of it stands, for the sentences.
-
-    Raises:
-        ConvoyError: it is no plan.
-    """
+    """The fields of a plan from a mapping with the keys `mesh`, `layers` and, where it has an axis `stage`, `stages`. A
+    ConvoyError where it is no plan says by `at` where the wrong part stands."""
     if not isinstance(document, Mapping):
         raise ConvoyError(f"{at(())}a plan has the keys mesh and layers, but this is {_kind(document)}: {_FORM}")
     for key in document:
         if key not in _KEYS:
-            close = difflib.get_close_matches(str(key), _KEYS, 1)
-            hint = f"did you mean {close[0]}?" if close else "a plan has the keys mesh and layers"
+            matches = difflib.get_close_matches(str(key), _KEYS, 1)
+            hint = f"did you mean {matches[0]}?" if matches else "a plan has the keys mesh and layers"
             raise ConvoyError(f"{at((str(key),))}the key {show(key)} is unknown: {hint}")
     mesh = _mesh(document, at)
     stages = check_stages(document.get("stages", ()), mesh, at)
@@ -136,23 +117,23 @@ def _kind(value: Any) -> str:
 
 
 def _value(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str) -> Any:
-    """What a node holds, with the line of every key noted; nothing deeper than a plan goes."""
+    """The content of a node, with the line of every key noted; nothing deeper than a plan goes."""
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
     if len(path) >= _DEPTH:
         return "…"
     if not isinstance(node, yaml.MappingNode):
         return [_scalar(child) if isinstance(child, yaml.ScalarNode) else "…" for child in node.value]
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in node.value:
         line = f"{source}, line {key.start_mark.line + 1}: "
         if not isinstance(key, yaml.ScalarNode):
             raise ConvoyError(f"{line}a key must be a plain word")
-        if key.value in found:
+        if key.value in mapping:
             raise ConvoyError(f"{line}the key {show(key.value)} is there twice: leave one out")
         lines[*path, key.value] = key.start_mark.line + 1
-        found[key.value] = _value(value, (*path, key.value), lines, source)
-    return found
+        mapping[key.value] = _value(value, (*path, key.value), lines, source)
+    return mapping
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
@@ -249,8 +230,8 @@ class Plan:
             op: kind of the call, one of `convoy.graph`'s.
         """
         pattern = self.pattern(layer)
-        given = dict(self.layers)[pattern] if pattern is not None else {}
-        return tuple(of_layer(given.get(name, "replicate"), op) for name in self.mesh.names)
+        strategies = dict(self.layers)[pattern] if pattern is not None else {}
+        return tuple(of_layer(strategies.get(name, "replicate"), op) for name in self.mesh.names)
 
     def pattern(self, layer: str) -> str | None:
         """The pattern that decides about a layer, or None where nothing matches it."""
@@ -262,8 +243,13 @@ class Plan:
 
         An axis divides samples where some layer does so on it (`sample`, `owt`).
         """
-        named = {name for _, given in self.layers for name, strategy in given.items() if strategy in ("sample", "owt")}
-        return self.mesh.size(tuple(axis for axis in self.mesh.axes if self.mesh.names[axis] in named))
+        sample_axes = {
+            name
+            for _, strategies in self.layers
+            for name, strategy in strategies.items()
+            if strategy in ("sample", "owt")
+        }
+        return self.mesh.size(tuple(axis for axis in self.mesh.axes if self.mesh.names[axis] in sample_axes))
 
     @property
     def num_stages(self) -> int:
@@ -302,7 +288,8 @@ def plan_text(plan: Plan) -> str:
 
 @cache
 def _of_text(text: str) -> Plan:
-    """A plan in one line or as YAML text; a recipe, which holds its plan as text, is asked for it again and again."""
+    """The plan in one line or in YAML text, cached as a recipe holds its plan as text and is asked for it again and
+    again."""
     is_yaml = "\n" in text.strip() or text.lstrip().startswith("{")
     return Plan(*parse_yaml(text)) if is_yaml else Plan(*parse_text(text))
 

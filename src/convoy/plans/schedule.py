@@ -12,52 +12,43 @@ from typing import Literal, get_args
 
 Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+# the kind of pass, and the part of it; `weights` computes the missing weight gradients of all parts up to that one
 Action = tuple[Literal["forward", "backward", "weights"], int]
-"""What to do, and of which part; `weights` computes what is missing of the weight gradients of all parts up to it."""
 
-PARTS_PER_STAGE = 4
-"""Parts of the batch for each stage, unless something else is said: a fifth of the time is waited at most."""
+PARTS_PER_STAGE = 4  # parts of the batch for each stage by default: at most a fifth of the time is waited
 
 
 def actions(schedule: Schedule, parts: int, stage: int, stages: int) -> list[Action]:
-    """What a stage does in one update: forward and backward passes of the parts of the batch, each in order.
+    """The passes of a stage, numbered from 0, in one update: forward and backward of the parts of the batch, in order.
 
     >>> actions("1f1b", parts=3, stage=0, stages=2)
     [('forward', 0), ('forward', 1), ('backward', 0), ('forward', 2), ('backward', 1), ('backward', 2)]
     >>> actions("zero-bubble", parts=2, stage=0, stages=2)
     [('forward', 0), ('forward', 1), ('backward', 0), ('weights', 0), ('backward', 1), ('weights', 1)]
-
-    Args:
-        schedule: the order.
-        parts: number of parts of the batch.
-        stage: the stage's number, from 0.
-        stages: how many stages there are.
     """
     ahead = _ahead(schedule, parts, stage, stages)
-    found: list[Action] = [("forward", part) for part in range(ahead)]
+    passes: list[Action] = [("forward", part) for part in range(ahead)]
     for part in range(parts):
-        waits = part + ahead - parts  # the how manieth backward pass this is with no forward pass before it
+        waits = part + ahead - parts  # the number of this backward pass among those with no forward pass before them
         if schedule == "zero-bubble" and waits > 0:
             # as long as the forward pass for which the next stage lets this one wait
-            found.append(("weights", waits - 1))
-        found.append(("backward", part))
+            passes.append(("weights", waits - 1))
+        passes.append(("backward", part))
         if part + ahead < parts:
-            found.append(("forward", part + ahead))
+            passes.append(("forward", part + ahead))
     if schedule == "zero-bubble":
-        found.append(("weights", parts - 1))
-    return found
+        passes.append(("weights", parts - 1))
+    return passes
 
 
 def in_flight(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
-    """Parts of the batch whose activations a stage keeps at once, at most; arguments as for `actions`.
-
-    Zero-bubble keeps those of all parts, or instead what weight gradients are computed from, which may be more.
-    """
+    """The most parts of the batch whose activations a stage keeps at once; arguments as for `actions`. Zero-bubble
+    keeps those of all parts, or instead what weight gradients are computed from, which may be more."""
     return parts if schedule == "zero-bubble" else _ahead(schedule, parts, stage, stages)
 
 
 def taken_back(schedule: Schedule, parts: int, stage: int, stages: int, part: int) -> int:
-    """How many parts a stage has taken back before it runs a part forward; other arguments as for `actions`.
+    """How many parts have gone back on a stage before it runs a part forward; other arguments as for `actions`.
 
     >>> [taken_back("1f1b", parts=4, stage=0, stages=2, part=part) for part in range(4)]
     [0, 0, 1, 2]
@@ -66,8 +57,8 @@ def taken_back(schedule: Schedule, parts: int, stage: int, stages: int, part: in
 
 
 def returning(schedule: Schedule, parts: int, source: int, stage: int, stages: int) -> int:
-    """Of how many parts a stage keeps the gradients that it has sent to an earlier one, as it cannot know that they
-    have arrived; while it still runs parts forward. Arguments as for `actions`, with the earlier stage as `source`.
+    """The number of parts whose gradients a stage keeps after sending them to an earlier one (`source`), as it cannot
+    know that they have arrived, while it still runs parts forward; other arguments as for `actions`.
 
     >>> returning("1f1b", parts=8, source=1, stage=2, stages=4)
     1
@@ -76,7 +67,7 @@ def returning(schedule: Schedule, parts: int, source: int, stage: int, stages: i
 
 
 def _ahead(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
-    """Parts that go forward before the first goes back."""
+    """How many parts go forward before the first goes back."""
     later = stages - 1 - stage
     if schedule == "gpipe" or (schedule == "zero-bubble" and stage == 0 and later):
         return parts  # under zero-bubble nobody waits for gradients of the first stage, and all wait for its values
@@ -85,10 +76,8 @@ def _ahead(schedule: Schedule, parts: int, stage: int, stages: int) -> int:
 
 
 def bubble(schedule: Schedule, parts: int, stages: int) -> float:
-    """The share of the time that stages of equal work wait, beside what is sent.
-
-    (S − 1) / (M + S − 1) with M parts and S stages; under zero-bubble the last stage alone waits, for the first forward
-    passes, each a third of a part's work.
-    """
+    """The share of the time that stages of equal work wait, beside messages: (S − 1) / (M + S − 1) with M parts and S
+    stages. Under zero-bubble the last stage alone waits, for the first forward passes, each a third of a part's
+    work."""
     work = 3 * parts if schedule == "zero-bubble" else parts
     return (stages - 1) / (work + stages - 1)

@@ -18,10 +18,10 @@ from convoy.graph.tree import leaves
 from convoy.plans.place import Placement
 from convoy.terminal import did_you_mean
 
+# stages send each other tensors of these types and of up to so many dimensions
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool]
 DTYPES += [torch.uint8, torch.int8, torch.int16]
 MOST_DIMS = 8
-"""What stages send each other."""
 
 
 def why_not_sent(value: Value) -> str:
@@ -46,25 +46,21 @@ def cut_points(graph: Graph) -> tuple[int, ...]:
     >>> [graph.calls[point].layer for point in cut_points(graph)]
     ['1', '2', '3']
     """
-    seen: set[str] = set()
-    found = []
+    earlier_layers: set[str] = set()
+    first_calls = []
     for number, call in enumerate(graph.calls):
-        if call.layer and call.layer not in seen:
-            found.append(number)
-        seen.update(accumulate(call.layer.split("."), "{}.{}".format))
-    return tuple(point for point in found if point > 0)
+        if call.layer and call.layer not in earlier_layers:
+            first_calls.append(number)
+        earlier_layers.update(accumulate(call.layer.split("."), "{}.{}".format))
+    return tuple(point for point in first_calls if point > 0)
 
 
 def even_cuts(work: Sequence[float], points: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Where to cut so that the most work of any part is as little as can be; every part has some calls.
+    """Where to cut so that the most work of any part is as little as can be; every part has some calls. `work` is that
+    of every call, and `points` are the calls before which a cut may be, ascending and at least `parts - 1`.
 
     >>> even_cuts([4, 1, 1, 1, 5], points=[1, 2, 3, 4], parts=3)
     (1, 4)
-
-    Args:
-        work: of every call.
-        points: the calls before which may be cut, ascending; at least `parts - 1`.
-        parts: number of stages.
     """
     sums = list(accumulate(work, initial=0.0))
     ends = [*points, len(work)]
@@ -84,49 +80,28 @@ def even_cuts(work: Sequence[float], points: Sequence[int], parts: int) -> tuple
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that one stage sends another in every pass; its gradient comes back.
+    """A value that one stage sends another in every pass; its gradient comes back. Where several later stages use a
+    value, each sends it on to the next, so that the gradients of all its uses are added in the order in which one
+    device adds them."""
 
-    Where several later stages use a value, each sends it on to the next. So the gradients of all its uses are added in
-    the order in which one device adds them.
-
-    Attributes:
-        value: the value's name in the graph.
-        source: the stage that sends it.
-        target: the stage that receives it.
-        layer: the layer that gives it; empty for the network itself.
-    """
-
-    value: str
-    source: int
-    target: int
-    layer: str
+    value: str  # its name in the graph
+    source: int  # the stage that sends it
+    target: int  # the stage that receives it
+    layer: str  # that gives it; empty for the network itself
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A network's stages.
+    """A network's stages."""
 
-    Attributes:
-        begins: the layers at which the second and later ones begin.
-        layers: the stage in which every layer is called first.
-    """
-
-    begins: tuple[str, ...]
-    layers: Mapping[str, int]
+    begins: tuple[str, ...]  # the layers at which the second and later ones begin
+    layers: Mapping[str, int]  # the stage in which every layer is called first
 
     @staticmethod
     def of(graph: Graph, number: int, names: Sequence[str], work: Sequence[float]) -> "Stages":
-        """The stages of a network.
-
-        Args:
-            graph: the network.
-            number: how many stages there are to be.
-            names: the layers at which stages begin, the first of which may be empty; none to divide the work evenly.
-            work: the multiply-adds of every call of the graph.
-
-        Raises:
-            ConvoyError: there are fewer layers than stages, or a name that is none of theirs or out of order.
-        """
+        """The stages of a network, by the names of the layers at which they begin, the first of which may be empty;
+        without names by equal `work`, the multiply-adds of every call. A ConvoyError where there are fewer layers than
+        stages, or a name is unknown or out of order."""
         points = cut_points(graph)
         if len(points) < number - 1:
             raise ConvoyError(
@@ -142,29 +117,25 @@ class Stages:
 
     @property
     def number(self) -> int:
-        """How many there are."""
         return len(self.begins) + 1
 
     def of_calls(self, graph: Graph) -> tuple[int, ...]:
         """The stage of every call of a graph of this network, at any batch size and in either mode."""
-        found, stage = [], 0
+        stages, stage = [], 0
         for call in graph.calls:
             stage = max(stage, self.layers.get(call.layer, 0))
-            found.append(stage)
-        return tuple(found)
+            stages.append(stage)
+        return tuple(stages)
 
     def owners(self, graph: Graph) -> dict[str, int]:
-        """The stage that keeps each parameter and buffer that the network uses.
-
-        Raises:
-            ConvoyError: two stages use the same one, where the last uses those that the network returns.
-        """
-        found: dict[str, tuple[int, str]] = {}
+        """The stage that keeps each parameter and buffer that the network uses, the last for those that it returns; a
+        ConvoyError where two stages use the same one."""
+        first_users: dict[str, tuple[int, str]] = {}
         for call, stage in zip(graph.calls, self.of_calls(graph), strict=True):
             for name in call.inputs:
                 if graph.values[name].origin not in ("parameter", "buffer"):
                     continue
-                first, layer = found.setdefault(name, (stage, call.layer))
+                first, layer = first_users.setdefault(name, (stage, call.layer))
                 if first != stage:
                     raise ConvoyError(
                         f"layers {layer} and {call.layer} share {name}, and are in stages {first + 1} and {stage + 1}: "
@@ -174,28 +145,19 @@ class Stages:
         for ref in leaves(graph.output, Ref):
             if graph.values[ref.name].origin not in ("parameter", "buffer"):
                 continue
-            stage, _ = found.setdefault(ref.name, (last, ""))
+            stage, _ = first_users.setdefault(ref.name, (last, ""))
             if stage != last:
                 raise ConvoyError(
                     f"the network returns {ref.name}, which stage {stage + 1} has and the last one lacks: return a "
                     "value that is computed with it, or divide otherwise"
                 )
-        return {name: stage for name, (stage, _) in found.items()}
+        return {name: stage for name, (stage, _) in first_users.items()}
 
 
 @dataclass(frozen=True)
 class StagedGraph:
-    """A graph with the stage of each of its calls.
-
-    Attributes:
-        graph: the network.
-        outputs: names of the values that the network returns.
-        stages: the stage of every call, in order.
-        number: how many stages there are.
-
-    Raises:
-        ConvoyError: a value that crosses is of a type or of more dimensions than stages send.
-    """
+    """A graph with the stage of each of its calls, whose `outputs` name the values that the network returns; a
+    ConvoyError where a value that crosses is of a type or of more dimensions than stages send."""
 
     graph: Graph
     outputs: tuple[str, ...]
@@ -214,56 +176,54 @@ class StagedGraph:
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
-        """What stages send each other, in the order in which it is made; outputs end up in the last stage."""
+        """The values that stages send each other, in the order in which they are made; outputs end up in the last
+        stage."""
         layers: dict[str, str] = {}
-        used: dict[str, set[int]] = {}
+        users: dict[str, set[int]] = {}
         for call, stage in zip(self.graph.calls, self.stages, strict=True):
             for name in call.inputs:
-                if name in used:
-                    used[name].add(stage)
-            used |= {name: {stage} for name in call.outputs}
+                if name in users:
+                    users[name].add(stage)
+            users |= {name: {stage} for name in call.outputs}
             layers |= dict.fromkeys(call.outputs, call.layer)
         for name in self.outputs:
-            if name in used:
-                used[name].add(self.number - 1)
+            if name in users:
+                users[name].add(self.number - 1)
         return tuple(
             Crossing(name, source, target, layers[name])
-            for name, stages in used.items()
+            for name, stages in users.items()
             for source, target in pairwise(sorted(stages))
         )
 
     def calls(self, stage: int) -> tuple[int, ...]:
         """The numbers of a stage's calls."""
-        return tuple(number for number, own in enumerate(self.stages) if own == stage)
+        return tuple(number for number, stage_of_call in enumerate(self.stages) if stage_of_call == stage)
 
     def part(self, placement: Placement, stage: int) -> Placement:
-        """What the ranks of a stage run of the network under a plan."""
+        """The part of a placed network that the ranks of a stage run."""
         calls = tuple(placement.calls[number] for number in self.calls(stage))
         outputs = placement.outputs if stage == self.number - 1 else {}
-        used = {name for one in calls for name in (*one.call.inputs, *one.call.outputs)}
-        held = tuple(dict.fromkeys(one.value for one in (*self.received(stage), *self.sent(stage))))
-        used.update(outputs, held)
-        layouts = {name: layout for name, layout in placement.layouts.items() if name in used}
-        return replace(placement, calls=calls, layouts=layouts, outputs=outputs, held=held)
+        names = {name for placed in calls for name in (*placed.call.inputs, *placed.call.outputs)}
+        values_held = tuple(dict.fromkeys(crossing.value for crossing in (*self.received(stage), *self.sent(stage))))
+        names.update(outputs, values_held)
+        layouts = {name: layout for name, layout in placement.layouts.items() if name in names}
+        return replace(placement, calls=calls, layouts=layouts, outputs=outputs, held=values_held)
 
     def received(self, stage: int) -> tuple[Crossing, ...]:
-        """What a stage is sent."""
         return tuple(crossing for crossing in self.crossings if crossing.target == stage)
 
     def sent(self, stage: int) -> tuple[Crossing, ...]:
-        """What a stage sends."""
         return tuple(crossing for crossing in self.crossings if crossing.source == stage)
 
 
-_FEW = 12
-"""Layers that are all named."""
+_FEW = 12  # so many layers are all named
 
 
 def where_to_begin(name: str, layers: Sequence[str]) -> str:
-    """Where a stage can begin, for a sentence about a name that is none of the layers: those nearest to it."""
-    near = layers if len(layers) <= _FEW else difflib.get_close_matches(name, layers, 6, cutoff=0.0)
-    return f"a stage can begin at {', '.join(layer for layer in layers if layer in near)}" + (
-        ", …" if len(near) < len(layers) else ""
+    """Where a stage can begin, for a sentence about an unknown name: the layers nearest to it."""
+    nearby = layers if len(layers) <= _FEW else difflib.get_close_matches(name, layers, 6, cutoff=0.0)
+    return f"a stage can begin at {', '.join(layer for layer in layers if layer in nearby)}" + (
+        ", …" if len(nearby) < len(layers) else ""
     )
 
 
@@ -276,11 +236,11 @@ def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[i
     for place, name in enumerate(names):
         if place == 0 and not name:
             continue
-        own = [layer for layer in firsts if layer == name or layer.startswith(f"{name}.")]
-        if not own:
+        members = [layer for layer in firsts if layer == name or layer.startswith(f"{name}.")]
+        if not members:
             hint = did_you_mean(name, layers, otherwise=where_to_begin(name, firsts))
             raise ConvoyError(f"stages: the network calls no layer {name}{hint}")
-        point = min(numbers[layer] for layer in own)
+        point = min(numbers[layer] for layer in members)
         if place == 0:
             if point > 0:
                 raise ConvoyError(

@@ -11,79 +11,58 @@ from functools import cached_property
 from statistics import median
 from typing import Literal
 
+# `transfers` carries what layers wait for, `gradients` what is added while layers compute, `stages` what a rank sends
+# to other stages, as it is predicted, and waits for from them, as it is measured
 Stream = Literal["compute", "transfers", "gradients", "stages"]
-"""`transfers` carries what layers wait for, `gradients` what is added while others compute, `stages` what a rank sends
-to other stages, as it is predicted, and waits for from them, as it is measured."""
 
+# The purpose of a task. `around`: input and loss, outside of the network. `copy`: packing and adding on the rank
+# itself, for the sake of messages. `transfer` and `gradient` are messages.
 Kind = Literal["around", "forward", "backward", "copy", "transfer", "gradient", "update"]
-"""What a task is for. `around`: input and loss, outside of the network. `copy`: packing and adding on the rank itself,
-for the sake of what is sent. `transfer` and `gradient` are messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work. The tasks of a stream run in the order of the list that they stand in.
-
-    Attributes:
-        rank: the rank that does it.
-        layer: its layer, empty where it belongs to none.
-        name: the name of the call, the value or the parameter.
-        seconds: the time it takes while nothing is in its way.
-        host: the time that the host takes to issue it; 0 where the host is the device.
-        after: places in the list of the tasks that must be done before it begins.
-        meeting: tasks of several ranks with one number are one collective: they begin when all ranks are there, and
-            end together. -1 for what a rank does by itself.
-        cpu_share: the part of the rank's computing that it takes while it runs.
-        num_bytes: size of the tensor, for messages.
-        peer: the rank of another stage to which a message goes, which takes part in nothing else of it; else -1.
-    """
+    """One piece of work. The tasks of a stream run in the order of the list that they stand in."""
 
     rank: int
     stream: Stream
     kind: Kind
-    layer: str
-    name: str
-    seconds: float
-    after: tuple[int, ...] = ()
+    layer: str  # empty where it belongs to none
+    name: str  # of the call, the value or the parameter
+    seconds: float  # while nothing is in its way
+    after: tuple[int, ...] = ()  # places in the list of the tasks that must be done before it begins
+    # tasks of several ranks with one number are one collective: they begin when all ranks are there, and end together;
+    # -1 for work of one rank alone
     meeting: int = -1
-    cpu_share: float = 0.0
-    num_bytes: int = 0
-    host: float = 0.0
-    peer: int = -1
+    cpu_share: float = 0.0  # the part of the rank's computing that it takes while it runs
+    num_bytes: int = 0  # of the tensor, for messages
+    host: float = 0.0  # seconds that the host takes to issue it; 0 where the host is the device
+    peer: int = -1  # the rank of another stage to which a message goes, which takes part in nothing else of it; else -1
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a task ran.
-
-    Attributes:
-        ready: when its rank's device was free for it: from here on it waits for other ranks, or for the host.
-    """
+    """When a task ran."""
 
     task: Task
-    ready: float
+    ready: float  # when its rank's device was free for it: from here on it waits for other ranks, or for the host
     start: float
     end: float
 
 
+# Parts of an update: `rest` is the loss and all that has no other name, `waiting` what is sent and waited for. Where
+# there are stages, `stages` is waiting for other stages.
 PARTS = ("input", "forward", "backward", "rest", "packing", "waiting", "stages", "optimizer")
-"""Of an update: `rest` is the loss and all that has no other name, `waiting` what is sent and waited for. Where there
-are stages, `stages` is waiting for the others."""
 _ROUNDING = 1e-12
 _PART_OF: dict[Kind, str] = {"forward": "forward", "backward": "backward", "copy": "packing", "update": "optimizer"}
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """A layer in an update.
+    """The time of a layer in an update."""
 
-    Attributes:
-        computes: forward, backward and packing.
-        waits: exchanging what layers need of others, and waiting for it.
-    """
-
-    computes: float = 0.0
-    waits: float = 0.0
+    computes: float = 0.0  # forward, backward and packing
+    waits: float = 0.0  # exchanging what layers need of other ranks, and waiting for it
 
     def __add__(self, other: "LayerSeconds") -> "LayerSeconds":
         return LayerSeconds(self.computes + other.computes, self.waits + other.waits)
@@ -91,31 +70,29 @@ class LayerSeconds:
 
 @dataclass(frozen=True)
 class Summary:
-    """Where the time of one rank goes in an update.
+    """Where the time of one rank goes in an update."""
 
-    Attributes:
-        parts: seconds by name, as `PARTS` has them, `stages` only where there are any; they add up to the update.
-        layers: by name.
-        gradients: seconds in which only gradients, weights and statistics were exchanged.
-    """
-
+    # seconds by name, as in `PARTS`, `stages` only where there are any; they add up to the update
     parts: Mapping[str, float]
-    layers: Mapping[str, LayerSeconds]
-    gradients: float
+    layers: Mapping[str, LayerSeconds]  # by name
+    gradients: float  # seconds in which only gradients, weights and statistics were exchanged
 
     @staticmethod
     def median(of: Sequence["Summary"]) -> "Summary":
-        """The median of every number; of nothing, no time."""
-        names = dict.fromkeys(name for one in of for name in one.layers)
-        layers = {name: [one.layers.get(name, LayerSeconds()) for one in of] for name in names}
+        """The median of every number; of no summaries, no time."""
+        names = dict.fromkeys(name for summary in of for name in summary.layers)
+        layers = {name: [summary.layers.get(name, LayerSeconds()) for summary in of] for name in names}
         parts = [part for part in PARTS if not of or part in of[0].parts]
         return Summary(
-            {part: median([one.parts[part] for one in of] or [0.0]) for part in parts},
+            {part: median([summary.parts[part] for summary in of] or [0.0]) for part in parts},
             {
-                name: LayerSeconds(median(one.computes for one in each), median(one.waits for one in each))
-                for name, each in layers.items()
+                name: LayerSeconds(
+                    median(summary.computes for summary in seconds_of_layer),
+                    median(summary.waits for summary in seconds_of_layer),
+                )
+                for name, seconds_of_layer in layers.items()
             },
-            median([one.gradients for one in of] or [0.0]),
+            median([summary.gradients for summary in of] or [0.0]),
         )
 
 
@@ -157,11 +134,11 @@ class Timeline:
 
     def busiest_of(self, ranks: Collection[int]) -> int:
         """The one of these ranks that computes longest; 0 where none of them was simulated."""
-        busy: dict[int, float] = defaultdict(float)
+        seconds_of: dict[int, float] = defaultdict(float)
         for span in self.spans:
             if span.task.rank in ranks:
-                busy[span.task.rank] += span.task.seconds if span.task.stream == "compute" else 0.0
-        return max(busy, key=lambda rank: (busy[rank], -rank), default=0)
+                seconds_of[span.task.rank] += span.task.seconds if span.task.stream == "compute" else 0.0
+        return max(seconds_of, key=lambda rank: (seconds_of[rank], -rank), default=0)
 
     def exposed(self, rank: int | None = None) -> dict[str, float]:
         """Seconds in which a rank has nothing to compute because it exchanges or waits for others, by layer.
@@ -169,28 +146,28 @@ class Timeline:
         Args:
             rank: by default the busiest.
         """
-        found: dict[str, float] = defaultdict(float)
+        seconds_by_layer: dict[str, float] = defaultdict(float)
         for span, seconds in self.exposed_spans(rank):
-            found[span.task.layer] += seconds
-        return dict(found)
+            seconds_by_layer[span.task.layer] += seconds
+        return dict(seconds_by_layer)
 
     def exposed_spans(self, rank: int | None = None) -> list[tuple[Span, float]]:
         """The same for every message that keeps the rank waiting."""
         rank = self.busiest if rank is None else rank
-        own = [span for span in self.spans if span.task.rank == rank]
-        busy = sorted((span.ready, span.end) for span in own if span.task.stream == "compute")
-        messages = [span for span in own if span.task.stream not in ("compute", "stages")]  # nobody waits for his own
+        spans = [span for span in self.spans if span.task.rank == rank]
+        busy = sorted((span.ready, span.end) for span in spans if span.task.stream == "compute")
+        messages = [span for span in spans if span.task.stream not in ("compute", "stages")]  # nobody waits for his own
         messages.sort(key=lambda span: span.end)
-        found = []
-        here = 0.0
+        exposed = []
+        reached = 0.0
         for start, end in [*busy, (self.total, self.total)]:
-            for span in messages if start > here else ():
-                left, right = max(here, span.ready), min(span.end, start)
-                if right > left:
-                    found.append((span, right - left))
-                    here = right
-            here = max(here, end)
-        return found
+            for span in messages if start > reached else ():
+                begin, stop = max(reached, span.ready), min(span.end, start)
+                if stop > begin:
+                    exposed.append((span, stop - begin))
+                    reached = stop
+            reached = max(reached, end)
+        return exposed
 
     def by_kind(self, rank: int | None = None) -> dict[str, float]:
         """Where a rank's time goes: seconds of every kind of computing, `exposed` communication, and `idle`.
@@ -199,15 +176,15 @@ class Timeline:
         the device waits for the host there is `issuing` too. `idle` is waiting for other stages, where there are any.
         """
         rank = self.busiest if rank is None else rank
-        found: dict[str, float] = defaultdict(float)
+        by_kind: dict[str, float] = defaultdict(float)
         for span in self.spans:
             if span.task.rank == rank and span.task.stream == "compute":
-                found[span.task.kind] += span.end - span.start
+                by_kind[span.task.kind] += span.end - span.start
                 if span.start > span.ready:
-                    found["issuing"] += span.start - span.ready
-        found["exposed"] = sum(self.exposed(rank).values())
-        found["idle"] = max(0.0, self.total - sum(found.values()))
-        return dict(found)
+                    by_kind["issuing"] += span.start - span.ready
+        by_kind["exposed"] = sum(self.exposed(rank).values())
+        by_kind["idle"] = max(0.0, self.total - sum(by_kind.values()))
+        return dict(by_kind)
 
     def summary(self, rank: int | None = None) -> Summary:
         """Where a rank's time goes, by part of the update and by layer."""
@@ -239,24 +216,21 @@ class Timeline:
     def contention(self, rank: int | None = None) -> float:
         """Seconds by which messages have made a rank's computing longer."""
         rank = self.busiest if rank is None else rank
-        own = (span for span in self.spans if span.task.rank == rank and span.task.stream == "compute")
-        return sum(span.end - span.start - span.task.seconds for span in own)
+        spans = (span for span in self.spans if span.task.rank == rank and span.task.stream == "compute")
+        return sum(span.end - span.start - span.task.seconds for span in spans)
 
 
 ENGINE = "the engine itself"
 
 
 def is_engine(task: Task) -> bool:
-    """Whether it is what `split_engine_time` has made of the engine's time."""
+    """Whether it is a task that `split_engine_time` has made of the engine's time."""
     return task.kind == "around" and task.name == ENGINE
 
 
 def split_engine_time(timeline: Timeline, fixed: float) -> Timeline:
-    """The same timeline, where what an update takes beside the optimizer's work has a span of its own.
-
-    Args:
-        fixed: seconds once in an update: `convoy.planner.cost.gradients.Update.fixed`.
-    """
+    """The same timeline, where the time that an update takes beside the optimizer's work has a span of its own: `fixed`
+    seconds once in an update, `convoy.planner.cost.gradients.Update.fixed`."""
     if fixed <= 0:
         return timeline
     spans: list[Span] = []
@@ -273,9 +247,9 @@ def split_engine_time(timeline: Timeline, fixed: float) -> Timeline:
 
 def _divided(span: Span, fixed: float) -> tuple[Span, Span]:
     task = span.task
-    own = min(fixed, task.seconds)
-    middle = span.end - (span.end - span.start) * own / task.seconds
+    engine_seconds = min(fixed, task.seconds)
+    middle = span.end - (span.end - span.start) * engine_seconds / task.seconds
     return (
-        replace(span, task=replace(task, seconds=task.seconds - own), end=middle),
-        Span(replace(task, kind="around", name=ENGINE, seconds=own), middle, middle, span.end),
+        replace(span, task=replace(task, seconds=task.seconds - engine_seconds), end=middle),
+        Span(replace(task, kind="around", name=ENGINE, seconds=engine_seconds), middle, middle, span.end),
     )

@@ -33,31 +33,20 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent for one step.
+    """The messages of one step."""
 
-    Attributes:
-        call: name of the call that asks for it; empty where the network's own output does.
-        value: name of the tensor.
-        ranks: bytes that each rank sends.
-    """
-
-    call: str
-    value: str
+    call: str  # that asks for it; empty where the network's own output does
+    value: str  # name of the tensor
     step: Step
-    ranks: tuple[Traffic, ...]
+    ranks: tuple[Traffic, ...]  # bytes that each rank sends
 
 
 @dataclass(frozen=True)
 class Crossed:
-    """What stages send each other of a value.
-
-    Attributes:
-        crossing: the value, and the stages.
-        ranks: bytes that each rank sends: of the value forward, of its gradient backward.
-    """
+    """The messages of stages for one value."""
 
     crossing: Crossing
-    ranks: tuple[Traffic, ...]
+    ranks: tuple[Traffic, ...]  # bytes that each rank sends: of the value forward, of its gradient backward
 
 
 def all_reduce_elements(num_elements: int, count: int) -> int:
@@ -67,14 +56,7 @@ def all_reduce_elements(num_elements: int, count: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def step_elements(step: Step, mesh: Mesh, coordinates: Coordinates, shape: tuple[int, ...]) -> Traffic:
-    """Elements that the rank at `coordinates` sends for one step.
-
-    Args:
-        step: the step.
-        mesh: the devices.
-        coordinates: the rank's place.
-        shape: the whole tensor's shape.
-    """
+    """Elements that the rank at `coordinates` sends for one step of a tensor of the whole `shape`."""
     count = mesh.size(step.axes)
     before = math.prod(step.source.local_shape(shape, mesh, coordinates))
     after = math.prod(step.target.local_shape(shape, mesh, coordinates))
@@ -83,19 +65,19 @@ def step_elements(step: Step, mesh: Mesh, coordinates: Coordinates, shape: tuple
     if step.kind == "copy":
         return Traffic(0, all_reduce_elements(before, count))
     if step.kind == "slice":
-        alike = tuple(axis for axis in step.axes if axis not in step.source.copied)
-        return Traffic(0, (mesh.size(alike) - 1) * after)
+        axes = tuple(axis for axis in step.axes if axis not in step.source.copied)
+        return Traffic(0, (mesh.size(axes) - 1) * after)
     if step.kind == "gather":
         return Traffic((count - 1) * before, 0)
     if step.kind == "keep":
         return Traffic()
     peers = [place for place in mesh.group(coordinates, step.axes) if place != coordinates]
     if step.kind == "reduce_scatter":
-        others = (math.prod(step.target.local_shape(shape, mesh, peer)) for peer in peers)
-        return Traffic(sum(others), (count - 1) * after)
-    own = _received(step, mesh, coordinates, shape)
+        parts_of_peers = (math.prod(step.target.local_shape(shape, mesh, peer)) for peer in peers)
+        return Traffic(sum(parts_of_peers), (count - 1) * after)
+    from_peers = _received(step, mesh, coordinates, shape)
     return Traffic(
-        sum(_received(step, mesh, peer, shape)[coordinates] for peer in peers), sum(own[peer] for peer in peers)
+        sum(_received(step, mesh, peer, shape)[coordinates] for peer in peers), sum(from_peers[peer] for peer in peers)
     )
 
 
@@ -103,50 +85,50 @@ def step_elements(step: Step, mesh: Mesh, coordinates: Coordinates, shape: tuple
 def _received(step: Step, mesh: Mesh, receiver: Coordinates, shape: tuple[int, ...]) -> dict[Coordinates, int]:
     """Elements that a rank gets from each rank of its group: its own, and the rest from the first that has them."""
     members = mesh.group(receiver, step.axes)
-    found = dict.fromkeys(members, 1)
+    elements = dict.fromkeys(members, 1)
     for dim, size in enumerate(shape):
         split = step.source.split(dim)
         places = {place: mesh.index(place, split.axes) if split else 0 for place in members}
-        left = set(step.target.parts(dim, mesh, receiver, size))
+        missing = set(step.target.parts(dim, mesh, receiver, size))
         numbers: dict[int, int] = {}
         for place in sorted(members, key=lambda place: (places[place] != places[receiver], places[place])):
             if places[place] not in numbers:
-                part = left.intersection(step.source.parts(dim, mesh, place, size))
+                part = missing.intersection(step.source.parts(dim, mesh, place, size))
                 numbers[places[place]] = len(part)
-                left -= part
+                missing -= part
         for place in members:
-            found[place] *= numbers[places[place]]
-    return found
+            elements[place] *= numbers[places[place]]
+    return elements
 
 
 def transfer_traffic(placement: Placement) -> list[Sent]:
-    """What is sent between calls, each step once for all calls that want a value in the same layout."""
+    """The messages between calls, each step once for all calls that want a value in the same layout."""
     graph, mesh = placement.graph, placement.mesh
     differentiable = needs_gradient(graph)
-    wanted = [(call.call.name, name, steps) for call in placement.calls for name, steps in call.transfers.items()]
-    wanted += [("", name, steps) for name, steps in placement.outputs.items()]
-    seen: set[tuple[str, Layout]] = set()
-    known: dict[tuple[Step, tuple[int, ...]], tuple[Traffic, ...]] = {}  # blocks repeat
-    found = []
-    for call, name, steps in wanted:
-        if not steps or (name, steps[-1].target) in seen:
+    requests = [(call.call.name, name, steps) for call in placement.calls for name, steps in call.transfers.items()]
+    requests += [("", name, steps) for name, steps in placement.outputs.items()]
+    targets: set[tuple[str, Layout]] = set()
+    traffic_of: dict[tuple[Step, tuple[int, ...]], tuple[Traffic, ...]] = {}  # blocks repeat
+    messages = []
+    for call, name, steps in requests:
+        if not steps or (name, steps[-1].target) in targets:
             continue
-        seen.add((name, steps[-1].target))
+        targets.add((name, steps[-1].target))
         value = graph.values[name]
         for step in steps:
-            if (step, value.shape) not in known:
+            if (step, value.shape) not in traffic_of:
                 places = map(mesh.coordinates, _ranks(mesh))
-                known[step, value.shape] = tuple(step_elements(step, mesh, place, value.shape) for place in places)
-            sent = (each * value.dtype.itemsize for each in known[step, value.shape])
-            ranks = tuple(each if name in differentiable else Traffic(each.forward) for each in sent)
-            found.append(Sent(call, name, step, ranks))
-    return found
+                traffic_of[step, value.shape] = tuple(step_elements(step, mesh, place, value.shape) for place in places)
+            traffics = (traffic * value.dtype.itemsize for traffic in traffic_of[step, value.shape])
+            ranks = tuple(traffic if name in differentiable else Traffic(traffic.forward) for traffic in traffics)
+            messages.append(Sent(call, name, step, ranks))
+    return messages
 
 
 def cut_traffic(placement: Placement, staged: StagedGraph) -> list[Crossed]:
-    """What stages send each other: ranks at one place on the other axes, what they have of each value at a cut."""
+    """The messages between stages: ranks at one place on the other axes send their part of each value at a cut."""
     graph, mesh = placement.graph, placement.mesh
-    axis, differentiable, found = mesh.stage_axis, needs_gradient(graph), []
+    axis, differentiable, messages = mesh.stage_axis, needs_gradient(graph), []
     assert axis is not None
     for crossing in staged.crossings:
         value, layout, ranks = graph.values[crossing.value], placement.layouts[crossing.value], []
@@ -155,34 +137,34 @@ def cut_traffic(placement: Placement, staged: StagedGraph) -> list[Crossed]:
             forward = size if place[axis] == crossing.source else 0
             backward = size if place[axis] == crossing.target and crossing.value in differentiable else 0
             ranks.append(Traffic(forward, backward))
-        found.append(Crossed(crossing, tuple(ranks)))
-    return found
+        messages.append(Crossed(crossing, tuple(ranks)))
+    return messages
 
 
 def gradient_traffic(placement: Placement) -> dict[str, tuple[int, ...]]:
     """For every parameter whose gradient is added over some axes, the bytes that each rank sends for it."""
     graph, mesh = placement.graph, placement.mesh
-    found = {}
+    traffic = {}
     for value in graph.parameters() if graph.training else ():
         layout = placement.layouts.get(value.name, Layout())
         if layout.copied:
             count = mesh.size(tuple(sorted(layout.copied)))
             shapes = (layout.local_shape(value.shape, mesh, mesh.coordinates(rank)) for rank in _ranks(mesh))
-            found[value.name] = tuple(
+            traffic[value.name] = tuple(
                 all_reduce_elements(math.prod(shape), count) * value.dtype.itemsize for shape in shapes
             )
-    return found
+    return traffic
 
 
 def needs_gradient(graph: Graph) -> frozenset[str]:
     """Names of the parameters and of all values that depend on one, in training."""
     if not graph.training:
         return frozenset()
-    found = {value.name for value in graph.parameters() if value.dtype.is_floating_point}
+    names = {value.name for value in graph.parameters() if value.dtype.is_floating_point}
     for call in graph.calls:
-        if found.intersection(call.inputs) and getattr(call.function, "__name__", "") != "detach":
-            found |= {name for name in call.outputs if graph.values[name].dtype.is_floating_point}
-    return frozenset(found)
+        if names.intersection(call.inputs) and getattr(call.function, "__name__", "") != "detach":
+            names |= {name for name in call.outputs if graph.values[name].dtype.is_floating_point}
+    return frozenset(names)
 
 
 def _ranks(mesh: Mesh) -> range:

@@ -37,7 +37,8 @@ class Step:
 
 
 def transfer(source: Layout, target: Layout, mesh: Mesh, shape: Sequence[int]) -> tuple[Step, ...]:
-    """The steps from one layout of a tensor to another, none where they are the same.
+    """The steps from one layout of a tensor of the whole `shape` to another, none where they are the same. Only a
+    parameter's may be `copied` in the source.
 
     A layer divided by `channel` gives a partial sum. If the next layer is divided by `sample`, one step adds the terms
     and leaves each rank its samples; if the next layer needs the tensor whole, one step adds:
@@ -50,180 +51,178 @@ def transfer(source: Layout, target: Layout, mesh: Mesh, shape: Sequence[int]) -
     ['reduce']
     >>> [step.kind for step in transfer(samples, Layout(), mesh, shape=(8, 10))]
     ['gather']
-
-    Args:
-        source: layout that a layer gives; only a parameter's may be `copied`.
-        target: layout that a layer needs.
-        mesh: the devices.
-        shape: shape of the whole tensor.
     """
     return tuple(_Walk(source, mesh, shape).to(target))
 
 
 class _Walk:
     def __init__(self, source: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
-        self.here = source
+        self.layout = source
         self.mesh = mesh
         self.shape = shape
 
     def to(self, target: Layout) -> Iterator[Step]:
-        assert target.partial <= self.here.partial, f"cannot make {target} of {self.here}"
-        if self.here.copied:
+        assert target.partial <= self.layout.partial, f"cannot make {target} of {self.layout}"
+        if self.layout.copied:
             yield from self._keep(target)
-        if self.here.partial:
+        if self.layout.partial:
             yield from self._reduce(target)
         if target.splits:
             yield from self._slice(target)
         if target.copied:
             yield from self._copy(target)
-        if self.here.splits != target.splits:
+        if self.layout.splits != target.splits:
             yield from self._move(target)
             yield from self._gather(target)
-        assert self.here == target, f"{self.here} is not {target}"
+        assert self.layout == target, f"{self.layout} is not {target}"
 
     def _step(self, kind: Kind, axes: Iterable[int], after: Layout) -> Iterator[Step]:
-        before, self.here = self.here, after
+        before, self.layout = self.layout, after
         yield Step(kind, tuple(sorted(axes)), before, after)
 
     def _keep(self, target: Layout) -> Iterator[Step]:
-        """Axes on which the gradient would be added although the layer gives all of it on every rank."""
-        axes = self.here.copied - target.copied - target.split_axes
+        """Drop axes on which the gradient would be added although the layer gives all of it on every rank."""
+        axes = self.layout.copied - target.copied - target.split_axes
         if axes:
-            yield from self._step("keep", axes, replace(self.here, copied=self.here.copied - axes))
+            yield from self._step("keep", axes, replace(self.layout, copied=self.layout.copied - axes))
 
     def _reduce(self, target: Layout) -> Iterator[Step]:
-        for dim, wanted in target.splits:
-            new = set(wanted.axes) - set(self._axes(dim))
-            if new and new <= self.here.partial - target.partial and self._refines(dim, wanted) and _disjoint(wanted):
-                after = replace(self._with(dim, wanted), partial=self.here.partial - new)
-                yield from self._step("reduce_scatter", new, after)
-        axes = self.here.partial - target.partial
+        for dim, split in target.splits:
+            new_axes = set(split.axes) - set(self._axes(dim))
+            to_add = self.layout.partial - target.partial
+            if new_axes and new_axes <= to_add and self._refines(dim, split) and _disjoint(split):
+                after = replace(self._with(dim, split), partial=self.layout.partial - new_axes)
+                yield from self._step("reduce_scatter", new_axes, after)
+        axes = self.layout.partial - target.partial
         if axes:
-            yield from self._step("reduce", axes, replace(self.here, partial=self.here.partial - axes))
+            yield from self._step("reduce", axes, replace(self.layout, partial=self.layout.partial - axes))
 
     def _slice(self, target: Layout) -> Iterator[Step]:
         """Divide over axes on which the tensor is whole, before anything is sent."""
-        for dim, wanted in target.splits:
-            new = set(wanted.axes) - self.here.split_axes
-            if not new:
+        for dim, split in target.splits:
+            new_axes = set(split.axes) - self.layout.split_axes
+            if not new_axes:
                 continue
-            exact = set(wanted.axes) <= {*self._axes(dim), *new} and self._refines(dim, wanted)
-            after = self._with(dim, wanted) if exact else self._intersected(dim, wanted, new)
-            yield from self._step("slice", new, replace(after, copied=after.copied - new) if after.copied else after)
+            is_exact = set(split.axes) <= {*self._axes(dim), *new_axes} and self._refines(dim, split)
+            after = self._with(dim, split) if is_exact else self._intersected(dim, split, new_axes)
+            after = replace(after, copied=after.copied - new_axes) if after.copied else after
+            yield from self._step("slice", new_axes, after)
 
     def _copy(self, target: Layout) -> Iterator[Step]:
-        axes = target.copied - self.here.copied - self.here.split_axes
+        axes = target.copied - self.layout.copied - self.layout.split_axes
         if axes:
-            yield from self._step("copy", axes, replace(self.here, copied=self.here.copied | axes))
+            yield from self._step("copy", axes, replace(self.layout, copied=self.layout.copied | axes))
 
     def _move(self, target: Layout) -> Iterator[Step]:
-        """Exchange over all axes of the dimensions that are divided otherwise before and after."""
-        before, wanted = dict(self.here.splits), dict(target.splits)
-        changed = {dim for dim in (*before, *wanted) if before.get(dim) != wanted.get(dim)}
-        axes = {axis for splits in (before, wanted) for dim in changed if dim in splits for axis in splits[dim].axes}
-        if not axes & target.split_axes - self._settled(target, changed):
+        """Exchange over all axes of the dimensions whose split changes."""
+        before_splits, after_splits = dict(self.layout.splits), dict(target.splits)
+        dims = {dim for dim in (*before_splits, *after_splits) if before_splits.get(dim) != after_splits.get(dim)}
+        pairs = [(dim, split) for splits in (before_splits, after_splits) for dim, split in splits.items()]
+        axes = {axis for dim, split in pairs if dim in dims for axis in split.axes}
+        if not axes & target.split_axes - self._settled(target, dims):
             return
-        splits = {dim: split for dim, split in before.items() if dim not in changed}
-        splits |= {dim: split for dim, split in wanted.items() if dim in changed}
-        after = Layout.of(splits, self.here.partial, self.here.copied | (axes - target.split_axes))
-        left = after.copied - target.copied
-        if left:  # axes that end whole with a whole gradient: gather them first, then exchange over the others
-            yield from self._gather(target, left)
+        splits = {dim: split for dim, split in before_splits.items() if dim not in dims}
+        splits |= {dim: split for dim, split in after_splits.items() if dim in dims}
+        after = Layout.of(splits, self.layout.partial, self.layout.copied | (axes - target.split_axes))
+        left_axes = after.copied - target.copied
+        if left_axes:  # axes that end whole with a whole gradient: gather them first, then exchange over the others
+            yield from self._gather(target, left_axes)
             yield from self._move(target)
             return
         yield from self._step("move", axes, after)
 
-    def _settled(self, target: Layout, changed: set[int]) -> set[int]:
+    def _settled(self, target: Layout, dims: set[int]) -> set[int]:
         """Axes of dimensions that only need a gather."""
-        found: set[int] = set()
-        for dim in changed:
-            wanted = target.split(dim)
-            if wanted is None or self._collects(dim, wanted):
-                found |= set(_axes(target, dim))
-        return found
+        axes: set[int] = set()
+        for dim in dims:
+            split = target.split(dim)
+            if split is None or self._collects(dim, split):
+                axes |= set(_axes(target, dim))
+        return axes
 
     def _gather(self, target: Layout, only: frozenset[int] | None = None) -> Iterator[Step]:
-        for dim, split in self.here.splits:
-            wanted = target.split(dim)
-            old = set(split.axes) - (set(wanted.axes) if wanted else set())
+        for dim, split in self.layout.splits:
+            target_split = target.split(dim)
+            old_axes = set(split.axes) - (set(target_split.axes) if target_split else set())
             if only is not None:
-                old &= only
-            if not old:
+                old_axes &= only
+            if not old_axes:
                 continue
             for copied in (True, False):
-                axes = {axis for axis in old if (axis in target.copied) == copied}
+                axes = {axis for axis in old_axes if (axis in target.copied) == copied}
                 if not axes:
                     continue
-                after = self._with(dim, self._united(dim, axes, wanted))
+                after = self._with(dim, self._united(dim, axes, target_split))
                 after = replace(after, copied=after.copied | axes) if copied else after
                 yield from self._step("move" if copied else "gather", axes, after)
 
     def _axes(self, dim: int) -> Axes:
-        return _axes(self.here, dim)
+        return _axes(self.layout, dim)
 
     def _with(self, dim: int, split: Split | None) -> Layout:
-        splits = dict(self.here.splits)
+        splits = dict(self.layout.splits)
         splits.pop(dim, None)
         if split is not None:
             splits[dim] = split
-        return Layout.of(splits, self.here.partial, self.here.copied)
+        return Layout.of(splits, self.layout.partial, self.layout.copied)
 
-    def _refines(self, dim: int, wanted: Split) -> bool:
-        return _refines(self.mesh, self.shape[dim], self.here.split(dim), wanted)
+    def _refines(self, dim: int, target: Split) -> bool:
+        return _refines(self.mesh, self.shape[dim], self.layout.split(dim), target)
 
-    def _collects(self, dim: int, wanted: Split) -> bool:
-        return _collects(self.mesh, self.shape[dim], self.here.split(dim), wanted)
+    def _collects(self, dim: int, target: Split) -> bool:
+        return _collects(self.mesh, self.shape[dim], self.layout.split(dim), target)
 
-    def _intersected(self, dim: int, wanted: Split, new: set[int]) -> Layout:
-        here = self.here.split(dim)
-        return self._with(dim, _intersected(self.mesh, self.shape[dim], here, wanted, frozenset(new)))
+    def _intersected(self, dim: int, target: Split, axes: set[int]) -> Layout:
+        source = self.layout.split(dim)
+        return self._with(dim, _intersected(self.mesh, self.shape[dim], source, target, frozenset(axes)))
 
-    def _united(self, dim: int, axes: set[int], wanted: Split | None) -> Split | None:
-        here = self.here.split(dim)
-        assert here is not None
-        return _united(self.mesh, self.shape[dim], here, frozenset(axes), wanted)
+    def _united(self, dim: int, axes: set[int], target: Split | None) -> Split | None:
+        source = self.layout.split(dim)
+        assert source is not None
+        return _united(self.mesh, self.shape[dim], source, frozenset(axes), target)
 
 
 # What follows looks at one dimension alone, so that a search over many layouts asks for the same again and again.
 
 
 @lru_cache(maxsize=1 << 14)
-def _refines(mesh: Mesh, size: int, here: Split | None, wanted: Split) -> bool:
-    """Whether every rank already holds what it wants of a dimension."""
-    if here is not None and not set(here.axes) <= set(wanted.axes):
+def _refines(mesh: Mesh, size: int, source: Split | None, target: Split) -> bool:
+    """Whether every rank already holds its target part of a dimension."""
+    if source is not None and not set(source.axes) <= set(target.axes):
         return False
-    return here is None or all(
-        _within(_part(mesh, size, wanted, place), _part(mesh, size, here, place))
-        for place in _places(mesh, wanted.axes)
+    return source is None or all(
+        _within(_part(mesh, size, target, place), _part(mesh, size, source, place))
+        for place in _places(mesh, target.axes)
     )
 
 
 @lru_cache(maxsize=1 << 14)
-def _collects(mesh: Mesh, size: int, here: Split | None, wanted: Split) -> bool:
+def _collects(mesh: Mesh, size: int, source: Split | None, target: Split) -> bool:
     """Whether the groups that give a dimension up together hold what each of their ranks wants."""
-    if here is None or not set(wanted.axes) <= set(here.axes):
+    if source is None or not set(target.axes) <= set(source.axes):
         return False
-    old = tuple(axis for axis in here.axes if axis not in wanted.axes)
-    unions = _unions(mesh, size, here, here.axes, old)
-    return bool(old) and all(
-        _within(unions[place], part := _part(mesh, size, wanted, place)) and _within(part, unions[place])
-        for place in _places(mesh, here.axes)
+    axes = tuple(axis for axis in source.axes if axis not in target.axes)
+    unions = _unions(mesh, size, source, source.axes, axes)
+    return bool(axes) and all(
+        _within(unions[place], part := _part(mesh, size, target, place)) and _within(part, unions[place])
+        for place in _places(mesh, source.axes)
     )
 
 
 @lru_cache(maxsize=1 << 14)
-def _intersected(mesh: Mesh, size: int, here: Split | None, wanted: Split, new: frozenset[int]) -> Split:
-    """Every rank keeps what it will want of what it holds; ranks that hold the same share the rest evenly."""
-    own = here.axes if here is not None else ()
-    axes = tuple(sorted({*own, *new}))
+def _intersected(mesh: Mesh, size: int, source: Split | None, target: Split, new: frozenset[int]) -> Split:
+    """The split where every rank keeps what it will want of what it holds; ranks that hold the same share the rest
+    evenly."""
+    own_axes = source.axes if source is not None else ()
+    axes = tuple(sorted({*own_axes, *new}))
     group = tuple(sorted(new))
-    other = tuple(axis for axis in wanted.axes if axis not in axes)
-    needed_elsewhere = bool(set(own) & set(wanted.axes))
-    unions = _unions(mesh, size, wanted, axes, other)
+    other_axes = tuple(axis for axis in target.axes if axis not in axes)
+    needed_elsewhere = bool(set(own_axes) & set(target.axes))
+    unions = _unions(mesh, size, target, axes, other_axes)
     found: dict[Coordinates, Indices] = {}
     for first in _places(mesh, tuple(axis for axis in axes if axis not in new)):
         peers = mesh.group(first, group)
-        held = _part(mesh, size, here, first)
+        held = _part(mesh, size, source, first)
         kept = [common(held, unions[peer]) for peer in peers]
         rest = without(held, united(kept)) if needed_elsewhere else range(0)
         for index, peer in enumerate(peers):
@@ -236,14 +235,14 @@ def _intersected(mesh: Mesh, size: int, here: Split | None, wanted: Split, new: 
 
 
 @lru_cache(maxsize=1 << 14)
-def _united(mesh: Mesh, size: int, here: Split, axes: frozenset[int], wanted: Split | None) -> Split | None:
-    """What is left of a split when the groups over some of its axes collect their parts."""
-    left = tuple(axis for axis in here.axes if axis not in axes)
-    if wanted is not None and left == wanted.axes and _collects(mesh, size, here, wanted):
-        return wanted
+def _united(mesh: Mesh, size: int, source: Split, axes: frozenset[int], target: Split | None) -> Split | None:
+    """The split that is left when the groups over some of its axes collect their parts."""
+    left = tuple(axis for axis in source.axes if axis not in axes)
+    if target is not None and left == target.axes and _collects(mesh, size, source, target):
+        return target
     if not left:
         return None
-    unions = _unions(mesh, size, here, left, tuple(sorted(axes)))
+    unions = _unions(mesh, size, source, left, tuple(sorted(axes)))
     return Split(left, tuple(unions[place] for place in _places(mesh, left)))
 
 

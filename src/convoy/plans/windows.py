@@ -9,38 +9,27 @@ from convoy.plans.mesh import Axes, Mesh
 
 @dataclass(frozen=True)
 class Need:
-    """What a rank needs for its rows of the output.
+    """The input that a rank needs for its rows of the output."""
 
-    Attributes:
-        rows: of the input, inside the tensor.
-        before: for `Window`, rows of padding that go before `rows`, only where they lie outside the tensor. For
-            `Transposed`, rows of zeros to put before the local result, or to cut off it where negative.
-        after: likewise at the end.
-    """
-
-    rows: range
+    rows: range  # of the input, inside the tensor
+    # for `Window`, rows of padding around `rows`, only where they lie outside the tensor; for `Transposed`, rows of
+    # zeros to put around the local result, or to cut off it where negative
     before: int
     after: int
 
 
 @dataclass(frozen=True)
 class Window:
-    """A window that slides over a dimension of `size`, as in convolution and pooling.
-
-    Output row o covers the input rows o·stride − before + dilation·j for 0 ≤ j < kernel.
-
-    Attributes:
-        before, after: padding at the two ends.
-        ceil_mode: whether a last window may reach past the padding at the end, as torch's pooling has it.
-    """
+    """A window that slides over a dimension of `size`, as in convolution and pooling: output row o covers the input
+    rows o·stride − before + dilation·j for 0 ≤ j < kernel."""
 
     size: int
     kernel: int
     stride: int = 1
     dilation: int = 1
-    before: int = 0
+    before: int = 0  # padding at the two ends
     after: int = 0
-    ceil_mode: bool = False
+    ceil_mode: bool = False  # whether a last window may reach past the padding at the end, as torch's pooling has it
 
     @property
     def span(self) -> int:
@@ -57,7 +46,7 @@ class Window:
         return count - ((count - 1) * self.stride >= self.size + self.before)
 
     def needed(self, output: range) -> Need:
-        """What the output rows of a consecutive range need."""
+        """The input that a consecutive range of output rows needs."""
         if not output:
             return Need(range(0), 0, 0)
         start = output[0] * self.stride - self.before
