@@ -129,11 +129,9 @@ def _is_pointwise(layer: nn.Module) -> bool:
 def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepContext:
     """Let a network follow a context of its own (`follow`), which must be told of every step before its forward pass.
 
-    Args:
-        model: any network; changed in place.
-        seed: the run's seed, for the random keys of samples.
-        batch_norm: `microbatch` (statistics over each microbatch), `sync` (over the global batch) or `local` (over the
-            samples of this device). On one device the last two are the plain layer over the whole batch.
+    The model is changed in place; `seed` is the run's, for the random keys of samples. Batch norm's statistics are
+    those of each microbatch, of the global batch (`sync`) or of this device's samples (`local`); on one device the last
+    two are the plain layer's.
     """
     context = StepContext(seed, batch_norm=batch_norm)
     follow(model, context)

@@ -77,14 +77,10 @@ def writable(x: Tensor) -> Tensor:
 
 
 def differentiable_loss(loss: Any, kind: str) -> Tensor:
-    """What a loss function of the user's gave, a scalar at which a backward pass can begin.
+    """The result of a user's loss function, if it is a scalar at which a backward pass can begin; ConvoyError
+    otherwise.
 
-    Args:
-        loss: what it gave.
-        kind: `mean` or `part`, as `convoy.parallelize` takes it.
-
-    Raises:
-        ConvoyError: it gave something else.
+    `kind` is `mean` or `part`, as `convoy.parallelize` takes it.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)

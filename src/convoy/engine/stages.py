@@ -32,12 +32,9 @@ from convoy.plans.stages import why_not_sent
 
 @dataclass
 class StagedNetwork(Stage):
-    """Runs whole batches, in parts: as a loop of one's own asks for them, or in the order of a schedule.
+    """Runs whole batches, in parts: as a loop of one's own asks for them, or in the order of a schedule."""
 
-    Attributes:
-        microbatches: parts of every rank's samples in a pass that nobody announces; None for as many as serve.
-    """
-
+    # parts of every rank's samples in a pass that nobody announces; None for as many as serve
     microbatches: int | None = None
     schedule: Schedule = field(default="gpipe", init=False)  # of the last training; plain loops have gpipe
 

@@ -188,22 +188,15 @@ def capture(
     forward: Callable[..., Any] | None = None,
     reads: Reads | None = None,
 ) -> Graph:
-    """The calls that `model(*inputs)` makes, with the shapes of every tensor.
+    """The calls that `model(*inputs)` makes, with the shapes of every tensor; the model is left as it is.
 
-    Args:
-        recognize: says which operation a call of a torch function is; `convoy.ops.capture` knows all of Convoy's.
-        model: is left as it is: parameters, buffers, modes and random states.
-        inputs: tensors of the shapes and types of the global batch, on any device (`meta` too), of which nothing
-            else is used; a bare shape stands for a tensor of the default type; other objects are passed on.
-        training: the mode to capture in; None is the one that each module is in.
-        shapes: serial shapes and types of parameters and buffers by name, where the module holds others.
-        forward: what to run in place of `model.forward`.
-        reads: is told what the network reads beside its inputs, parameters and buffers.
-
-    Raises:
-        KeptError: somebody keeps tensors of the pass.
-        ChangedError: it counts passes, or the like.
-        CaptureError: the network does something that a graph cannot say; its message names the layer.
+    `inputs` are tensors of the shapes and types of the global batch, on any device (`meta` too), of which nothing else
+    is used; a bare shape stands for a tensor of the default type, and other objects are passed on. `training=None`
+    keeps the mode of each module, `shapes` are the serial ones where the module holds others, `forward` runs in place
+    of `model.forward`, and `reads` collects what the network reads beside its inputs, parameters and buffers.
+    `convoy.ops.capture` gives the `recognize` that knows all operations. Raises KeptError where somebody keeps tensors
+    of the pass, ChangedError where the network counts passes or the like, and CaptureError, which names the layer,
+    where it does something else that a graph cannot say.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

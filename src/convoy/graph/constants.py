@@ -17,10 +17,8 @@ from convoy.graph.graph import CaptureError
 class Constants:
     """The numbers behind those fake tensors that depend on no input, parameter or buffer.
 
-    Attributes:
-        named: the constants that calls use, by name, as they were when the call used them.
-        kept: tensors that are kept alive, so that no others get their ids.
-        outside: the tensors among them that were there before, by their ids.
+    `named` holds the constants that calls use as they were when the call used them, `kept` the tensors that are kept
+    alive so that no others get their ids, and `outside` those that existed before the capture.
     """
 
     def __init__(self, fakes: Fakes) -> None:
@@ -36,7 +34,6 @@ class Constants:
         return id(tensor) in self._real
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The numbers of a constant."""
         if id(tensor) not in self._real:
             self.outside[id(tensor)] = tensor
         return self._real.get(id(tensor), tensor)
@@ -105,8 +102,7 @@ def _snapshot(real: Tensor) -> Tensor:
     return real.clone()
 
 
-Draw = tuple[str, float | None]
-"""Kind of random numbers, and their probability where they have one."""
+Draw = tuple[str, float | None]  # kind of random numbers, and their probability where they have one
 
 
 class Blanks:
@@ -133,18 +129,10 @@ class Blanks:
     def fill(
         self, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: str
     ) -> Draw | Tensor:
-        """The first thing that is written to an empty tensor.
+        """Apply the first write to an empty tensor, by the function `name` with its other arguments.
 
-        Args:
-            name: of the function that does it.
-            args, kwargs: its other arguments.
-            layer: that calls it.
-
-        Returns:
-            The tensor, a constant from now on, or the random numbers that it is to be.
-
-        Raises:
-            CaptureError: it is something else.
+        Returns the tensor, a constant from now on, or the random numbers that it is to be; CaptureError for any other
+        write.
         """
         if name == "bernoulli_":
             p = args[0] if args else kwargs.get("p", 0.5)
@@ -158,11 +146,7 @@ class Blanks:
 
 
 def probability(constants: Constants, tensor: Tensor, layer: str) -> float:
-    """The one probability that a constant consists of.
-
-    Raises:
-        CaptureError: it has several.
-    """
+    """The one probability that a constant consists of; CaptureError where it has several."""
     p = constants.everywhere(tensor)
     if p is None:
         raise CaptureError("it draws random numbers with several probabilities", layer)

@@ -94,6 +94,7 @@ def _pair(function: Callable[..., Any]) -> Callable[..., Steps]:
     return lambda input, other, **kwargs: None if kwargs else lambda: function(other, input)
 
 
+# By name of the function: called with its arguments, gives what to call instead, or None to leave the call as it is.
 EXPANSIONS: dict[str, Callable[..., Steps]] = {
     "__getitem__": _getitem,
     "__rmatmul__": _pair(torch.matmul),
@@ -109,4 +110,3 @@ EXPANSIONS: dict[str, Callable[..., Steps]] = {
     "upsample": lambda *args, **kwargs: lambda: F.interpolate(*args, **kwargs),
     "view_as": lambda input, other: lambda: input.reshape(other.shape),
 }
-"""By name of the function: called with its arguments, gives what to call instead, or None to leave it as it is."""

@@ -18,11 +18,8 @@ from convoy.graph.graph import CaptureError
 
 
 class Fakes(FakeTensorMode):
-    """While it is entered, every tensor operation computes shapes only.
-
-    Attributes:
-        draws: how many operations so far have asked for random numbers.
-    """
+    """While it is entered, every tensor operation computes shapes only; `draws` counts those that ask for random
+    numbers."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)

@@ -27,11 +27,8 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def prepare_given(model: nn.Module, needs_numbers: bool = True) -> None:
-    """Let parts that are compiled, or run by DataParallel, run as they are; both compute the same.
-
-    Raises:
-        ConvoyError: this is no network that can be divided; says what to give in its place.
-    """
+    """Let parts that are compiled, or run by DataParallel, run as they are; both compute the same. A ConvoyError says
+    what to pass instead of what is no network that can be divided."""
     check_given(model, needs_numbers)
     for module in model.modules():
         if isinstance(module, DataParallel):

@@ -14,9 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 class CaptureError(Exception):
     """The network does something in its forward pass that a graph cannot say.
 
-    Attributes:
-        reason: what it does, without the layer.
-        layer: qualified name of the innermost module that does it; empty for the network itself.
+    `reason` is what it does, and `layer` the qualified name of the innermost module that does it, empty for the network
+    itself.
     """
 
     def __init__(self, reason: str, layer: str = "") -> None:
@@ -72,51 +71,30 @@ class Ref:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the graph.
+    """A tensor of the graph."""
 
-    Attributes:
-        name: the serial name of a parameter or buffer; otherwise a name of its own.
-        shape: the whole tensor's, over the global batch.
-        origin: where it comes from; `call` for the result of a call.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # the serial name of a parameter or buffer, otherwise a name of its own
+    shape: tuple[int, ...]  # of the whole tensor, over the global batch
     dtype: torch.dtype
     origin: Origin = "call"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a torch function.
+    """One call of a torch function; `args`, `kwargs` and `structure` (the result) have a `Ref` for every tensor."""
 
-    Attributes:
-        name: unique in the graph: the layer's name, numbered where a layer makes several calls.
-        layer: qualified name of the innermost module that makes the call; patterns of a plan match it.
-        op: name of its operation, one of `convoy.ops.OPERATIONS`; `opaque` where no operation knows it.
-        function: what was called.
-        args: its positional arguments, with a `Ref` for every tensor.
-        kwargs: its keyword arguments, likewise.
-        inputs: names of the tensors among the arguments, in order, each once.
-        outputs: names of the tensors that it returns.
-        structure: the result with a `Ref` for every tensor.
-        attributes: the arguments that matter to the operation, under names of its own.
-        updates: whether it changes buffers, so that it runs also where nobody takes its result.
-        recomputed: whether what it gives is dropped after the forward pass and computed again in the backward pass.
-    """
-
-    name: str
-    layer: str
-    op: str
+    name: str  # unique in the graph: the layer's name, numbered where a layer makes several calls
+    layer: str  # qualified name of the innermost module that makes the call; patterns of a plan match it
+    op: str  # one of `convoy.ops.OPERATIONS`; `opaque` where no operation knows the call
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # names of the tensors among the arguments, in order, each once
+    outputs: tuple[str, ...]  # names of the tensors that it returns
     structure: Any
-    attributes: dict[str, Any] = field(default_factory=dict)
-    updates: bool = False
-    recomputed: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)  # the operation's arguments, under its names
+    updates: bool = False  # it changes buffers, so it runs even where nobody takes its result
+    recomputed: bool = False  # its result is dropped after the forward pass and computed again in the backward pass
 
 
 @dataclass(frozen=True)
@@ -174,14 +152,8 @@ class Graph:
                     yield owner, call.layer
 
     def scaled(self, other: "Graph", samples: int) -> "Graph | None":
-        """The network at another number of samples, from what it is at two; capturing it takes far longer.
-
-        Args:
-            other: the same network at another number of samples than here, at least 2 in both.
-            samples: in the first dim of the inputs.
-
-        Returns:
-            The graph; None where the two differ in more than multiples of their numbers of samples.
+        """The network at another number of samples, extrapolated from its graphs at two numbers (at least 2 in both),
+        since capturing takes far longer; None where the two differ in more than multiples of their numbers of samples.
         """
         sizes = self.shape(self.inputs[0])[0], other.shape(other.inputs[0])[0]
         mine, others = (
@@ -202,11 +174,7 @@ class UnlikeError(Exception):
 
 
 def _scaled(one: Any, other: Any, sizes: tuple[int, int], samples: int) -> Any:
-    """What something that is `one` and `other` at two numbers of samples is at a third.
-
-    Raises:
-        UnlikeError: it does not grow with the samples.
-    """
+    """What is `one` and `other` at two numbers of samples, at a third; UnlikeError where it does not grow with them."""
 
     def scaled(one: Any, other: Any) -> Any:
         if one is other:

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MISSING = "-"
-"""In place of an attribute that an instance does not have."""
+MISSING = "-"  # in place of an attribute that an instance does not have
+# attributes whose changes are followed in another way
 LOOKED_AFTER = {"training", "_parameters", "_buffers", "_modules", "_convoy"}
-"""Attributes whose changes are followed in another way."""
+# Kinds of values that are what they say.
 VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range, enum.Enum)
-"""Kinds of values that are what they say."""
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+# Containers that have more entries, or lie deeper in others, are known by their identity alone.
 _LONGEST, _DEEPEST = 1000, 6
-"""Containers that have more entries, or lie deeper in others, are known by their identity alone."""
 _LIBRARIES = {"torch", "numpy", "convoy", *sys.stdlib_module_names} - {"types", "argparse"}
 
 
@@ -59,12 +58,8 @@ class Reads:
 class Texts:
     """Words for values, which are the same for values that are equal; objects that are no values are numbered.
 
-    A number, after #, is this rank's own.
-
-    Attributes:
-        live: the containers that the words since `clear` were made of, and the attributes of objects.
-        copies: what was in them.
-        tensors: those that were met.
+    A number, after #, is this rank's own. `live` holds the containers and objects' attributes that the words since
+    `clear` were made of, `copies` their contents then, and `tensors` the tensors that were met.
     """
 
     def __init__(self) -> None:

@@ -44,12 +44,9 @@ UNIFORM = {"rand", "rand_like"}
 class Recorder(TorchFunctionMode):
     """While it is entered, every torch function is called on fake tensors and becomes a `Call`.
 
-    Attributes:
-        calls: so far, in order.
-        values: every tensor that a call takes or gives, and the network's inputs.
-        constants: the numbers of those that are neither parameters nor buffers.
-        updates: buffers that count batches and wait for their batch norm.
-        made: the tensors that depend on the inputs, as long as somebody has them, each with its layer.
+    `values` holds every tensor that a call takes or gives, and the network's inputs; `updates` the buffers that count
+    batches and wait for their batch norm; `made` weak references to the tensors that depend on the inputs, each with
+    its layer.
     """
 
     def __init__(self, constants: Constants, layers: LayerStack, recognize: Recognize, num_samples: int | None) -> None:
@@ -85,7 +82,7 @@ class Recorder(TorchFunctionMode):
             self._aliases.protect(tensor, name)
 
     def know(self, real: Iterable[tuple[str, nn.Parameter | Tensor]]) -> None:
-        """The real tensors for which given ones stand in, should the network still hold them elsewhere."""
+        """Tell which fakes stand in for these real tensors, which the network may still hold elsewhere."""
         for name, tensor in real:
             self._names[id(tensor)] = name
             self._aliases.protect(tensor, name)

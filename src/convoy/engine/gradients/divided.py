@@ -22,6 +22,7 @@ from convoy.graph.tree import leaves, replace
 from convoy.plans.mesh import Axes
 
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"}
+# Reductions over all elements: from those of the ranks, [ranks], to that of the whole.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),
     "count_nonzero": lambda rows: rows.sum(0),
@@ -32,9 +33,8 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda rows: rows.amin(0),
     "amin": lambda rows: rows.amin(0),
 }
-"""Reductions over all elements: from those of the ranks, [ranks], to that of the whole."""
+# What a rank without a part of the tensor gives where that is not 0.
 _OF_NOTHING = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf, "all": 1.0}
-"""What a rank without a part of the tensor gives where that is not 0."""
 _REFUSED = {
     "numpy",
     "__array__",
@@ -53,17 +53,11 @@ _REFUSED |= {"cumprod", "softmax", "log_softmax", "renorm", "cov", "corrcoef", "
 
 
 class DividedGradient(Tensor):
-    """This rank's part of a gradient; see the module.
+    """This rank's part of a gradient; see the module."""
 
-    Attributes:
-        axes: mesh axes that divide it.
-        groups: of this rank.
-        whole_numel: elements of the whole.
-    """
-
-    axes: Axes
+    axes: Axes  # mesh axes that divide it
     groups: Groups
-    whole_numel: int
+    whole_numel: int  # elements of the whole
 
     @staticmethod
     def of(part: Tensor, axes: Axes, groups: Groups, whole_numel: int) -> "DividedGradient":
@@ -88,9 +82,7 @@ class DividedGradient(Tensor):
 class DividedGradients:
     """Lets the gradients of divided parameters be `DividedGradient`s between a backward pass and the next update.
 
-    Args:
-        parameters: each with the axes that divide it and the elements of the whole.
-        groups: of this rank.
+    Each parameter comes with the axes that divide it and the elements of the whole.
     """
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Axes, int]], groups: Groups) -> None:

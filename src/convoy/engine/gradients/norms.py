@@ -18,13 +18,10 @@ from convoy.plans.mesh import Axes
 
 
 def whole_norms(norms: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, order: float = 2.0) -> list[Tensor]:
-    """Norms of whole tensors from those of the parts that ranks have, as scalars.
+    """Norms of whole tensors, as scalars, from those of the parts that ranks have.
 
-    Args:
-        norms: of this rank's parts.
-        axes: that divide each tensor; none where it is whole on every rank. The same, in the same order, on all ranks.
-        groups: of this rank.
-        order: of the norms.
+    `axes` are those that divide each tensor, none where it is whole on every rank; the same, in the same order, on all
+    ranks.
     """
     found = list(norms)
     for wide, numbers in _by_axes(axes, groups).items():
@@ -40,12 +37,7 @@ def whole_norms(norms: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, o
 
 
 def shard_norms(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> list[Tensor]:
-    """The norm of each whole tensor, as scalars.
-
-    Args:
-        tensors: this rank's part of each, and the axes that divide it, as for `whole_norms`.
-        groups: of this rank.
-    """
+    """The norm of each whole tensor, as scalars, from this rank's parts and the axes that divide them."""
     norms = torch._foreach_norm([tensor for tensor, _ in tensors]) if tensors else ()
     return whole_norms(norms, [axes for _, axes in tensors], groups)
 
@@ -76,12 +68,9 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
 
-    Args:
-        parameters: each with the axes that divide it (not those over which its gradient was added).
-        groups: of this rank.
-        max_norm: as in `torch.nn.utils.clip_grad_norm_`.
-        own: this rank's pieces of gradients that are divided over ranks with the same parameter, and over which axes
-            (`GradientReducer.own_gradients`).
+    Parameters come with the axes that divide them (not those over which gradients were added). `own` has this rank's
+    pieces of gradients that are divided over ranks with the same parameter, and those axes
+    (`GradientReducer.own_gradients`).
     """
     terms: list[tuple[Tensor, Axes]] = []
     for parameter, axes in parameters:
@@ -105,12 +94,8 @@ def _by_axes(axes: Sequence[Axes], groups: Groups) -> dict[Axes, list[int]]:
 class WholeNorms(TorchFunctionMode):
     """Within it, `torch.linalg.norm` and `torch._foreach_norm` give norms over all shards.
 
-    What is asked for must be a parameter, or belong to the parameters asked for last, as in the `step` of
-    `pytorch_optimizer`'s LARS and Lamb. All ranks must ask for the same.
-
-    Args:
-        parameters: each with the axes that divide it.
-        groups: of this rank.
+    What is asked for must be one of `parameters`, which come with the axes that divide them, or belong to the
+    parameters asked for last, as in the `step` of `pytorch_optimizer`'s LARS and Lamb. All ranks must ask for the same.
     """
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups) -> None:

@@ -60,12 +60,7 @@ def subtrees(leaves: range, total: int) -> list[Span]:
 
 
 class TreeSum(Generic[T]):
-    """Adds parts of the tree that come from left to right, as soon as neighbours belong together.
-
-    Args:
-        total: number of leaves.
-        add: gives the sum of a left and a right part.
-    """
+    """Adds parts of the tree over `total` leaves, which come from left to right, as soon as neighbours belong together."""
 
     def __init__(self, total: int, add: Callable[[T, T], T]) -> None:
         self._total = total
@@ -73,7 +68,6 @@ class TreeSum(Generic[T]):
         self._parts: list[tuple[Span, T]] = []
 
     def put(self, span: Span, value: T) -> None:
-        """The next part."""
         while self._parts and self._siblings(self._parts[-1][0], span):
             left, partial = self._parts.pop()
             span, value = (left[0], span[1]), self._add(partial, value)
@@ -100,12 +94,9 @@ class TreeSum(Generic[T]):
 class TreeExchange:
     """Begins to send the pieces of this rank's partial sums to the pieces' owners.
 
-    Args:
-        parts: what this rank has of the tree; the tensors, flat and of one length, are overwritten.
-        spans: what each rank of the group has of it.
-        out: flat, for the sum; may be the first of `parts`.
-        group: over which the microbatches are divided.
-        then: over which the sum is added afterwards, in the order of the ranks.
+    `parts` are this rank's sums, flat and of one length, and are overwritten; `spans` says which parts of the tree each
+    rank of the group has; `out` is flat, for the sum, and may be the first of `parts`. Microbatches are divided over
+    `group`, and the sum is added over `then` afterwards, in the order of the ranks.
     """
 
     def __init__(
@@ -166,15 +157,9 @@ class TreeReducer:
     and may be by the others. Passes beyond a rank's share (which other ranks need where layers are divided otherwise)
     give nothing to parameters that are added over the sample axes.
 
-    Over other axes gradients are added last, in the order of the ranks.
-
-    Args:
-        parameters: each with the axes over which its gradient is added.
-        groups: of this rank.
-        sample_axes: over which microbatches are divided.
-        shares: microbatches of each rank of the sample axes, in order.
-        passes: backward passes of every rank in an update, if not those of its share.
-        sizes: of the messages.
+    Each parameter comes with the axes over which its gradient is added; axes that are not sample axes are added last,
+    in the order of the ranks. `shares` are the microbatches of each rank of the sample axes, in order, and `passes` the
+    backward passes of every rank in an update, by default those of its share.
     """
 
     def __init__(
