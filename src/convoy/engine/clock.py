@@ -22,7 +22,7 @@ _CYCLES_PER_S = 2e9  # of a GPU that does not say
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds that the device works on something, and that the host takes to issue it (0 where the host is the device)."""
+    """Seconds that the device works on something, and that the host takes to issue it (0 where that is the device)."""
 
     device: float
     host: float = 0.0

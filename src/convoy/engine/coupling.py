@@ -40,12 +40,9 @@ _HALVES = Plan(Mesh(("sample",), (2,)), (("*", {"sample": "sample"}),))
 def coupling(graph: Graph, by_gradients: bool = False) -> Call | None:
     """The first call that needs more than its own samples where the samples lie on two devices; batch norm aside.
 
-    A call that nobody has a rule for is taken for one.
-
-    Args:
-        graph: the network, captured with at least two samples.
-        by_gradients: also one with a weight that is computed, whose gradients are added before the backward pass of
-            what computes it.
+    A call that nobody has a rule for is taken for one. The graph must be captured with at least two samples.
+    `by_gradients` counts weights that are computed too, whose gradients are added before the backward pass of what
+    computes them.
     """
     batch = Batch(_HALVES.mesh, (0,), balanced(graph.shape(graph.inputs[0])[0], 2))
     placement = place(graph, _HALVES, batch, [])
@@ -67,9 +64,7 @@ def _couples(placed: PlacedCall, graph: Graph, by_gradients: bool) -> bool:
 def why_together(graph: Graph, batch_norm: str) -> str:
     """Why a pass cannot be cut into parts that run one after the other, in words; empty where it can.
 
-    Args:
-        graph: the network, captured with at least two samples.
-        batch_norm: over which samples statistics are taken.
+    The graph must be captured with at least two samples.
     """
     whole = batch_norm == "sync" or not graph.training  # as by the plain layer, which may have no other statistics
     normed = [call for call in graph.calls if whole and call.op == "batch_norm" and call.attributes["training"]]
@@ -88,11 +83,7 @@ def why_together(graph: Graph, batch_norm: str) -> str:
 
 
 def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
-    """Cut `batch` samples into microbatches as even as can be, the larger ones first.
-
-    Returns:
-        `num_microbatches` sizes that add up to `batch` and differ by one sample at most.
-    """
+    """Cut `batch` samples into microbatches as even as can be, the larger ones first."""
     assert 1 <= num_microbatches <= batch, f"{num_microbatches} microbatches of {batch} samples"
     size, larger = divmod(batch, num_microbatches)
     return (size + 1,) * larger + (size,) * (num_microbatches - larger)
@@ -109,14 +100,10 @@ def passes(sizes: tuple[int, ...], merge: int) -> list[tuple[int, ...]]:
 
 
 def coupled_in_training(net: nn.Module) -> str | None:
-    """What computes with several samples at once in training alone, where no trial can show it: the network draws
-    random numbers; for a sentence.
+    """What in a parallelized network computes with several samples at once in training alone, for a sentence.
 
-    Args:
-        net: what `convoy.parallelize` returned.
-
-    Returns:
-        None where there is nothing of the kind, or where evaluation has it too, of which a trial shows more.
+    No trial can show it, as the network draws random numbers. None where there is nothing of the kind, or where
+    evaluation has it too, of which a trial shows more.
     """
     network = network_of(net)
     if isinstance(network, Uncaptured) or coupling(network.example_placement(False).graph) is not None:
@@ -128,12 +115,8 @@ def coupled_in_training(net: nn.Module) -> str | None:
 def coupled(net: nn.Module) -> str | None:
     """What in a parallelized network computes with several samples at once, batch norm aside; for a sentence.
 
-    Args:
-        net: what `convoy.parallelize` returned, of which a trial has shown that a sample's output depends on others
-            of its batch.
-
-    Returns:
-        None where that is the work of batch norm alone, called as a function.
+    A trial has shown that a sample's output depends on others of its batch. None where that is the work of batch norm
+    alone, called as a function.
     """
     network = network_of(net)
     if isinstance(network, Uncaptured):
@@ -153,38 +136,27 @@ def _name(call: Call) -> str:
 
 
 PROBE_SAMPLES = 2
-TOLERANCE = 1e-6
-"""Of the largest number, in float64."""
-CPU_BUDGET = 512 * 2**20
-"""Bytes that a pass keeps on a CPU at most: docs/benchmarks/small-passes.md."""
+TOLERANCE = 1e-6  # of the largest number, in float64
+CPU_BUDGET = 512 * 2**20  # bytes that a pass keeps on a CPU at most: docs/benchmarks/small-passes.md
+# Parts of a rank's memory that a pass may keep: a CPU's is for the data and for other programs too.
 CPU_SHARE, CUDA_SHARE = 1 / 8, 1 / 2
-"""Parts of a rank's memory that a pass may keep: a CPU's is for the data and for other programs too."""
-ASLEEP = 0.2
-"""Weights that are smaller than so much of what is usual let a branch do next to nothing."""
+ASLEEP = 0.2  # weights below this part of the usual size let a branch do next to nothing
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What two microbatches of two samples show.
+    """What two microbatches of two samples show."""
 
-    Attributes:
-        separable: microbatches that run in one pass give what they give one after the other; where the network draws
-            random numbers, in evaluation mode.
-        draws: the network draws random numbers that no layer here controls, or one dropout layer runs several times.
-        owned: the engine draws all of them itself, each as a function of (seed, step, layer, sample).
-        bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
-        outputs: tensors that it gives in training: with auxiliary heads more than one.
-        graph: of the plain network with two microbatches in training; None where a graph cannot say what it does.
-        on_device: ranks that share the memory of a GPU, or of a host's CPUs.
-    """
-
+    # microbatches that run in one pass give what they give one after the other; in evaluation mode where the network
+    # draws random numbers
     separable: bool
-    draws: bool
-    bytes_per_sample: int
-    outputs: int = 1
-    owned: bool = False
+    draws: bool  # it draws random numbers that no layer here controls, or one dropout layer runs several times
+    bytes_per_sample: int  # that a forward pass keeps for the backward pass
+    outputs: int = 1  # tensors that it gives in training: with auxiliary heads more than one
+    owned: bool = False  # the engine draws all of them itself, each as a function of (seed, step, layer, sample)
+    # of the plain network with two microbatches in training; None where a graph cannot say what it does
     graph: Graph | None = field(default=None, repr=False)
-    on_device: int = 1
+    on_device: int = 1  # ranks that share the memory of a GPU, or of a host's CPUs
 
     @property
     def by_batch(self) -> bool:
@@ -214,13 +186,9 @@ def probe(
 ) -> Probe:
     """What a network does with two microbatches: read off its calls, or tried, where a graph does not say all of it.
 
-    Args:
-        plain: the network, which may be deferred if a graph says all of it.
-        image_shape: (channels, height, width).
-        device: where the network is to run.
-        samples: size of each of two microbatches.
-        precision: in which autocast computes; what is kept for the backward pass is counted so. None where it is off.
-        batch_norm: over which samples statistics are taken.
+    `plain` may be deferred if a graph says all of it. `image_shape` is (channels, height, width), and each of the two
+    microbatches has `samples`. What is kept for the backward pass is counted in the `precision` of autocast; None where
+    it is off.
     """
     graph = graph_of(plain, image_shape, samples, training=True)
     shown = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph

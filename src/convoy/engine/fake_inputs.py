@@ -35,15 +35,10 @@ def source(
     contents: Mapping[str, Tensor],
     channels_last: bool = False,
 ) -> Tensor:
-    """A rank's part of an input, a parameter or a buffer.
+    """A rank's part of an input, a parameter or a buffer; `place` is the rank's on the mesh.
 
-    Args:
-        value: which.
-        placement: of the network.
-        place: of the rank on the mesh.
-        device: where.
-        contents: whole parameters and buffers, and images of any number, as far as they are at hand.
-        channels_last: as images lie in memory; parameters that are at hand stay as they are.
+    `contents` has whole parameters and buffers, and images of any number, as far as they are at hand. Images lie in
+    memory as `channels_last` says; parameters that are at hand stay as they are.
     """
     layout = placement.layouts[value.name]
     shape = layout.local_shape(value.shape, placement.mesh, place)
@@ -73,12 +68,7 @@ def contiguous(tensor: Tensor, channels_last: bool) -> Tensor:
 class NoTransfer:
     """What stands for the steps of a transfer: gives what they would give, as if the others had what this rank has.
 
-    Args:
-        steps: of the transfer.
-        shape: of the whole tensor.
-        placement: of the network.
-        place: of the rank on the mesh.
-        channels_last: as images lie in memory.
+    `shape` is that of the whole tensor, and `place` the rank's on the mesh.
     """
 
     def __init__(

@@ -36,26 +36,18 @@ from convoy.engine.network import WRAPPED, Network, named_tensors
 from convoy.engine.shards import part_name
 from convoy.errors import ConvoyError
 
-_NONE = -1
-"""The number of no backward pass."""
-SHARE = 0.002
-"""Of the time, that comparisons take at most."""
-_AT_ONCE = 2**63 - 1
-"""A place in the order of autograd before all that is computed."""
-_PIECE = 2**20
-"""Numbers that are summed at once."""
+_NONE = -1  # the number of no backward pass
+SHARE = 0.002  # of the time, that comparisons take at most
+_AT_ONCE = 2**63 - 1  # a place in the order of autograd before all that is computed
+_PIECE = 2**20  # numbers that are summed at once
 _PATTERN = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Guard:
-    """Watches over one network; all ranks make it.
+    """Watches over one network, whose parameters are placed; all ranks make it.
 
-    Args:
-        network: with its parameters placed.
-        compares: whether ranks are compared, and uses of parameters followed; gradients and optimizers always are.
-
-    Attributes:
-        follows: whether the uses of parameters in this pass are followed.
+    With `compares`, ranks are compared and uses of parameters followed; gradients and optimizers always are. `follows`
+    says whether the uses of parameters in this pass are followed.
     """
 
     def __init__(self, network: Network, compares: bool = True) -> None:
@@ -92,11 +84,7 @@ class Guard:
         return
 
     def look(self, inputs: Sequence[Tensor]) -> None:
-        """Before a pass with these inputs. All ranks call it before the same passes.
-
-        Raises:
-            ConvoyError: ranks differ where they should be alike.
-        """
+        """Before a pass, for all ranks together; ConvoyError where ranks differ and should be the same."""
         if not (self._network.model.training and torch.is_grad_enabled()):
             return
         self._passes += 1

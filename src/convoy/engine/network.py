@@ -58,8 +58,7 @@ def owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 class Guard(Protocol):
     """Sees the passes of a network, and how they use its parameters."""
 
-    follows: bool
-    """Whether the uses of parameters are to be given to `use` now."""
+    follows: bool  # whether the uses of parameters are to be given to `use` now
 
     def look(self, inputs: Sequence[Tensor]) -> None:
         """Before a pass with these inputs."""
@@ -149,13 +148,7 @@ class Network:
     def look(self, examples: Sequence[Tensor], training: bool, form: Form | None = None) -> None:
         """Find the layers that the network calls; where some parameters have no part in that, in the other mode too.
 
-        Args:
-            examples: one rank's inputs.
-            training: the mode.
-            form: the other arguments, if there are any.
-
-        Raises:
-            CaptureError: the network does something that a graph cannot say.
+        `examples` are one rank's inputs. CaptureError where the network does something that a graph cannot say.
         """
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
         total = len(examples[0]) * self.plan.mesh.num_devices
@@ -194,8 +187,7 @@ class Network:
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Decide where every parameter and buffer is kept: where the calls that were found want it.
 
-        Args:
-            axes: the sample axes, where they are not for this network alone to decide.
+        `axes` are the sample axes, where they are not for this network alone to decide.
         """
         self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
         first, *others = self._graphs
@@ -283,14 +275,9 @@ class Network:
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(outputs[ref.name], samples)))
 
     def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """See that a pass can run. All ranks call it.
+        """The inputs to compute a pass with, and how many samples every sample rank has. All ranks call it.
 
-        Args:
-            inputs: this rank's.
-            call: what all ranks are to be in; see `exchange_samples`.
-
-        Returns:
-            The inputs to compute with, and how many samples every sample rank has.
+        `call` is what all ranks are to be in; see `exchange_samples`.
         """
         cast = self._unchanged.check(inputs)
         samples = self.samples_of_pass(inputs, call)
@@ -351,9 +338,7 @@ class Network:
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of something that lies as a parameter or buffer does: itself, its gradient. All ranks call it.
 
-        Args:
-            name: under which the state of the plain network has it; a tied tensor has several.
-            tensor: this rank's part.
+        `name` is any under which the state of the plain network has it; a tied tensor has several.
         """
         shape, layout = self.entry(name)
         return collect(plain(tensor), layout, shape, self.groups)
@@ -404,11 +389,8 @@ class Network:
         return self._placement(signature)
 
     def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The samples of every sample rank: those of the example, unless others are said.
-
-        Raises:
-            ConvoyError: they are said of another number of sample ranks.
-        """
+        """The samples of every sample rank: those of the example unless given; ConvoyError where their number is
+        another."""
         if samples is None:
             return (self.example[0][0][0],) * self.num_sample_ranks
         if len(samples) != self.num_sample_ranks:
@@ -478,11 +460,8 @@ class Network:
         return self._place(self.capture_again(signature), consecutive(signature.samples))
 
     def capture_again(self, signature: Signature) -> Graph:
-        """The network in a pass of another kind than that of the example.
-
-        Raises:
-            ConvoyError: it does something else with such samples, or cannot take them.
-        """
+        """The network in a pass of another kind than that of the example; ConvoyError where it does something else with
+        such samples, or cannot take them."""
         try:
             return self._capture(signature)
         except CaptureError as error:

@@ -27,10 +27,6 @@ def divide_update(net: nn.Module, optimizer: Optimizer) -> Optimizer:
 
     All ranks call it, before the first update. Where the update is shared each rank has the sum of its own piece of a
     large gradient only, so that `optimizer` must not be used any more.
-
-    Args:
-        net: as `parallelize` gave it.
-        optimizer: of its parameters.
     """
     network = network_of(net)
     parameters = [(p, tuple(sorted(network.layouts[name].copied))) for name, p in net.named_parameters()]
@@ -41,8 +37,8 @@ def divide_update(net: nn.Module, optimizer: Optimizer) -> Optimizer:
     return ShardedOptimizer(optimizer, network.reducer)
 
 
+# Key in an optimizer's `param_groups` that says of which parts its state is; saved and loaded with them.
 PART = "convoy_part"
-"""Key in an optimizer's `param_groups` that says of which parts its state is; saved and loaded with them."""
 _SIZES = (8, 6, 3, 3, 3)
 _STEPS = 3
 
@@ -50,16 +46,10 @@ _STEPS = 3
 def check(
     optimizer: Optimizer, divided: Mapping[nn.Parameter, str], shapes: Mapping[str, tuple[int, ...]], part: str
 ) -> None:
-    """See that an optimizer updates divided parameters as the whole ones would be.
+    """See that an optimizer that is about to step updates divided parameters as the whole ones would be.
 
-    Args:
-        optimizer: about to step.
-        divided: those of its parameters that are divided, with their names.
-        shapes: of the whole tensors, by name.
-        part: says which parts this rank has.
-
-    Raises:
-        ConvoyError: it looks at whole tensors, or its state is of other parts.
+    `divided` has the names of its parameters that are divided, `shapes` are of the whole tensors by name, and `part`
+    says which parts this rank has. ConvoyError where it looks at whole tensors, or its state is of other parts.
     """
     for group in optimizer.param_groups:
         names = [divided[p] for p in group["params"] if p in divided]
@@ -100,12 +90,10 @@ def _check_state(state: Mapping[str, Any], parameter: Tensor, name: str, shapes:
 def _looks_at_whole_tensors(
     optimizer: Optimizer, group: Mapping[str, Any], examples: Mapping[int, Tensor]
 ) -> str | None:
-    """Why an optimizer does not treat every number by itself; None where it was seen to do so.
+    """Why an optimizer does not treat every number by itself; None where a trial of its twin showed that it does.
 
-    Args:
-        optimizer: of which a twin is tried.
-        group: of its parameters.
-        examples: by their number of dimensions, parameters on whose device it is tried, in float64 or else their type.
+    `examples` are parameters of `group` by their number of dimensions; the trial runs on their device, in float64 or
+    else their type.
     """
     options = {key: value for key, value in group.items() if key not in ("params", PART)}
     for (dim, like), cut in itertools.product(sorted(examples.items()), range(2)):

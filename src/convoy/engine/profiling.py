@@ -48,22 +48,13 @@ def steady(
     patience_s: float = math.inf,
     settled: Callable[[], bool] = lambda: True,
 ) -> list[T]:
-    """Measure until several measurements are near the fastest; those before the first of them were to warm up.
+    """Measure until several measurements are near the fastest; gives those from the first of them on, as the earlier
+    warm up.
 
-    What comes later counts whether it is near or not: training has slow updates, too.
-
-    Args:
-        measure: takes one measurement.
-        seconds: of a measurement.
-        agree: whether all who measure together are done, when told whether this one is.
-        enough: measurements near the fastest, itself included, that make an end.
-        within: how near, as a part of the fastest.
-        most: measurements after which it ends in any case.
-        patience_s: seconds after which two measurements are enough: where each takes long, what disturbs one is small.
-        settled: whether the last measurement was of a process that has what it needs; without that, two are not enough.
-
-    Returns:
-        The measurements from the first on that is near the fastest.
+    What comes later counts whether it is near or not: training has slow updates, too. It ends with `enough`
+    measurements that are `within` that part of the fastest, itself included, or with `most` in all; after `patience_s`
+    seconds two are enough, since where each takes long, what disturbs one is small, unless `settled` denies that the
+    process has what it needs. `agree` is told whether this one is done, and says whether all who measure together are.
     """
     found: list[T] = []
     near: list[int] = []
@@ -79,15 +70,7 @@ def steady(
 
 
 class TimedTransfer(Transfer):
-    """A transfer with a record of its time.
-
-    Args:
-        clock: of the device.
-        args: as for `Transfer`.
-
-    Attributes:
-        dtype: of what was sent last.
-    """
+    """A transfer with a record of its time; `args` are as for `Transfer`, `dtype` is that of what was sent last."""
 
     def __init__(self, clock: DeviceClock, *args: Any) -> None:
         super().__init__(*args)
@@ -126,24 +109,20 @@ class TimedTransfer(Transfer):
         return forward, backward
 
 
-OUTSIDE = ""
-"""The name of the time that belongs to no call."""
-_MADE_UP = "made up"
-"""That of transfers, of what stands in for them, and of their gradients."""
-_GROWS = 1000
-"""Pages, from which on a pass is slower for them."""
+OUTSIDE = ""  # the name of the time that belongs to no call
+_MADE_UP = "made up"  # the name of the time of transfers, of what stands in for them, and of their gradients
+_GROWS = 1000  # more pages than this make a pass slower
 _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Seconds of one call.
+    """Seconds of one call: on the device, and of the host that issues it (0 where it is the device).
 
-    Attributes:
-        forward, backward: means over the passes that `middle_half` leaves, so that they add up to a pass.
-        host_forward, host_backward: those of the host that issues it; 0 where it is the device. They are shares of a
-            pass in which the host reads no clock, and add up to the median of such passes: its first one may take
-            seconds, in which kernels are loaded, and of what disturbs it now and then every call has its part.
+    `forward` and `backward` are means over the passes that `middle_half` leaves, so that they add up to a pass. Those
+    of the host are shares of a pass in which the host reads no clock, and add up to the median of such passes: its
+    first one may take seconds, in which kernels are loaded, and of what disturbs it now and then every call has its
+    part.
     """
 
     forward: float
@@ -154,15 +133,12 @@ class CallTimes:
 
 @dataclass(frozen=True)
 class Profile:
-    """What this rank takes for a pass.
+    """What this rank takes for a pass: `seconds` in all, and by call; `OUTSIDE` has what no call takes.
 
-    Attributes:
-        calls: times by the name of the call; `OUTSIDE` has what the pass takes beside the calls.
-        transfers: with other ranks, the steps, shapes of the whole tensors, types and times of redistributions. A rank
-            that comes first to one waits for the others: that is part of the time.
-        seconds: of a pass.
-        slowest: those of the rank that took longest for the pass, in the mean over the passes. Where no two passes take
-            equally long, now one rank is the slowest and now another, and all wait for it at their next exchange.
+    With other ranks, `transfers` has the steps, shapes of the whole tensors, types and times of redistributions. A rank
+    that comes first to one waits for the others: that is part of the time. `slowest` is of the rank that took longest
+    for the pass, in the mean over the passes. Where no two passes take equally long, now one rank is the slowest and
+    now another, and all wait for it at their next exchange.
     """
 
     calls: dict[str, CallTimes]
@@ -179,18 +155,11 @@ class _NoOthers(Groups):
 
 
 class Profiler:
-    """Runs a rank's part of a placement.
+    """Runs a rank's part of a placement: the network, in training, at the batch of one pass.
 
-    Args:
-        placement: the network, in training, at the batch of one pass.
-        rank: whose part.
-        device: where.
-        channels_last: whether images lie with the channels innermost in memory.
-        batch_norm: over which samples its statistics are taken.
-        microbatches: samples of each microbatch of the pass; by default all are one.
-        contents: whole parameters and buffers by name, and images, as far as they are at hand.
-        groups: the other ranks of the mesh, which do the same at the same time; None if they are not there.
-        clock: of the device.
+    `microbatches` are the samples of each microbatch of the pass, by default one for all. `contents` has whole
+    parameters and buffers by name, and images, as far as they are at hand. `groups` are the other ranks of the mesh,
+    which do the same at the same time; None if they are not there.
     """
 
     def __init__(
@@ -236,11 +205,7 @@ class Profiler:
         ]
 
     def try_out(self) -> None:
-        """One pass, of which nothing is kept.
-
-        Raises:
-            torch.OutOfMemoryError: it does not fit.
-        """
+        """One pass, of which nothing is kept; torch.OutOfMemoryError where it does not fit."""
         self._pass()
 
     def run(
@@ -249,12 +214,10 @@ class Profiler:
         slowest: Callable[[float], float] = lambda seconds: seconds,
         enough: int = 3,
     ) -> Profile:
-        """Time every call, in passes that are repeated until they are steady.
+        """Time every call, in passes that are repeated until `enough` of them are near the fastest.
 
-        Args:
-            agree: called after every pass with whether this rank is done; whether all who measure at the same time are.
-            slowest: called after every pass with its seconds on this rank; those of the slowest of them.
-            enough: passes that must be near the fastest.
+        After every pass, `agree` is told whether this rank is done and says whether all who measure at the same time
+        are, and `slowest` takes this rank's seconds and gives those of the slowest of them.
         """
         passes = steady(
             partial(self._measured, slowest),  # no lambda: a traceback would keep it, and the groups
@@ -349,8 +312,7 @@ class _Pass:
     slowest: float
 
 
-_WAYS = "forward", "backward", "host_forward", "host_backward"
-"""As `CallTimes` has them."""
+_WAYS = "forward", "backward", "host_forward", "host_backward"  # as `CallTimes` has them
 
 
 def _middle(passes: Sequence[Sequence[float]]) -> CallTimes:

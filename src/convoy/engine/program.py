@@ -41,10 +41,7 @@ from convoy.plans.transfer import Step
 def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None = None) -> Kernel | None:
     """The version of a call that writes its result over an input that nobody else reads; None where it must not.
 
-    Args:
-        placed: the call.
-        readers: of its network's values.
-        own: what the stretch has made so far that the call will run again with; all else is to stay for that.
+    In a stretch that will run again, only what is in `own`, which the stretch itself has made, may be overwritten.
     """
 
     def is_spare(source: str) -> bool:
@@ -71,36 +68,23 @@ def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
 
 @dataclass
 class Ending:
-    """What follows a batch norm at once, which alone reads its result, and is done with it in one kernel on a GPU.
+    """What follows a batch norm at once, alone reads its result, and is done with it in one kernel on a GPU."""
 
-    Attributes:
-        relu: whether a ReLU does, after the addition if there is one.
-        addition: the call that adds something; the batch norm runs right before it.
-        addend: what that is.
-        twin: a batch norm whose result it is and that nobody else reads either; both run as one.
-    """
-
-    relu: bool = False
-    addition: PlacedCall | None = None
+    relu: bool = False  # after the addition, if there is one
+    addition: PlacedCall | None = None  # adds `addend`; the batch norm runs right before it
     addend: str | None = None
+    # another batch norm, of which `addend` is the result and which nobody else reads; both run as one
     twin: PlacedCall | None = None
 
 
 def inside(
     calls: Sequence[PlacedCall], graph: Graph, readers: Readers, stretch: Callable[[int], range | None], pairs: bool
 ) -> tuple[dict[str, Ending], dict[str, int]]:
-    """What batch norms do beside themselves.
+    """What batch norms do beside themselves: their endings, by the name of the batch norm's call, and for each call
+    that is done within one, by its name, which of its inputs is its result.
 
-    Args:
-        calls: of the program, in order.
-        graph: the network.
-        readers: of its values.
-        stretch: which of them a call belongs to that is computed again.
-        pairs: whether sums of two batch norms run as one, so that they share their messages.
-
-    Returns:
-        The endings, by name of the batch norm's call; and by name of each call that is done in one, which of its inputs
-        its result is.
+    `stretch` says which calls a call is computed again with. With `pairs`, sums of two batch norms run as one, so that
+    they share their messages.
     """
     buffers = Counter(one.call.attributes["running_mean"] for one in calls if one.call.op == "batch_norm")
 
@@ -163,22 +147,15 @@ def _layouts(placed: PlacedCall) -> dict[str, Layout]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """Takes what is in some slots, fills others, and empties those that nobody reads any more.
+    """Takes what is in some slots, fills others, and empties those (`free`) that nobody reads any more."""
 
-    Attributes:
-        run: computes; a stretch that is run again in the backward pass is a `Stretch`.
-        alone: it does more than compute: it talks to other ranks, or keeps something.
-        name: of the call that it is, empty where it is none or several.
-        layer: what it belongs to, for people.
-    """
-
-    run: Callable[..., Sequence[Any]]
+    run: Callable[..., Sequence[Any]]  # computes; a `Stretch` is run again in the backward pass
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    alone: bool
+    alone: bool  # it does more than compute: it talks to other ranks, or keeps something
     free: tuple[int, ...] = ()
-    name: str = ""
-    layer: str = ""
+    name: str = ""  # of the call; empty where it is none or several
+    layer: str = ""  # for people
 
 
 def execute(instructions: Sequence[Instruction], slots: dict[int, Any] | list[Any], watch: "Watch | None") -> None:
@@ -216,12 +193,8 @@ def freeing(instructions: Sequence[Instruction], results: Iterable[int]) -> tupl
 class Stretch:
     """Instructions that leave nothing for the backward pass but their inputs, and are run again there.
 
-    Attributes:
-        body: the instructions.
-        inputs, outputs: the slots that they take from before and leave for later.
-        updated: those of the inputs that are buffers which they bring up to date. Torch sees to it that all others are
-            in the backward pass what they were.
-        context: of the step.
+    `inputs` and `outputs` are the slots that they take from before and leave for later; `updated` are those inputs that
+    are buffers which they bring up to date. Torch sees to it that all others are in the backward pass what they were.
     """
 
     body: tuple[Instruction, ...]
@@ -254,8 +227,7 @@ class Stretch:
 
 
 MOST_CUTS = 5
-LEAST_BYTES = 2**23
-"""Cutting off fewer bytes of gradients gains less than what the compiler can no longer fuse."""
+LEAST_BYTES = 2**23  # Cutting off fewer bytes of gradients gains less than what the compiler can no longer fuse.
 
 
 def compiled(
@@ -263,10 +235,8 @@ def compiled(
 ) -> list[Instruction]:
     """The same program with every stretch of instructions that only compute as one, cut for the gradients' sake.
 
-    Args:
-        instructions: of the program, in order.
-        results: slots that are read after the last one.
-        gradients: bytes that ranks exchange for the gradient of what is in a slot.
+    `results` are the slots that are read after the last instruction, and `gradients` the bytes that ranks exchange for
+    the gradient of what is in a slot.
     """
     wanted = set(results)
     found: list[Instruction] = []
@@ -315,15 +285,13 @@ def _compile(stretch: Sequence[Instruction], inputs: Sequence[int], outputs: Seq
     return compile_function(own, dynamic=False)
 
 
-LOW_PRECISION = {"conv", "linear"}
-"""Calls that autocast computes in low precision: what they need is sent so."""
+LOW_PRECISION = {"conv", "linear"}  # Calls that autocast computes in low precision: what they need is sent so.
 
-Place = tuple[str, Layout]
-"""A value in one layout: what a slot of the program holds."""
+Place = tuple[str, Layout]  # a value in one layout: what a slot of the program holds
 
 
+# From steps and the shape of the whole tensor to what does them on this rank.
 BuildTransfer = Callable[[tuple[Step, ...], tuple[int, ...]], Callable[[Tensor], Tensor]]
-"""From steps and the shape of the whole tensor to what does them on this rank."""
 
 
 class Watch(Protocol):

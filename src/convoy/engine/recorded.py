@@ -39,8 +39,7 @@ WARM_UP, TRACED = 2, 2
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"}
 READS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 """Operations whose result, or its size, the host waits for."""
-SMALL = 256
-"""Numbers of a tensor of the host that are compared one by one."""
+SMALL = 256  # numbers of a tensor of the host that are compared one by one
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
@@ -100,19 +99,12 @@ def leave_default_stream(device: torch.device) -> None:
 class Recorded:
     """A function of tensors that leaves gradients behind: run, then recorded, then replayed.
 
-    Args:
-        function: of a number, the update's, and of tensors; gives tensors. It finds no gradients in the parameters, and
-            leaves them there.
-        model: whose parameters and buffers it uses.
-        context: that its random numbers follow.
-        graph: makes a recording.
-        agree: of a reason not to record, the first that any rank has; all ranks call it.
-        fit: of whether a call is as those that are recorded, whether it is on all ranks; all ranks call it.
-        abandon: has others forget a call that broke off.
-        tell: is told in one sentence what came of it.
-
-    Attributes:
-        refusal: why it is not recorded; None while that may still happen, or has.
+    `function` takes the number of the update and tensors, and gives tensors; it finds no gradients in the parameters of
+    `model`, and leaves them there. Its random numbers follow `context`, and `graph` makes a recording. All ranks call
+    `agree`, which takes a reason not to record and gives the first that any rank has, and `fit`, which takes whether a
+    call is like those that are recorded and says whether it is on all ranks. `abandon` has others forget a call that
+    broke off, and `tell` takes the outcome in one sentence. `refusal` is why it is not recorded; None while that may
+    still happen, or has.
     """
 
     def __init__(
@@ -312,31 +304,17 @@ def _apart(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noted:
-    """An operation, and what of it a replay would freeze.
-
-    Attributes:
-        name: of the operation.
-        numbers: its arguments that are no tensors.
-        outside: its tensors that nothing in the update has made, with the contents of small ones of the host.
-        where: it was called, for people.
-    """
+    """An operation, and what of it a replay would freeze."""
 
     name: str
-    numbers: str
+    numbers: str  # its arguments that are no tensors
+    # its tensors that nothing in the update has made, with the contents of small ones of the host
     outside: tuple[tuple[Tensor, list[Any] | None], ...]
-    where: str
+    where: str  # in which layer and line it was called, for people
 
 
 class Trace(TorchDispatchMode):
-    """Notes the operations of an update.
-
-    Args:
-        device: of the recording.
-        model: whose parameters may be used.
-
-    Attributes:
-        refusal: what cannot be recorded, in words; None for nothing.
-    """
+    """Notes the operations of an update; `refusal` says what cannot be recorded, None for nothing."""
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
         super().__init__()

@@ -39,14 +39,8 @@ def _memory_format(tensor: Tensor) -> torch.memory_format:
 
 
 def collect(tensor: Tensor, layout: Layout, shape: Sequence[int], groups: Groups) -> Tensor:
-    """The whole tensor on every rank, from every rank's part. All ranks must call it.
-
-    Args:
-        tensor: this rank's part.
-        layout: how the parts lie; `copied` plays no role.
-        shape: of the whole tensor.
-        groups: of the mesh.
-    """
+    """The whole tensor of `shape` on every rank, from every rank's part; `copied` plays no role. All ranks must call
+    it."""
     if layout.splits and not shape:
         return collect(tensor.reshape(-1), layout, (1,), groups).view(())
     steps = transfer(Layout(layout.splits), WHOLE, groups.mesh, shape)
@@ -64,11 +58,7 @@ def part_name(
 ) -> str:
     """Which parts of a network's tensors this rank has, for people, and for `same_part` to compare.
 
-    Args:
-        layouts: of the tensors, by name.
-        shapes: of the whole ones, and their types.
-        groups: of the mesh.
-        plan: of the network.
+    `shapes` has the shapes and types of the whole tensors.
     """
     own = [
         (name, dim, list(layout.parts(dim, groups.mesh, groups.coordinates, (shapes[name][0] or (1,))[dim])))

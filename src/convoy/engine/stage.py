@@ -30,34 +30,24 @@ from convoy.plans.place import Placement
 from convoy.plans.schedule import Action, Schedule, actions, taken_back
 from convoy.plans.stages import Crossing, StagedGraph, Stages
 
+# Parts whose values a stage asks for before it needs them, and whose gradients; more would only hold memory.
 _ASKED_FOR = 3
-"""Parts whose values a stage asks for before it needs them, and whose gradients; more would only hold memory."""
+# Parts whose values it waits for before it asks for those of another update: what was asked for may never come.
 _MOST_EXPECTED = 6
-"""Parts whose values it waits for before it asks for those of another update: what was asked for may never come."""
 
 
 @dataclass
 class Flight:
-    """A part of the batch on its way through this rank's stage: what its backward pass needs.
+    """A part of the batch on its way through this rank's stage: what its backward pass needs."""
 
-    Attributes:
-        received: values from earlier stages, each with its crossing.
-        sent: values for later stages, likewise.
-        outputs: the network's outputs by name; empty in all stages but the last.
-        placement: the network placed at this part's size.
-        inputs: the network's inputs.
-        key: all that decides how values lie in memory.
-        part: the part's number, counted over all updates.
-        arriving: gradients of the sent values, if they are expected already; None for a value that the loss leaves out.
-    """
-
-    received: list[tuple[Crossing, Tensor]]
-    sent: list[tuple[Crossing, Tensor]]
-    outputs: dict[str, Tensor]
-    placement: Placement
-    inputs: tuple[Tensor, ...]
-    key: Any
-    part: int
+    received: list[tuple[Crossing, Tensor]]  # values from earlier stages
+    sent: list[tuple[Crossing, Tensor]]  # values for later stages
+    outputs: dict[str, Tensor]  # the network's, by name; empty in all stages but the last
+    placement: Placement  # of the network at this part's size
+    inputs: tuple[Tensor, ...]  # the network's
+    key: Any  # all that decides how values lie in memory
+    part: int  # its number, counted over all updates
+    # gradients of the sent values, if they are expected already; None for a value that the loss leaves out
     arriving: list[Arriving | None] | None = None
 
 
@@ -65,15 +55,12 @@ class Flight:
 class Stage(Network):
     """Runs this rank's stage of a network, one part of a batch at a time.
 
-    An update is `begin_update`, then the actions that it returns, then `finish_update`.
+    An update is `begin_update`, then the actions that it returns, then `finish_update`. `watch_wait` is a context for a
+    value's name, entered while this rank waits for the value or sends it.
 
-    Attributes:
-        stages: where the network is cut.
-        stage: the number of this rank's stage, from 0.
-        watch_wait: a context for a value's name, entered while this rank waits for the value or sends it.
-        returns_memory: on a CPU, freed memory goes back to the system after each part of a batch. It lies between what
-            is kept of other parts, so that a process would have up to a quarter more than is counted of its tensors;
-            an update takes longer, as memory that comes from the system is fetched page by page.
+    With `returns_memory`, on a CPU, freed memory goes back to the system after each part of a batch. It lies between
+    what is kept of other parts, so that a process would have up to a quarter more than is counted of its tensors; an
+    update takes longer, as memory that comes from the system is fetched page by page.
     """
 
     watch_wait: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -149,11 +136,8 @@ class Stage(Network):
     ) -> Flight:
         """Run this stage on a part of the batch, and send its results on. The caller has announced it.
 
-        Args:
-            inputs: this rank's samples for the network.
-            samples: how many samples of the part each sample rank has.
-            form: the network's other arguments.
-            then: samples of each part after it, which may arrive meanwhile.
+        `samples` are those of the part on each sample rank, and `then` those of each part after it, which may arrive
+        meanwhile.
         """
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
@@ -239,10 +223,8 @@ class Stage(Network):
     ) -> None:
         """Run the backward pass of a part of the batch in this stage, and send gradients on.
 
-        Args:
-            flight: the part after its forward pass.
-            gradients: gradients of the network's outputs, in the last stage.
-            then: the parts after it that have run forward, whose gradients may arrive meanwhile.
+        `gradients` are those of the network's outputs, in the last stage; `then` are the parts after it that have run
+        forward, whose gradients may arrive meanwhile.
         """
         roots: list[Tensor] = []
         given: list[Tensor] = []

@@ -17,15 +17,10 @@ from convoy.graph.reads import MISSING, VALUES, Reads, Texts, version
 
 
 class Unchanged:
-    """A network as it was divided.
+    """A network as it was divided, with this rank's parameters; where it is `alone` nobody else could miss anything.
 
-    Args:
-        model: with this rank's parameters.
-        alone: there is one device, on which nobody else could miss anything.
-
-    Attributes:
-        types: a checksum of the parameters' types and kinds of device, as of the last `check`.
-        reads: what captures of the network have read; `noted` is to be called after one.
+    `types` is a checksum of the parameters' types and kinds of device, as of the last `check`; `reads` is what captures
+    of the network have read, and `noted` is to be called after one.
     """
 
     def __init__(self, model: nn.Module, alone: bool) -> None:
@@ -109,13 +104,10 @@ class Unchanged:
         )
 
     def check(self, inputs: Sequence[Tensor]) -> bool:
-        """Look at the network and at the inputs of a pass; some 0.1 µs for each layer and parameter.
+        """Whether parameters have another type or device than in the pass before; some 0.1 µs for each layer and
+        parameter.
 
-        Returns:
-            Whether parameters have another type or device than in the pass before.
-
-        Raises:
-            ConvoyError: something has changed, or the inputs do not fit together.
+        ConvoyError where something else has changed, or the inputs do not fit together.
         """
         if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
             lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)

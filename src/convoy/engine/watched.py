@@ -19,40 +19,25 @@ from convoy.plans.place import Placement
 from convoy.plans.timeline import Kind as TaskKind
 from convoy.plans.timeline import Span, Stream, Task, Timeline
 
+# What began: as in `convoy.plans.timeline`, with `input`, `stage` for what other stages are waited for, and `rest` for
+# all that has no name of its own.
 Kind = Literal["input", "forward", "backward", "copy", "transfer", "stage", "gradient", "update", "rest"]
-"""What began: as in `convoy.plans.timeline`, with `input`, `stage` for what other stages are waited for, and `rest` for
-all that has no name of its own."""
 _STREAMS: dict[Kind, Stream] = {"transfer": "transfers", "stage": "stages", "gradient": "gradients"}
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Time between two marks.
-
-    Attributes:
-        kind: of what ran.
-        call: whose it was; for a transfer, that which asked for it; empty for none.
-        seconds: that it took.
-        run: which pass through the network it belongs to, from 0; -1 outside of all.
-        host: seconds that the host took meanwhile; 0 where it is the device.
-    """
+    """Time between two marks."""
 
     kind: Kind
-    call: str
+    call: str  # whose it was; for a transfer, the one that asked for it; empty for none
     seconds: float
-    run: int = -1
-    host: float = 0.0
+    run: int = -1  # the pass through the network, from 0; -1 outside of all
+    host: float = 0.0  # seconds that the host took meanwhile; 0 where it is the device
 
 
 class WatchedUpdate:
-    """The marks of one update on this rank.
-
-    Args:
-        clock: of the device that computes.
-
-    Attributes:
-        placements: of the passes through the network, in order.
-    """
+    """The marks of one update on this rank; `placements` are those of the passes through the network, in order."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
@@ -113,11 +98,7 @@ class WatchedUpdate:
         """The update as a timeline, one thing after the other, in the words of a prediction.
 
         A message is the time for which the rank had nothing to do but to send it, or to wait for it; what is sent
-        beside the computation has no marks.
-
-        Args:
-            rank: this one.
-            alone: a device that waits for nobody.
+        beside the computation has no marks. A device that is `alone` waits for nobody.
         """
         calls = [placed.call for one in self.placements for placed in one.calls]
         layers = {name: call.layer for call in calls for name in (*call.outputs, call.name)}

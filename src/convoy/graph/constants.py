@@ -131,8 +131,7 @@ class Blanks:
     ) -> Draw | Tensor:
         """Apply the first write to an empty tensor, by the function `name` with its other arguments.
 
-        Returns the tensor, a constant from now on, or the random numbers that it is to be; CaptureError for any other
-        write.
+        Gives the tensor, a constant from now on, or the random numbers that it is to be; CaptureError for other writes.
         """
         if name == "bernoulli_":
             p = args[0] if args else kwargs.get("p", 0.5)

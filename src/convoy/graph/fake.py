@@ -18,8 +18,7 @@ from convoy.graph.graph import CaptureError
 
 
 class Fakes(FakeTensorMode):
-    """While it is entered, every tensor operation computes shapes only; `draws` counts those that ask for random
-    numbers."""
+    """While it is entered, tensor operations compute shapes only; `draws` counts those that ask for random numbers."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)

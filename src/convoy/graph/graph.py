@@ -14,8 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 class CaptureError(Exception):
     """The network does something in its forward pass that a graph cannot say.
 
-    `reason` is what it does, and `layer` the qualified name of the innermost module that does it, empty for the network
-    itself.
+    `reason` is what it does, `layer` the qualified name of the innermost module that does it; empty for the network.
     """
 
     def __init__(self, reason: str, layer: str = "") -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 MISSING = "-"  # in place of an attribute that an instance does not have
-# attributes whose changes are followed in another way
+# Attributes whose changes are followed in another way.
 LOOKED_AFTER = {"training", "_parameters", "_buffers", "_modules", "_convoy"}
 # Kinds of values that are what they say.
 VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range, enum.Enum)

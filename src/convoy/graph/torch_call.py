@@ -57,8 +57,7 @@ class TorchCall:
 
 @dataclass(frozen=True)
 class Recognized:
-    """What an operation makes of a call; `function`, `args` and `kwargs` are recorded in place of the call's unless
-    None."""
+    """What an operation makes of a call; `function`, `args` and `kwargs`, unless None, are recorded in its place."""
 
     op: str
     attributes: dict[str, Any] = field(default_factory=dict)  # the operation's arguments, under its names

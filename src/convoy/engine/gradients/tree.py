@@ -60,7 +60,7 @@ def subtrees(leaves: range, total: int) -> list[Span]:
 
 
 class TreeSum(Generic[T]):
-    """Adds parts of the tree over `total` leaves, which come from left to right, as soon as neighbours belong together."""
+    """Adds parts of the tree over `total` leaves, coming from left to right, as soon as neighbours belong together."""
 
     def __init__(self, total: int, add: Callable[[T, T], T]) -> None:
         self._total = total
