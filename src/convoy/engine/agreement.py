@@ -148,24 +148,24 @@ def exchange_samples(
     world = groups.of(tuple(mesh.axes))
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]
     what = f"{', '.join(shapes)}{' in training' if training else ' in evaluation'}"
-    own = [_CALLS.index(call), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
-    rows = gather_ints(own, world)
+    own_row = [_CALLS.index(call), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
+    rows = gather_ints(own_row, world)
     _check(call, groups.rank, [row[0] for row in rows])
-    found: dict[int, int] = {}
+    samples_at: dict[int, int] = {}
     for rank, (_, number, kind) in enumerate(rows):
         place = mesh.index(mesh.coordinates(rank), axes)
-        if kind != own[2]:
+        if kind != own_row[2]:
             raise ConvoyError(
                 f"rank {groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must pass "
                 "images of the same size and type, with every module in the same mode and with the same attributes and "
                 "hooks, to weights of the same types"
             )
-        if found.setdefault(place, number) != number:
+        if samples_at.setdefault(place, number) != number:
             raise ConvoyError(
-                f"rank {rank} passes {number} samples, and a rank that works on the same ones {found[place]}: "
+                f"rank {rank} passes {number} samples, and a rank that works on the same ones {samples_at[place]}: "
                 "pass the samples that convoy.local_samples says"
             )
-    return tuple(found[place] for place in range(mesh.size(axes)))
+    return tuple(samples_at[place] for place in range(mesh.size(axes)))
 
 
 def agree(call: str, groups: Groups) -> None:
@@ -186,13 +186,13 @@ def agree(call: str, groups: Groups) -> None:
 
 
 def _check(call: str, rank: int, calls: Sequence[int]) -> None:
-    for other, number in enumerate(calls):
-        theirs = _CALLS[number]
-        if theirs != call:
-            name = theirs if call == PASS else call
+    for other_rank, number in enumerate(calls):
+        other_call = _CALLS[number]
+        if other_call != call:
+            name = other_call if call == PASS else call
             raise ConvoyError(
-                f"rank {rank} is in {call} while rank {other} is in {theirs}: all ranks call {name} together, also "
-                "where only one of them uses the result"
+                f"rank {rank} is in {call} while rank {other_rank} is in {other_call}: all ranks call {name} together, "
+                "also where only one of them uses the result"
             )
 
 

@@ -53,12 +53,12 @@ def _couples(placed: PlacedCall, graph: Graph, by_gradients: bool) -> bool:
     call = placed.call
     if call.op == "batch_norm":
         return False
-    sent = any(
+    is_sent = any(
         graph.values[name].origin in ("call", "input") and (by_gradients or any(step.kind != "copy" for step in steps))
         for name, steps in placed.transfers.items()
     )
     partial = any(layout.partial for layout in placed.placed.outputs.values())
-    return sent or partial or bool(sharing_axes(call, placed.placed, graph))
+    return is_sent or partial or bool(sharing_axes(call, placed.placed, graph))
 
 
 def why_together(graph: Graph, batch_norm: str) -> str:
@@ -68,9 +68,9 @@ def why_together(graph: Graph, batch_norm: str) -> str:
     """
     whole = batch_norm == "sync" or not graph.training  # as by the plain layer, which may have no other statistics
     normed = [call for call in graph.calls if whole and call.op == "batch_norm" and call.attributes["training"]]
-    found = next(iter(normed), coupling(graph))
-    if found is not None:
-        layer = f"layer {found.layer}" if found.layer else "the network itself"
+    obstacle = next(iter(normed), coupling(graph))
+    if obstacle is not None:
+        layer = f"layer {obstacle.layer}" if obstacle.layer else "the network itself"
         who = f"batch norm over the global batch ({layer})" if normed else layer
         return f"{who} computes with all samples of a pass at once"
     of_samples = set(graph.inputs)
@@ -162,7 +162,7 @@ class Probe:
     def by_batch(self) -> bool:
         """Whether batch norm has no running statistics, so that evaluation depends on the batch too."""
         normed = (call.attributes for call in self.graph.calls if call.op == "batch_norm") if self.graph else ()
-        return any(found["training"] and found["running_mean"] is None for found in normed)
+        return any(attributes["training"] and attributes["running_mean"] is None for attributes in normed)
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, memory: float, sharing: int = 1) -> int:
         """Microbatches in one pass: all of them, as many as fit in the budget of a pass, or one.
@@ -191,23 +191,23 @@ def probe(
     it is off.
     """
     graph = graph_of(plain, image_shape, samples, training=True)
-    shown = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph
-    if graph is None or shown is None or any(call.op == "opaque" for call in (*graph.calls, *shown.calls)):
+    eval_graph = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph
+    if graph is None or eval_graph is None or any(call.op == "opaque" for call in (*graph.calls, *eval_graph.calls)):
         return _tried(plain, image_shape, device, samples, precision, batch_norm, graph)
-    counted = under_autocast(graph, precision, device.type)
+    cast_graph = under_autocast(graph, precision, device.type)
     batch = Batch(_ALONE.mesh, (), (range(2 * samples),))
     outputs = leaves(graph.output, Ref)
-    kept = predict_memory(place(counted, _ALONE, batch, [ref.name for ref in outputs]))[0].activations
+    kept_bytes = predict_memory(place(cast_graph, _ALONE, batch, [ref.name for ref in outputs]))[0].activations
     layers = dict(plain.named_modules())
-    drawn = Counter(call.layer for call in graph.calls if OPERATIONS[call.op].is_random)
-    draws = any(number > 1 or type(layers.get(layer)) not in DROPOUT_LAYERS for layer, number in drawn.items())
-    together = coupling(graph)
+    draw_counts = Counter(call.layer for call in graph.calls if OPERATIONS[call.op].is_random)
+    draws = any(number > 1 or type(layers.get(layer)) not in DROPOUT_LAYERS for layer, number in draw_counts.items())
+    obstacle = coupling(graph)
     return Probe(
-        separable=(coupling(shown) if draws else together) is None,
+        separable=(coupling(eval_graph) if draws else obstacle) is None,
         draws=draws,
-        bytes_per_sample=kept // (2 * samples),
+        bytes_per_sample=kept_bytes // (2 * samples),
         outputs=len(outputs),
-        owned=draws and together is None,
+        owned=draws and obstacle is None,
         graph=graph,
     )
 
@@ -239,26 +239,26 @@ def _tried(
     model = copied(plain).train()
     context = prepare(model, 0, batch_norm)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before = random_state(device)
+        state = random_state(device)
         context.enter(0, 0, sizes, device)
-        kept: dict[int, int] = {}
+        bytes_at: dict[int, int] = {}
 
         def note(x: Tensor) -> Tensor:
             if precision is None or not _is_of_weight(x):
-                kept[x.data_ptr()] = max(kept.get(x.data_ptr(), 0), x.nbytes)
+                bytes_at[x.data_ptr()] = max(bytes_at.get(x.data_ptr(), 0), x.nbytes)
             # kept, so that no other gets its place, but without its node: in a circle with that it would stay for ever
             return x.detach()
 
         autocast = torch.autocast(device.type, precision, enabled=precision is not None)
-        with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as ran:
+        with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as run_counts:
             outputs = len(leaves(model(images), Tensor))
-        draws = not torch.equal(before, random_state(device)) or any(number > 1 for number in ran.values())
+        draws = not torch.equal(state, random_state(device)) or any(number > 1 for number in run_counts.values())
         separable = _separates(plain, image_shape, samples, device, training=not draws, batch_norm=batch_norm)
     weights = {p.data_ptr() for p in model.parameters()}
     return Probe(
         separable=separable,
         draws=draws,
-        bytes_per_sample=sum(size for pointer, size in kept.items() if pointer not in weights) // sum(sizes),
+        bytes_per_sample=sum(size for pointer, size in bytes_at.items() if pointer not in weights) // sum(sizes),
         outputs=outputs,
         graph=graph,
     )

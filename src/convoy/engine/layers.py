@@ -154,7 +154,7 @@ def follow(model: nn.Module, context: StepContext, all_but: Collection[str] = ()
             module.__class__ = PointwiseConv2d
 
 
-def _become(layer: nn.Module, other: nn.Module) -> None:
+def _become(layer: nn.Module, replacement: nn.Module) -> None:
     """Let a layer do what another does. It stays where it is, with its hooks, and what code that looks for it finds."""
-    layer.__class__ = type(type(other).__name__, (type(other), type(layer)), {})
-    vars(layer).update({name: value for name, value in vars(other).items() if name not in vars(layer)})
+    layer.__class__ = type(type(replacement).__name__, (type(replacement), type(layer)), {})
+    vars(layer).update({name: value for name, value in vars(replacement).items() if name not in vars(layer)})

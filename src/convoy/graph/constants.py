@@ -30,7 +30,6 @@ class Constants:
         self.kept: list[Tensor] = []
 
     def known(self, tensor: Tensor) -> bool:
-        """Whether this is the fake of a constant."""
         return id(tensor) in self._real
 
     def value(self, tensor: Tensor) -> Tensor:
@@ -39,11 +38,9 @@ class Constants:
         return self._real.get(id(tensor), tensor)
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep a tensor alive, so that no other gets its id."""
         self.kept.append(tensor)
 
     def forget(self, tensor: Tensor) -> None:
-        """The tensor is no constant any more."""
         self._real.pop(id(tensor), None)
 
     def full(self, tensor: Tensor, value: float) -> Tensor:
@@ -57,9 +54,11 @@ class Constants:
         with self.fakes.real():
             real_args, real_kwargs = tree.replace((args, kwargs), Tensor, self._to_real)
             result = function(*real_args, **real_kwargs)
-        given = tree.leaves((args, kwargs), Tensor)
-        same = {id(self._real[id(tensor)]): tensor for tensor in given if id(tensor) in self._real}
-        return tree.replace(result, Tensor, lambda real: same[id(real)] if id(real) in same else self._to_fake(real))
+        arguments = tree.leaves((args, kwargs), Tensor)
+        fake_of = {id(self._real[id(tensor)]): tensor for tensor in arguments if id(tensor) in self._real}
+        return tree.replace(
+            result, Tensor, lambda real: fake_of[id(real)] if id(real) in fake_of else self._to_fake(real)
+        )
 
     def everywhere(self, tensor: Tensor) -> float | None:
         """The one number that a constant consists of, where it does."""
@@ -68,13 +67,13 @@ class Constants:
             first = real.flatten()[:1]
             return first.item() if len(first) and bool((real == first).all()) else None
 
-    def name(self, tensor: Tensor, taken: Collection[str]) -> str:
+    def name(self, tensor: Tensor, names: Collection[str]) -> str:
         """The name under which a call uses a constant."""
         real = self.value(tensor)
         if id(tensor) in self._names and self._names[id(tensor)][1] == real._version:
             return self._names[id(tensor)][0]
         number = 0
-        while (name := f"constant_{number}" if number else "constant") in taken:
+        while (name := f"constant_{number}" if number else "constant") in names:
             number += 1
         self._names[id(tensor)] = (name, real._version)
         self.keep(tensor)
@@ -116,14 +115,12 @@ class Blanks:
         return id(tensor) in self._blank
 
     def make(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Call a function that gives one."""
-        made: Tensor = function(*args, **kwargs)
-        self._constants.keep(made)
-        self._blank.add(id(made))
-        return made
+        blank: Tensor = function(*args, **kwargs)
+        self._constants.keep(blank)
+        self._blank.add(id(blank))
+        return blank
 
     def forget(self, tensor: Tensor) -> None:
-        """Something was written to it."""
         self._blank.discard(id(tensor))
 
     def fill(

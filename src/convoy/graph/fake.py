@@ -32,18 +32,18 @@ class Fakes(FakeTensorMode):
         """Count an operation that is about to run."""
         if torch.Tag.nondeterministic_seeded in operation.tags:
             names = [argument.name for argument in operation._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            self.draws += "dropout_p" not in names or given.get("dropout_p", 0) != 0  # attention draws nothing at 0
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            self.draws += "dropout_p" not in names or arguments.get("dropout_p", 0) != 0  # attention draws nothing at 0
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Within it an operation that cannot be is not logged with a traceback: its error says enough."""
         logger = logging.getLogger(FakeTensorMode.__module__)
-        before, logger.disabled = logger.disabled, True
+        was_disabled, logger.disabled = logger.disabled, True
         try:
             yield
         finally:
-            logger.disabled = before
+            logger.disabled = was_disabled
 
     @contextmanager
     def real(self) -> Iterator[None]:
@@ -87,9 +87,9 @@ class Aliases:
 
     def write(self, tensor: Tensor, layer: str) -> None:
         """`tensor` is changed in place: the others that share its memory are not to be used again."""
-        for other in self._sharing.get(storage(tensor), {}):
-            if other != id(tensor):
-                self._outdated[other] = layer
+        for alias in self._sharing.get(storage(tensor), {}):
+            if alias != id(tensor):
+                self._outdated[alias] = layer
 
     def check(self, tensor: Tensor, layer: str) -> None:
         """Raise CaptureError where something else has changed this tensor in place."""

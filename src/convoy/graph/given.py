@@ -22,8 +22,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def copied(model: nn.Module) -> nn.Module:
     """A copy, also of a network that holds tensors it has computed, as `torch.nn.utils.weight_norm` leaves them behind:
     torch copies none of these."""
-    held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
-    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in held if not tensor.is_leaf})
+    tensors = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf})
 
 
 def prepare_given(model: nn.Module, needs_numbers: bool = True) -> None:

@@ -136,11 +136,11 @@ class Graph:
 
     def consumers(self) -> dict[str, list[Call]]:
         """For every value, the calls that take it."""
-        found: dict[str, list[Call]] = {name: [] for name in self.values}
+        consumers: dict[str, list[Call]] = {name: [] for name in self.values}
         for call in self.calls:
             for name in call.inputs:
-                found[name].append(call)
-        return found
+                consumers[name].append(call)
+        return consumers
 
     def borrowed(self) -> Iterator[tuple[str, str]]:
         """Modules of whose parameters a call of another module makes use, with the name of that one."""
@@ -155,15 +155,15 @@ class Graph:
         since capturing takes far longer; None where the two differ in more than multiples of their numbers of samples.
         """
         sizes = self.shape(self.inputs[0])[0], other.shape(other.inputs[0])[0]
-        mine, others = (
+        facts, other_facts = (
             (graph.calls, graph.values, graph.output, [x.shape for x in graph.constants.values()])
             for graph in (self, other)
         )
         try:
-            calls, values, output, shapes = _scaled(mine, others, sizes, samples)
+            calls, values, output, shapes = _scaled(facts, other_facts, sizes, samples)
         except UnlikeError:
             return None
-        if shapes != mine[-1]:
+        if shapes != facts[-1]:
             return None
         return replace(self, calls=calls, values=values, output=output)
 
@@ -182,8 +182,8 @@ def _scaled(one: Any, other: Any, sizes: tuple[int, int], samples: int) -> Any:
             raise UnlikeError
         if isinstance(one, Call | Value | slice):
             fields = (field.name for field in dataclass_fields(one)) if is_dataclass(one) else ("start", "stop", "step")
-            found = [scaled(getattr(one, name), getattr(other, name)) for name in fields]
-            return type(one)(*found)
+            values = [scaled(getattr(one, name), getattr(other, name)) for name in fields]
+            return type(one)(*values)
         if isinstance(one, tuple | list) and len(one) == len(other):
             parts = map(scaled, one, other)
             return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
@@ -221,7 +221,6 @@ class LayerStack:
 
     @property
     def module(self) -> nn.Module:
-        """The innermost module."""
         return self._stack[-1][1]
 
     @contextmanager

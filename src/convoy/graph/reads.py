@@ -100,9 +100,9 @@ class Texts:
                 return self._number(value)
             if not isinstance(value, tuple | frozenset):
                 self._follow(value)
-            items = [self.of(each, depth - 1) for each in value]
+            items = [self.of(item, depth - 1) for item in value]
             if isinstance(value, dict):
-                items = [f"{key}: {self.of(each, depth - 1)}" for key, each in zip(items, value.values(), strict=True)]
+                items = [f"{key}: {self.of(item, depth - 1)}" for key, item in zip(items, value.values(), strict=True)]
             return f"[{', '.join(sorted(items) if isinstance(value, set | frozenset) else items)}]"
         if _is_of_user(value):
             return f"{self._number(value)} {self.of(vars(value), depth - 1)}"
@@ -113,14 +113,14 @@ class Texts:
         self.copies.append(dict(container) if isinstance(container, dict) else copy.copy(container))
 
     def _number(self, value: Any) -> str:
-        known = self._numbers.get(id(value))
-        if known is None or known[0]() is not value:
-            known = self._numbers[id(value)] = _reference(value), f"{type(value).__name__} #{next(self._next)}"
-        return known[1]
+        entry = self._numbers.get(id(value))
+        if entry is None or entry[0]() is not value:
+            entry = self._numbers[id(value)] = _reference(value), f"{type(value).__name__} #{next(self._next)}"
+        return entry[1]
 
-    def alias(self, other: Any, value: Any) -> None:
+    def alias(self, substitute: Any, value: Any) -> None:
         """Use the words for an object for another one, too."""
-        self._numbers[id(other)] = weakref.ref(other), self._number(value)
+        self._numbers[id(substitute)] = weakref.ref(substitute), self._number(value)
 
 
 def _reference(value: Any) -> Callable[[], Any]:

@@ -28,13 +28,12 @@ class TorchCall:
 
     def bound(self, **defaults: Any) -> dict[str, Any]:
         """The arguments by name; `defaults` are the function's parameters in order, with the names for tensors."""
-        found = dict(defaults)
-        found.update(zip(defaults, self.args, strict=False))
-        found.update({name: value for name, value in self.kwargs.items() if name in defaults})
-        return {name: value.name if isinstance(value, Ref) else value for name, value in found.items()}
+        arguments = dict(defaults)
+        arguments.update(zip(defaults, self.args, strict=False))
+        arguments.update({name: value for name, value in self.kwargs.items() if name in defaults})
+        return {name: value.name if isinstance(value, Ref) else value for name, value in arguments.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor among the arguments."""
         return self.values[name].shape
 
     @property

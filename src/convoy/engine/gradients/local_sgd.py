@@ -35,7 +35,7 @@ class LocalSgd:
         self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
         self._group = groups.of(axes)
         self._every = every
-        self._share = weight / sum(other for (other,) in gather_ints([weight], self._group))
+        self._share = weight / sum(count for (count,) in gather_ints([weight], self._group))
         self._alike = False
 
     def step(self, update: int) -> bool:

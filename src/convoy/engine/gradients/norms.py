@@ -23,17 +23,17 @@ def whole_norms(norms: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, o
     `axes` are those that divide each tensor, none where it is whole on every rank; the same, in the same order, on all
     ranks.
     """
-    found = list(norms)
+    result = list(norms)
     for wide, numbers in _by_axes(axes, groups).items():
         if wide:
             parts = all_gather(torch.stack([norms[number] for number in numbers]).double(), groups.of(wide))
             if math.isinf(order):
-                whole = parts.amax(0) if order > 0 else parts.amin(0)
+                wide_norms = parts.amax(0) if order > 0 else parts.amin(0)
             else:
-                whole = parts.sum(0) if order == 0 else parts.pow(order).sum(0).pow(1 / order)
-            for number, norm in zip(numbers, whole.to(norms[numbers[0]].dtype).unbind(), strict=True):
-                found[number] = norm
-    return found
+                wide_norms = parts.sum(0) if order == 0 else parts.pow(order).sum(0).pow(1 / order)
+            for number, norm in zip(numbers, wide_norms.to(norms[numbers[0]].dtype).unbind(), strict=True):
+                result[number] = norm
+    return result
 
 
 def shard_norms(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> list[Tensor]:
@@ -54,8 +54,8 @@ def global_norm(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> Tenso
     if groups.mesh.stage_axis is not None:  # of tensors that stages have whole: to the bit that of one device
         return nn.utils.get_total_norm(shard_norms(tensors, groups))
     total = torch.zeros((), dtype=torch.float64, device=tensors[0][0].device)
-    for axes, own in parts.items():
-        square = nn.utils.get_total_norm(own).double().square().reshape(1)
+    for axes, shards in parts.items():
+        square = nn.utils.get_total_norm(shards).double().square().reshape(1)
         total += all_reduce(square, groups.of(axes))[0]
     return total.sqrt().to(tensors[0][0].dtype)
 
@@ -84,11 +84,11 @@ def clip_grad_norm(
 
 def _by_axes(axes: Sequence[Axes], groups: Groups) -> dict[Axes, list[int]]:
     """Numbers of the tensors that the same axes divide, axes with one rank left out, in the order of the axes."""
-    found: dict[Axes, list[int]] = {}
-    for number, own in enumerate(axes):
-        wide = tuple(sorted(axis for axis in set(own) if groups.mesh.sizes[axis] > 1))
-        found.setdefault(wide, []).append(number)
-    return dict(sorted(found.items()))
+    numbers: dict[Axes, list[int]] = {}
+    for number, tensor_axes in enumerate(axes):
+        wide = tuple(sorted(axis for axis in set(tensor_axes) if groups.mesh.sizes[axis] > 1))
+        numbers.setdefault(wide, []).append(number)
+    return dict(sorted(numbers.items()))
 
 
 class WholeNorms(TorchFunctionMode):
@@ -114,8 +114,8 @@ class WholeNorms(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _norms(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        known = [self._axes.get(id(tensor)) for tensor in tensors]
-        axes = [found for found in known if found is not None]
+        candidates = [self._axes.get(id(tensor)) for tensor in tensors]
+        axes = [entry for entry in candidates if entry is not None]
         if len(axes) == len(tensors):
             self._last = axes
         elif axes or len(self._last) != len(tensors):

@@ -39,8 +39,7 @@ _WORTH = WORTH_DIVIDING
 
 
 def sharding_pays(optimizer: Optimizer, parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups) -> bool:
-    """Whether dividing the state is faster than an all-reduce and the whole update on every rank; the same on all
-    ranks.
+    """Whether dividing the state beats an all-reduce and the whole update on every rank; the same on all ranks.
 
     The bytes sent are the same, so what counts is the update: one pass over weights, gradients and state. On a CPU that
     takes long; on a GPU it is short, and dividing it is for memory, not for speed. Parameters come with the axes over
@@ -146,12 +145,12 @@ class ShardedOptimizer(Optimizer):
                     elements = flat(laid_out(value, parameter))
                     divided["state"][index][name] = own_piece(elements, self._reducer.group(number)).clone()
         self._inner.load_state_dict(divided)
-        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner_group.items() if key != "params"})
 
     def _indexed(self) -> list[tuple[int, nn.Parameter]]:
         return list(enumerate(p for group in self._inner.param_groups for p in group["params"]))
 
     def _set_options(self) -> None:
-        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            theirs.update({key: value for key, value in mine.items() if key != "params"})
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner_group.update({key: value for key, value in group.items() if key != "params"})

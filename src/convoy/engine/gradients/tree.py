@@ -107,25 +107,27 @@ class TreeExchange:
         group: Group,
         then: Group,
     ) -> None:
-        ranks, here = size(group), place(group)
-        assert len(parts) == len(spans[here]), "not the parts of the tree that were agreed"
+        ranks, own_place = size(group), place(group)
+        assert len(parts) == len(spans[own_place]), "not the parts of the tree that were agreed"
         self._group = group
         self._then = then
         self._out = out
         self._piece = own_piece(out, group)
-        mine = [pieces_of(part, group) for part in parts]
+        own_pieces = [pieces_of(part, group) for part in parts]
         self._terms: list[tuple[Span, Tensor]] = []
         self._pending: list[Pending] = []
-        received: dict[Span, Tensor] = {span: views[here] for span, views in zip(spans[here], mine, strict=True)}
+        sums: dict[Span, Tensor] = {
+            span: views[own_place] for span, views in zip(spans[own_place], own_pieces, strict=True)
+        }
         nothing = out.new_empty(0)
         for number in range(max(map(len, spans)) if ranks > 1 else 0):
-            send = mine[number] if number < len(mine) else [nothing] * ranks
+            send = own_pieces[number] if number < len(own_pieces) else [nothing] * ranks
             receive = [nothing] * ranks
-            for rank, theirs in enumerate(spans):
-                if rank != here and number < len(theirs):
-                    receive[rank] = received[theirs[number]] = out.new_empty(len(self._piece))
+            for rank, rank_spans in enumerate(spans):
+                if rank != own_place and number < len(rank_spans):
+                    receive[rank] = sums[rank_spans[number]] = out.new_empty(len(self._piece))
             self._pending.append(start_exchange_into(send, receive, group))
-        self._terms = sorted(received.items(), key=lambda term: term[0])
+        self._terms = sorted(sums.items(), key=lambda term: term[0])
 
     def add(self) -> None:
         """Add the own piece and begin to gather the others'."""
@@ -172,15 +174,15 @@ class TreeReducer:
         passes: int | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        used = [(parameter, axes) for parameter, axes in parameters if parameter.requires_grad]
-        self.parameters = [parameter for parameter, _ in used]
+        entries = [(parameter, axes) for parameter, axes in parameters if parameter.requires_grad]
+        self.parameters = [parameter for parameter, _ in entries]
         self._groups = groups
         self._sample_axes = frozenset(sample_axes)
         device = self.parameters[0].device
-        self._world = groups.of({axis for _, axes in used for axis in axes} | self._sample_axes)
+        self._world = groups.of({axis for _, axes in entries for axis in axes} | self._sample_axes)
         numels = [parameter.numel() for parameter in self.parameters]
         numels = numels if self._world is None else largest(numels, self._world)
-        items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(used, numels, strict=True)]
+        items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(entries, numels, strict=True)]
         planned = plan_buckets(items, list(reversed(range(len(items)))), sizes or Sizes.default(device))
         self.buckets = [bucket for bucket in planned if bucket.members]
         self._queue = MessageQueue(self.buckets, self._complete)
@@ -216,7 +218,6 @@ class TreeReducer:
         self._begin()
 
     def remove(self) -> None:
-        """Leave the parameters alone from now on."""
         self._watch.remove()
 
     def _sampled(self, bucket: Bucket) -> bool:
@@ -267,7 +268,6 @@ class TreeReducer:
             self._exchange(number)
 
     def _exchange(self, number: int) -> None:
-        """Send the sums of this rank's microbatches."""
         bucket = self.buckets[number]
         parts = [value for _, value in self._sums[number].take()]
         out = parts[0] if parts else self._neutral(bucket)
@@ -280,7 +280,6 @@ class TreeReducer:
         self._exchanges.append(TreeExchange(parts, spans, out, group, then))
 
     def _give(self) -> None:
-        """Put the sums into `.grad`."""
         current.to("gradient")
         for exchange in self._exchanges:
             exchange.add()
@@ -300,8 +299,8 @@ class TreeReducer:
             return flat(laid_out(gradients[0], parameters[0]))
         message = self._neutral(bucket)
         views = self._views(bucket, message)
-        present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-        copy_all([view for view, _ in present], [gradient for _, gradient in present])
+        pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        copy_all([view for view, _ in pairs], [gradient for _, gradient in pairs])
         return message
 
     def _neutral(self, bucket: Bucket) -> Tensor:
