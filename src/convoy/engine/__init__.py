@@ -3,12 +3,7 @@
 from convoy.engine.coupling import Probe, microbatch_sizes, passes, probe
 from convoy.engine.explain import explain
 from convoy.engine.layers import MicrobatchNorm, SampleDropout, prepare
-from convoy.engine.parallelize import (
-    accumulate,
-    clip_grad_norm_,
-    local_samples,
-    parallelize,
-)
+from convoy.engine.parallelize import accumulate, clip_grad_norm_, local_samples, parallelize
 from convoy.ops.context import StepContext
 
 __all__ = [

@@ -303,11 +303,13 @@ def _separable(model: nn.Module, context: StepContext, images: Tensor) -> bool:
     with weights that are not next to zero."""
     if not _alike(model, context, images):
         return False
-    asleep = list(_asleep(model))
-    if not asleep:
+    weights = list(_asleep(model))
+    if not weights:
         return True
-    with _awake(asleep):
-        finite = all(bool(each.isfinite().all()) for each in _run(model, context, images, 0, (len(images) // 2,) * 2))
+    with _awake(weights):
+        finite = all(
+            bool(output.isfinite().all()) for output in _run(model, context, images, 0, (len(images) // 2,) * 2)
+        )
         return not finite or _alike(model, context, images)  # else it shows nothing
 
 
@@ -322,14 +324,14 @@ def _run(
 def _alike(model: nn.Module, context: StepContext, images: Tensor) -> bool:
     """Whether two microbatches one after the other give, and leave in buffers, what they do together."""
     half, buffers = len(images) // 2, [b for b in model.buffers() if b.numel() and b.is_floating_point()]
-    before = [buffer.clone() for buffer in buffers]
-    together = _run(model, context, images, 0, (half, half))
-    after = [buffer.clone() for buffer in buffers]
-    for buffer, value in zip(buffers, before, strict=True):
+    values = [buffer.clone() for buffer in buffers]
+    outputs = _run(model, context, images, 0, (half, half))
+    buffers_after = [buffer.clone() for buffer in buffers]
+    for buffer, value in zip(buffers, values, strict=True):
         buffer.copy_(value)
-    apart = [_run(model, context, images[start : start + half], start, (half,)) for start in (0, half)]
-    return all(map(_close, after, buffers)) and all(
-        _close(whole, torch.cat([pieces[i] for pieces in apart])) for i, whole in enumerate(together)
+    halves = [_run(model, context, images[start : start + half], start, (half,)) for start in (0, half)]
+    return all(map(_close, buffers_after, buffers)) and all(
+        _close(output, torch.cat([pieces[i] for pieces in halves])) for i, output in enumerate(outputs)
     )
 
 
@@ -347,14 +349,14 @@ def _asleep(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
 def _awake(weights: list[tuple[Tensor, float]]) -> Iterator[None]:
     """Random numbers of the usual size in place of weights."""
     generator = torch.Generator().manual_seed(0)
-    kept = [weight.clone() for weight, _ in weights]
+    copies = [weight.clone() for weight, _ in weights]
     try:
         for weight, usual in weights:
             weight.copy_(usual * torch.randn(weight.shape, generator=generator))
         yield
     finally:
-        for (weight, _), before in zip(weights, kept, strict=True):
-            weight.copy_(before)
+        for (weight, _), value in zip(weights, copies, strict=True):
+            weight.copy_(value)
 
 
 @contextmanager

@@ -102,11 +102,11 @@ def _looks_at_whole_tensors(
         failure = ""
         for dtype in (torch.float64, like.dtype):  # rounding of a lower precision hides what is small
             try:
-                together, apart = _together_and_apart(optimizer, options, dim, cut, like.device, dtype)
+                whole_updated, halves_updated = _together_and_apart(optimizer, options, dim, cut, like.device, dtype)
             except Exception as error:
                 failure = f"cannot be tried on tensors with {dim} dimensions ({type(error).__name__}: {error})"
                 continue
-            if not torch.allclose(together, apart, rtol=8 * torch.finfo(dtype).eps, atol=1e-7):
+            if not torch.allclose(whole_updated, halves_updated, rtol=8 * torch.finfo(dtype).eps, atol=1e-7):
                 return "looks at whole tensors"
             break
         else:
@@ -122,8 +122,8 @@ def _together_and_apart(
     whole, *gradients = [torch.randn(_SIZES[:dim], generator=generator).to(device, dtype) for _ in range(1 + _STEPS)]
     halves = [list(g.chunk(2, cut)) for g in gradients]
     return [
-        torch.cat(list(_updated(optimizer, options, tensors, each)), cut)
-        for tensors, each in (([whole], [[g] for g in gradients]), (list(whole.chunk(2, cut)), halves))
+        torch.cat(list(_updated(optimizer, options, tensors, updates)), cut)
+        for tensors, updates in (([whole], [[g] for g in gradients]), (list(whole.chunk(2, cut)), halves))
     ]
 
 
@@ -138,8 +138,8 @@ def _updated(
     twin.param_groups = [{**copy.deepcopy(dict(options)), "params": parameters}]
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for each in gradients:
-            for parameter, gradient in zip(parameters, each, strict=True):
+        for update in gradients:
+            for parameter, gradient in zip(parameters, update, strict=True):
                 parameter.grad = gradient.clone().contiguous()
             type(optimizer).step(twin)  # not `twin.step`, which schedulers replace by that of the optimizer
     yield from (parameter.detach() for parameter in parameters)

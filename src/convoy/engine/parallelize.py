@@ -82,23 +82,23 @@ def _take(
     marks = [name for name in state if name.startswith(prefix + _MARK)]
     for mark in marks:
         del state[mark]
-        theirs, own = _text(mark, prefix), _text(prefix + _name(network), prefix)
-        if not same_part(theirs, own):
+        part_of_state, own_part = _text(mark, prefix), _text(prefix + _name(network), prefix)
+        if not same_part(part_of_state, own_part):
             raise ConvoyError(
-                f"this state is {theirs}, and the network has {own}: save with convoy.save, or what convoy.state_dict "
-                "gives, and load with convoy.load or convoy.load_state_dict"
+                f"this state is {part_of_state}, and the network has {own_part}: save with convoy.save, or what "
+                "convoy.state_dict gives, and load with convoy.load or convoy.load_state_dict"
             )
     if marks:
         return
-    held = own_state(network.model)
+    tensors = own_state(network.model)
     for name in [name for name in state if name.startswith(prefix)]:
         tensor, key = state[name], name.removeprefix(prefix)
-        if not isinstance(tensor, Tensor) or key not in held:
+        if not isinstance(tensor, Tensor) or key not in tensors:
             continue
         shape, layout = network.entry(key)
         if layout.splits and tuple(tensor.shape) == shape:
             state[name] = network.part(key, tensor)
-        elif layout.splits and tensor.shape == held[key].shape:
+        elif layout.splits and tensor.shape == tensors[key].shape:
             raise ConvoyError(
                 f"{key} has the shape of one rank's part and does not say of which: load whole tensors, as "
                 "convoy.state_dict gives them, or a state as net.state_dict() gave it on this rank"
@@ -359,7 +359,6 @@ def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _examples(model: nn.Module, example: Any) -> tuple[tuple[Tensor, ...], Form | None]:
-    """The tensors of an example, and its other arguments, if there are any."""
     args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
     values = [*args, *(example.values() if isinstance(example, dict) else ())]
     tensors = [value for value in values if isinstance(value, Tensor)]
@@ -437,9 +436,9 @@ def _network(
 
 def _seed(seed: int | None, groups: Groups) -> int:
     """Rank 0's seed, on every rank."""
-    own = (torch.initial_seed() if seed is None else seed) % 2**64
+    own_seed = (torch.initial_seed() if seed is None else seed) % 2**64
     world = groups.of(tuple(groups.mesh.axes))
-    high, low = gather_ints([own >> 32, own % 2**32], world)[0]
+    high, low = gather_ints([own_seed >> 32, own_seed % 2**32], world)[0]
     return (high << 32) + low
 
 

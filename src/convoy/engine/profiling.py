@@ -48,25 +48,24 @@ def steady(
     patience_s: float = math.inf,
     settled: Callable[[], bool] = lambda: True,
 ) -> list[T]:
-    """Measure until several measurements are near the fastest; gives those from the first of them on, as the earlier
-    warm up.
+    """Measure until several measurements are near the fastest; gives those from the first of them on.
 
-    What comes later counts whether it is near or not: training has slow updates, too. It ends with `enough`
-    measurements that are `within` that part of the fastest, itself included, or with `most` in all; after `patience_s`
-    seconds two are enough, since where each takes long, what disturbs one is small, unless `settled` denies that the
-    process has what it needs. `agree` is told whether this one is done, and says whether all who measure together are.
+    Those before were to warm up; what comes later counts whether it is near or not, as training has slow updates, too.
+    It ends with `enough` measurements that are `within` that part of the fastest, itself included, or with `most` in
+    all. After `patience_s` seconds two are enough, if the process is `settled`: where each takes long, what disturbs
+    one is small. `agree` is told whether this rank is done, and says whether all who measure together are.
     """
-    found: list[T] = []
+    measurements: list[T] = []
     near: list[int] = []
     began = time.perf_counter()
     for _ in range(most):
-        found.append(measure())
-        limit = (1 + within) * min(map(seconds, found))
-        near = [number for number, one in enumerate(found) if seconds(one) <= limit]
-        late = len(found) > 1 and settled() and time.perf_counter() - began > patience_s
+        measurements.append(measure())
+        limit = (1 + within) * min(map(seconds, measurements))
+        near = [number for number, measurement in enumerate(measurements) if seconds(measurement) <= limit]
+        late = len(measurements) > 1 and settled() and time.perf_counter() - began > patience_s
         if agree(late or len(near) >= enough):
             break
-    return found[near[0] :]
+    return measurements[near[0] :]
 
 
 class TimedTransfer(Transfer):
@@ -79,21 +78,19 @@ class TimedTransfer(Transfer):
         self._ways: list[tuple[Any, Any, float]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """The step without autograd."""
         self.dtype = x.dtype
         self._ways = []
         return self._timed(super().forward, x)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """The conjugate of the step."""
         return self._timed(super().backward, gradient)
 
     def _timed(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         start, began = self._clock.now(), self._clock.host()
-        found = run(x)
+        result = run(x)
         issuing = self._clock.host() - began
         self._ways.append((start, self._clock.now(), issuing))
-        return found
+        return result
 
     def taken(self) -> tuple[float, float]:
         """Seconds of the last time, forward and backward."""
@@ -192,13 +189,13 @@ class Profiler:
 
         def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Redistribution:
             assert groups is not None
-            found = [TimedTransfer(self._clock, step, mesh, place, groups, shape, channels_last) for step in steps]
-            self._timed += found
-            return Redistribution(found)
+            transfers = [TimedTransfer(self._clock, step, mesh, place, groups, shape, channels_last) for step in steps]
+            self._timed += transfers
+            return Redistribution(transfers)
 
-        others = groups or _NoOthers(mesh, rank)
+        ranks = groups or _NoOthers(mesh, rank)
         transfer = timed if groups else stand_in
-        self._program = Program(placement, others, self._context, channels_last, transfer=transfer)
+        self._program = Program(placement, ranks, self._context, channels_last, transfer=transfer)
         self._tensors = [
             source(values[name], placement, place, device, contents or {}, channels_last)
             for name in self._program.sources
@@ -232,17 +229,17 @@ class Profiler:
         calls = {
             name: _middle([[getattr(one, way).get(name, 0.0) for way in _WAYS] for one in passes]) for name in names
         }
-        marked = [sum(getattr(one, way) for one in calls.values()) or 1.0 for way in _WAYS[2:]]
-        part = [median_low(one.whole[way] for one in passes) / marked[way] for way in (0, 1)]
+        marked_s = [sum(getattr(one, way) for one in calls.values()) or 1.0 for way in _WAYS[2:]]
+        part = [median_low(one.whole[way] for one in passes) / marked_s[way] for way in (0, 1)]
         calls = {
             name: replace(one, host_forward=part[0] * one.host_forward, host_backward=part[1] * one.host_backward)
             for name, one in calls.items()
             if name != _MADE_UP
         }
-        taken = map(_middle, zip(*(one.transfers for one in passes), strict=True))
+        transfer_times = map(_middle, zip(*(one.transfers for one in passes), strict=True))
         return Profile(
             calls,
-            [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, taken, strict=True)],
+            [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, transfer_times, strict=True)],
             mean(one.seconds for one in passes),
             mean(one.slowest for one in passes),
         )
@@ -262,20 +259,27 @@ class Profiler:
             issuing = [one.issuing() for one in self._timed]
             self._clock.wait()
             self._clock.delay(sum(sum(way.values()) for way in host))
-        before = page_faults()
+        faults = page_faults()
         self._now = self._clock.now
         forward, backward = self._pass()
-        grown = page_faults() - before
-        self._grew = self._device.type == "cpu" and self._ahead > 0 and grown > _GROWS
+        new_pages = page_faults() - faults
+        self._grew = self._device.type == "cpu" and self._ahead > 0 and new_pages > _GROWS
         if self._grew:
             self._ahead -= 1
-            get_ahead(4 * grown)
-        there, back = (way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward))
-        taken = [one.taken() for one in self._timed]
-        seconds = sum(found for way in (there, back) for name, found in way.items() if name != _MADE_UP)
-        seconds += sum(map(sum, taken))
-        transfers = [(*both, *issued) for both, issued in zip(taken, issuing, strict=True)]
-        return _Pass(there, back, *host, whole, transfers, seconds, slowest(seconds))
+            get_ahead(4 * new_pages)
+        forward_s, backward_s = (
+            way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward)
+        )
+        transfer_s = [one.taken() for one in self._timed]
+        seconds = sum(
+            seconds_of_call
+            for way in (forward_s, backward_s)
+            for name, seconds_of_call in way.items()
+            if name != _MADE_UP
+        )
+        seconds += sum(map(sum, transfer_s))
+        transfers = [(*both, *issuing_s) for both, issuing_s in zip(transfer_s, issuing, strict=True)]
+        return _Pass(forward_s, backward_s, *host, whole, transfers, seconds, slowest(seconds))
 
     def _pass(self, marks: bool = True) -> "tuple[_Stopwatch, _Stopwatch]":
         """One forward and one backward pass, with marks at the moments of `_now`: of each call, or of both ends."""
@@ -316,12 +320,11 @@ _WAYS = "forward", "backward", "host_forward", "host_backward"  # as `CallTimes`
 
 
 def _middle(passes: Sequence[Sequence[float]]) -> CallTimes:
-    """Of the times of a call in several passes."""
     forward, backward, *host = zip(*passes, strict=True)
     return CallTimes(mean(forward), mean(backward), *map(median_low, host))
 
 
-def middle_half(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
+def middle_half(measurements: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
     """All but the fastest and the slowest quarter.
 
     The mean of these is about as robust as a median, and it adds up: the calls of a pass to the pass, where the sum of
@@ -330,8 +333,8 @@ def middle_half(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
     >>> middle_half([9.0, 1.0, 3.0, 2.0], float)
     [2.0, 3.0]
     """
-    out = len(found) // 4
-    return sorted(found, key=seconds)[out : len(found) - out]
+    quarter = len(measurements) // 4
+    return sorted(measurements, key=seconds)[quarter : len(measurements) - quarter]
 
 
 class _Stopwatch:
@@ -346,10 +349,10 @@ class _Stopwatch:
 
     def spans(self, between: Callable[[Any, Any], float]) -> dict[str, float]:
         """Seconds from each mark to the next, added up by name; `between` is given the later moment first."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for (name, start), (_, end) in itertools.pairwise(self._marks):
-            found[name] = found.get(name, 0.0) + between(end, start)
-        return found
+            seconds[name] = seconds.get(name, 0.0) + between(end, start)
+        return seconds
 
 
 class _Marks:

@@ -36,15 +36,11 @@ from convoy.engine.gradients.divided import plain
 from convoy.ops.context import KeyTape, StepContext
 
 WARM_UP, TRACED = 2, 2
+# Operations whose result, or its size, the host waits for.
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"}
 READS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
-"""Operations whose result, or its size, the host waits for."""
 SMALL = 256  # numbers of a tensor of the host that are compared one by one
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-
-
-class CannotRecordError(Exception):
-    """Why something cannot be replayed, in words that end a sentence."""
 
 
 class RecordedGraph(Protocol):
@@ -66,14 +62,14 @@ class CudaGraph:
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
         device = torch.cuda.current_device()
         generator = torch.cuda.default_generators[device]
-        before = generator.clone_state()
+        state = generator.clone_state()
         try:
             # other threads, of a loader, go on allocating pinned memory and asking for events meanwhile
             with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 return work()
         except BaseException:
             # torch leaves its generator in the middle of the recording: "Offset increment outside graph capture"
-            generator.graphsafe_set_state(before)
+            generator.graphsafe_set_state(state)
             raise
 
     def replay(self) -> None:
@@ -158,8 +154,8 @@ class Recorded:
         self._tape.is_complete = True
         if not self._inputs:
             self._inputs = [torch.empty_like(x.detach()) for x in inputs]
-        for held, x in zip(self._inputs, inputs, strict=True):
-            held.copy_(x, non_blocking=True)
+        for target, x in zip(self._inputs, inputs, strict=True):
+            target.copy_(x, non_blocking=True)
         if self._graph is not None:
             return self._replay(step)
         if len(self._traces) < TRACED:  # where a mode of dispatch is on, what is compiled runs as it was written
@@ -208,12 +204,12 @@ class Recorded:
         self._kept, self._traces = self._traces[-1].outside(), []
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
         earlier = [p.grad for p in parameters]
-        before = [buffer.clone() for buffer in buffers]
+        values = [buffer.clone() for buffer in buffers]
 
         def begin(gradients: Sequence[Tensor | None]) -> None:
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = gradient
-            for buffer, value in zip(buffers, before, strict=True):
+            for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
 
         def results(outputs: list[Tensor]) -> list[Tensor | None]:
@@ -223,7 +219,7 @@ class Recorded:
             begin([None] * len(parameters))
             return self._run(step)
 
-        reason, off = None, 0.0
+        refusal, error_of_replay = None, 0.0
         self._tape.write(self._context.seed, step)
         first = results(run())
         try:
@@ -234,25 +230,25 @@ class Recorded:
             self._outputs = graph.record(lambda: self._run(step - 1))
             self._gradients = [p.grad for p in parameters]
         except Exception as error:
-            reason = _why(error)
-        reason = self._agree(reason)  # a replay waits for those of the other ranks
-        if reason is not None:
+            refusal = _why(error)
+        refusal = self._agree(refusal)  # a replay waits for those of the other ranks
+        if refusal is not None:
             self._abandon()
-        if reason is None:
+        if refusal is None:
             begin(self._gradients)
             graph.replay()
-            off = distance(results(self._outputs), first)
-            if not off <= 4 * noise or off == float("inf"):
-                reason = f"a replay was off by {off:.1e}, where two runs are by {noise:.1e}"
-            reason = self._agree(reason)
+            error_of_replay = distance(results(self._outputs), first)
+            if not error_of_replay <= 4 * noise or error_of_replay == float("inf"):
+                refusal = f"a replay was off by {error_of_replay:.1e}, where two runs are by {noise:.1e}"
+            refusal = self._agree(refusal)
         count = len(first) - len(buffers) - len(parameters)
-        if reason is None:
+        if refusal is None:
             self._graph, self._state = graph, _state(self._model)
-            kept = "has the same bits" if off == 0 else f"differs by {off:.0e}, as two runs do"
-            self.tell(f"updates are replayed as a CUDA graph: the first {kept} (--cuda-graphs off: as before)")
+            bits = "has the same bits" if error_of_replay == 0 else f"differs by {error_of_replay:.0e}, as two runs do"
+            self.tell(f"updates are replayed as a CUDA graph: the first {bits} (--cuda-graphs off: as before)")
             begin_from, outputs = self._gradients, [x.clone() for x in self._outputs]
         else:
-            self._refuse(reason)
+            self._refuse(refusal)
             begin_from = first[count : count + len(parameters)]
             outputs = [x for x in first[:count] if x is not None]
         for buffer, value in zip(buffers, first[count + len(parameters) :], strict=True):
@@ -275,25 +271,25 @@ class Recorded:
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], earlier: Sequence[Tensor | None]
     ) -> None:
         """Leave gradients in the parameters, added to those that were there."""
-        for p, gradient, there in zip(parameters, gradients, earlier, strict=True):
-            if gradient is not None and there is not None:
-                gradient.add_(there)
-            p.grad = gradient if gradient is not None else there
+        for p, gradient, earlier_gradient in zip(parameters, gradients, earlier, strict=True):
+            if gradient is not None and earlier_gradient is not None:
+                gradient.add_(earlier_gradient)
+            p.grad = gradient if gradient is not None else earlier_gradient
 
 
 def distance(results: Sequence[Tensor | None], first: Sequence[Tensor | None]) -> float:
     """How far some tensors are from others: the largest difference in one, over its largest number or a thousandth of
     the largest of all; 0 where all bits are the same, infinite where one is missing or not a number as the other is."""
-    alike = [(plain(a), plain(b)) for a, b in zip(results, first, strict=True) if a is not None and b is not None]
-    if len(alike) < sum(a is not None or b is not None for a, b in zip(results, first, strict=True)):
+    pairs = [(plain(a), plain(b)) for a, b in zip(results, first, strict=True) if a is not None and b is not None]
+    if len(pairs) < sum(a is not None or b is not None for a, b in zip(results, first, strict=True)):
         return float("inf")
-    alike = [(a, b) for a, b in alike if not torch.equal(a, b) and a.numel()]
-    if not alike:
+    pairs = [(a, b) for a, b in pairs if not torch.equal(a, b) and a.numel()]
+    if not pairs:
         return 0.0
-    scales = [b.double().abs().nan_to_num(0.0, 0.0).max() for _, b in alike]
+    scales = [b.double().abs().nan_to_num(0.0, 0.0).max() for _, b in pairs]
     floor = (torch.stack(scales).max() * 1e-3).clamp(min=sys.float_info.min)
-    off = [_apart(a.double(), b.double()) / torch.maximum(s, floor) for (a, b), s in zip(alike, scales, strict=True)]
-    worst = float(torch.stack(off).nan_to_num(float("inf"), float("inf")).max())
+    errors = [_apart(a.double(), b.double()) / torch.maximum(s, floor) for (a, b), s in zip(pairs, scales, strict=True)]
+    worst = float(torch.stack(errors).nan_to_num(float("inf"), float("inf")).max())
     return max(worst, sys.float_info.min)
 
 
@@ -343,25 +339,31 @@ class Trace(TorchDispatchMode):
             numbers = repr([_plain(x) for x in arguments if not isinstance(x, Tensor)])
             outside = tuple((x, _contents(x)) for x in tensors if _storage(x) not in self._made)
             self._noted.append(Noted(name, numbers, outside, _where()))
-        before = {_storage(x) for x in tensors}
+        storages = {_storage(x) for x in tensors}
         results = func(*args, **kwargs)
         for x in tree_flatten(results)[0]:
-            if isinstance(x, Tensor) and _storage(x) not in before:
+            if isinstance(x, Tensor) and _storage(x) not in storages:
                 self._made[_storage(x)] = StorageWeakRef(x.untyped_storage())
         return results
 
     def _look(self, func: Any, name: str, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        here = [x for x in tensors if x.device.type == self._device.type]
-        if name in READS and here:
+        on_device = [x for x in tensors if x.device.type == self._device.type]
+        if name in READS and on_device:
             self.refuse("the host reads a number or a size back from the device")
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.refuse(f"{name} draws random numbers from torch's generator")
-        target = kwargs.get("device") if name == "_to_copy" else here[0].device if name == "copy_" and here else None
+        target = (
+            kwargs.get("device")
+            if name == "_to_copy"
+            else on_device[0].device
+            if name == "copy_" and on_device
+            else None
+        )
         if target is not None and target.type != "cpu" and any(x.is_cpu and x.numel() for x in tensors):
             self.refuse("something is copied from the host to the device")
         if any(
             x.requires_grad and x.is_leaf and isinstance(x, nn.Parameter) and id(x) not in self._parameters
-            for x in here
+            for x in on_device
         ):
             self.refuse("a parameter is used that is none of the network's")
 
@@ -404,12 +406,12 @@ def _state(model: nn.Module) -> list[Any]:
     """What a replay would not follow: the mode of each layer, where its tensors lie, which of them are trained, and
     what else `forward` reads."""
     network = getattr(model, "_convoy", None)
-    found: list[Any] = [vars(model).get("forward"), *([] if network is None else [network.python_state()[1]])]
+    state: list[Any] = [vars(model).get("forward"), *([] if network is None else [network.python_state()[1]])]
     for layer in model.modules():
-        found.append(layer.training)
+        state.append(layer.training)
         tensors = (x for x in (*layer._parameters.values(), *layer._buffers.values()) if x is not None)
-        found += [(x.data_ptr(), x.requires_grad) for x in tensors]
-    return found
+        state += [(x.data_ptr(), x.requires_grad) for x in tensors]
+    return state
 
 
 def _precision() -> list[Any]:

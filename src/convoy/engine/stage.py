@@ -154,21 +154,21 @@ class Stage(Network):
             self._now.append((key, samples))
         self._expect(self._soon(then), inputs, form)
         part, self._begun = self._begun, self._begun + 1
-        received = [
-            (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
-            for crossing, each in zip(staged.received(self.stage), arriving, strict=True)
-            if each is not None
+        arrivals = [
+            (crossing, self._wait(crossing, value).requires_grad_(value.kind.needs_gradient))
+            for crossing, value in zip(staged.received(self.stage), arriving, strict=True)
+            if value is not None
         ]
-        self._release_gradients({crossing.source for crossing, x in received if x.numel()})
-        found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
-        sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        outputs = found if self.is_last else {}
-        flight = Flight(received, sent, outputs, placement, tuple(inputs), key, part)
+        self._release_gradients({crossing.source for crossing, x in arrivals if x.numel()})
+        values = self._run(placement, program, inputs, {crossing.value: x for crossing, x in arrivals})
+        departures = [(crossing, values[crossing.value]) for crossing in staged.sent(self.stage)]
+        outputs = values if self.is_last else {}
+        flight = Flight(arrivals, departures, outputs, placement, tuple(inputs), key, part)
         if torch.is_grad_enabled():
             if self._receives_early and self._asked == self._running:
                 self._ask_for_gradients([flight])  # before it sends values, behind which that would queue
             self._running += 1
-        self._send(key, sent, part)
+        self._send(key, departures, part)
         if not torch.is_grad_enabled():
             flight.received, flight.sent = [], []
         return flight
@@ -185,10 +185,10 @@ class Stage(Network):
         """Samples of the parts to ask for: of this update, and of the next one where this one goes as the last did."""
         if not self._receives_early:
             return list(then[:1])
-        now, before = self._now, self._before
-        if torch.is_grad_enabled() and now == before[: len(now)]:
+        parts_now, parts_before = self._now, self._before
+        if torch.is_grad_enabled() and parts_now == parts_before[: len(parts_now)]:
             room = max(0, _MOST_EXPECTED - sum(map(len, self._expected.values())))
-            then = [*then, *(samples for _, samples in before[:room])]
+            then = [*then, *(samples for _, samples in parts_before[:room])]
         return list(then[:_ASKED_FOR])
 
     def _expect(self, soon: Sequence[tuple[int, ...]], inputs: Sequence[Tensor], form: Form | None) -> None:
@@ -206,20 +206,17 @@ class Stage(Network):
         waiting = self._expected.get(key)
         if not waiting:
             return None
-        found = waiting.popleft()
+        values = waiting.popleft()
         if not waiting:
             del self._expected[key]
-        return found
+        return values
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
         return replace_leaves(flight.placement.graph.output, Ref, lambda ref: flight.outputs[ref.name])
 
     def backward_pass(
-        self,
-        flight: Flight,
-        gradients: Mapping[str, Tensor | None] | None = None,
-        then: Sequence[Flight] = (),
+        self, flight: Flight, gradients: Mapping[str, Tensor | None] | None = None, then: Sequence[Flight] = ()
     ) -> None:
         """Run the backward pass of a part of the batch in this stage, and send gradients on.
 
@@ -275,8 +272,8 @@ class Stage(Network):
         added over the ranks."""
         assert self.context.postponed is not None
         with nullcontext() if last or self.reducer is None else self.reducer.paused():
-            found = self.context.postponed.compute(part)
-        if last and self.reducer is not None and not self.reducer.adds_any(found):
+            parameters = self.context.postponed.compute(part)
+        if last and self.reducer is not None and not self.reducer.adds_any(parameters):
             self.reducer.reduce()  # those of other parameters: nobody has told it that a backward pass is done
 
     def send_gradients(self, flight: Flight) -> None:
@@ -308,10 +305,10 @@ class Stage(Network):
         optimizer then keeps as much of each, under the same names, on all ranks."""
         parameters = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         if self._used is None or self.samples is None:  # the trainer's loss has the same terms in every update
-            own = [int(self.owns(name) and p.grad is not None) for name, p in parameters]
-            self._used = [any(column) for column in zip(*gather_ints(own, self.links.group), strict=True)]
-        for (name, parameter), used in zip(parameters, self._used, strict=True):
-            if used and parameter.grad is None and not self.owns(name):
+            has_gradient = [int(self.owns(name) and p.grad is not None) for name, p in parameters]
+            self._used = [any(column) for column in zip(*gather_ints(has_gradient, self.links.group), strict=True)]
+        for (name, parameter), is_used in zip(parameters, self._used, strict=True):
+            if is_used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _send(self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], part: int, back: bool = False) -> None:
@@ -326,15 +323,15 @@ class Stage(Network):
         self, key: Any, placement: Placement, program: Program, inputs: Sequence[Tensor]
     ) -> list[Arriving | None]:
         assert program.staged is not None
-        wanted = [
+        requests = [
             (crossing, self._local_shape(placement, placement.layouts[crossing.value], crossing.value))
             for crossing in program.staged.received(self.stage)
         ]
-        return self.links.receive(key, wanted, inputs[0].device)
+        return self.links.receive(key, requests, inputs[0].device)
 
     def _begin_receiving_gradients(self, flight: Flight) -> list[Arriving | None]:
-        wanted = [(crossing, x.shape) for crossing, x in flight.sent if x.requires_grad]
-        return self.links.receive(flight.key, wanted, flight.inputs[0].device, back=True)
+        requests = [(crossing, x.shape) for crossing, x in flight.sent if x.requires_grad]
+        return self.links.receive(flight.key, requests, flight.inputs[0].device, back=True)
 
     def _local_shape(self, placement: Placement, layout: Layout, name: str) -> tuple[int, ...]:
         return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)

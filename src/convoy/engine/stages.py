@@ -78,11 +78,7 @@ class StagedNetwork(Stage):
         return values, output, samples
 
     def run_schedule(
-        self,
-        args: Sequence[Tensor],
-        targets: Any,
-        loss: Callable[[Any, Any], Tensor],
-        schedule: Schedule,
+        self, args: Sequence[Tensor], targets: Any, loss: Callable[[Any, Any], Tensor], schedule: Schedule
     ) -> Tensor:
         """Forward and backward passes of all parts of a batch; see `convoy.forward_backward`."""
         if not torch.is_grad_enabled():

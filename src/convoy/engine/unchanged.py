@@ -55,9 +55,9 @@ class Unchanged:
 
     def state(self) -> tuple[str, ...]:
         """How what `forward` reads differs from what it was when a capture first read it; some 60 ns an attribute."""
-        held = [id(each) for each in map(dict.get, self._places, self._names, repeat(MISSING))]
+        ids = [id(attribute) for attribute in map(dict.get, self._places, self._names, repeat(MISSING))]
         try:
-            same = held == self._ids and self._texts.live == self._texts.copies
+            same = ids == self._ids and self._texts.live == self._texts.copies
             same = same and all(getattr(kind, name, None) == value for kind, name, value in self._classes)
         except (RuntimeError, ValueError):  # tensors and arrays are compared number by number
             same = False
@@ -104,8 +104,7 @@ class Unchanged:
         )
 
     def check(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether parameters have another type or device than in the pass before; some 0.1 µs for each layer and
-        parameter.
+        """Whether parameters have another type or device than in the pass before; some 0.1 µs a layer and parameter.
 
         ConvoyError where something else has changed, or the inputs do not fit together.
         """
@@ -114,7 +113,7 @@ class Unchanged:
             raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")
         if not self._modules:
             self._remember()
-        if [id(each) for where in self._trees for each in where.values()] != self._held_ids:
+        if [id(value) for where in self._trees for value in where.values()] != self._held_ids:
             self._look_at_layers()
         cast = [(p.dtype, p.device) for p in self._parameters] != self._kinds
         if cast:
@@ -151,21 +150,21 @@ class Unchanged:
             prefix = f"{path}." if path else ""
             for where in (module._modules, module._parameters):
                 self._trees.append(where)
-                self._held |= {f"{prefix}{key}": each for key, each in where.items()}
-        self._held_ids = [id(each) for where in self._trees for each in where.values()]
+                self._held |= {f"{prefix}{key}": value for key, value in where.items()}
+        self._held_ids = [id(value) for where in self._trees for value in where.values()]
         self._modules = list(self._model.modules())
         self._parameters = list(self._model.parameters())
         self._look_at_types()
 
     def _look_at_layers(self) -> None:
         """Some were replaced, taken out or added, which are to have neither parameters nor buffers."""
-        before = self._held
+        old = self._held
         self._remember()
-        names = [name for name in {**before, **self._held} if before.get(name) is not self._held.get(name)]
-        for each in (held.get(name) for name in names for held in (before, self._held)):
-            has_state = isinstance(each, nn.Module) and any(map(len, map(list, (each.parameters(), each.buffers()))))
-            if has_state or isinstance(each, nn.Parameter) or not self.reads.names:
-                self._held, self._held_ids = before, []
+        names = [name for name in {**old, **self._held} if old.get(name) is not self._held.get(name)]
+        for value in (tree.get(name) for name in names for tree in (old, self._held)):
+            has_state = isinstance(value, nn.Module) and any(map(len, map(list, (value.parameters(), value.buffers()))))
+            if has_state or isinstance(value, nn.Parameter) or not self.reads.names:
+                self._held, self._held_ids = old, []
                 raise ConvoyError(
                     f"{names[0]} was replaced or taken out after convoy.parallelize, which knows nothing of what takes "
                     "its place: build the network anew, replace it, then call convoy.parallelize"

@@ -35,21 +35,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # What a rank without a part of the tensor gives where that is not 0.
 _OF_NOTHING = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf, "all": 1.0}
-_REFUSED = {
-    "numpy",
-    "__array__",
-    "tolist",
-    "__dlpack__",
-    "equal",
-    "allclose",
-    "flip",
-    "roll",
-    "sort",
-    "argsort",
-    "cumsum",
-}
-_REFUSED |= {"cumprod", "softmax", "log_softmax", "renorm", "cov", "corrcoef", "searchsorted", "unique", "histc"}
-"""What looks at several numbers of the part and would answer in its shape, or by numbers for one rank alone."""
+# What looks at several numbers of the part and would answer in its shape, or by numbers for one rank alone.
+_REFUSED = {"numpy", "__array__", "tolist", "__dlpack__", "equal", "allclose", "flip", "roll", "sort", "argsort"}
+_REFUSED |= {"cumsum", "cumprod", "softmax", "log_softmax", "renorm", "cov", "corrcoef", "searchsorted", "unique"}
+_REFUSED |= {"histc"}
 
 
 class DividedGradient(Tensor):
@@ -122,15 +111,16 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
     parts = leaves((args, kwargs), DividedGradient)
     if name == "_foreach_norm":
         axes = [x.axes if isinstance(x, DividedGradient) else () for x in args[0]]
-        order = _order(func, name, args, kwargs)
+        order = _order(name, args, kwargs)
         tensors = [x if x.numel() else x.new_zeros(1) for x in args[0]]  # of other stages there is nothing
         norms = [plain(norm) for norm in func(tensors, *args[1:], **kwargs)]
         return tuple(whole_norms(norms, axes, parts[0].groups, order))
     if name in _NORMS:
         value = plain(func(*args, **kwargs)) if parts[0].numel() else parts[0].new_zeros(())
-        return whole_norms([value], [parts[0].axes], parts[0].groups, _order(func, name, args, kwargs))[0]
+        return whole_norms([value], [parts[0].axes], parts[0].groups, _order(name, args, kwargs))[0]
     if name in _REDUCTIONS or name == "mean":
-        _check_all_elements(name, args, kwargs)
+        if any(value is not None and not isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
+            raise _refused(name)  # it does not reduce all elements
         if parts[0].numel() == 0:
             value = plain(parts[0]).new_full((), _OF_NOTHING.get(name, 0.0)).to(_type_of(name, parts[0]))
         else:
@@ -176,15 +166,7 @@ def _refused(name: str) -> ConvoyError:
     )
 
 
-def _check_all_elements(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-    arguments = [
-        value for value in (*args[1:], *kwargs.values()) if value is not None and not isinstance(value, torch.dtype)
-    ]
-    if arguments:
-        raise _refused(name)
-
-
-def _order(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> float:
+def _order(name: str, args: tuple, kwargs: dict[str, Any]) -> float:
     """The order of a vector norm over all elements; all others are refused."""
     arguments = [*args[1:], *(value for key, value in kwargs.items() if key != "dtype")]
     arguments = [value for value in arguments if value is not None and value is not False]

@@ -19,15 +19,7 @@ from convoy.comm.collectives import Group, Pending, gather_ints, place, start_al
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
-from convoy.engine.gradients.buckets import (
-    ReduceScatter,
-    copy_all,
-    flat,
-    laid_out,
-    own_piece,
-    pieces_of,
-    shaped,
-)
+from convoy.engine.gradients.buckets import ReduceScatter, copy_all, flat, laid_out, own_piece, pieces_of, shaped
 from convoy.errors import ConvoyError
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes

@@ -100,12 +100,7 @@ class TreeExchange:
     """
 
     def __init__(
-        self,
-        parts: Sequence[Tensor],
-        spans: Sequence[Sequence[Span]],
-        out: Tensor,
-        group: Group,
-        then: Group,
+        self, parts: Sequence[Tensor], spans: Sequence[Sequence[Span]], out: Tensor, group: Group, then: Group
     ) -> None:
         ranks, own_place = size(group), place(group)
         assert len(parts) == len(spans[own_place]), "not the parts of the tree that were agreed"
