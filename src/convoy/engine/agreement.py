@@ -64,11 +64,8 @@ def arguments(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], own: Callable[..., Any] | None = None
 ) -> tuple[tuple[Tensor, ...], Form]:
     """The tensors of a call `model(*args, **kwargs)` in order, and its form; the same for either way to name an
-    argument.
-
-    `own` is the forward pass to call where the model has one of its own. ConvoyError where there is no tensor, an
-    argument holds tensors, or `forward` does not take these arguments.
-    """
+    argument. `own` is the forward pass to call where the model has one of its own. ConvoyError where there is no
+    tensor, an argument holds tensors, or `forward` does not take these arguments."""
     if not kwargs and all(isinstance(value, Tensor) for value in args) and args:
         return tuple(args), Form((Tensor,) * len(args))
     if kwargs:
@@ -138,12 +135,10 @@ PATIENCE_S = 20.0  # how long a rank waits for the others before it says so
 def exchange_samples(
     inputs: Sequence[Tensor], state: int, training: bool, groups: Groups, axes: Axes, call: str
 ) -> tuple[int, ...]:
-    """How many samples every rank of the sample `axes` has in this pass. All ranks call it.
-
-    `state` is a checksum of the types and devices of the parameters, of the modules in another mode, and of changes of
-    what `forward` reads; `call` is `PASS` or one of `SCHEDULED`. ConvoyError where ranks pass images of different sizes
-    or types, run in different modes or calls, or share samples and have different numbers of them.
-    """
+    """How many samples every rank of the sample `axes` has in this pass. All ranks call it. `state` is a checksum of
+    the types and devices of the parameters, of the modules in another mode, and of changes of what `forward` reads;
+    `call` is `PASS` or one of `SCHEDULED`. ConvoyError where ranks pass images of different sizes or types, run in
+    different modes or calls, or share samples and have different numbers of them."""
     mesh = groups.mesh
     world = groups.of(tuple(mesh.axes))
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]

@@ -26,9 +26,7 @@ _OTHERS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_
 
 def keep_freed_memory(device: torch.device) -> bool:
     """Tell glibc to keep what the process frees, where tensors are computed on the CPU; gives whether it does so now.
-
-    Left alone where the user has set glibc's own variables, and with `CONVOY_KEEP_MEMORY=0`.
-    """
+    Left alone where the user has set glibc's own variables, and with `CONVOY_KEEP_MEMORY=0`."""
     if device.type != "cpu" or os.environ.get(SWITCH) == "0" or any(name in os.environ for name in _OTHERS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

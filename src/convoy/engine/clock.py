@@ -30,9 +30,7 @@ class Spent:
 
 class DeviceClock:
     """The time on a device: of the host for a CPU, of the stream that computes for a GPU, which is not waited for.
-
-    `host` gives the host's seconds; `is_queue` says that the device works through a queue which the host fills.
-    """
+    `host` gives the host's seconds; `is_queue` says that the device works through a queue which the host fills."""
 
     def __init__(self, device: torch.device, host: Callable[[], float] = time.perf_counter) -> None:
         self.is_queue = device.type == "cuda"

@@ -38,12 +38,10 @@ _HALVES = Plan(Mesh(("sample",), (2,)), (("*", {"sample": "sample"}),))
 
 
 def coupling(graph: Graph, by_gradients: bool = False) -> Call | None:
-    """The first call that needs more than its own samples where the samples lie on two devices; batch norm aside.
-
-    A call that nobody has a rule for is taken for one. The graph must be captured with at least two samples.
+    """The first call that needs more than its own samples where the samples lie on two devices; batch norm aside. A
+    call that nobody has a rule for is taken for one. The graph must be captured with at least two samples.
     `by_gradients` counts weights that are computed too, whose gradients are added before the backward pass of what
-    computes them.
-    """
+    computes them."""
     batch = Batch(_HALVES.mesh, (0,), balanced(graph.shape(graph.inputs[0])[0], 2))
     placement = place(graph, _HALVES, batch, [])
     return next((placed.call for placed in placement.calls if _couples(placed, graph, by_gradients)), None)
@@ -62,10 +60,8 @@ def _couples(placed: PlacedCall, graph: Graph, by_gradients: bool) -> bool:
 
 
 def why_together(graph: Graph, batch_norm: str) -> str:
-    """Why a pass cannot be cut into parts that run one after the other, in words; empty where it can.
-
-    The graph must be captured with at least two samples.
-    """
+    """Why a pass cannot be cut into parts that run one after the other, in words; empty where it can. The graph must be
+    captured with at least two samples."""
     whole = batch_norm == "sync" or not graph.training  # as by the plain layer, which may have no other statistics
     normed = [call for call in graph.calls if whole and call.op == "batch_norm" and call.attributes["training"]]
     obstacle = next(iter(normed), coupling(graph))
@@ -100,11 +96,9 @@ def passes(sizes: tuple[int, ...], merge: int) -> list[tuple[int, ...]]:
 
 
 def coupled_in_training(net: nn.Module) -> str | None:
-    """What in a parallelized network computes with several samples at once in training alone, for a sentence.
-
-    No trial can show it, as the network draws random numbers. None where there is nothing of the kind, or where
-    evaluation has it too, of which a trial shows more.
-    """
+    """What in a parallelized network computes with several samples at once in training alone, for a sentence. No trial
+    can show it, as the network draws random numbers. None where there is nothing of the kind, or where evaluation has
+    it too, of which a trial shows more."""
     network = network_of(net)
     if isinstance(network, Uncaptured) or coupling(network.example_placement(False).graph) is not None:
         return None
@@ -113,11 +107,9 @@ def coupled_in_training(net: nn.Module) -> str | None:
 
 
 def coupled(net: nn.Module) -> str | None:
-    """What in a parallelized network computes with several samples at once, batch norm aside; for a sentence.
-
-    A trial has shown that a sample's output depends on others of its batch. None where that is the work of batch norm
-    alone, called as a function.
-    """
+    """What in a parallelized network computes with several samples at once, batch norm aside; for a sentence. A trial
+    has shown that a sample's output depends on others of its batch. None where that is the work of batch norm alone,
+    called as a function."""
     network = network_of(net)
     if isinstance(network, Uncaptured):
         return "the network"
@@ -165,11 +157,9 @@ class Probe:
         return any(attributes["training"] and attributes["running_mean"] is None for attributes in normed)
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, memory: float, sharing: int = 1) -> int:
-        """Microbatches in one pass: all of them, as many as fit in the budget of a pass, or one.
-
-        Where several devices are `sharing` the work on a pass, each keeps a part of it. The budget is a part of the
-        `memory` that a rank has, in bytes.
-        """
+        """Microbatches in one pass: all of them, as many as fit in the budget of a pass, or one. Where several devices
+        are `sharing` the work on a pass, each keeps a part of it. The budget is a part of the `memory` that a rank has,
+        in bytes."""
         if (self.draws and not self.owned) or not self.separable:
             return 1
         budget = CUDA_SHARE * memory if device.type == "cuda" else min(CPU_SHARE * memory, CPU_BUDGET)
@@ -185,11 +175,9 @@ def probe(
     batch_norm: BatchNormMode = "microbatch",
 ) -> Probe:
     """What a network does with two microbatches: read off its calls, or tried, where a graph does not say all of it.
-
     `plain` may be deferred if a graph says all of it. `image_shape` is (channels, height, width), and each of the two
     microbatches has `samples`. What is kept for the backward pass is counted in the `precision` of autocast; None where
-    it is off.
-    """
+    it is off."""
     graph = graph_of(plain, image_shape, samples, training=True)
     eval_graph = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph
     if graph is None or eval_graph is None or any(call.op == "opaque" for call in (*graph.calls, *eval_graph.calls)):

@@ -35,11 +35,9 @@ def source(
     contents: Mapping[str, Tensor],
     channels_last: bool = False,
 ) -> Tensor:
-    """A rank's part of an input, a parameter or a buffer; `place` is the rank's on the mesh.
-
-    `contents` has whole parameters and buffers, and images of any number, as far as they are at hand. Images lie in
-    memory as `channels_last` says; parameters that are at hand stay as they are.
-    """
+    """A rank's part of an input, a parameter or a buffer; `place` is the rank's on the mesh. `contents` has whole
+    parameters and buffers, and images of any number, as far as they are at hand. Images lie in memory as
+    `channels_last` says; parameters that are at hand stay as they are."""
     layout = placement.layouts[value.name]
     shape = layout.local_shape(value.shape, placement.mesh, place)
     whole = contents.get(value.name)
@@ -67,9 +65,7 @@ def contiguous(tensor: Tensor, channels_last: bool) -> Tensor:
 
 class NoTransfer:
     """What stands for the steps of a transfer: gives what they would give, as if the others had what this rank has.
-
-    `shape` is that of the whole tensor, and `place` the rank's on the mesh.
-    """
+    `shape` is that of the whole tensor, and `place` the rank's on the mesh."""
 
     def __init__(
         self,

@@ -44,11 +44,9 @@ _PATTERN = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Guard:
-    """Watches over one network, whose parameters are placed; all ranks make it.
-
-    With `compares`, ranks are compared and uses of parameters followed; gradients and optimizers always are. `follows`
-    says whether the uses of parameters in this pass are followed.
-    """
+    """Watches over one network, whose parameters are placed; all ranks make it. With `compares`, ranks are compared and
+    uses of parameters followed; gradients and optimizers always are. `follows` says whether the uses of parameters in
+    this pass are followed."""
 
     def __init__(self, network: Network, compares: bool = True) -> None:
         self._network = network
@@ -133,8 +131,8 @@ class Guard:
         if len(set(rates)) > 1:
             odd_rank = next(rank for rank, value in enumerate(rates) if value != rates[0])
             raise ConvoyError(
-                f"the optimizers of ranks 0 and {odd_rank} have different options (learning rate {_double(rate[0]):g} and "
-                f"{_double(rate[odd_rank]):g}): let all ranks make the same optimizer, and step its scheduler alike"
+                f"the optimizers of ranks 0 and {odd_rank} have different options (learning rate {_double(rate[0]):g} "
+                f"and {_double(rate[odd_rank]):g}): let all ranks make the same optimizer, and step its scheduler alike"
             )
         self._check_samples(samples, inputs)
         for name, values in zip(tensors, weights, strict=True):

@@ -24,11 +24,9 @@ BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SampleDropout(nn.Module):
-    """Drop elements, or whole channels, of each sample by its own random key (Srivastava et al., 2014).
-
-    The same sample loses the same elements on whatever device, in whatever batch and order it is computed. Without an
-    announced step (`StepContext.enter`) it refuses to run in training mode rather than draw from a hidden state.
-    """
+    """Drop elements, or whole channels, of each sample by its own random key (Srivastava et al., 2014). The same sample
+    loses the same elements on whatever device, in whatever batch and order it is computed. Without an announced step
+    (`StepContext.enter`) it refuses to run in training mode rather than draw from a hidden state."""
 
     def __init__(self, name: str, p: float, channels: bool, context: StepContext) -> None:
         super().__init__()
@@ -56,11 +54,9 @@ class SampleDropout(nn.Module):
 
 
 class MicrobatchNorm(_BatchNorm):
-    """Batch norm that normalizes every microbatch by its own mean and variance (Goyal et al., 2017, section 2.3).
-
-    The running statistics are updated once for each microbatch, in order, as if the microbatches had run one after
-    the other; parameters and buffers are those of the layer that it replaces, under the same names.
-    """
+    """Batch norm that normalizes every microbatch by its own mean and variance (Goyal et al., 2017, section 2.3). The
+    running statistics are updated once for each microbatch, in order, as if the microbatches had run one after the
+    other; parameters and buffers are those of the layer that it replaces, under the same names."""
 
     def __init__(self, layer: _BatchNorm, context: StepContext) -> None:
         super().__init__(0, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
@@ -128,11 +124,9 @@ def _is_pointwise(layer: nn.Module) -> bool:
 
 def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepContext:
     """Let a network follow a context of its own (`follow`), which must be told of every step before its forward pass.
-
     The model is changed in place; `seed` is the run's, for the random keys of samples. Batch norm's statistics are
     those of each microbatch, of the global batch (`sync`) or of this device's samples (`local`); on one device the last
-    two are the plain layer's.
-    """
+    two are the plain layer's."""
     context = StepContext(seed, batch_norm=batch_norm)
     follow(model, context)
     return context

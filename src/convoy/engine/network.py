@@ -147,9 +147,7 @@ class Network:
 
     def look(self, examples: Sequence[Tensor], training: bool, form: Form | None = None) -> None:
         """Find the layers that the network calls; where some parameters have no part in that, in the other mode too.
-
-        `examples` are one rank's inputs. CaptureError where the network does something that a graph cannot say.
-        """
+        `examples` are one rank's inputs. CaptureError where the network does something that a graph cannot say."""
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
         total = len(examples[0]) * self.plan.mesh.num_devices
         self._graphs = [self._capture(Signature(training, (total,), kinds(examples), form))]
@@ -185,10 +183,8 @@ class Network:
         self._unchanged.check_hooks()
 
     def place_parameters(self, axes: Axes | None = None) -> None:
-        """Decide where every parameter and buffer is kept: where the calls that were found want it.
-
-        `axes` are the sample axes, where they are not for this network alone to decide.
-        """
+        """Decide where every parameter and buffer is kept: where the calls that were found want it. `axes` are the
+        sample axes, where they are not for this network alone to decide."""
         self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
         first, *more_graphs = self._graphs
         total = first.shape(first.inputs[0])[0]
@@ -275,10 +271,8 @@ class Network:
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(outputs[ref.name], samples)))
 
     def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """The inputs to compute a pass with, and how many samples every sample rank has. All ranks call it.
-
-        `call` is what all ranks are to be in; see `exchange_samples`.
-        """
+        """The inputs to compute a pass with, and how many samples every sample rank has. All ranks call it. `call` is
+        what all ranks are to be in; see `exchange_samples`."""
         cast = self._unchanged.check(inputs)
         samples = self.samples_of_pass(inputs, call)
         if cast:
@@ -337,9 +331,7 @@ class Network:
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of something that lies as a parameter or buffer does: itself, its gradient. All ranks call it.
-
-        `name` is any under which the state of the plain network has it; a tied tensor has several.
-        """
+        `name` is any under which the state of the plain network has it; a tied tensor has several."""
         shape, layout = self.entry(name)
         return collect(plain(tensor), layout, shape, self.groups)
 

@@ -24,10 +24,8 @@ from convoy.errors import ConvoyError
 
 def divide_update(net: nn.Module, optimizer: Optimizer) -> Optimizer:
     """The optimizer to use: one that shares the update of large parameters, or the given one where that does not pay.
-
     All ranks call it, before the first update. Where the update is shared each rank has the sum of its own piece of a
-    large gradient only, so that `optimizer` must not be used any more.
-    """
+    large gradient only, so that `optimizer` must not be used any more."""
     network = network_of(net)
     parameters = [(p, tuple(sorted(network.layouts[name].copied))) for name, p in net.named_parameters()]
     if network.reducer is None or not sharding_pays(optimizer, parameters, network.groups):
@@ -46,11 +44,9 @@ _STEPS = 3
 def check(
     optimizer: Optimizer, divided: Mapping[nn.Parameter, str], shapes: Mapping[str, tuple[int, ...]], part: str
 ) -> None:
-    """See that an optimizer that is about to step updates divided parameters as the whole ones would be.
-
-    `divided` has the names of its parameters that are divided, `shapes` are of the whole tensors by name, and `part`
-    says which parts this rank has. ConvoyError where it looks at whole tensors, or its state is of other parts.
-    """
+    """See that an optimizer that is about to step updates divided parameters as the whole ones would be. `divided` has
+    the names of its parameters that are divided, `shapes` are of the whole tensors by name, and `part` says which parts
+    this rank has. ConvoyError where it looks at whole tensors, or its state is of other parts."""
     for group in optimizer.param_groups:
         names = [divided[p] for p in group["params"] if p in divided]
         if not names:
@@ -91,10 +87,8 @@ def _looks_at_whole_tensors(
     optimizer: Optimizer, group: Mapping[str, Any], examples: Mapping[int, Tensor]
 ) -> str | None:
     """Why an optimizer does not treat every number by itself; None where a trial of its twin showed that it does.
-
     `examples` are parameters of `group` by their number of dimensions; the trial runs on their device, in float64 or
-    else their type.
-    """
+    else their type."""
     options = {key: value for key, value in group.items() if key not in ("params", PART)}
     for (dim, like), cut in itertools.product(sorted(examples.items()), range(2)):
         if cut >= dim:

@@ -25,11 +25,8 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """The tensor itself, with a gradient multiplied by `factor`.
-
-    A rank's loss is the mean over its own n samples of N; times n / N, the ranks' gradients add up to that of the mean
-    over all N, however unevenly they are divided.
-    """
+    """The tensor itself, with a gradient multiplied by `factor`. A rank's loss is the mean over its own n samples of N;
+    times n / N, the ranks' gradients add up to that of the mean over all N, however unevenly they are divided."""
     return _ScaleGradient.apply(x, factor)  # type: ignore[no-any-return]
 
 
@@ -39,10 +36,8 @@ class _UndoScale(_ScaleGradient):
 
 def undo_scale(x: Tensor, factor: float) -> Tensor:
     """The tensor itself, with a gradient divided by `factor` if the output of a network on several ranks went into it.
-
     One network's output may be another's input. The gradient that comes back there has been multiplied by the rank's
-    share of the samples at the second one's output, and would be again at that of the first.
-    """
+    share of the samples at the second one's output, and would be again at that of the first."""
     if x.grad_fn is None or factor == 0 or not any(gradient_scale(node) is not None for node in graph_of([x.grad_fn])):
         return x
     return _UndoScale.apply(x, 1 / factor)  # type: ignore[no-any-return]
@@ -77,10 +72,8 @@ def writable(x: Tensor) -> Tensor:
 
 
 def differentiable_loss(loss: Any, kind: str) -> Tensor:
-    """The result of a user's loss function, if a backward pass can begin at it; ConvoyError otherwise.
-
-    `kind` is `mean` or `part`, as `convoy.parallelize` takes it.
-    """
+    """The result of a user's loss function, if a backward pass can begin at it; ConvoyError otherwise. `kind` is `mean`
+    or `part`, as `convoy.parallelize` takes it."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         loss_text = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise ConvoyError(

@@ -114,13 +114,10 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Seconds of one call: on the device, and of the host that issues it (0 where it is the device).
-
-    `forward` and `backward` are means over the passes that `middle_half` leaves, so that they add up to a pass. Those
-    of the host are shares of a pass in which the host reads no clock, and add up to the median of such passes: its
-    first one may take seconds, in which kernels are loaded, and of what disturbs it now and then every call has its
-    part.
-    """
+    """Seconds of one call: on the device, and of the host that issues it (0 where it is the device). `forward` and
+    `backward` are means over the passes that `middle_half` leaves, so that they add up to a pass. Those of the host are
+    shares of a pass in which the host reads no clock, and add up to the median of such passes: its first one may take
+    seconds, in which kernels are loaded, and of what disturbs it now and then every call has its part."""
 
     forward: float
     backward: float
@@ -152,12 +149,10 @@ class _NoOthers(Groups):
 
 
 class Profiler:
-    """Runs a rank's part of a placement: the network, in training, at the batch of one pass.
-
-    `microbatches` are the samples of each microbatch of the pass, by default one for all. `contents` has whole
-    parameters and buffers by name, and images, as far as they are at hand. `groups` are the other ranks of the mesh,
-    which do the same at the same time; None if they are not there.
-    """
+    """Runs a rank's part of a placement: the network, in training, at the batch of one pass. `microbatches` are the
+    samples of each microbatch of the pass, by default one for all. `contents` has whole parameters and buffers by name,
+    and images, as far as they are at hand. `groups` are the other ranks of the mesh, which do the same at the same
+    time; None if they are not there."""
 
     def __init__(
         self,
@@ -211,11 +206,9 @@ class Profiler:
         slowest: Callable[[float], float] = lambda seconds: seconds,
         enough: int = 3,
     ) -> Profile:
-        """Time every call, in passes that are repeated until `enough` of them are near the fastest.
-
-        After every pass, `agree` is told whether this rank is done and says whether all who measure at the same time
-        are, and `slowest` takes this rank's seconds and gives those of the slowest of them.
-        """
+        """Time every call, in passes that are repeated until `enough` of them are near the fastest. After every pass,
+        `agree` is told whether this rank is done and says whether all who measure at the same time are, and `slowest`
+        takes this rank's seconds and gives those of the slowest of them."""
         passes = steady(
             partial(self._measured, slowest),  # no lambda: a traceback would keep it, and the groups
             lambda one: one.slowest,

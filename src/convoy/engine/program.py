@@ -39,10 +39,8 @@ from convoy.plans.transfer import Step
 
 
 def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None = None) -> Kernel | None:
-    """The version of a call that writes its result over an input that nobody else reads; None where it must not.
-
-    In a stretch that will run again, only what is in `own`, which the stretch itself has made, may be overwritten.
-    """
+    """The version of a call that writes its result over an input that nobody else reads; None where it must not. In a
+    stretch that will run again, only what is in `own`, which the stretch itself has made, may be overwritten."""
 
     def is_spare(source: str) -> bool:
         if placed.placed.inputs[source].partial:  # a rank that adds no bias gives a view, which autograd protects
@@ -81,11 +79,8 @@ def inside(
     calls: Sequence[PlacedCall], graph: Graph, readers: Readers, stretch: Callable[[int], range | None], pairs: bool
 ) -> tuple[dict[str, Ending], dict[str, int]]:
     """What follows each batch norm within it, by the name of its call; and by the name of each call that is done in
-    one, which of its inputs is its result.
-
-    `stretch` says with which calls a call is computed again. With `pairs`, sums of two batch norms run as one and share
-    messages.
-    """
+    one, which of its inputs is its result. `stretch` says with which calls a call is computed again. With `pairs`, sums
+    of two batch norms run as one and share messages."""
     buffers = Counter(one.call.attributes["running_mean"] for one in calls if one.call.op == "batch_norm")
 
     def movable(norm: Call) -> bool:  # not past another one that follows the same statistics
@@ -194,11 +189,9 @@ def freeing(instructions: Sequence[Instruction], results: Iterable[int]) -> tupl
 
 @dataclass(frozen=True)
 class Stretch:
-    """Instructions that leave nothing for the backward pass but their inputs, and are run again there.
-
-    `inputs` and `outputs` are the slots that they take from before and leave for later; `updated` are those inputs that
-    are buffers which they bring up to date. Torch sees to it that all others are in the backward pass what they were.
-    """
+    """Instructions that leave nothing for the backward pass but their inputs, and are run again there. `inputs` and
+    `outputs` are the slots that they take from before and leave for later; `updated` are those inputs that are buffers
+    which they bring up to date. Torch sees to it that all others are in the backward pass what they were."""
 
     body: tuple[Instruction, ...]
     inputs: tuple[int, ...]
@@ -237,10 +230,8 @@ def compiled(
     instructions: Sequence[Instruction], results: Iterable[int], gradients: Mapping[int, int]
 ) -> list[Instruction]:
     """The same program with every stretch of instructions that only compute as one, cut for the gradients' sake.
-
     `results` are the slots that are read after the last instruction, and `gradients` the bytes that ranks exchange for
-    the gradient of what is in a slot.
-    """
+    the gradient of what is in a slot."""
     live_slots = set(results)
     segments: list[Instruction] = []
     stretch: list[Instruction] = []

@@ -134,11 +134,8 @@ class Stage(Network):
         form: Form | None = None,
         then: Sequence[tuple[int, ...]] = (),
     ) -> Flight:
-        """Run this stage on a part of the batch, and send its results on. The caller has announced it.
-
-        `samples` are those of the part on each sample rank, and `then` those of each part after it, which may arrive
-        meanwhile.
-        """
+        """Run this stage on a part of the batch, and send its results on. The caller has announced it. `samples` are
+        those of the part on each sample rank, and `then` those of each part after it, which may arrive meanwhile."""
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
         staged, key = program.staged, self._key(signature, inputs)
@@ -175,10 +172,8 @@ class Stage(Network):
 
     @property
     def _receives_early(self) -> bool:
-        """Whether to ask for what several later parts need, as a question may queue behind what this stage sends.
-
-        On GPUs a receive would block what comes after it (NCCL). The memory that it writes to is held until then.
-        """
+        """Whether to ask for what several later parts need, as a question may queue behind what this stage sends. On
+        GPUs a receive would block what comes after it (NCCL). The memory that it writes to is held until then."""
         return self.device.type == "cpu" and not self.returns_memory
 
     def _soon(self, then: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -218,11 +213,9 @@ class Stage(Network):
     def backward_pass(
         self, flight: Flight, gradients: Mapping[str, Tensor | None] | None = None, then: Sequence[Flight] = ()
     ) -> None:
-        """Run the backward pass of a part of the batch in this stage, and send gradients on.
-
-        `gradients` are those of the network's outputs, in the last stage; `then` are the parts after it that have run
-        forward, whose gradients may arrive meanwhile.
-        """
+        """Run the backward pass of a part of the batch in this stage, and send gradients on. `gradients` are those of
+        the network's outputs, in the last stage; `then` are the parts after it that have run forward, whose gradients
+        may arrive meanwhile."""
         roots: list[Tensor] = []
         given: list[Tensor] = []
         for name, output in flight.outputs.items():

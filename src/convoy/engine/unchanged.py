@@ -18,10 +18,8 @@ from convoy.graph.reads import MISSING, VALUES, Reads, Texts, version
 
 class Unchanged:
     """A network as it was divided, with this rank's parameters; where it is `alone` nobody else could miss anything.
-
     `types` is a checksum of the parameters' types and kinds of device, as of the last `check`; `reads` is what captures
-    of the network have read, and `noted` is to be called after one.
-    """
+    of the network have read, and `noted` is to be called after one."""
 
     def __init__(self, model: nn.Module, alone: bool) -> None:
         self._model = model
@@ -105,9 +103,7 @@ class Unchanged:
 
     def check(self, inputs: Sequence[Tensor]) -> bool:
         """Whether parameters have another type or device than in the pass before; some 0.1 µs a layer and parameter.
-
-        ConvoyError where something else has changed, or the inputs do not fit together.
-        """
+        ConvoyError where something else has changed, or the inputs do not fit together."""
         if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
             lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)
             raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")

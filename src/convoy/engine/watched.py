@@ -93,11 +93,9 @@ class WatchedUpdate:
         return segments
 
     def timeline(self, rank: int, alone: bool = False) -> Timeline:
-        """The update as a timeline, one thing after the other, in the words of a prediction.
-
-        A message is the time for which the rank had nothing to do but to send it, or to wait for it; what is sent
-        beside the computation has no marks. A device that is `alone` waits for nobody.
-        """
+        """The update as a timeline, one thing after the other, in the words of a prediction. A message is the time for
+        which the rank had nothing to do but to send it, or to wait for it; what is sent beside the computation has no
+        marks. A device that is `alone` waits for nobody."""
         calls = [placed.call for member in self.placements for placed in member.calls]
         layers = {name: call.layer for call in calls for name in (*call.outputs, call.name)}
 

@@ -35,11 +35,9 @@ Record = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], An
 
 @contextmanager
 def custom_functions(record: Record, recomputing: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within it, `F.apply(...)` of a custom function calls `record(function, args, kwargs, run)`.
-
-    Activation checkpointing, which is such a function too, runs what it is given as if it were called directly.
-    `recomputing()` is entered meanwhile, and where autograd is asked in another way not to keep what it needs.
-    """
+    """Within it, `F.apply(...)` of a custom function calls `record(function, args, kwargs, run)`. Activation
+    checkpointing, which is such a function too, runs what it is given as if it were called directly. `recomputing()` is
+    entered meanwhile, and where autograd is asked in another way not to keep what it needs."""
     enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
     contexts: list[AbstractContextManager[None]] = []
     original = torch.autograd.Function.__dict__["apply"]
@@ -74,10 +72,8 @@ Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 def stand_ins(tensors: Mapping[str, Tensor], shapes: Shapes, device: torch.device) -> dict[str, Tensor]:
-    """One tensor for each name, of the shape and type in `shapes` or else of the tensor itself.
-
-    To be called under the fake mode. Tensors on the meta device, which fakes know not, are taken to `device`.
-    """
+    """One tensor for each name, of the shape and type in `shapes` or else of the tensor itself. To be called under the
+    fake mode. Tensors on the meta device, which fakes know not, are taken to `device`."""
     fakes: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         shape, dtype = shapes.get(name) or (tensor.shape, tensor.dtype)
@@ -90,11 +86,9 @@ def stand_ins(tensors: Mapping[str, Tensor], shapes: Shapes, device: torch.devic
 def swapped(
     model: nn.Module, tensors: Mapping[str, Tensor], fakes: Mapping[str, Tensor], constant: Callable[[Tensor], bool]
 ) -> Iterator[None]:
-    """Within it the modules hold `fakes` for `tensors`, wherever they are held, also by several modules at once.
-
-    Raises CaptureError where the model puts another tensor in the place of one of them, unless that is `constant`:
-    then it is a table made at first use.
-    """
+    """Within it the modules hold `fakes` for `tensors`, wherever they are held, also by several modules at once. Raises
+    CaptureError where the model puts another tensor in the place of one of them, unless that is `constant`: then it is
+    a table made at first use."""
     places = {id(tensor): fakes[name] for name, tensor in tensors.items()}
     names = {id(fake): name for name, fake in fakes.items()}
     holders = [
@@ -125,10 +119,8 @@ _DEPTH = 3
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what is left behind by what runs within it.
-
-    Raises CaptureError where it has drawn from the random numbers of python or numpy, which a graph cannot repeat.
-    """
+    """Undo what is left behind by what runs within it. Raises CaptureError where it has drawn from the random numbers
+    of python or numpy, which a graph cannot repeat."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), nothing_left(model):

@@ -15,11 +15,9 @@ from convoy.graph.graph import CaptureError
 
 
 class Constants:
-    """The numbers behind those fake tensors that depend on no input, parameter or buffer.
-
-    `named` holds the constants that calls use as they were when the call used them, `kept` the tensors that are kept
-    alive so that no others get their ids, and `outside` those that existed before the capture.
-    """
+    """The numbers behind those fake tensors that depend on no input, parameter or buffer. `named` holds the constants
+    that calls use as they were when the call used them, `kept` the tensors that are kept alive so that no others get
+    their ids, and `outside` those that existed before the capture."""
 
     def __init__(self, fakes: Fakes) -> None:
         self.named: dict[str, Tensor] = {}
@@ -126,10 +124,8 @@ class Blanks:
     def fill(
         self, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: str
     ) -> Draw | Tensor:
-        """Apply the first write to an empty tensor, by the function `name` with its other arguments.
-
-        Gives the tensor, a constant from now on, or the random numbers that it is to be; CaptureError for other writes.
-        """
+        """Apply the first write to an empty tensor, by the function `name` with its other arguments. Gives the tensor,
+        a constant from now on, or the random numbers that it is to be; CaptureError for other writes."""
         if name == "bernoulli_":
             p = args[0] if args else kwargs.get("p", 0.5)
             return "bernoulli", probability(self._constants, p, layer) if isinstance(p, Tensor) else float(p)

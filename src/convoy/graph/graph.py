@@ -12,10 +12,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class CaptureError(Exception):
-    """The network does something in its forward pass that a graph cannot say.
-
-    `reason` is what it does, `layer` the qualified name of the innermost module that does it; empty for the network.
-    """
+    """The network does something in its forward pass that a graph cannot say. `reason` is what it does, `layer` the
+    qualified name of the innermost module that does it; empty for the network."""
 
     def __init__(self, reason: str, layer: str = "") -> None:
         self.reason = reason
@@ -205,10 +203,8 @@ def _join(prefix: str, name: str) -> str:
 
 
 class LayerStack:
-    """Follows the modules of a network as they are called; modules that are not its own count to their callers.
-
-    When a call raises, the stack stays where it was, so that the error can name the layer.
-    """
+    """Follows the modules of a network as they are called; modules that are not its own count to their callers. When a
+    call raises, the stack stays where it was, so that the error can name the layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}

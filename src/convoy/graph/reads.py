@@ -56,11 +56,9 @@ class Reads:
 
 
 class Texts:
-    """Words for values, which are the same for values that are equal; objects that are no values are numbered.
-
-    A number, after #, is this rank's own. `live` holds the containers and objects' attributes that the words since
-    `clear` were made of, `copies` their contents then, and `tensors` the tensors that were met.
-    """
+    """Words for values, which are the same for values that are equal; objects that are no values are numbered. A
+    number, after #, is this rank's own. `live` holds the containers and objects' attributes that the words since
+    `clear` were made of, `copies` their contents then, and `tensors` the tensors that were met."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, tuple[Any, str]] = {}

@@ -42,12 +42,9 @@ UNIFORM = {"rand", "rand_like"}
 
 
 class Recorder(TorchFunctionMode):
-    """While it is entered, every torch function is called on fake tensors and becomes a `Call`.
-
-    `values` holds every tensor that a call takes or gives, and the network's inputs; `updates` the buffers that count
-    batches and wait for their batch norm; `made` weak references to the tensors that depend on the inputs, each with
-    its layer.
-    """
+    """While it is entered, every torch function is called on fake tensors and becomes a `Call`. `values` holds every
+    tensor that a call takes or gives, and the network's inputs; `updates` the buffers that count batches and wait for
+    their batch norm; `made` weak references to the tensors that depend on the inputs, each with its layer."""
 
     def __init__(self, constants: Constants, layers: LayerStack, recognize: Recognize, num_samples: int | None) -> None:
         super().__init__()

@@ -9,11 +9,9 @@ import torch
 
 
 def replace(tree: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """The same nest of containers with `function(leaf)` in place of every leaf of a `kind`.
-
-    Containers are tuples (named ones too), lists, dicts, dataclass instances and slices; the given ones are left as
-    they are. Dicts that are dataclasses too (the outputs of transformers) stay both.
-    """
+    """The same nest of containers with `function(leaf)` in place of every leaf of a `kind`. Containers are tuples
+    (named ones too), lists, dicts, dataclass instances and slices; the given ones are left as they are. Dicts that are
+    dataclasses too (the outputs of transformers) stay both."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, list):

@@ -69,10 +69,8 @@ class DividedGradient(Tensor):
 
 
 class DividedGradients:
-    """Lets the gradients of divided parameters be `DividedGradient`s between a backward pass and the next update.
-
-    Each parameter comes with the axes that divide it and the elements of the whole.
-    """
+    """Lets the gradients of divided parameters be `DividedGradient`s between a backward pass and the next update. Each
+    parameter comes with the axes that divide it and the elements of the whole."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Axes, int]], groups: Groups) -> None:
         self._groups = groups

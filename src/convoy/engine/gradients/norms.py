@@ -18,11 +18,8 @@ from convoy.plans.mesh import Axes
 
 
 def whole_norms(norms: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, order: float = 2.0) -> list[Tensor]:
-    """Norms of whole tensors, as scalars, from those of the parts that ranks have.
-
-    `axes` are those that divide each tensor, none where it is whole on every rank; the same, in the same order, on all
-    ranks.
-    """
+    """Norms of whole tensors, as scalars, from those of the parts that ranks have. `axes` are those that divide each
+    tensor, none where it is whole on every rank; the same, in the same order, on all ranks."""
     result = list(norms)
     for wide, numbers in _by_axes(axes, groups).items():
         if wide:
@@ -43,10 +40,8 @@ def shard_norms(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> list[
 
 
 def global_norm(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> Tensor:
-    """The norm of all tensors as if they were one vector; arguments as for `shard_norms`.
-
-    Where nothing is divided it is, bit for bit, that of `torch.nn.utils.get_total_norm`.
-    """
+    """The norm of all tensors as if they were one vector; arguments as for `shard_norms`. Where nothing is divided it
+    is, bit for bit, that of `torch.nn.utils.get_total_norm`."""
     kinds = _by_axes([axes for _, axes in tensors], groups)
     parts = {axes: [tensors[number][0] for number in numbers] for axes, numbers in kinds.items()}
     if set(parts) <= {()}:
@@ -66,12 +61,9 @@ def clip_grad_norm(
     max_norm: float,
     own: Mapping[nn.Parameter, tuple[Tensor, Axes]] | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
-
-    Parameters come with the axes that divide them (not those over which gradients were added). `own` has this rank's
-    pieces of gradients that are divided over ranks with the same parameter, and those axes
-    (`GradientReducer.own_gradients`).
-    """
+    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before. Parameters come
+    with the axes that divide them (not those over which gradients were added). `own` has this rank's pieces of
+    gradients that are divided over ranks with the same parameter, and those axes (`GradientReducer.own_gradients`)."""
     terms: list[tuple[Tensor, Axes]] = []
     for parameter, axes in parameters:
         whole = parameter.new_zeros(0) if parameter.grad is None else parameter.grad
@@ -92,11 +84,9 @@ def _by_axes(axes: Sequence[Axes], groups: Groups) -> dict[Axes, list[int]]:
 
 
 class WholeNorms(TorchFunctionMode):
-    """Within it, `torch.linalg.norm` and `torch._foreach_norm` give norms over all shards.
-
-    What is asked for must be one of `parameters`, which come with the axes that divide them, or belong to the
-    parameters asked for last, as in the `step` of `pytorch_optimizer`'s LARS and Lamb. All ranks must ask for the same.
-    """
+    """Within it, `torch.linalg.norm` and `torch._foreach_norm` give norms over all shards. What is asked for must be
+    one of `parameters`, which come with the axes that divide them, or belong to the parameters asked for last, as in
+    the `step` of `pytorch_optimizer`'s LARS and Lamb. All ranks must ask for the same."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups) -> None:
         super().__init__()

@@ -39,12 +39,10 @@ _WORTH = WORTH_DIVIDING
 
 
 def sharding_pays(optimizer: Optimizer, parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups) -> bool:
-    """Whether dividing the state beats an all-reduce and the whole update on every rank; the same on all ranks.
-
-    The bytes sent are the same, so what counts is the update: one pass over weights, gradients and state. On a CPU that
+    """Whether dividing the state beats an all-reduce and the whole update on every rank; the same on all ranks. The
+    bytes sent are the same, so what counts is the update: one pass over weights, gradients and state. On a CPU that
     takes long; on a GPU it is short, and dividing it is for memory, not for speed. Parameters come with the axes over
-    which their gradients are added.
-    """
+    which their gradients are added."""
     large = [
         parameter.numel() * parameter.element_size()
         for parameter, axes in parameters

@@ -92,12 +92,10 @@ class TreeSum(Generic[T]):
 
 
 class TreeExchange:
-    """Begins to send the pieces of this rank's partial sums to the pieces' owners.
-
-    `parts` are this rank's sums, flat and of one length, and are overwritten; `spans` says which parts of the tree each
-    rank of the group has; `out` is flat, for the sum, and may be the first of `parts`. Microbatches are divided over
-    `group`, and the sum is added over `then` afterwards, in the order of the ranks.
-    """
+    """Begins to send the pieces of this rank's partial sums to the pieces' owners. `parts` are this rank's sums, flat
+    and of one length, and are overwritten; `spans` says which parts of the tree each rank of the group has; `out` is
+    flat, for the sum, and may be the first of `parts`. Microbatches are divided over `group`, and the sum is added over
+    `then` afterwards, in the order of the ranks."""
 
     def __init__(
         self, parts: Sequence[Tensor], spans: Sequence[Sequence[Span]], out: Tensor, group: Group, then: Group
