@@ -173,7 +173,6 @@ class Guard:
         return (sizes[worst] if sizes[worst] > allowed else 0.0), worst
 
     def _check_size(self, name: str, tensor: Tensor) -> None:
-        """Refuse a difference that is more than rounding."""
         size, worst = self._size(tensor, self._network.layouts[name].split_axes)
         if size == 0:
             return
@@ -235,7 +234,6 @@ class Guard:
             self._backward, self._uses, self._inner = outer, uses, False
 
     def unfollow(self) -> None:
-        """Follow the uses of parameters no longer."""
         for _, handle in self._handles:
             handle.remove()
         self._handles, self._uses, self.follows = [], {}, False
@@ -263,7 +261,6 @@ class Guard:
         return hook
 
     def _end_with_backward(self) -> None:
-        """Follow uses until the backward pass that is running ends."""
         if self._ending != self._backward:
             self._ending = self._backward
             at_end_of_backward(self.unfollow)
@@ -335,7 +332,6 @@ _watching = False
 
 
 def _watch_optimizers() -> None:
-    """Have torch call the guards around the steps of optimizers, once for all."""
     global _watching
     if not _watching:
         _watching = True

@@ -179,7 +179,6 @@ class Network:
             self._alone[state] = self.undivided, self.normalizes
 
     def check_hooks(self) -> None:
-        """Refuse hooks that would not see what they do on one device."""
         self._unchanged.check_hooks()
 
     def place_parameters(self, axes: Axes | None = None) -> None:
@@ -354,7 +353,6 @@ class Network:
 
     @property
     def trains(self) -> bool:
-        """Whether it is in training, or some of its layers are."""
         return self.model.training or bool(self._unchanged.exceptions())
 
     @property
@@ -363,12 +361,10 @@ class Network:
 
     @property
     def sample_rank(self) -> int:
-        """This rank's place on the sample axes."""
         return self.groups.mesh.index(self.groups.coordinates, self.sample_axes)
 
     @property
     def num_sample_ranks(self) -> int:
-        """How many parts a global batch is divided into."""
         return self.groups.mesh.size(self.sample_axes)
 
     def placement(self, examples: Sequence[Tensor], samples: tuple[int, ...], training: bool) -> Placement:
@@ -427,7 +423,6 @@ class Network:
         return dict(zip(program.outputs, program(tensors, watch), strict=True))
 
     def _signature(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None) -> Signature:
-        """Of a pass in the modes that the modules are in."""
         return Signature(self.model.training, samples, kinds(inputs), form, *self.python_state())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:

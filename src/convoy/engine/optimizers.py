@@ -124,7 +124,6 @@ def _together_and_apart(
 def _updated(
     optimizer: Optimizer, options: Mapping[str, Any], tensors: list[Tensor], gradients: list[list[Tensor]]
 ) -> Iterator[Tensor]:
-    """What an optimizer of the same kind makes of tensors by some updates."""
     parameters = [nn.Parameter(tensor.clone().contiguous()) for tensor in tensors]
     twin = type(optimizer).__new__(type(optimizer))
     twin.__dict__ |= optimizer.__dict__  # `copy.copy` would leave out what torch does not know

@@ -452,7 +452,6 @@ def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], groups: Gr
 
 
 def _take_shards(network: Network, device: torch.device) -> None:
-    """Cut this rank's parts of rank 0's tensors, one tensor after the other, and keep them on a device."""
     world = network.groups.of(tuple(network.groups.mesh.axes))
     with torch.no_grad():
         for name, tensor in named_tensors(network.model).items():

@@ -249,7 +249,7 @@ class Profiler:
             self._clock.wait()
             forward, backward = self._pass()
             host = forward.spans(operator.sub), backward.spans(operator.sub)
-            issuing = [one.issuing() for one in self._timed]
+            issuing = [timed_transfer.issuing() for timed_transfer in self._timed]
             self._clock.wait()
             self._clock.delay(sum(sum(way.values()) for way in host))
         faults = page_faults()
@@ -263,7 +263,7 @@ class Profiler:
         forward_s, backward_s = (
             way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward)
         )
-        transfer_s = [one.taken() for one in self._timed]
+        transfer_s = [timed_transfer.taken() for timed_transfer in self._timed]
         seconds = sum(
             seconds_of_call
             for way in (forward_s, backward_s)

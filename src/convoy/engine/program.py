@@ -81,7 +81,9 @@ def inside(
     """What follows each batch norm within it, by the name of its call; and by the name of each call that is done in
     one, which of its inputs is its result. `stretch` says with which calls a call is computed again. With `pairs`, sums
     of two batch norms run as one and share messages."""
-    buffers = Counter(one.call.attributes["running_mean"] for one in calls if one.call.op == "batch_norm")
+    buffers = Counter(
+        placed_call.call.attributes["running_mean"] for placed_call in calls if placed_call.call.op == "batch_norm"
+    )
 
     def movable(norm: Call) -> bool:  # not past another one that follows the same statistics
         return norm.attributes["running_mean"] is None or buffers[norm.attributes["running_mean"]] == 1
@@ -243,7 +245,7 @@ def compiled(
             live_slots |= set(instruction.inputs)
             continue
         stretch.insert(0, instruction)
-        if sum(gradients.get(slot, 0) for slot in {slot for one in stretch for slot in one.inputs}) >= enough:
+        if sum(gradients.get(slot, 0) for slot in {slot for member in stretch for slot in member.inputs}) >= enough:
             segments += _joined(stretch, live_slots)
             stretch = []
     segments += _joined(stretch, live_slots)
@@ -344,9 +346,9 @@ class Program:
         names = set(placement.layouts)
         if staged is not None:
             calls = tuple(placement.calls[number] for number in staged.calls(stage))
-            crossing = {each.value: each for each in staged.crossings}
+            crossing = {item.value: item for item in staged.crossings}
             returns = stage == staged.number - 1
-            arrivals = [each.value for each in staged.received(stage)]
+            arrivals = [item.value for item in staged.received(stage)]
             names = {name for placed in calls for name in placed.call.inputs} | set(
                 placement.outputs if returns else ()
             )
@@ -374,9 +376,11 @@ class Program:
         results: set[str] = set()
         for number, placed in _moved(calls, endings):
             ending = endings.get(placed.call.name, Ending())
-            joining = [each for each in (placed, ending.twin, ending.addition) if each is not None]
+            joining = [item for item in (placed, ending.twin, ending.addition) if item is not None]
             for name, steps, target in (
-                (n, steps, one.placed.inputs[n]) for one in joining for n, steps in one.transfers.items()
+                (n, steps, joined_call.placed.inputs[n])
+                for joined_call in joining
+                for n, steps in joined_call.transfers.items()
             ):
                 self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in full_precision)
             site = Site(graph, mesh, coordinates, groups, context, placed.call, _layouts(placed), ending.relu)
@@ -418,7 +422,7 @@ class Program:
             self._transfer(name, layouts[name], steps, "the output")
         self.outputs = list(placement.outputs)
         if staged is not None and not returns:
-            self.outputs = list(dict.fromkeys(each.value for each in staged.sent(stage)))
+            self.outputs = list(dict.fromkeys(item.value for item in staged.sent(stage)))
         self._outputs = [self._slot(name, layouts[name]) for name in self.outputs]
         self._instructions += records
         if places:
@@ -502,7 +506,6 @@ class Program:
             self._instructions[place.start : place.stop] = [joined]
 
     def _changing(self) -> set[int]:
-        """The slots of buffers that calls bring up to date."""
         graph, layouts = self._placement.graph, self._placement.layouts
         names = {name for call in graph.calls if call.updates for name in call.inputs}
         return {self._slot(n, layouts[n]) for n in names if graph.values[n].origin == "buffer"}

@@ -131,7 +131,6 @@ class Recorded:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it is replayed from now on."""
         return self._graph is not None
 
     def __call__(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -199,7 +198,6 @@ class Recorded:
         return [x.clone() for x in outputs]  # the next call writes to the inputs, of which they may be parts
 
     def _recorded(self, step: int) -> list[Tensor]:
-        """Run the update as ever, then record it and compare its replay."""
         # constants among them: caches would give their memory away, which the recording reads
         self._kept, self._traces = self._traces[-1].outside(), []
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
@@ -270,7 +268,6 @@ class Recorded:
     def _leave(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], earlier: Sequence[Tensor | None]
     ) -> None:
-        """Leave gradients in the parameters, added to those that were there."""
         for p, gradient, earlier_gradient in zip(parameters, gradients, earlier, strict=True):
             if gradient is not None and earlier_gradient is not None:
                 gradient.add_(earlier_gradient)
@@ -322,7 +319,6 @@ class Trace(TorchDispatchMode):
         self._made: dict[int, StorageWeakRef] = {}
 
     def refuse(self, what: str) -> None:
-        """Something that cannot be recorded is done now."""
         if self.refusal is None:
             self.refusal = f"{what} {_where()}".rstrip()
 
@@ -368,7 +364,6 @@ class Trace(TorchDispatchMode):
             self.refuse("a parameter is used that is none of the network's")
 
     def outside(self) -> list[Tensor]:
-        """The tensors that nothing in the update has made."""
         return list({id(x): x for noted in self._noted for x, _ in noted.outside}.values())
 
     def difference(self, other: "Trace") -> str | None:
@@ -415,7 +410,6 @@ def _state(model: nn.Module) -> list[Any]:
 
 
 def _precision() -> list[Any]:
-    """What autocast does around a call."""
     return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
 
 

@@ -71,6 +71,6 @@ def part_name(
     return f"part {digest:08x} (rank {groups.rank} of {groups.mesh.num_devices} under plan {plan_text})"
 
 
-def same_part(one: str, other: str) -> bool:
+def same_part(name: str, second_name: str) -> bool:
     """Whether two of these names are of the same numbers of the same tensors."""
-    return one.partition(" (")[0] == other.partition(" (")[0]
+    return name.partition(" (")[0] == second_name.partition(" (")[0]

@@ -197,7 +197,6 @@ class Stage(Network):
                     waiting.append(self._begin_receiving(key, *self._program(signature), inputs))
 
     def _take_expected(self, key: Any) -> list[Arriving | None] | None:
-        """The values of the next part of a kind, if they were asked for."""
         waiting = self._expected.get(key)
         if not waiting:
             return None
@@ -217,28 +216,28 @@ class Stage(Network):
         the network's outputs, in the last stage; `then` are the parts after it that have run forward, whose gradients
         may arrive meanwhile."""
         roots: list[Tensor] = []
-        given: list[Tensor] = []
+        root_gradients: list[Tensor] = []
         for name, output in flight.outputs.items():
             gradient = (gradients or {}).get(name)
             if output.requires_grad and gradient is not None:
                 roots.append(output)
-                given.append(gradient)
+                root_gradients.append(gradient)
         if flight.arriving is None:
             flight.arriving = self._begin_receiving_gradients(flight)
         else:
             self._asked -= 1
         self._running -= 1
         self._ask_for_gradients(then)
-        sent = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
+        departures = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
         answering = set()  # stages that had received all of this part before they sent a gradient of it
-        for (crossing, x), arriving in zip(sent, flight.arriving, strict=True):
+        for (crossing, x), arriving in zip(departures, flight.arriving, strict=True):
             if arriving is not None:
                 roots.append(x)
-                given.append(self._wait(crossing, arriving))
+                root_gradients.append(self._wait(crossing, arriving))
                 answering.add(crossing.target)
-        self.links.release(lambda sent: not sent.back and sent.part == flight.part and sent.to in answering)
+        self.links.release(lambda send: not send.back and send.part == flight.part and send.to in answering)
         if roots:
-            torch.autograd.backward(roots, given)
+            torch.autograd.backward(roots, root_gradients)
         self.send_gradients(flight)
 
     def _ask_for_gradients(self, flights: Iterable[Flight]) -> None:
@@ -290,7 +289,6 @@ class Stage(Network):
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank's stage gives the network's outputs."""
         return self.stage == self.stages.number - 1
 
     def complete_gradients(self) -> None:

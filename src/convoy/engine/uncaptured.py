@@ -58,7 +58,6 @@ class Uncaptured(Network):
         follow(self.model, self.context, all_but=self._odd)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's output for this rank's own samples."""
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         inputs, samples = self.open_pass(inputs)
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))

@@ -93,7 +93,6 @@ class Unchanged:
         self._state = tuple(state)
 
     def has_hooks(self) -> bool:
-        """Whether somebody is to see layers inside the network run."""
         if not self._modules:
             self._remember()
         return any(
@@ -139,7 +138,6 @@ class Unchanged:
             )
 
     def _remember(self) -> None:
-        """The layers and parameters that there are now."""
         self._trees: list[dict[str, Any]] = []
         self._held: dict[str, nn.Module | nn.Parameter | None] = {}
         for path, module in self._model.named_modules():

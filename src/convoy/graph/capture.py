@@ -234,7 +234,6 @@ def _once(
     reads: Reads,
     texts: Texts,
 ) -> tuple[Graph, Made]:
-    """The calls of one run, and what somebody may keep of it."""
     fakes, layers = constants.fakes, LayerStack(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     device = next((t.device for t in tensors.values() if t.device.type != "meta"), torch.device("cpu"))
@@ -310,7 +309,6 @@ def _without_autocast() -> Iterator[None]:
 
 
 def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) -> Graph:
-    """Leave out the calls whose results nobody uses."""
     used_names = {ref.name for ref in tree.leaves(output, Ref)}
     calls: list[Call] = []
     for call in reversed(recorder.calls):

@@ -48,7 +48,6 @@ class Constants:
         return tensor
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function on constants; its tensors come back as fakes, other results as they are."""
         with self.fakes.real():
             real_args, real_kwargs = tree.replace((args, kwargs), Tensor, self._to_real)
             result = function(*real_args, **real_kwargs)
@@ -66,7 +65,6 @@ class Constants:
             return first.item() if len(first) and bool((real == first).all()) else None
 
     def name(self, tensor: Tensor, names: Collection[str]) -> str:
-        """The name under which a call uses a constant."""
         real = self.value(tensor)
         if id(tensor) in self._names and self._names[id(tensor)][1] == real._version:
             return self._names[id(tensor)][0]

@@ -29,7 +29,6 @@ class Fakes(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def note(self, operation: Any, args: Any, kwargs: Any) -> None:
-        """Count an operation that is about to run."""
         if torch.Tag.nondeterministic_seeded in operation.tags:
             names = [argument.name for argument in operation._schema.arguments]
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -47,7 +46,6 @@ class Fakes(FakeTensorMode):
 
     @contextmanager
     def real(self) -> Iterator[None]:
-        """Within it operations compute numbers."""
         with unset_fake_temporarily(), _Count(self):
             yield
 

@@ -221,8 +221,6 @@ class LayerStack:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Follow the calls made within it."""
-
         def enter(module: nn.Module, args: Any) -> None:
             name = self._names.get(id(module))
             self._stack.append((name, module) if name is not None else self._stack[-1])

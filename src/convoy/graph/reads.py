@@ -79,7 +79,6 @@ class Texts:
         return self.of(tuple(value.values()))
 
     def of(self, value: Any, depth: int = _DEEPEST) -> str:
-        """The words for a value."""
         if value is None or isinstance(value, VALUES):
             return repr(value)
         if depth == _DEEPEST:
@@ -117,7 +116,6 @@ class Texts:
         return entry[1]
 
     def alias(self, substitute: Any, value: Any) -> None:
-        """Use the words for an object for another one, too."""
         self._numbers[id(substitute)] = weakref.ref(substitute), self._number(value)
 
 

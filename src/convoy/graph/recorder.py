@@ -97,7 +97,6 @@ class Recorder(TorchFunctionMode):
         return name
 
     def reference(self, nest: Any) -> Any:
-        """The nest with a `Ref` for every tensor."""
         return tree.replace(nest, Tensor, lambda tensor: Ref(self.name(tensor)))
 
     def custom(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:

@@ -59,7 +59,6 @@ class DividedGradient(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer by all parts where `func` looks at all elements."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             return _answer(func, getattr(func, "__name__", ""), args, kwargs)
@@ -139,12 +138,10 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
 
 
 def _type_of(name: str, part: Tensor) -> torch.dtype:
-    """Of what a reduction gives."""
     return {"any": torch.bool, "all": torch.bool, "count_nonzero": torch.int64}.get(name, part.dtype)
 
 
 def _own(x: Tensor, parts: Sequence[DividedGradient], name: str, func: Callable) -> Tensor:
-    """A result that has a number for each number of the part."""
     if isinstance(x, DividedGradient):
         return x
     if all(x.shape != part.shape for part in parts):

@@ -151,7 +151,6 @@ class GradientReducer:
         return self.scatter and self._items[i].bytes >= self._sizes.alone
 
     def group(self, i: int) -> Group:
-        """The ranks over which the gradient of `parameters[i]` is added."""
         return self._groups.of(self._items[i].axes)
 
     def own_gradients(self) -> dict[nn.Parameter, tuple[Tensor, Axes]]:
@@ -273,7 +272,6 @@ class GradientReducer:
         return self._fresh[i] or self._first[i] or self.scattered(i)
 
     def _cut(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
-        """Where each gradient stands in a message."""
         parameters = [self.parameters[i] for i in bucket.members]
         pieces = message[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
         return [shaped(elements, parameter) for elements, parameter in zip(pieces, parameters, strict=True)]

@@ -79,7 +79,6 @@ class TreeSum(Generic[T]):
         return parts
 
     def _siblings(self, left: Span, right: Span) -> bool:
-        """Whether two adjacent parts are the two halves of one part of the tree."""
         if left[1] != right[0]:
             return False
         span = (0, self._total)
@@ -250,7 +249,6 @@ class TreeReducer:
 
     @torch.no_grad()
     def _complete(self, number: int) -> None:
-        """All gradients of a bucket are there for this microbatch, or will not come."""
         bucket = self.buckets[number]
         leaf = self._leaves.start + self._pass if self._sampled(bucket) else self._pass
         if self._pass < (self._share if self._sampled(bucket) else self._passes):
