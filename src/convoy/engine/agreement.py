@@ -100,10 +100,8 @@ class Signature:
     samples: tuple[int, ...]  # of every sample rank
     inputs: tuple[Kind, ...]  # the inputs' sizes but for the samples, and their types
     form: Form | None = None  # None where all arguments are positional tensors
-    # modules in the other mode (frozen batch norm, say), by their positions in `modules()`
-    exceptions: tuple[int, ...] = ()
-    # how what `forward` reads of Python's objects differs from what it was at first, in words
-    state: tuple[str, ...] = ()
+    exceptions: tuple[int, ...] = ()  # places in `modules()` of those in the other mode, such as frozen batch norm
+    state: tuple[str, ...] = ()  # how what `forward` reads of Python's objects has changed since the first capture
 
 
 def kinds(inputs: Sequence[Tensor]) -> tuple[Kind, ...]:
@@ -164,8 +162,7 @@ def exchange_samples(
 
 
 def agree(call: str, groups: Groups) -> None:
-    """Wait until all ranks have made the same call of the interface; ConvoyError where one does something else or has
-    ended."""
+    """Wait until all ranks have made the same call; ConvoyError where one does something else or has ended."""
     group = groups.of(tuple(groups.mesh.axes))
     if group is None:
         return

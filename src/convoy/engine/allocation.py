@@ -37,8 +37,7 @@ def keep_freed_memory(device: torch.device) -> bool:
 
 @contextmanager
 def without_holes(device: torch.device) -> Iterator[None]:
-    """Within it large freed blocks do go back to the kernel: whole tensors of which a part is kept would leave holes
-    that nothing fits."""
+    """Within it large freed blocks return to the kernel: whole tensors cut to parts leave holes that nothing fits."""
     keeps = keep_freed_memory(device)
     if keeps:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
@@ -50,8 +49,7 @@ def without_holes(device: torch.device) -> Iterator[None]:
 
 
 def release_freed_memory(device: torch.device) -> None:
-    """Give back what the process has freed and kept: to the GPU, whose free blocks are of sizes that nothing else may
-    ask for, or to the kernel."""
+    """Give what the process has freed back to the GPU, where blocks of odd sizes would stay unused, or to the kernel."""
     gc.collect()  # networks are in circles
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -72,6 +70,5 @@ def page_faults() -> int:
 
 
 def get_ahead(pages: int) -> None:
-    """Get so many pages from the kernel now, at most 128 MiB, as ranks that profile together do so all at once, so that
-    what grows next finds them."""
+    """Get pages from the kernel now, at most 128 MiB, so that what grows next finds them: all ranks do so at once."""
     torch.empty(min(pages * PAGE, 2**27), dtype=torch.uint8)[::PAGE] = 0

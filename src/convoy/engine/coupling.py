@@ -38,10 +38,9 @@ _HALVES = Plan(Mesh(("sample",), (2,)), (("*", {"sample": "sample"}),))
 
 
 def coupling(graph: Graph, by_gradients: bool = False) -> Call | None:
-    """The first call that needs more than its own samples where the samples lie on two devices; batch norm aside. A
-    call that nobody has a rule for is taken for one. The graph must be captured with at least two samples.
-    `by_gradients` counts weights that are computed too, whose gradients are added before the backward pass of what
-    computes them."""
+    """The first call, batch norm aside, that needs more than its own samples where the samples lie on two devices. A
+    call without a rule counts as one. The graph is of at least two samples. `by_gradients` also counts weights that are
+    computed, whose gradients are added before the backward pass of what computes them."""
     batch = Batch(_HALVES.mesh, (0,), balanced(graph.shape(graph.inputs[0])[0], 2))
     placement = place(graph, _HALVES, batch, [])
     return next((placed.call for placed in placement.calls if _couples(placed, graph, by_gradients)), None)
@@ -60,8 +59,7 @@ def _couples(placed: PlacedCall, graph: Graph, by_gradients: bool) -> bool:
 
 
 def why_together(graph: Graph, batch_norm: str) -> str:
-    """Why a pass cannot be cut into parts that run one after the other, in words; empty where it can. The graph must be
-    captured with at least two samples."""
+    """Why a pass of two or more samples cannot be cut into parts that run in turn, in words; empty where it can."""
     whole = batch_norm == "sync" or not graph.training  # as by the plain layer, which may have no other statistics
     normed = [call for call in graph.calls if whole and call.op == "batch_norm" and call.attributes["training"]]
     obstacle = next(iter(normed), coupling(graph))
@@ -96,9 +94,8 @@ def passes(sizes: tuple[int, ...], merge: int) -> list[tuple[int, ...]]:
 
 
 def coupled_in_training(net: nn.Module) -> str | None:
-    """What in a parallelized network computes with several samples at once in training alone, for a sentence. No trial
-    can show it, as the network draws random numbers. None where there is nothing of the kind, or where evaluation has
-    it too, of which a trial shows more."""
+    """What computes with several samples at once in training alone, for a sentence; no trial can show it, as the
+    network draws random numbers. None where nothing does, or evaluation does too, of which a trial shows more."""
     network = network_of(net)
     if isinstance(network, Uncaptured) or coupling(network.example_placement(False).graph) is not None:
         return None
@@ -107,9 +104,8 @@ def coupled_in_training(net: nn.Module) -> str | None:
 
 
 def coupled(net: nn.Module) -> str | None:
-    """What in a parallelized network computes with several samples at once, batch norm aside; for a sentence. A trial
-    has shown that a sample's output depends on others of its batch. None where that is the work of batch norm alone,
-    called as a function."""
+    """What, batch norm aside, makes a sample's output depend on others of its batch, as a trial has shown; for a
+    sentence. None where it is batch norm called as a function."""
     network = network_of(net)
     if isinstance(network, Uncaptured):
         return "the network"
@@ -139,15 +135,12 @@ ASLEEP = 0.2  # weights below this part of the usual size let a branch do next t
 class Probe:
     """What two microbatches of two samples show."""
 
-    # microbatches that run in one pass give what they give one after the other; in evaluation mode where the network
-    # draws random numbers
-    separable: bool
+    separable: bool  # microbatches in one pass give what they give in turn (in evaluation, if the network draws)
     draws: bool  # it draws random numbers that no layer here controls, or one dropout layer runs several times
     bytes_per_sample: int  # that a forward pass keeps for the backward pass
     outputs: int = 1  # tensors that it gives in training: with auxiliary heads more than one
     owned: bool = False  # the engine draws all of them itself, each as a function of (seed, step, layer, sample)
-    # of the plain network with two microbatches in training; None where a graph cannot say what it does
-    graph: Graph | None = field(default=None, repr=False)
+    graph: Graph | None = field(default=None, repr=False)  # of two microbatches in training, if it can be captured
     on_device: int = 1  # ranks that share the memory of a GPU, or of a host's CPUs
 
     @property
@@ -157,9 +150,8 @@ class Probe:
         return any(attributes["training"] and attributes["running_mean"] is None for attributes in normed)
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, memory: float, sharing: int = 1) -> int:
-        """Microbatches in one pass: all of them, as many as fit in the budget of a pass, or one. Where several devices
-        are `sharing` the work on a pass, each keeps a part of it. The budget is a part of the `memory` that a rank has,
-        in bytes."""
+        """Microbatches in one pass: all of them, as many as fit in a pass's part of the rank's `memory` in bytes, or
+        one. Where several devices are `sharing` the work on a pass, each keeps a part of it."""
         if (self.draws and not self.owned) or not self.separable:
             return 1
         budget = CUDA_SHARE * memory if device.type == "cuda" else min(CPU_SHARE * memory, CPU_BUDGET)
@@ -174,10 +166,9 @@ def probe(
     precision: torch.dtype | None = None,
     batch_norm: BatchNormMode = "microbatch",
 ) -> Probe:
-    """What a network does with two microbatches: read off its calls, or tried, where a graph does not say all of it.
-    `plain` may be deferred if a graph says all of it. `image_shape` is (channels, height, width), and each of the two
-    microbatches has `samples`. What is kept for the backward pass is counted in the `precision` of autocast; None where
-    it is off."""
+    """What a network does with two microbatches: read off its calls, or tried, where a graph does not say all of it
+    (`plain` may be deferred if it does). `image_shape` is (channels, height, width), `samples` the size of each
+    microbatch, and `precision` that of autocast, None where it is off, in which the kept bytes are counted."""
     graph = graph_of(plain, image_shape, samples, training=True)
     eval_graph = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph
     if graph is None or eval_graph is None or any(call.op == "opaque" for call in (*graph.calls, *eval_graph.calls)):
@@ -261,8 +252,8 @@ def _separates(
     training: bool,
     batch_norm: BatchNormMode,
 ) -> bool:
-    """Whether microbatches in one pass give what they give one after the other: in float64 on the CPU, so that it is
-    the same on all devices."""
+    """Whether microbatches in one pass give what they give in turn; in float64 on the CPU, for one answer on all
+    devices."""
 
     def on(device: torch.device, dtype: torch.dtype) -> bool:
         model = copied(plain).to(device, dtype).train(training)

@@ -44,9 +44,9 @@ _PATTERN = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Guard:
-    """Watches over one network, whose parameters are placed; all ranks make it. With `compares`, ranks are compared and
-    uses of parameters followed; gradients and optimizers always are. `follows` says whether the uses of parameters in
-    this pass are followed."""
+    """Watches over one network, whose parameters are placed; all ranks make it. Ranks are compared and uses of
+    parameters followed if it `compares`, and `follows` says whether it does in this pass; gradients and optimizers
+    always are."""
 
     def __init__(self, network: Network, compares: bool = True) -> None:
         self._network = network

@@ -123,10 +123,9 @@ def _is_pointwise(layer: nn.Module) -> bool:
 
 
 def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepContext:
-    """Let a network follow a context of its own (`follow`), which must be told of every step before its forward pass.
-    The model is changed in place; `seed` is the run's, for the random keys of samples. Batch norm's statistics are
-    those of each microbatch, of the global batch (`sync`) or of this device's samples (`local`); on one device the last
-    two are the plain layer's."""
+    """Let a network, in place, follow a new context, which must be told of every step before its forward pass
+    (`follow`). `seed` is for the random keys of samples. Batch norm's statistics are those of each microbatch, of the
+    global batch (`sync`) or of this device's samples (`local`); on one device the last two are the plain layer's."""
     context = StepContext(seed, batch_norm=batch_norm)
     follow(model, context)
     return context

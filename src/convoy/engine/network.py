@@ -447,8 +447,7 @@ class Network:
         return self._place(self.capture_again(signature), consecutive(signature.samples))
 
     def capture_again(self, signature: Signature) -> Graph:
-        """The network in a pass of another kind than that of the example; ConvoyError where it does something else with
-        such samples, or cannot take them."""
+        """The graph of another kind of pass; ConvoyError where the network cannot take such samples."""
         try:
             return self._capture(signature)
         except CaptureError as error:

@@ -86,9 +86,8 @@ def _check_state(state: Mapping[str, Any], parameter: Tensor, name: str, shapes:
 def _looks_at_whole_tensors(
     optimizer: Optimizer, group: Mapping[str, Any], examples: Mapping[int, Tensor]
 ) -> str | None:
-    """Why an optimizer does not treat every number by itself; None where a trial of its twin showed that it does.
-    `examples` are parameters of `group` by their number of dimensions; the trial runs on their device, in float64 or
-    else their type."""
+    """Why an optimizer does not treat every number by itself; None where a trial of its twin showed that it does. It is
+    tried on the devices of `examples`, parameters by their number of dimensions, in float64 or else their type."""
     options = {key: value for key, value in group.items() if key not in ("params", PART)}
     for (dim, like), cut in itertools.product(sorted(examples.items()), range(2)):
         if cut >= dim:

@@ -384,22 +384,15 @@ def _network(
     recompute: Recompute,
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else whole on every rank."""
-    channels_last = _is_channels_last(model, examples, groups)
+    options: dict[str, Any] = {"loss": loss, "channels_last": _is_channels_last(model, examples, groups)}
     staged = plan.mesh.stage_axis is not None and plan.mesh.sizes[plan.mesh.stage_axis] > 1
     try:
         if staged:
             network: Network = StagedNetwork(
-                model,
-                plan,
-                groups,
-                context,
-                loss=loss,
-                channels_last=channels_last,
-                recompute=recompute,
-                microbatches=microbatches,
+                model, plan, groups, context, **options, recompute=recompute, microbatches=microbatches
             )
         else:
-            network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last, recompute=recompute)
+            network = Network(model, plan, groups, context, **options, recompute=recompute)
         network.look(examples, model.training, form)
     except CaptureError as error:
         if isinstance(error, KeptError) and plan.mesh.num_devices > 1:
@@ -417,15 +410,8 @@ def _network(
                 f"recompute needs the network as one graph, but {error}: leave recompute away, or let the network "
                 "itself recompute by torch.utils.checkpoint"
             ) from error
-        network = Uncaptured(
-            model,
-            plan,
-            groups,
-            context,
-            loss=loss,
-            channels_last=channels_last,
-            captured=f"whole on every rank, as {error}",
-        )
+        reason = f"whole on every rank, as {error}"
+        network = Uncaptured(model, plan, groups, context, **options, captured=reason)
         network.counts_passes = isinstance(error, ChangedError)
         network.look(examples, model.training, form)
     modules = [name for name, _ in model.named_modules()]

@@ -149,10 +149,10 @@ class _NoOthers(Groups):
 
 
 class Profiler:
-    """Runs a rank's part of a placement: the network, in training, at the batch of one pass. `microbatches` are the
-    samples of each microbatch of the pass, by default one for all. `contents` has whole parameters and buffers by name,
-    and images, as far as they are at hand. `groups` are the other ranks of the mesh, which do the same at the same
-    time; None if they are not there."""
+    """Runs a rank's part of a placement: the network, in training, at the batch of one pass. `microbatches` has the
+    samples of each of its microbatches, by default one for all; `contents` whole parameters and buffers by name, and
+    images, as far as they are at hand; `groups` the other ranks, which do the same at the same time, None if they are
+    not there."""
 
     def __init__(
         self,

@@ -71,8 +71,7 @@ class Ending:
     relu: bool = False  # after the addition, if there is one
     addition: PlacedCall | None = None  # adds `addend`; the batch norm runs right before it
     addend: str | None = None
-    # another batch norm, of which `addend` is the result and which nobody else reads; both run as one
-    twin: PlacedCall | None = None
+    twin: PlacedCall | None = None  # a batch norm that gives `addend`, which nobody else reads; both run as one
 
 
 def inside(
@@ -125,8 +124,7 @@ def inside(
 
 
 def _moved(calls: Sequence[PlacedCall], endings: Mapping[str, Ending]) -> Iterator[tuple[int, PlacedCall]]:
-    """The calls with their numbers, in the order in which they run: a batch norm with an addition right before that,
-    and its twin as a part of it."""
+    """The calls with their numbers, as they run: a batch norm right before its addition, its twin as part of it."""
     numbers = {placed.call.name: number for number, placed in enumerate(calls)}
     norm_before = {ending.addition.call.name: norm for norm, ending in endings.items() if ending.addition is not None}
     moved_names = {
@@ -232,8 +230,8 @@ def compiled(
     instructions: Sequence[Instruction], results: Iterable[int], gradients: Mapping[int, int]
 ) -> list[Instruction]:
     """The same program with every stretch of instructions that only compute as one, cut for the gradients' sake.
-    `results` are the slots that are read after the last instruction, and `gradients` the bytes that ranks exchange for
-    the gradient of what is in a slot."""
+    `results` are the slots read after the last one, `gradients` the bytes that ranks exchange for the gradient of a
+    slot."""
     live_slots = set(results)
     segments: list[Instruction] = []
     stretch: list[Instruction] = []

@@ -97,10 +97,9 @@ class Recorded:
 
     `function` takes the number of the update and tensors, and gives tensors; it finds no gradients in the parameters of
     `model`, and leaves them there. Its random numbers follow `context`, and `graph` makes a recording. All ranks call
-    `agree`, which takes a reason not to record and gives the first that any rank has, and `fit`, which takes whether a
-    call is like those that are recorded and says whether it is on all ranks. `abandon` has others forget a call that
-    broke off, and `tell` takes the outcome in one sentence. `refusal` is why it is not recorded; None while that may
-    still happen, or has.
+    `agree`, which takes a reason not to record and gives the first that any rank has, and `fit`, which says whether the
+    call is on all ranks like those recorded. `abandon` has others forget a call that broke off, and `tell` takes the
+    outcome in one sentence. `refusal` is why it is not recorded, if it never will be.
     """
 
     def __init__(
@@ -301,8 +300,7 @@ class Noted:
 
     name: str
     numbers: str  # its arguments that are no tensors
-    # its tensors that nothing in the update has made, with the contents of small ones of the host
-    outside: tuple[tuple[Tensor, list[Any] | None], ...]
+    outside: tuple[tuple[Tensor, list[Any] | None], ...]  # tensors from before the update; numbers of small host ones
     where: str  # in which layer and line it was called, for people
 
 
@@ -398,8 +396,8 @@ def _storage(x: Tensor) -> int:
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """What a replay would not follow: the mode of each layer, where its tensors lie, which of them are trained, and
-    what else `forward` reads."""
+    """What a replay would not follow: layers' modes, where tensors lie and which are trained, what else `forward`
+    reads."""
     network = getattr(model, "_convoy", None)
     state: list[Any] = [vars(model).get("forward"), *([] if network is None else [network.python_state()[1]])]
     for layer in model.modules():

@@ -59,8 +59,7 @@ def part_name(
     groups: Groups,
     plan: object,
 ) -> str:
-    """Which parts of a network's tensors this rank has, for people, and for `same_part` to compare. `shapes` has the
-    shapes and types of the whole tensors."""
+    """Which parts of a network's tensors this rank has, for people and `same_part`; `shapes` are the whole ones."""
     parts = [
         (name, dim, list(layout.parts(dim, groups.mesh, groups.coordinates, (shapes[name][0] or (1,))[dim])))
         for name, layout in sorted(layouts.items())

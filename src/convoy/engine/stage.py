@@ -47,8 +47,7 @@ class Flight:
     inputs: tuple[Tensor, ...]  # the network's
     key: Any  # all that decides how values lie in memory
     part: int  # its number, counted over all updates
-    # gradients of the sent values, if they are expected already; None for a value that the loss leaves out
-    arriving: list[Arriving | None] | None = None
+    arriving: list[Arriving | None] | None = None  # gradients of `sent`, once asked for; None if the loss leaves it out
 
 
 @dataclass
@@ -212,9 +211,9 @@ class Stage(Network):
     def backward_pass(
         self, flight: Flight, gradients: Mapping[str, Tensor | None] | None = None, then: Sequence[Flight] = ()
     ) -> None:
-        """Run the backward pass of a part of the batch in this stage, and send gradients on. `gradients` are those of
-        the network's outputs, in the last stage; `then` are the parts after it that have run forward, whose gradients
-        may arrive meanwhile."""
+        """Run the backward pass of a part of the batch in this stage, and send gradients on. `gradients` are of the
+        network's outputs, in the last stage; those of the parts in `then`, which have run forward, may arrive
+        meanwhile."""
         roots: list[Tensor] = []
         root_gradients: list[Tensor] = []
         for name, output in flight.outputs.items():
@@ -260,8 +259,7 @@ class Stage(Network):
         return actions(schedule, parts, self.stage, self.stages.number)
 
     def compute_weight_gradients(self, part: int, last: bool) -> None:
-        """Compute the weight gradients that are missing, of all parts up to one; with those of the `last` one, all are
-        added over the ranks."""
+        """Compute the missing weight gradients of all parts up to one; those of the `last` are added over the ranks."""
         assert self.context.postponed is not None
         with nullcontext() if last or self.reducer is None else self.reducer.paused():
             parameters = self.context.postponed.compute(part)

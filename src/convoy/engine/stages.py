@@ -34,8 +34,7 @@ from convoy.plans.stages import why_not_sent
 class StagedNetwork(Stage):
     """Runs whole batches, in parts: as a loop of one's own asks for them, or in the order of a schedule."""
 
-    # parts of every rank's samples in a pass that nobody announces; None for as many as serve
-    microbatches: int | None = None
+    microbatches: int | None = None  # parts of a rank's samples in a pass that nobody announces; None: as many as serve
     schedule: Schedule = field(default="gpipe", init=False)  # of the last training; plain loops have gpipe
 
     def __post_init__(self) -> None:

@@ -86,9 +86,9 @@ def stand_ins(tensors: Mapping[str, Tensor], shapes: Shapes, device: torch.devic
 def swapped(
     model: nn.Module, tensors: Mapping[str, Tensor], fakes: Mapping[str, Tensor], constant: Callable[[Tensor], bool]
 ) -> Iterator[None]:
-    """Within it the modules hold `fakes` for `tensors`, wherever they are held, also by several modules at once. Raises
-    CaptureError where the model puts another tensor in the place of one of them, unless that is `constant`: then it is
-    a table made at first use."""
+    """Within it the modules hold `fakes` for `tensors`, wherever they are held, also by several modules at once.
+    CaptureError where the model replaces one of them by another tensor, unless that is `constant`, a table made at
+    first use."""
     places = {id(tensor): fakes[name] for name, tensor in tensors.items()}
     names = {id(fake): name for name, fake in fakes.items()}
     holders = [
@@ -186,13 +186,12 @@ def capture(
 ) -> Graph:
     """The calls that `model(*inputs)` makes, with the shapes of every tensor; the model is left as it is.
 
-    `inputs` are tensors of the shapes and types of the global batch, on any device (`meta` too), of which nothing else
-    is used; a bare shape stands for a tensor of the default type, and other objects are passed on. `training=None`
-    keeps the mode of each module, `shapes` are the serial ones where the module holds others, `forward` runs in place
-    of `model.forward`, and `reads` collects what the network reads beside its inputs, parameters and buffers.
-    `convoy.ops.capture` gives the `recognize` that knows all operations. Raises KeptError where somebody keeps tensors
-    of the pass, ChangedError where the network counts passes or the like, and CaptureError, which names the layer,
-    where it does something else that a graph cannot say.
+    Only the shapes and types of `inputs`, the global batch's, are used, on any device (`meta` too); a bare shape stands
+    for a tensor of the default type, and other objects are passed on. `training=None` keeps the mode of each module,
+    `shapes` are the serial ones where the module holds others, `forward` runs in place of `model.forward`, and `reads`
+    collects what the network reads beside its inputs, parameters and buffers. KeptError where somebody keeps tensors of
+    the pass, ChangedError where it counts passes or the like, and CaptureError, which names the layer, where it does
+    something else that a graph cannot say.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

@@ -76,11 +76,10 @@ class GradientReducer:
     other. The messages and their order are the same on every rank and in every pass, whatever a rank has to send: a
     gradient that some ranks do not have counts as zero, one that no rank has stays None.
 
-    Every rank must make it at the same time, with the same parameters, and run the same number of backward passes. Each
-    parameter comes with the axes over which its gradient is added; without axes it is left alone. `sizes` are those of
-    the messages, and `compress` sends gradients in that type, which is approximate. With `scatter`, for
-    `ShardedOptimizer`, each rank gets only its own piece of the sum of a large gradient, and the rest of its `.grad`
-    has no meaning.
+    All ranks make it at the same time, with the same parameters, each with the axes over which its gradient is added
+    (none leaves it alone), and run the same number of backward passes. `sizes` are those of the messages; `compress`
+    sends gradients in that type, which is approximate. With `scatter`, for `ShardedOptimizer`, a rank gets only its own
+    piece of the sum of a large gradient, and the rest of its `.grad` has no meaning.
     """
 
     def __init__(

@@ -40,9 +40,9 @@ _WORTH = WORTH_DIVIDING
 
 def sharding_pays(optimizer: Optimizer, parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups) -> bool:
     """Whether dividing the state beats an all-reduce and the whole update on every rank; the same on all ranks. The
-    bytes sent are the same, so what counts is the update: one pass over weights, gradients and state. On a CPU that
-    takes long; on a GPU it is short, and dividing it is for memory, not for speed. Parameters come with the axes over
-    which their gradients are added."""
+    bytes sent are the same, so what counts is the update's pass over weights, gradients and state: long on a CPU, and
+    short on a GPU, where dividing it is for memory. Parameters come with the axes over which their gradients are added.
+    """
     large = [
         parameter.numel() * parameter.element_size()
         for parameter, axes in parameters
@@ -56,12 +56,9 @@ def sharding_pays(optimizer: Optimizer, parameters: Sequence[tuple[nn.Parameter,
 
 class ShardedOptimizer(Optimizer):
     """Takes the steps of another optimizer, which is not to be used by itself any more, each rank on its own pieces.
-
     Its groups hold the parameters themselves: learning rates are set there as ever. `state_dict` is that of the
-    optimizer as if it were not divided, gathered from all ranks, which must all call it; it loads into either, on any
-    number of ranks. The reducer is that of the gradients, with `scatter`. ConvoyError where the optimizer does not
-    treat every element by itself.
-    """
+    undivided optimizer, gathered from all ranks, which must all call it; it loads into either, on any number of ranks.
+    The reducer has `scatter`. ConvoyError where the optimizer does not treat every element by itself."""
 
     def __init__(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
         assert reducer.scatter, "the reducer must leave each rank its piece"
