@@ -37,7 +37,7 @@ def keep_freed_memory(device: torch.device) -> bool:
 
 @contextmanager
 def without_holes(device: torch.device) -> Iterator[None]:
-    """Within it large freed blocks return to the kernel: whole tensors cut to parts leave holes that nothing fits."""
+    """Within it large freed blocks return to the kernel: whole tensors cut to parts leave holes that stay."""
     keeps = keep_freed_memory(device)
     if keeps:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)

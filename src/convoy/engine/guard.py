@@ -367,5 +367,4 @@ def _hyperparameters(optimizers: Mapping[Optimizer, int]) -> tuple[int, int]:
 
 
 def _double(bits: int) -> float:
-    number: float = struct.unpack("d", struct.pack("q", bits))[0]
-    return number
+    return float(struct.unpack("d", struct.pack("q", bits))[0])

@@ -116,12 +116,6 @@ class PointwiseConv2d(nn.Conv2d):
         return F.conv2d(input, weight, bias, self.stride, self.padding, dilation, self.groups)
 
 
-def _is_pointwise(layer: nn.Module) -> bool:
-    if not is_torchs(layer):
-        return False
-    return (layer.kernel_size, layer.stride, layer.dilation) == (POINT, POINT, POINT)
-
-
 def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepContext:
     """Let a network, in place, follow a new context, which must be told of every step before its forward pass
     (`follow`). `seed` is for the random keys of samples. Batch norm's statistics are those of each microbatch, of the
@@ -143,7 +137,7 @@ def follow(model: nn.Module, context: StepContext, all_but: Collection[str] = ()
         elif type(module) in BATCH_NORM_LAYERS and context.batch_norm == "microbatch":
             assert isinstance(module, _BatchNorm)
             _become(module, MicrobatchNorm(module, context))
-        elif _is_pointwise(module):
+        elif is_torchs(module) and (module.kernel_size, module.stride, module.dilation) == (POINT, POINT, POINT):
             module.__class__ = PointwiseConv2d
 
 

@@ -71,9 +71,7 @@ class StagedNetwork(Stage):
         self.end_pass()
         output = flights[0].placement.graph.output
         values = self._deliver(inputs, flights)
-        self.links.release(
-            lambda message: not message.back
-        )  # the last stage is through with all parts, so all has arrived
+        self.links.release(lambda send: not send.back)  # the last stage is through with all parts, so all has arrived
         return values, output, samples
 
     def run_schedule(

@@ -284,7 +284,9 @@ def _run(
         with warnings.catch_warnings(), fakes.quiet():
             warnings.simplefilter("ignore")  # those of this pass are of no interest to anybody
             custom = custom_functions(recorder.custom, recorder.recomputing)
-            with _without_autocast(), fakes, layers.follow(), custom, recorder:
+            # the caller's autocast is for the calls when they run
+            plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+            with plain[0], plain[1], fakes, layers.follow(), custom, recorder:
                 output = forward(*arguments)
         output = recorder.reference(output)
     except CaptureError:
@@ -298,13 +300,6 @@ def _run(
     if recorder.updates:
         raise CaptureError(f"it counts in {recorder.updates[0]}, which no batch norm uses")
     return output
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    """The caller may be in a context of autocast, which is for the calls when they run."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
 
 
 def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) -> Graph:

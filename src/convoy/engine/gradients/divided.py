@@ -33,6 +33,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda rows: rows.amin(0),
     "amin": lambda rows: rows.amin(0),
 }
+_TYPES = {"any": torch.bool, "all": torch.bool, "count_nonzero": torch.int64}  # of their results; else the tensor's
 # What a rank without a part of the tensor gives where that is not 0.
 _OF_NOTHING = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf, "all": 1.0}
 # What looks at several numbers of the part and would answer in its shape, or by numbers for one rank alone.
@@ -119,7 +120,7 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
         if any(value is not None and not isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
             raise _refused(name)  # it does not reduce all elements
         if parts[0].numel() == 0:
-            value = plain(parts[0]).new_full((), _OF_NOTHING.get(name, 0.0)).to(_type_of(name, parts[0]))
+            value = plain(parts[0]).new_full((), _OF_NOTHING.get(name, 0.0)).to(_TYPES.get(name, parts[0].dtype))
         else:
             value = func(*args, **kwargs)
             value = value * (parts[0].numel() / parts[0].whole_numel) if name == "mean" else value
@@ -135,10 +136,6 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
         raise _refused(name)
     result = func(*args, **kwargs)
     return replace(result, Tensor, lambda x: _own(x, parts, name, func))
-
-
-def _type_of(name: str, part: Tensor) -> torch.dtype:
-    return {"any": torch.bool, "all": torch.bool, "count_nonzero": torch.int64}.get(name, part.dtype)
 
 
 def _own(x: Tensor, parts: Sequence[DividedGradient], name: str, func: Callable) -> Tensor:
