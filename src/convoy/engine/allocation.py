@@ -49,7 +49,7 @@ def without_holes(device: torch.device) -> Iterator[None]:
 
 
 def release_freed_memory(device: torch.device) -> None:
-    """Give what the process has freed back to the GPU, whose free blocks of odd sizes nothing uses, or to the kernel."""
+    """Give what the process has freed back to the kernel, or to the GPU, whose odd blocks nothing else fits."""
     gc.collect()  # networks are in circles
     if device.type == "cuda":
         torch.cuda.empty_cache()
