@@ -285,8 +285,8 @@ def _run(
             warnings.simplefilter("ignore")  # those of this pass are of no interest to anybody
             custom = custom_functions(recorder.custom, recorder.recomputing)
             # the caller's autocast is for the calls when they run
-            plain = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-            with plain[0], plain[1], fakes, layers.follow(), custom, recorder:
+            autocast_off = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+            with autocast_off[0], autocast_off[1], fakes, layers.follow(), custom, recorder:
                 output = forward(*arguments)
         output = recorder.reference(output)
     except CaptureError:
