@@ -27,12 +27,7 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Form:
-    """The arguments of a call but for their tensors.
-
-    Attributes:
-        positional: the arguments by position, with `Tensor` in place of each tensor.
-        named: those by keyword, likewise.
-    """
+    """The arguments of a call, by position and by keyword, with `Tensor` in place of each tensor."""
 
     positional: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...] = ()
@@ -43,7 +38,6 @@ class Form:
         return not self.named and all(value is Tensor for value in self.positional)
 
     def fill(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with these tensors."""
         rest = iter(tensors)
         args = [next(rest) if value is Tensor else value for value in self.positional]
         return args, {name: next(rest) if value is Tensor else value for name, value in self.named}
@@ -69,13 +63,9 @@ class Form:
 def arguments(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], own: Callable[..., Any] | None = None
 ) -> tuple[tuple[Tensor, ...], Form]:
-    """The tensors of a call `model(*args, **kwargs)` in order, and its form; the same for either way to name one.
-
-    Where the model has a forward pass of its `own`, it is that of the call.
-
-    Raises:
-        ConvoyError: there is no tensor, an argument holds tensors, or `forward` does not take these arguments.
-    """
+    """The tensors of a call `model(*args, **kwargs)` in order, and its form; the same for either way to name an
+    argument. `own` is the forward pass to call where the model has one of its own. ConvoyError where there is no
+    tensor, an argument holds tensors, or `forward` does not take these arguments."""
     if not kwargs and all(isinstance(value, Tensor) for value in args) and args:
         return tuple(args), Form((Tensor,) * len(args))
     if kwargs:
@@ -104,23 +94,14 @@ def arguments(
 
 @dataclass(frozen=True)
 class Signature:
-    """What a program is made for.
-
-    Attributes:
-        training: the mode.
-        samples: of every sample rank.
-        inputs: the inputs' sizes but for the samples, and their types.
-        form: the other arguments; None where there are none but positional tensors.
-        exceptions: modules in the other mode, by their positions in `modules()`: frozen batch norm, for example.
-        state: how what `forward` reads of Python's objects differs from what it was at first, in words.
-    """
+    """What a program is made for."""
 
     training: bool
-    samples: tuple[int, ...]
-    inputs: tuple[Kind, ...]
-    form: Form | None = None
-    exceptions: tuple[int, ...] = ()
-    state: tuple[str, ...] = ()
+    samples: tuple[int, ...]  # of every sample rank
+    inputs: tuple[Kind, ...]  # the inputs' sizes but for the samples, and their types
+    form: Form | None = None  # None where all arguments are positional tensors
+    exceptions: tuple[int, ...] = ()  # places in `modules()` of those in the other mode, such as frozen batch norm
+    state: tuple[str, ...] = ()  # how what `forward` reads of Python's objects has changed since the first capture
 
 
 def kinds(inputs: Sequence[Tensor]) -> tuple[Kind, ...]:
@@ -129,8 +110,9 @@ def kinds(inputs: Sequence[Tensor]) -> tuple[Kind, ...]:
 
 
 PASS = "a pass of the network"
+# Passes in stages, which run forward and backward in an order that all ranks follow.
 SCHEDULED = {schedule: f"convoy.forward_backward with schedule={schedule!r}" for schedule in SCHEDULES}
-"""Passes in stages, which run forward and backward in an order that all ranks go by."""
+# What all ranks do together; they send each other the place in this list.
 _CALLS = (
     PASS,
     *SCHEDULED.values(),
@@ -145,59 +127,42 @@ _CALLS = (
     "convoy.BatchSampler",
     "convoy.clip_grad_norm_",
 )
-"""What all ranks do together; a place in this list is what they send."""
-PATIENCE_S = 20.0
-"""How long a rank waits for the others before it says so."""
+PATIENCE_S = 20.0  # how long a rank waits for the others before it says so
 
 
 def exchange_samples(
     inputs: Sequence[Tensor], state: int, training: bool, groups: Groups, axes: Axes, call: str
 ) -> tuple[int, ...]:
-    """How many samples every sample rank has in this pass. All ranks call it.
-
-    Args:
-        inputs: this rank's.
-        state: a checksum of the types and devices of the parameters, of the modules in another mode, and of changes of
-            what `forward` reads.
-        training: the mode.
-        groups: of this rank.
-        axes: the sample axes.
-        call: `PASS`, or one of `SCHEDULED`.
-
-    Raises:
-        ConvoyError: ranks pass images of different sizes or types, run in different modes, or do something else; or
-            those that work on the same samples have different numbers of them.
-    """
+    """How many samples every rank of the sample `axes` has in this pass. All ranks call it. `state` is a checksum of
+    the types and devices of the parameters, of the modules in another mode, and of changes of what `forward` reads;
+    `call` is `PASS` or one of `SCHEDULED`. ConvoyError where ranks pass images of different sizes or types, run in
+    different modes or calls, or share samples and have different numbers of them."""
     mesh = groups.mesh
     world = groups.of(tuple(mesh.axes))
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]
     what = f"{', '.join(shapes)}{' in training' if training else ' in evaluation'}"
-    own = [_CALLS.index(call), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
-    rows = gather_ints(own, world)
+    own_row = [_CALLS.index(call), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
+    rows = gather_ints(own_row, world)
     _check(call, groups.rank, [row[0] for row in rows])
-    found: dict[int, int] = {}
+    samples_at: dict[int, int] = {}
     for rank, (_, number, kind) in enumerate(rows):
         place = mesh.index(mesh.coordinates(rank), axes)
-        if kind != own[2]:
+        if kind != own_row[2]:
             raise ConvoyError(
                 f"rank {groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must pass "
                 "images of the same size and type, with every module in the same mode and with the same attributes and "
                 "hooks, to weights of the same types"
             )
-        if found.setdefault(place, number) != number:
+        if samples_at.setdefault(place, number) != number:
             raise ConvoyError(
-                f"rank {rank} passes {number} samples, and a rank that works on the same ones {found[place]}: "
+                f"rank {rank} passes {number} samples, and a rank that works on the same ones {samples_at[place]}: "
                 "pass the samples that convoy.local_samples says"
             )
-    return tuple(found[place] for place in range(mesh.size(axes)))
+    return tuple(samples_at[place] for place in range(mesh.size(axes)))
 
 
 def agree(call: str, groups: Groups) -> None:
-    """Wait until all ranks have made the same call of the interface.
-
-    Raises:
-        ConvoyError: a rank does something else, or has ended.
-    """
+    """Wait until all ranks have made the same call; ConvoyError where one does something else or has ended."""
     group = groups.of(tuple(groups.mesh.axes))
     if group is None:
         return
@@ -213,13 +178,13 @@ def agree(call: str, groups: Groups) -> None:
 
 
 def _check(call: str, rank: int, calls: Sequence[int]) -> None:
-    for other, number in enumerate(calls):
-        theirs = _CALLS[number]
-        if theirs != call:
-            name = theirs if call == PASS else call
+    for other_rank, number in enumerate(calls):
+        other_call = _CALLS[number]
+        if other_call != call:
+            name = other_call if call == PASS else call
             raise ConvoyError(
-                f"rank {rank} is in {call} while rank {other} is in {theirs}: all ranks call {name} together, also "
-                "where only one of them uses the result"
+                f"rank {rank} is in {call} while rank {other_rank} is in {other_call}: all ranks call {name} together, "
+                "also where only one of them uses the result"
             )
 
 

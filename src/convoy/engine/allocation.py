@@ -25,13 +25,8 @@ _OTHERS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_
 
 
 def keep_freed_memory(device: torch.device) -> bool:
-    """Tell glibc to keep what the process frees, where tensors are computed on the CPU.
-
-    Left alone where the user has set glibc's own variables, and with `CONVOY_KEEP_MEMORY=0`.
-
-    Returns:
-        Whether it does so now.
-    """
+    """Tell glibc to keep what the process frees, where tensors are computed on the CPU; gives whether it does so now.
+    Left alone where the user has set glibc's own variables, and with `CONVOY_KEEP_MEMORY=0`."""
     if device.type != "cpu" or os.environ.get(SWITCH) == "0" or any(name in os.environ for name in _OTHERS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -42,8 +37,7 @@ def keep_freed_memory(device: torch.device) -> bool:
 
 @contextmanager
 def without_holes(device: torch.device) -> Iterator[None]:
-    """Within it large freed blocks do go back to the kernel: whole tensors of which a part is kept would leave holes
-    that nothing fits."""
+    """Within it large freed blocks return to the kernel: whole tensors cut to parts leave holes that stay."""
     keeps = keep_freed_memory(device)
     if keeps:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
@@ -55,8 +49,7 @@ def without_holes(device: torch.device) -> Iterator[None]:
 
 
 def release_freed_memory(device: torch.device) -> None:
-    """Give back what the process has freed and kept: to the GPU, whose free blocks are of sizes that nothing else may
-    ask for, or to the kernel."""
+    """Give what the process has freed back to the kernel, or to the GPU, whose odd blocks nothing else fits."""
     gc.collect()  # networks are in circles
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -77,6 +70,5 @@ def page_faults() -> int:
 
 
 def get_ahead(pages: int) -> None:
-    """Get so many pages from the kernel now, at most 128 MiB, as ranks that profile together do so all at once, so that
-    what grows next finds them."""
+    """Get pages from the kernel now, at most 128 MiB, so that what grows next finds them: all ranks do so at once."""
     torch.empty(min(pages * PAGE, 2**27), dtype=torch.uint8)[::PAGE] = 0

@@ -13,23 +13,16 @@ from typing import Any
 
 import torch
 
-IN_A_ROW = 20
-"""How often something short is done between two events."""
+IN_A_ROW = 20  # how often something short is done between two events
+# A GPU is kept busy for so many times as long as the host has taken, within these bounds: the first time, in which
+# kernels are loaded and tried out, says nothing about the second.
 _MARGIN, _LEAST_S, _MOST_S = 1.5, 1e-3, 0.5
-"""A GPU is kept busy for so many times as long as the host has taken, within these bounds: the first time, in which
-kernels are loaded and tried out, says nothing about the second."""
-_CYCLES_PER_S = 2e9
-"""Of a GPU that does not say."""
+_CYCLES_PER_S = 2e9  # of a GPU that does not say
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of something.
-
-    Attributes:
-        device: that the device works on it.
-        host: that the host takes to issue it; 0 where the host is the device.
-    """
+    """Seconds that the device works on something, and that the host takes to issue it (0 where that is the device)."""
 
     device: float
     host: float = 0.0
@@ -37,21 +30,13 @@ class Spent:
 
 class DeviceClock:
     """The time on a device: of the host for a CPU, of the stream that computes for a GPU, which is not waited for.
-
-    Args:
-        device: whose.
-        host: seconds on the host.
-
-    Attributes:
-        is_queue: whether the device works through a queue, which the host fills and goes on.
-    """
+    `host` gives the host's seconds; `is_queue` says that the device works through a queue which the host fills."""
 
     def __init__(self, device: torch.device, host: Callable[[], float] = time.perf_counter) -> None:
         self.is_queue = device.type == "cuda"
         self._device, self.host = device, host
 
     def now(self) -> Any:
-        """This moment."""
         if not self.is_queue:
             return self.host()
         moment = torch.cuda.Event(enable_timing=True)
@@ -77,15 +62,7 @@ class DeviceClock:
             torch.cuda._sleep(int(min(max(_LEAST_S, _MARGIN * issuing_s), _MOST_S) * (rate or _CYCLES_PER_S)))
 
     def spent(self, run: Callable[[], object], in_a_row: int = IN_A_ROW) -> Spent:
-        """What something short takes.
-
-        Args:
-            run: does it; a CPU does it once, a GPU twice as often as `in_a_row`.
-            in_a_row: how often a GPU does it from one event to the next.
-
-        Returns:
-            The mean of one time.
-        """
+        """The mean time of something short: run once on a CPU, and on a GPU twice `in_a_row` times between events."""
         if not self.is_queue:
             start = self.now()
             run()

@@ -38,15 +38,9 @@ _HALVES = Plan(Mesh(("sample",), (2,)), (("*", {"sample": "sample"}),))
 
 
 def coupling(graph: Graph, by_gradients: bool = False) -> Call | None:
-    """The first call that needs more than its own samples where the samples lie on two devices; batch norm aside.
-
-    A call that nobody has a rule for is taken for one.
-
-    Args:
-        graph: the network, captured with at least two samples.
-        by_gradients: also one with a weight that is computed, whose gradients are added before the backward pass of
-            what computes it.
-    """
+    """The first call, batch norm aside, that needs more than its own samples where the samples lie on two devices. A
+    call without a rule counts as one. The graph is of at least two samples. `by_gradients` also counts weights that are
+    computed, whose gradients are added before the backward pass of what computes them."""
     batch = Batch(_HALVES.mesh, (0,), balanced(graph.shape(graph.inputs[0])[0], 2))
     placement = place(graph, _HALVES, batch, [])
     return next((placed.call for placed in placement.calls if _couples(placed, graph, by_gradients)), None)
@@ -56,26 +50,21 @@ def _couples(placed: PlacedCall, graph: Graph, by_gradients: bool) -> bool:
     call = placed.call
     if call.op == "batch_norm":
         return False
-    sent = any(
+    is_sent = any(
         graph.values[name].origin in ("call", "input") and (by_gradients or any(step.kind != "copy" for step in steps))
         for name, steps in placed.transfers.items()
     )
     partial = any(layout.partial for layout in placed.placed.outputs.values())
-    return sent or partial or bool(sharing_axes(call, placed.placed, graph))
+    return is_sent or partial or bool(sharing_axes(call, placed.placed, graph))
 
 
 def why_together(graph: Graph, batch_norm: str) -> str:
-    """Why a pass cannot be cut into parts that run one after the other, in words; empty where it can.
-
-    Args:
-        graph: the network, captured with at least two samples.
-        batch_norm: over which samples statistics are taken.
-    """
+    """Why a pass of two or more samples cannot be cut into parts that run in turn, in words; empty where it can."""
     whole = batch_norm == "sync" or not graph.training  # as by the plain layer, which may have no other statistics
     normed = [call for call in graph.calls if whole and call.op == "batch_norm" and call.attributes["training"]]
-    found = next(iter(normed), coupling(graph))
-    if found is not None:
-        layer = f"layer {found.layer}" if found.layer else "the network itself"
+    obstacle = next(iter(normed), coupling(graph))
+    if obstacle is not None:
+        layer = f"layer {obstacle.layer}" if obstacle.layer else "the network itself"
         who = f"batch norm over the global batch ({layer})" if normed else layer
         return f"{who} computes with all samples of a pass at once"
     of_samples = set(graph.inputs)
@@ -88,11 +77,7 @@ def why_together(graph: Graph, batch_norm: str) -> str:
 
 
 def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
-    """Cut `batch` samples into microbatches as even as can be, the larger ones first.
-
-    Returns:
-        `num_microbatches` sizes that add up to `batch` and differ by one sample at most.
-    """
+    """Cut `batch` samples into microbatches as even as can be, the larger ones first."""
     assert 1 <= num_microbatches <= batch, f"{num_microbatches} microbatches of {batch} samples"
     size, larger = divmod(batch, num_microbatches)
     return (size + 1,) * larger + (size,) * (num_microbatches - larger)
@@ -109,15 +94,8 @@ def passes(sizes: tuple[int, ...], merge: int) -> list[tuple[int, ...]]:
 
 
 def coupled_in_training(net: nn.Module) -> str | None:
-    """What computes with several samples at once in training alone, where no trial can show it: the network draws
-    random numbers; for a sentence.
-
-    Args:
-        net: what `convoy.parallelize` returned.
-
-    Returns:
-        None where there is nothing of the kind, or where evaluation has it too, of which a trial shows more.
-    """
+    """What computes with several samples at once in training alone, for a sentence; no trial can show it, as the
+    network draws random numbers. None where nothing does, or evaluation does too, of which a trial shows more."""
     network = network_of(net)
     if isinstance(network, Uncaptured) or coupling(network.example_placement(False).graph) is not None:
         return None
@@ -126,15 +104,8 @@ def coupled_in_training(net: nn.Module) -> str | None:
 
 
 def coupled(net: nn.Module) -> str | None:
-    """What in a parallelized network computes with several samples at once, batch norm aside; for a sentence.
-
-    Args:
-        net: what `convoy.parallelize` returned, of which a trial has shown that a sample's output depends on others
-            of its batch.
-
-    Returns:
-        None where that is the work of batch norm alone, called as a function.
-    """
+    """What, batch norm aside, makes a sample's output depend on others of its batch, as a trial has shown; for a
+    sentence. None where it is batch norm called as a function."""
     network = network_of(net)
     if isinstance(network, Uncaptured):
         return "the network"
@@ -153,51 +124,34 @@ def _name(call: Call) -> str:
 
 
 PROBE_SAMPLES = 2
-TOLERANCE = 1e-6
-"""Of the largest number, in float64."""
-CPU_BUDGET = 512 * 2**20
-"""Bytes that a pass keeps on a CPU at most: docs/benchmarks/small-passes.md."""
+TOLERANCE = 1e-6  # of the largest number, in float64
+CPU_BUDGET = 512 * 2**20  # bytes that a pass keeps on a CPU at most: docs/benchmarks/small-passes.md
+# Parts of a rank's memory that a pass may keep: a CPU's is for the data and for other programs too.
 CPU_SHARE, CUDA_SHARE = 1 / 8, 1 / 2
-"""Parts of a rank's memory that a pass may keep: a CPU's is for the data and for other programs too."""
-ASLEEP = 0.2
-"""Weights that are smaller than so much of what is usual let a branch do next to nothing."""
+ASLEEP = 0.2  # weights below this part of the usual size let a branch do next to nothing
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What two microbatches of two samples show.
+    """What two microbatches of two samples show."""
 
-    Attributes:
-        separable: microbatches that run in one pass give what they give one after the other; where the network draws
-            random numbers, in evaluation mode.
-        draws: the network draws random numbers that no layer here controls, or one dropout layer runs several times.
-        owned: the engine draws all of them itself, each as a function of (seed, step, layer, sample).
-        bytes_per_sample: memory that one sample's forward pass keeps for the backward pass.
-        outputs: tensors that it gives in training: with auxiliary heads more than one.
-        graph: of the plain network with two microbatches in training; None where a graph cannot say what it does.
-        on_device: ranks that share the memory of a GPU, or of a host's CPUs.
-    """
-
-    separable: bool
-    draws: bool
-    bytes_per_sample: int
-    outputs: int = 1
-    owned: bool = False
-    graph: Graph | None = field(default=None, repr=False)
-    on_device: int = 1
+    separable: bool  # microbatches in one pass give what they give in turn (in evaluation, if the network draws)
+    draws: bool  # it draws random numbers that no layer here controls, or one dropout layer runs several times
+    bytes_per_sample: int  # that a forward pass keeps for the backward pass
+    outputs: int = 1  # tensors that it gives in training: with auxiliary heads more than one
+    owned: bool = False  # the engine draws all of them itself, each as a function of (seed, step, layer, sample)
+    graph: Graph | None = field(default=None, repr=False)  # of two microbatches in training, if it can be captured
+    on_device: int = 1  # ranks that share the memory of a GPU, or of a host's CPUs
 
     @property
     def by_batch(self) -> bool:
         """Whether batch norm has no running statistics, so that evaluation depends on the batch too."""
         normed = (call.attributes for call in self.graph.calls if call.op == "batch_norm") if self.graph else ()
-        return any(found["training"] and found["running_mean"] is None for found in normed)
+        return any(attributes["training"] and attributes["running_mean"] is None for attributes in normed)
 
     def merge(self, sizes: tuple[int, ...], device: torch.device, memory: float, sharing: int = 1) -> int:
-        """Microbatches in one pass: all of them, as many as fit in the budget of a pass, or one.
-
-        Where several devices are `sharing` the work on a pass, each keeps a part of it. The budget is a part of the
-        `memory` that a rank has, in bytes.
-        """
+        """Microbatches in one pass: all of them, as many as fit in a pass's part of the rank's `memory` in bytes, or
+        one. Where several devices are `sharing` the work on a pass, each keeps a part of it."""
         if (self.draws and not self.owned) or not self.separable:
             return 1
         budget = CUDA_SHARE * memory if device.type == "cuda" else min(CPU_SHARE * memory, CPU_BUDGET)
@@ -213,41 +167,33 @@ def probe(
     batch_norm: BatchNormMode = "microbatch",
     has_numbers: bool = True,
 ) -> Probe:
-    """What a network does with two microbatches: read off its calls, or tried, where a graph does not say all of it.
-
-    Args:
-        plain: the network, which may be deferred if a graph says all of it.
-        image_shape: (channels, height, width).
-        device: where the network is to run.
-        samples: size of each of two microbatches.
-        precision: in which autocast computes; what is kept for the backward pass is counted so. None where it is off.
-        batch_norm: over which samples statistics are taken.
-        has_numbers: whether it can be tried: no rank has a deferred one.
-    """
+    """What a network does with two microbatches: read off its calls, or tried, where a graph does not say all of it
+    and no rank has a deferred one (`has_numbers`). `image_shape` is (channels, height, width), `samples` the size of each
+    microbatch, and `precision` that of autocast, None where it is off, in which the kept bytes are counted."""
     graph = graph_of(plain, image_shape, samples, training=True)
-    shown = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph
-    by_rules = graph and shown and all(call.op != "opaque" for call in (*graph.calls, *shown.calls))
-    if graph is None or shown is None or (has_numbers and not by_rules):
+    eval_graph = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph
+    by_rules = graph and eval_graph and all(call.op != "opaque" for call in (*graph.calls, *eval_graph.calls))
+    if graph is None or eval_graph is None or (has_numbers and not by_rules):
         return _tried(plain, image_shape, device, samples, precision, batch_norm, graph)
-    counted = under_autocast(graph, precision, device.type)
+    cast_graph = under_autocast(graph, precision, device.type)
     outputs = leaves(graph.output, Ref)
 
-    def kept(plan: Plan, batch: Batch) -> int:
-        return predict_memory(place(counted, plan, batch, [ref.name for ref in outputs]))[0].activations
+    def kept_bytes(plan: Plan, batch: Batch) -> int:
+        return predict_memory(place(cast_graph, plan, batch, [ref.name for ref in outputs]))[0].activations
 
     # What all samples share, as the weights that autocast has copied, is there once.
-    both = kept(_ALONE, Batch(_ALONE.mesh, (), (range(2 * samples),)))
-    of_samples = both - kept(_HALVES, Batch(_HALVES.mesh, (0,), balanced(2 * samples, 2)))
+    of_both = kept_bytes(_ALONE, Batch(_ALONE.mesh, (), (range(2 * samples),)))
+    of_one = of_both - kept_bytes(_HALVES, Batch(_HALVES.mesh, (0,), balanced(2 * samples, 2)))
     layers = dict(plain.named_modules())
-    drawn = Counter(call.layer for call in graph.calls if OPERATIONS[call.op].is_random)
-    draws = any(number > 1 or type(layers.get(layer)) not in DROPOUT_LAYERS for layer, number in drawn.items())
-    together = coupling(graph)
+    draw_counts = Counter(call.layer for call in graph.calls if OPERATIONS[call.op].is_random)
+    draws = any(number > 1 or type(layers.get(layer)) not in DROPOUT_LAYERS for layer, number in draw_counts.items())
+    obstacle = coupling(graph)
     return Probe(
-        separable=(coupling(shown) if draws else together) is None,
+        separable=(coupling(eval_graph) if draws else obstacle) is None,
         draws=draws,
-        bytes_per_sample=of_samples // samples,
+        bytes_per_sample=of_one // samples,
         outputs=len(outputs),
-        owned=draws and together is None,
+        owned=draws and obstacle is None,
         graph=graph,
     )
 
@@ -279,26 +225,26 @@ def _tried(
     model = copied(plain).train()
     context = prepare(model, 0, batch_norm)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before = random_state(device)
+        state = random_state(device)
         context.enter(0, 0, sizes, device)
-        kept: dict[int, int] = {}
+        bytes_at: dict[int, int] = {}
 
         def note(x: Tensor) -> Tensor:
             if precision is None or not _is_of_weight(x):
-                kept[x.data_ptr()] = max(kept.get(x.data_ptr(), 0), x.nbytes)
+                bytes_at[x.data_ptr()] = max(bytes_at.get(x.data_ptr(), 0), x.nbytes)
             # kept, so that no other gets its place, but without its node: in a circle with that it would stay for ever
             return x.detach()
 
         autocast = torch.autocast(device.type, precision, enabled=precision is not None)
-        with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as ran:
+        with autocast, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _calls(model) as run_counts:
             outputs = len(leaves(model(images), Tensor))
-        draws = not torch.equal(before, random_state(device)) or any(number > 1 for number in ran.values())
+        draws = not torch.equal(state, random_state(device)) or any(number > 1 for number in run_counts.values())
         separable = _separates(plain, image_shape, samples, device, training=not draws, batch_norm=batch_norm)
     weights = {p.data_ptr() for p in model.parameters()}
     return Probe(
         separable=separable,
         draws=draws,
-        bytes_per_sample=sum(size for pointer, size in kept.items() if pointer not in weights) // sum(sizes),
+        bytes_per_sample=sum(size for pointer, size in bytes_at.items() if pointer not in weights) // sum(sizes),
         outputs=outputs,
         graph=graph,
     )
@@ -313,8 +259,8 @@ def _separates(
     training: bool,
     batch_norm: BatchNormMode,
 ) -> bool:
-    """Whether microbatches in one pass give what they give one after the other: in float64 on the CPU, so that it is
-    the same on all devices."""
+    """Whether microbatches in one pass give what they give in turn; in float64 on the CPU, for one answer on all
+    devices."""
 
     def on(device: torch.device, dtype: torch.dtype) -> bool:
         model = copied(plain).to(device, dtype).train(training)
@@ -343,11 +289,13 @@ def _separable(model: nn.Module, context: StepContext, images: Tensor) -> bool:
     with weights that are not next to zero."""
     if not _alike(model, context, images):
         return False
-    asleep = list(_asleep(model))
-    if not asleep:
+    weights = list(_asleep(model))
+    if not weights:
         return True
-    with _awake(asleep):
-        finite = all(bool(each.isfinite().all()) for each in _run(model, context, images, 0, (len(images) // 2,) * 2))
+    with _awake(weights):
+        finite = all(
+            bool(output.isfinite().all()) for output in _run(model, context, images, 0, (len(images) // 2,) * 2)
+        )
         return not finite or _alike(model, context, images)  # else it shows nothing
 
 
@@ -362,14 +310,14 @@ def _run(
 def _alike(model: nn.Module, context: StepContext, images: Tensor) -> bool:
     """Whether two microbatches one after the other give, and leave in buffers, what they do together."""
     half, buffers = len(images) // 2, [b for b in model.buffers() if b.numel() and b.is_floating_point()]
-    before = [buffer.clone() for buffer in buffers]
-    together = _run(model, context, images, 0, (half, half))
-    after = [buffer.clone() for buffer in buffers]
-    for buffer, value in zip(buffers, before, strict=True):
+    values = [buffer.clone() for buffer in buffers]
+    outputs = _run(model, context, images, 0, (half, half))
+    buffers_after = [buffer.clone() for buffer in buffers]
+    for buffer, value in zip(buffers, values, strict=True):
         buffer.copy_(value)
-    apart = [_run(model, context, images[start : start + half], start, (half,)) for start in (0, half)]
-    return all(map(_close, after, buffers)) and all(
-        _close(whole, torch.cat([pieces[i] for pieces in apart])) for i, whole in enumerate(together)
+    halves = [_run(model, context, images[start : start + half], start, (half,)) for start in (0, half)]
+    return all(map(_close, buffers_after, buffers)) and all(
+        _close(output, torch.cat([pieces[i] for pieces in halves])) for i, output in enumerate(outputs)
     )
 
 
@@ -387,14 +335,14 @@ def _asleep(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
 def _awake(weights: list[tuple[Tensor, float]]) -> Iterator[None]:
     """Random numbers of the usual size in place of weights."""
     generator = torch.Generator().manual_seed(0)
-    kept = [weight.clone() for weight, _ in weights]
+    copies = [weight.clone() for weight, _ in weights]
     try:
         for weight, usual in weights:
             weight.copy_(usual * torch.randn(weight.shape, generator=generator))
         yield
     finally:
-        for (weight, _), before in zip(weights, kept, strict=True):
-            weight.copy_(before)
+        for (weight, _), value in zip(weights, copies, strict=True):
+            weight.copy_(value)
 
 
 @contextmanager

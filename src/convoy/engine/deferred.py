@@ -66,14 +66,14 @@ def make_room(model: nn.Module, group: Group) -> None:
             if isinstance(value, Tensor):
                 vars(module)[key] = broadcast(_blank(value).contiguous(), group)
         holders: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for held in holders:
-            for name, tensor in held.items():
+        for tensors in holders:
+            for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in blank:  # tied layers hold the same one
                         is_weight = isinstance(tensor, nn.Parameter)
-                        made = _blank(tensor)
-                        blank[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_weight else made
-                    held[name] = blank[id(tensor)]
+                        room = _blank(tensor)
+                        blank[id(tensor)] = nn.Parameter(room, tensor.requires_grad) if is_weight else room
+                    tensors[name] = blank[id(tensor)]
 
 
 def _blank(tensor: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
     placement = network.example_placement(net.training, samples)
     staged = network.staged(placement)
     memory = predict_memory(placement) if staged is None else memory_in_stages(placement, staged)
-    said = None if network.undivided else what_is_recomputed(placement, staged)
-    notes = [] if said is None else [said]
+    recomputed_text = None if network.undivided else what_is_recomputed(placement, staged)
+    notes = [] if recomputed_text is None else [recomputed_text]
     if staged is not None and isinstance(network, StagedNetwork):
         parts = network.example_parts(samples)
         share = rough_percent(bubble(network.schedule, parts, staged.number))

@@ -35,24 +35,17 @@ def source(
     contents: Mapping[str, Tensor],
     channels_last: bool = False,
 ) -> Tensor:
-    """A rank's part of an input, a parameter or a buffer.
-
-    Args:
-        value: which.
-        placement: of the network.
-        place: of the rank on the mesh.
-        device: where.
-        contents: whole parameters and buffers, and images of any number, as far as they are at hand.
-        channels_last: as images lie in memory; parameters that are at hand stay as they are.
-    """
+    """A rank's part of an input, a parameter or a buffer; `place` is the rank's on the mesh. `contents` has whole
+    parameters and buffers, and images of any number, as far as they are at hand. Images lie in memory as
+    `channels_last` says; parameters that are at hand stay as they are."""
     layout = placement.layouts[value.name]
     shape = layout.local_shape(value.shape, placement.mesh, place)
-    own = contents.get(value.name)
-    if own is not None and value.origin == "input":
-        return contiguous(tiled(own, shape).to(device), channels_last)
-    if own is not None:
-        part = cut(own.detach(), layout, placement.mesh, place).to(device)
-        part = part.clone() if part.data_ptr() == own.data_ptr() else part
+    whole = contents.get(value.name)
+    if whole is not None and value.origin == "input":
+        return contiguous(tiled(whole, shape).to(device), channels_last)
+    if whole is not None:
+        part = cut(whole.detach(), layout, placement.mesh, place).to(device)
+        part = part.clone() if part.data_ptr() == whole.data_ptr() else part
         return part.requires_grad_(value.origin == "parameter")
     if not value.dtype.is_floating_point:
         return torch.zeros(shape, dtype=value.dtype, device=device)
@@ -66,20 +59,13 @@ def source(
 def contiguous(tensor: Tensor, channels_last: bool) -> Tensor:
     """The tensor without gaps, images with the channels innermost in memory if that is how the network has them."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    kept = formats.get(tensor.dim(), torch.contiguous_format) if channels_last else torch.contiguous_format
-    return tensor.contiguous(memory_format=kept)
+    memory_format = formats.get(tensor.dim(), torch.contiguous_format) if channels_last else torch.contiguous_format
+    return tensor.contiguous(memory_format=memory_format)
 
 
 class NoTransfer:
     """What stands for the steps of a transfer: gives what they would give, as if the others had what this rank has.
-
-    Args:
-        steps: of the transfer.
-        shape: of the whole tensor.
-        placement: of the network.
-        place: of the rank on the mesh.
-        channels_last: as images lie in memory.
-    """
+    `shape` is that of the whole tensor, and `place` the rank's on the mesh."""
 
     def __init__(
         self,
@@ -105,8 +91,8 @@ class NoTransfer:
         return self._new(gradient, self._before)
 
     def _new(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        found = contiguous(tiled(like, shape), self._channels_last)
-        return found.clone() if found.data_ptr() == like.data_ptr() else found
+        result = contiguous(tiled(like, shape), self._channels_last)
+        return result.clone() if result.data_ptr() == like.data_ptr() else result
 
 
 class _NoTransfer(torch.autograd.Function):

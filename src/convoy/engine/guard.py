@@ -36,27 +36,17 @@ from convoy.engine.network import WRAPPED, Network, named_tensors
 from convoy.engine.shards import part_name
 from convoy.errors import ConvoyError
 
-_NONE = -1
-"""The number of no backward pass."""
-SHARE = 0.002
-"""Of the time, that comparisons take at most."""
-_AT_ONCE = 2**63 - 1
-"""A place in the order of autograd before all that is computed."""
-_PIECE = 2**20
-"""Numbers that are summed at once."""
+_NONE = -1  # the number of no backward pass
+SHARE = 0.002  # of the time, that comparisons take at most
+_AT_ONCE = 2**63 - 1  # a place in the order of autograd before all that is computed
+_PIECE = 2**20  # numbers that are summed at once
 _PATTERN = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Guard:
-    """Watches over one network; all ranks make it.
-
-    Args:
-        network: with its parameters placed.
-        compares: whether ranks are compared, and uses of parameters followed; gradients and optimizers always are.
-
-    Attributes:
-        follows: whether the uses of parameters in this pass are followed.
-    """
+    """Watches over one network, whose parameters are placed; all ranks make it. Ranks are compared and uses of
+    parameters followed if it `compares`, and `follows` says whether it does in this pass; gradients and optimizers
+    always are."""
 
     def __init__(self, network: Network, compares: bool = True) -> None:
         self._network = network
@@ -92,11 +82,7 @@ class Guard:
         return
 
     def look(self, inputs: Sequence[Tensor]) -> None:
-        """Before a pass with these inputs. All ranks call it before the same passes.
-
-        Raises:
-            ConvoyError: ranks differ where they should be alike.
-        """
+        """Before a pass, for all ranks together; ConvoyError where ranks differ and should be the same."""
         if not (self._network.model.training and torch.is_grad_enabled()):
             return
         self._passes += 1
@@ -108,8 +94,8 @@ class Guard:
             if inputs[0].is_cuda:
                 torch.cuda.synchronize(inputs[0].device)  # what is queued still is no cost of the comparison
             began = time.perf_counter()
-            wanted = self._compare(inputs, began)
-            self._gap = max(self._gap, min(2 * self._gap, wanted))
+            gap = self._compare(inputs, began)
+            self._gap = max(self._gap, min(2 * self._gap, gap))
             self._next = self._passes + self._gap
             self._to_follow = self._network.shows_uses
             self._looked_at = time.perf_counter()
@@ -119,7 +105,6 @@ class Guard:
         self._between_updates = False
 
     def mark_gradients(self) -> None:
-        """Let the gradients that there are answer for whole tensors."""
         self._gradients.mark()
 
     # What ranks should have alike.
@@ -131,23 +116,23 @@ class Guard:
         mesh = groups.mesh
         tensors = dict(self._alike())
         pass_s = (now - self._looked_at) / self._gap
-        wanted = min(2**30, math.ceil(self._cost_s / (SHARE * max(pass_s, 1e-6))))
+        gap = min(2**30, math.ceil(self._cost_s / (SHARE * max(pass_s, 1e-6))))
         sums = [_checksum(tensor) for tensor in tensors.values()]
         sums += [torch.stack([_checksum(x) for x in inputs]).sum()]
-        own = [*torch.stack(sums).tolist(), self._updates, *_hyperparameters(self._optimizers), wanted]
-        rows = gather_ints(own, groups.of(tuple(mesh.axes)))
+        numbers = [*torch.stack(sums).tolist(), self._updates, *_hyperparameters(self._optimizers), gap]
+        rows = gather_ints(numbers, groups.of(tuple(mesh.axes)))
         *weights, samples, updates, rates, rate, gaps = zip(*rows, strict=True)
         if len(set(updates)) > 1:
-            other = next(rank for rank, value in enumerate(updates) if value != updates[0])
+            odd_rank = next(rank for rank, value in enumerate(updates) if value != updates[0])
             raise ConvoyError(
-                f"rank 0 has made {updates[0]} updates since it made its network parallel, and rank {other} "
-                f"{updates[other]}: let all ranks call optimizer.step() after the same passes"
+                f"rank 0 has made {updates[0]} updates since it made its network parallel, and rank {odd_rank} "
+                f"{updates[odd_rank]}: let all ranks call optimizer.step() after the same passes"
             )
         if len(set(rates)) > 1:
-            other = next(rank for rank, value in enumerate(rates) if value != rates[0])
+            odd_rank = next(rank for rank, value in enumerate(rates) if value != rates[0])
             raise ConvoyError(
-                f"the optimizers of ranks 0 and {other} have different options (learning rate {_double(rate[0]):g} and "
-                f"{_double(rate[other]):g}): let all ranks make the same optimizer, and step its scheduler alike"
+                f"the optimizers of ranks 0 and {odd_rank} have different options (learning rate {_double(rate[0]):g} "
+                f"and {_double(rate[odd_rank]):g}): let all ranks make the same optimizer, and step its scheduler alike"
             )
         self._check_samples(samples, inputs)
         for name, values in zip(tensors, weights, strict=True):
@@ -171,8 +156,8 @@ class Guard:
         return lambda rank: tuple(mesh.coordinates(rank)[axis] for axis in axes)
 
     def _differ(self, name: str, values: Sequence[int]) -> bool:
-        place, known = self._same(name), dict[tuple[int, ...], int]()
-        return any(known.setdefault(place(rank), value) != value for rank, value in enumerate(values))
+        place, values_at = self._same(name), dict[tuple[int, ...], int]()
+        return any(values_at.setdefault(place(rank), value) != value for rank, value in enumerate(values))
 
     def _size(self, tensor: Tensor, split_axes: Iterable[int]) -> tuple[float, int]:
         """By how much of its largest number a tensor differs from the first replica, at most, and on which rank; 0 for
@@ -188,15 +173,14 @@ class Guard:
         return (sizes[worst] if sizes[worst] > allowed else 0.0), worst
 
     def _check_size(self, name: str, tensor: Tensor) -> None:
-        """Refuse a difference that is more than rounding."""
         size, worst = self._size(tensor, self._network.layouts[name].split_axes)
         if size == 0:
             return
         place = self._same(name)
-        other = next(rank for rank in range(worst + 1) if place(rank) == place(worst))
+        first_rank = next(rank for rank in range(worst + 1) if place(rank) == place(worst))
         kind = "weight" if name in dict(self._network.model.named_parameters()) else "buffer"
         raise ConvoyError(
-            f"the {kind} {name} should be the same on ranks {other} and {worst}, and differs by {size:.1e} of "
+            f"the {kind} {name} should be the same on ranks {first_rank} and {worst}, and differs by {size:.1e} of "
             "its largest number: something that only one of them does has changed it, as a gradient or weight changed "
             "by hand, an update left out, random numbers of its own, or a state loaded on one rank; let all ranks do "
             "the same, or pass checks=False to convoy.parallelize if that is meant"
@@ -250,13 +234,11 @@ class Guard:
             self._backward, self._uses, self._inner = outer, uses, False
 
     def unfollow(self) -> None:
-        """Follow the uses of parameters no longer."""
         for _, handle in self._handles:
             handle.remove()
         self._handles, self._uses, self.follows = [], {}, False
 
     def _follow(self) -> None:
-        """Follow the uses of parameters until the end of the next backward pass."""
         for name, parameter in self._network.model.named_parameters():
             if parameter.requires_grad:
                 node = get_gradient_edge(parameter).node  # to be kept, as the parameter does not keep it
@@ -279,29 +261,28 @@ class Guard:
         return hook
 
     def _end_with_backward(self) -> None:
-        """Follow uses until the backward pass that is running ends."""
         if self._ending != self._backward:
             self._ending = self._backward
             at_end_of_backward(self.unfollow)
 
     def _enter_backward(self) -> None:
         """Forget what an earlier backward pass has left, which broke off or was that of `torch.autograd.grad`."""
-        now = current_backward()
-        if now != self._backward:
-            self._backward, self._uses = now, {}
+        backward = current_backward()
+        if backward != self._backward:
+            self._backward, self._uses = backward, {}
 
     @torch.no_grad()
     def _check_use(self, name: str, gradient: Tensor) -> None:
-        known = self._uses.pop(name, [])  # no longer held: it becomes `.grad` without a copy
-        if len(known) == 1 and known[0].data_ptr() == gradient.data_ptr():
+        gradients = self._uses.pop(name, [])  # no longer held: it becomes `.grad` without a copy
+        if len(gradients) == 1 and gradients[0].data_ptr() == gradient.data_ptr():
             return
-        if known and not gradient.numel():  # of a weight of another stage
+        if gradients and not gradient.numel():  # of a weight of another stage
             return
-        if known:
-            total = sum(known[1:], known[0].clone())
-            scale = sum(x.abs().max() for x in known)
+        if gradients:
+            total = sum(gradients[1:], gradients[0].clone())
+            scale = sum(x.abs().max() for x in gradients)
             off = (gradient - total).abs().max()
-            if not bool(off > 2 * len(known) * torch.finfo(gradient.dtype).eps * scale):
+            if not bool(off > 2 * len(gradients) * torch.finfo(gradient.dtype).eps * scale):
                 return
         self.unfollow()
         raise ConvoyError(
@@ -328,19 +309,19 @@ class Guard:
 
     def _has_parameters_of(self, optimizer: Optimizer) -> bool:
         """Whether it has; it is looked at when it is new, has more groups, or has been given another state."""
-        known = self._optimizers.get(optimizer)
-        if known is None or abs(known) != len(optimizer.param_groups):
-            own = {id(parameter) for parameter in self._network.model.parameters()}
-            mine = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-            if mine and self._divided:
+        entry = self._optimizers.get(optimizer)
+        if entry is None or abs(entry) != len(optimizer.param_groups):
+            identities = {id(parameter) for parameter in self._network.model.parameters()}
+            has_some = any(id(p) in identities for group in optimizer.param_groups for p in group["params"])
+            if has_some and self._divided:
                 network = self._network
                 shapes = {name: shape for name, (shape, _) in network.shapes.items()}
                 part = part_name(network.layouts, network.shapes, network.groups, network.plan)
                 optimizers.check(optimizer, self._divided, shapes, part)
-                if known is None or known < 0:
+                if entry is None or entry < 0:
                     optimizer.register_load_state_dict_post_hook(self._forget)
-            known = self._optimizers[optimizer] = len(optimizer.param_groups) * (1 if mine else -1)
-        return known > 0
+            entry = self._optimizers[optimizer] = len(optimizer.param_groups) * (1 if has_some else -1)
+        return entry > 0
 
     def _forget(self, optimizer: Optimizer) -> None:
         self._optimizers[optimizer] = 0  # to be looked at before its next step
@@ -351,7 +332,6 @@ _watching = False
 
 
 def _watch_optimizers() -> None:
-    """Have torch call the guards around the steps of optimizers, once for all."""
     global _watching
     if not _watching:
         _watching = True
@@ -375,9 +355,9 @@ def _checksum(tensor: Tensor) -> Tensor:
     return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.split(_PIECE)]).sum()
 
 
-def _hyperparameters(known: Mapping[Optimizer, int]) -> tuple[int, int]:
+def _hyperparameters(optimizers: Mapping[Optimizer, int]) -> tuple[int, int]:
     """A checksum of the options of all optimizers, and the bits of the first learning rate."""
-    groups = [group for optimizer, number in known.items() if number > 0 for group in optimizer.param_groups]
+    groups = [group for optimizer, number in optimizers.items() if number > 0 for group in optimizer.param_groups]
     options = [
         sorted((key, float(value)) for key, value in group.items() if isinstance(value, int | float))
         for group in groups
@@ -387,5 +367,4 @@ def _hyperparameters(known: Mapping[Optimizer, int]) -> tuple[int, int]:
 
 
 def _double(bits: int) -> float:
-    found: float = struct.unpack("d", struct.pack("q", bits))[0]
-    return found
+    return float(struct.unpack("d", struct.pack("q", bits))[0])

@@ -24,11 +24,9 @@ BATCH_NORM_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SampleDropout(nn.Module):
-    """Drop elements, or whole channels, of each sample by its own random key (Srivastava et al., 2014).
-
-    The same sample loses the same elements on whatever device, in whatever batch and order it is computed. Without an
-    announced step (`StepContext.enter`) it refuses to run in training mode rather than draw from a hidden state.
-    """
+    """Drop elements, or whole channels, of each sample by its own random key (Srivastava et al., 2014). The same sample
+    loses the same elements on whatever device, in whatever batch and order it is computed. Without an announced step
+    (`StepContext.enter`) it refuses to run in training mode rather than draw from a hidden state."""
 
     def __init__(self, name: str, p: float, channels: bool, context: StepContext) -> None:
         super().__init__()
@@ -56,11 +54,9 @@ class SampleDropout(nn.Module):
 
 
 class MicrobatchNorm(_BatchNorm):
-    """Batch norm that normalizes every microbatch by its own mean and variance (Goyal et al., 2017, section 2.3).
-
-    The running statistics are updated once for each microbatch, in order, as if the microbatches had run one after
-    the other; parameters and buffers are those of the layer that it replaces, under the same names.
-    """
+    """Batch norm that normalizes every microbatch by its own mean and variance (Goyal et al., 2017, section 2.3). The
+    running statistics are updated once for each microbatch, in order, as if the microbatches had run one after the
+    other; parameters and buffers are those of the layer that it replaces, under the same names."""
 
     def __init__(self, layer: _BatchNorm, context: StepContext) -> None:
         super().__init__(0, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
@@ -120,21 +116,10 @@ class PointwiseConv2d(nn.Conv2d):
         return F.conv2d(input, weight, bias, self.stride, self.padding, dilation, self.groups)
 
 
-def _is_pointwise(layer: nn.Module) -> bool:
-    if not is_torchs(layer):
-        return False
-    return (layer.kernel_size, layer.stride, layer.dilation) == (POINT, POINT, POINT)
-
-
 def prepare(model: nn.Module, seed: int, batch_norm: BatchNormMode) -> StepContext:
-    """Let a network follow a context of its own (`follow`), which must be told of every step before its forward pass.
-
-    Args:
-        model: any network; changed in place.
-        seed: the run's seed, for the random keys of samples.
-        batch_norm: `microbatch` (statistics over each microbatch), `sync` (over the global batch) or `local` (over the
-            samples of this device). On one device the last two are the plain layer over the whole batch.
-    """
+    """Let a network, in place, follow a new context, which must be told of every step before its forward pass
+    (`follow`). `seed` is for the random keys of samples. Batch norm's statistics are those of each microbatch, of the
+    global batch (`sync`) or of this device's samples (`local`); on one device the last two are the plain layer's."""
     context = StepContext(seed, batch_norm=batch_norm)
     follow(model, context)
     return context
@@ -152,11 +137,11 @@ def follow(model: nn.Module, context: StepContext, all_but: Collection[str] = ()
         elif type(module) in BATCH_NORM_LAYERS and context.batch_norm == "microbatch":
             assert isinstance(module, _BatchNorm)
             _become(module, MicrobatchNorm(module, context))
-        elif _is_pointwise(module):
+        elif is_torchs(module) and (module.kernel_size, module.stride, module.dilation) == (POINT, POINT, POINT):
             module.__class__ = PointwiseConv2d
 
 
-def _become(layer: nn.Module, other: nn.Module) -> None:
+def _become(layer: nn.Module, replacement: nn.Module) -> None:
     """Let a layer do what another does. It stays where it is, with its hooks, and what code that looks for it finds."""
-    layer.__class__ = type(type(other).__name__, (type(other), type(layer)), {})
-    vars(layer).update({name: value for name, value in vars(other).items() if name not in vars(layer)})
+    layer.__class__ = type(type(replacement).__name__, (type(replacement), type(layer)), {})
+    vars(layer).update({name: value for name, value in vars(replacement).items() if name not in vars(layer)})

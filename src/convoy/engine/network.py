@@ -47,19 +47,18 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """For every parameter and buffer the dictionary that holds it, and its key there."""
-    found: dict[str, tuple[dict[str, Any], str]] = {}
+    owners: dict[str, tuple[dict[str, Any], str]] = {}
     for name in named_tensors(model):
         path, _, key = name.rpartition(".")
         module = model.get_submodule(path)
-        found[name] = (module._parameters if key in module._parameters else module._buffers), key
-    return found
+        owners[name] = (module._parameters if key in module._parameters else module._buffers), key
+    return owners
 
 
 class Guard(Protocol):
     """Sees the passes of a network, and how they use its parameters."""
 
-    follows: bool
-    """Whether the uses of parameters are to be given to `use` now."""
+    follows: bool  # whether the uses of parameters are to be given to `use` now
 
     def look(self, inputs: Sequence[Tensor]) -> None:
         """Before a pass with these inputs."""
@@ -148,20 +147,12 @@ class Network:
 
     def look(self, examples: Sequence[Tensor], training: bool, form: Form | None = None) -> None:
         """Find the layers that the network calls; where some parameters have no part in that, in the other mode too.
-
-        Args:
-            examples: one rank's inputs.
-            training: the mode.
-            form: the other arguments, if there are any.
-
-        Raises:
-            CaptureError: the network does something that a graph cannot say.
-        """
+        `examples` are one rank's inputs. CaptureError where the network does something that a graph cannot say."""
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
         total = len(examples[0]) * self.plan.mesh.num_devices
         self._graphs = [self._capture(Signature(training, (total,), kinds(examples), form))]
-        used = {value.name for value in self._graphs[0].parameters()}
-        if any(name not in used for name, _ in self.model.named_parameters()):
+        names = {value.name for value in self._graphs[0].parameters()}
+        if any(name not in names for name, _ in self.model.named_parameters()):
             with contextlib.suppress(CaptureError):
                 self._graphs.append(self._capture(Signature(not training, (total,), kinds(examples), form)))
         self.layers = tuple(dict.fromkeys((call.layer, call.op) for graph in self._graphs for call in graph.calls))
@@ -188,21 +179,17 @@ class Network:
             self._alone[state] = self.undivided, self.normalizes
 
     def check_hooks(self) -> None:
-        """Refuse hooks that would not see what they do on one device."""
         self._unchanged.check_hooks()
 
     def place_parameters(self, axes: Axes | None = None) -> None:
-        """Decide where every parameter and buffer is kept: where the calls that were found want it.
-
-        Args:
-            axes: the sample axes, where they are not for this network alone to decide.
-        """
+        """Decide where every parameter and buffer is kept: where the calls that were found want it. `axes` are the
+        sample axes, where they are not for this network alone to decide."""
         self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
-        first, *others = self._graphs
+        first, *more_graphs = self._graphs
         total = first.shape(first.inputs[0])[0]
         placement = self._place(first, balanced(total, self.num_sample_ranks))
         self.layouts = {name: placement.layouts[name] for name in self.shapes if name in placement.layouts}
-        for graph in others:
+        for graph in more_graphs:
             with contextlib.suppress(ConvoyError):  # it is said when the network first runs in that mode
                 layouts = self._place(graph, balanced(total, self.num_sample_ranks)).layouts
                 self.layouts |= {name: layouts[name] for name in self.shapes if name in layouts}
@@ -243,9 +230,9 @@ class Network:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What `model(...)` runs: its forward pass may be another one by now (`net.forward = ...`)."""
-        given = vars(self.model).get("forward")
-        if not torch.compiler.is_compiling() and getattr(given, "__self__", None) is not self:
-            self._own_forward, self._forwards = given, self._forwards + 1
+        forward = vars(self.model).get("forward")
+        if not torch.compiler.is_compiling() and getattr(forward, "__self__", None) is not self:
+            self._own_forward, self._forwards = forward, self._forwards + 1
             vars(self.model)["forward"] = self.forward
         return self.model._call_impl(*args, **kwargs)
 
@@ -259,13 +246,13 @@ class Network:
     @contextlib.contextmanager
     def plain_forward(self) -> Iterator[None]:
         """The model with the forward pass that it had."""
-        now = vars(self.model).pop("forward", None)
+        forward = vars(self.model).pop("forward", None)
         vars(self.model).update({} if self._own_forward is None else {"forward": self._own_forward})
         try:
             yield
         finally:
             vars(self.model).pop("forward", None)
-            vars(self.model).update({} if now is None else {"forward": now})
+            vars(self.model).update({} if forward is None else {"forward": forward})
 
     def _has_kernels(self) -> bool:
         """Whether a pass of the undivided network is faster by Convoy's kernels, and nobody would miss its layers."""
@@ -283,15 +270,8 @@ class Network:
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(outputs[ref.name], samples)))
 
     def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """See that a pass can run. All ranks call it.
-
-        Args:
-            inputs: this rank's.
-            call: what all ranks are to be in; see `exchange_samples`.
-
-        Returns:
-            The inputs to compute with, and how many samples every sample rank has.
-        """
+        """The inputs to compute a pass with, and how many samples every sample rank has. All ranks call it. `call` is
+        what all ranks are to be in; see `exchange_samples`."""
         cast = self._unchanged.check(inputs)
         samples = self.samples_of_pass(inputs, call)
         if cast:
@@ -316,8 +296,8 @@ class Network:
         """Take note that parameters have another type or device than before. All ranks call it."""
         if self.guard is not None:
             self.guard.unfollow()
-        held = named_tensors(self.model)
-        self.shapes = {name: (shape, held[name].dtype) for name, (shape, _) in self.shapes.items()}
+        tensors = named_tensors(self.model)
+        self.shapes = {name: (shape, tensors[name].dtype) for name, (shape, _) in self.shapes.items()}
         self._programs, self._owners = {}, {}
         if self.reducer is not None:
             self.reducer = self.reducer.anew()
@@ -350,11 +330,7 @@ class Network:
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of something that lies as a parameter or buffer does: itself, its gradient. All ranks call it.
-
-        Args:
-            name: under which the state of the plain network has it; a tied tensor has several.
-            tensor: this rank's part.
-        """
+        `name` is any under which the state of the plain network has it; a tied tensor has several."""
         shape, layout = self.entry(name)
         return collect(plain(tensor), layout, shape, self.groups)
 
@@ -366,7 +342,9 @@ class Network:
         """Serial shape and layout of a parameter or buffer, under any of its names."""
         if name not in self.shapes:
             tensor = self.model.state_dict(keep_vars=True)[name]
-            name = next(other for other, own in named_tensors(self.model).items() if own is tensor)
+            name = next(
+                serial_name for serial_name, candidate in named_tensors(self.model).items() if candidate is tensor
+            )
         return self.shapes[name][0], self.layouts[name]
 
     def owns(self, name: str) -> bool:
@@ -375,22 +353,18 @@ class Network:
 
     @property
     def trains(self) -> bool:
-        """Whether it is in training, or some of its layers are."""
         return self.model.training or bool(self._unchanged.exceptions())
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     @property
     def sample_rank(self) -> int:
-        """This rank's place on the sample axes."""
         return self.groups.mesh.index(self.groups.coordinates, self.sample_axes)
 
     @property
     def num_sample_ranks(self) -> int:
-        """How many parts a global batch is divided into."""
         return self.groups.mesh.size(self.sample_axes)
 
     def placement(self, examples: Sequence[Tensor], samples: tuple[int, ...], training: bool) -> Placement:
@@ -404,11 +378,7 @@ class Network:
         return self._placement(signature)
 
     def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The samples of every sample rank: those of the example, unless others are said.
-
-        Raises:
-            ConvoyError: they are said of another number of sample ranks.
-        """
+        """The samples of every sample rank, by default the example's; ConvoyError for another number of ranks."""
         if samples is None:
             return (self.example[0][0][0],) * self.num_sample_ranks
         if len(samples) != self.num_sample_ranks:
@@ -432,40 +402,39 @@ class Network:
 
     def python_state(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Modules in another mode than the network, and how what `forward` reads has changed; as in a `Signature`."""
-        other = (f"forward {self._forwards}",) if self._forwards else ()
-        return self._unchanged.exceptions(), (*other, *self._unchanged.state())
+        replacements = (f"forward {self._forwards}",) if self._forwards else ()
+        return self._unchanged.exceptions(), (*replacements, *self._unchanged.state())
 
     def _run(
         self,
         placement: Placement,
         program: Program,
         inputs: Sequence[Tensor],
-        received: Mapping[str, Tensor] | None = None,
+        arrivals: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        given = {**dict(zip(placement.graph.inputs, inputs, strict=True)), **(received or {})}
+        values = {**dict(zip(placement.graph.inputs, inputs, strict=True)), **(arrivals or {})}
         if not self._owners:
             self._owners = owners(self.model)
-        held = self._owners
-        tensors = [given[n] if n in given else held[n][0][held[n][1]] for n in program.sources]
+        owners_of = self._owners
+        tensors = [values[n] if n in values else owners_of[n][0][owners_of[n][1]] for n in program.sources]
         if self.guard is not None and self.guard.follows:
             tensors = [self.use(n, x) for n, x in zip(program.sources, tensors, strict=True)]
         watch = self.watch(placement) if self.watch is not None else None
         return dict(zip(program.outputs, program(tensors, watch), strict=True))
 
     def _signature(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None) -> Signature:
-        """Of a pass in the modes that the modules are in."""
         return Signature(self.model.training, samples, kinds(inputs), form, *self.python_state())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:
-        found = self._programs.get(signature)
-        if found is None:
+        entry = self._programs.get(signature)
+        if entry is None:
             if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
             with torch.inference_mode(False):  # the program, and the tensors in it, serve training too
                 placement = self._placement(signature)
                 compile = self.compile and signature.training
-            found = self._programs[signature] = placement, self._made(placement, compile)
-        return found
+            entry = self._programs[signature] = placement, self._made(placement, compile)
+        return entry
 
     def staged(self, placement: Placement) -> StagedGraph | None:
         """The stages of a graph of this network; None where every rank runs all of it."""
@@ -478,27 +447,23 @@ class Network:
         return self._place(self.capture_again(signature), consecutive(signature.samples))
 
     def capture_again(self, signature: Signature) -> Graph:
-        """The network in a pass of another kind than that of the example.
-
-        Raises:
-            ConvoyError: it does something else with such samples, or cannot take them.
-        """
+        """The graph of another kind of pass; ConvoyError where the network cannot take such samples."""
         try:
             return self._capture(signature)
         except CaptureError as error:
             if signature.state:
-                changed = ", ".join(text.partition(" ")[0] for text in signature.state)
+                changes = ", ".join(text.partition(" ")[0] for text in signature.state)
                 raise ConvoyError(
-                    f"the network, of which something was changed after convoy.parallelize ({changed}), cannot be run: "
+                    f"the network, of which something was changed after convoy.parallelize ({changes}), cannot be run: "
                     f"{error}; change it before, or build the network anew"
                 ) from error
-            given, example = (
-                ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in each)
-                for each in (signature.inputs, [(shape[1:], dtype) for shape, dtype in self.example])
+            inputs, example = (
+                ", ".join(f"{list(shape)} of {dtype}" for shape, dtype in kinds_of)
+                for kinds_of in (signature.inputs, [(shape[1:], dtype) for shape, dtype in self.example])
             )
             mode = "in training" if signature.training else "in evaluation"
             raise ConvoyError(
-                f"the network cannot be run {mode} with samples of {given}: {error}; the example "
+                f"the network cannot be run {mode} with samples of {inputs}: {error}; the example "
                 f"given to convoy.parallelize has samples of {example}"
             ) from error
 

@@ -24,14 +24,8 @@ from convoy.errors import ConvoyError
 
 def divide_update(net: nn.Module, optimizer: Optimizer) -> Optimizer:
     """The optimizer to use: one that shares the update of large parameters, or the given one where that does not pay.
-
     All ranks call it, before the first update. Where the update is shared each rank has the sum of its own piece of a
-    large gradient only, so that `optimizer` must not be used any more.
-
-    Args:
-        net: as `parallelize` gave it.
-        optimizer: of its parameters.
-    """
+    large gradient only, so that `optimizer` must not be used any more."""
     network = network_of(net)
     parameters = [(p, tuple(sorted(network.layouts[name].copied))) for name, p in net.named_parameters()]
     if network.reducer is None or not sharding_pays(optimizer, parameters, network.groups):
@@ -41,8 +35,8 @@ def divide_update(net: nn.Module, optimizer: Optimizer) -> Optimizer:
     return ShardedOptimizer(optimizer, network.reducer)
 
 
+# Key in an optimizer's `param_groups` that says of which parts its state is; saved and loaded with them.
 PART = "convoy_part"
-"""Key in an optimizer's `param_groups` that says of which parts its state is; saved and loaded with them."""
 _SIZES = (8, 6, 3, 3, 3)
 _STEPS = 3
 
@@ -50,17 +44,9 @@ _STEPS = 3
 def check(
     optimizer: Optimizer, divided: Mapping[nn.Parameter, str], shapes: Mapping[str, tuple[int, ...]], part: str
 ) -> None:
-    """See that an optimizer updates divided parameters as the whole ones would be.
-
-    Args:
-        optimizer: about to step.
-        divided: those of its parameters that are divided, with their names.
-        shapes: of the whole tensors, by name.
-        part: says which parts this rank has.
-
-    Raises:
-        ConvoyError: it looks at whole tensors, or its state is of other parts.
-    """
+    """See that an optimizer that is about to step updates divided parameters as the whole ones would be. `divided` has
+    the names of its parameters that are divided, `shapes` are of the whole tensors by name, and `part` says which parts
+    this rank has. ConvoyError where it looks at whole tensors, or its state is of other parts."""
     for group in optimizer.param_groups:
         names = [divided[p] for p in group["params"] if p in divided]
         if not names:
@@ -100,13 +86,8 @@ def _check_state(state: Mapping[str, Any], parameter: Tensor, name: str, shapes:
 def _looks_at_whole_tensors(
     optimizer: Optimizer, group: Mapping[str, Any], examples: Mapping[int, Tensor]
 ) -> str | None:
-    """Why an optimizer does not treat every number by itself; None where it was seen to do so.
-
-    Args:
-        optimizer: of which a twin is tried.
-        group: of its parameters.
-        examples: by their number of dimensions, parameters on whose device it is tried, in float64 or else their type.
-    """
+    """Why an optimizer does not treat every number by itself; None where a trial of its twin showed that it does. It is
+    tried on the devices of `examples`, parameters by their number of dimensions, in float64 or else their type."""
     options = {key: value for key, value in group.items() if key not in ("params", PART)}
     for (dim, like), cut in itertools.product(sorted(examples.items()), range(2)):
         if cut >= dim:
@@ -114,11 +95,11 @@ def _looks_at_whole_tensors(
         failure = ""
         for dtype in (torch.float64, like.dtype):  # rounding of a lower precision hides what is small
             try:
-                together, apart = _together_and_apart(optimizer, options, dim, cut, like.device, dtype)
+                whole_updated, halves_updated = _together_and_apart(optimizer, options, dim, cut, like.device, dtype)
             except Exception as error:
                 failure = f"cannot be tried on tensors with {dim} dimensions ({type(error).__name__}: {error})"
                 continue
-            if not torch.allclose(together, apart, rtol=8 * torch.finfo(dtype).eps, atol=1e-7):
+            if not torch.allclose(whole_updated, halves_updated, rtol=8 * torch.finfo(dtype).eps, atol=1e-7):
                 return "looks at whole tensors"
             break
         else:
@@ -134,15 +115,14 @@ def _together_and_apart(
     whole, *gradients = [torch.randn(_SIZES[:dim], generator=generator).to(device, dtype) for _ in range(1 + _STEPS)]
     halves = [list(g.chunk(2, cut)) for g in gradients]
     return [
-        torch.cat(list(_updated(optimizer, options, tensors, each)), cut)
-        for tensors, each in (([whole], [[g] for g in gradients]), (list(whole.chunk(2, cut)), halves))
+        torch.cat(list(_updated(optimizer, options, tensors, updates)), cut)
+        for tensors, updates in (([whole], [[g] for g in gradients]), (list(whole.chunk(2, cut)), halves))
     ]
 
 
 def _updated(
     optimizer: Optimizer, options: Mapping[str, Any], tensors: list[Tensor], gradients: list[list[Tensor]]
 ) -> Iterator[Tensor]:
-    """What an optimizer of the same kind makes of tensors by some updates."""
     parameters = [nn.Parameter(tensor.clone().contiguous()) for tensor in tensors]
     twin = type(optimizer).__new__(type(optimizer))
     twin.__dict__ |= optimizer.__dict__  # `copy.copy` would leave out what torch does not know
@@ -150,8 +130,8 @@ def _updated(
     twin.param_groups = [{**copy.deepcopy(dict(options)), "params": parameters}]
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for each in gradients:
-            for parameter, gradient in zip(parameters, each, strict=True):
+        for update in gradients:
+            for parameter, gradient in zip(parameters, update, strict=True):
                 parameter.grad = gradient.clone().contiguous()
             type(optimizer).step(twin)  # not `twin.step`, which schedulers replace by that of the optimizer
     yield from (parameter.detach() for parameter in parameters)

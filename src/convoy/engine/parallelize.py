@@ -82,23 +82,23 @@ def _take(
     marks = [name for name in state if name.startswith(prefix + _MARK)]
     for mark in marks:
         del state[mark]
-        theirs, own = _text(mark, prefix), _text(prefix + _name(network), prefix)
-        if not same_part(theirs, own):
+        part_of_state, own_part = _text(mark, prefix), _text(prefix + _name(network), prefix)
+        if not same_part(part_of_state, own_part):
             raise ConvoyError(
-                f"this state is {theirs}, and the network has {own}: save with convoy.save, or what convoy.state_dict "
-                "gives, and load with convoy.load or convoy.load_state_dict"
+                f"this state is {part_of_state}, and the network has {own_part}: save with convoy.save, or what "
+                "convoy.state_dict gives, and load with convoy.load or convoy.load_state_dict"
             )
     if marks:
         return
-    held = own_state(network.model)
+    tensors = own_state(network.model)
     for name in [name for name in state if name.startswith(prefix)]:
         tensor, key = state[name], name.removeprefix(prefix)
-        if not isinstance(tensor, Tensor) or key not in held:
+        if not isinstance(tensor, Tensor) or key not in tensors:
             continue
         shape, layout = network.entry(key)
         if layout.splits and tuple(tensor.shape) == shape:
             state[name] = network.part(key, tensor)
-        elif layout.splits and tensor.shape == held[key].shape:
+        elif layout.splits and tensor.shape == tensors[key].shape:
             raise ConvoyError(
                 f"{key} has the shape of one rank's part and does not say of which: load whole tensors, as "
                 "convoy.state_dict gives them, or a state as net.state_dict() gave it on this rank"
@@ -362,7 +362,6 @@ def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _examples(model: nn.Module, example: Any) -> tuple[tuple[Tensor, ...], Form | None]:
-    """The tensors of an example, and its other arguments, if there are any."""
     args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
     values = [*args, *(example.values() if isinstance(example, dict) else ())]
     tensors = [value for value in values if isinstance(value, Tensor)]
@@ -388,22 +387,15 @@ def _network(
     recompute: Recompute,
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else whole on every rank."""
-    channels_last = _is_channels_last(model, examples, groups)
+    options: dict[str, Any] = {"loss": loss, "channels_last": _is_channels_last(model, examples, groups)}
     staged = plan.mesh.stage_axis is not None and plan.mesh.sizes[plan.mesh.stage_axis] > 1
     try:
         if staged:
             network: Network = StagedNetwork(
-                model,
-                plan,
-                groups,
-                context,
-                loss=loss,
-                channels_last=channels_last,
-                recompute=recompute,
-                microbatches=microbatches,
+                model, plan, groups, context, **options, recompute=recompute, microbatches=microbatches
             )
         else:
-            network = Network(model, plan, groups, context, loss=loss, channels_last=channels_last, recompute=recompute)
+            network = Network(model, plan, groups, context, **options, recompute=recompute)
         network.look(examples, model.training, form)
     except CaptureError as error:
         if isinstance(error, KeptError) and plan.mesh.num_devices > 1:
@@ -421,15 +413,8 @@ def _network(
                 f"recompute needs the network as one graph, but {error}: leave recompute away, or let the network "
                 "itself recompute by torch.utils.checkpoint"
             ) from error
-        network = Uncaptured(
-            model,
-            plan,
-            groups,
-            context,
-            loss=loss,
-            channels_last=channels_last,
-            captured=f"whole on every rank, as {error}",
-        )
+        reason = f"whole on every rank, as {error}"
+        network = Uncaptured(model, plan, groups, context, **options, captured=reason)
         network.counts_passes = isinstance(error, ChangedError)
         network.look(examples, model.training, form)
     modules = [name for name, _ in model.named_modules()]
@@ -440,9 +425,9 @@ def _network(
 
 def _seed(seed: int | None, groups: Groups) -> int:
     """Rank 0's seed, on every rank."""
-    own = (torch.initial_seed() if seed is None else seed) % 2**64
+    own_seed = (torch.initial_seed() if seed is None else seed) % 2**64
     world = groups.of(tuple(groups.mesh.axes))
-    high, low = gather_ints([own >> 32, own % 2**32], world)[0]
+    high, low = gather_ints([own_seed >> 32, own_seed % 2**32], world)[0]
     return (high << 32) + low
 
 
@@ -456,7 +441,6 @@ def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], groups: Gr
 
 
 def _take_shards(network: Network, device: torch.device) -> None:
-    """Cut this rank's parts of rank 0's tensors, one tensor after the other, and keep them on a device."""
     world = network.groups.of(tuple(network.groups.mesh.axes))
     with torch.no_grad():
         for name, tensor in named_tensors(network.model).items():

@@ -48,46 +48,28 @@ def steady(
     patience_s: float = math.inf,
     settled: Callable[[], bool] = lambda: True,
 ) -> list[T]:
-    """Measure until several measurements are near the fastest; those before the first of them were to warm up.
+    """Measure until several measurements are near the fastest; gives those from the first of them on.
 
-    What comes later counts whether it is near or not: training has slow updates, too.
-
-    Args:
-        measure: takes one measurement.
-        seconds: of a measurement.
-        agree: whether all who measure together are done, when told whether this one is.
-        enough: measurements near the fastest, itself included, that make an end.
-        within: how near, as a part of the fastest.
-        most: measurements after which it ends in any case.
-        patience_s: seconds after which two measurements are enough: where each takes long, what disturbs one is small.
-        settled: whether the last measurement was of a process that has what it needs; without that, two are not enough.
-
-    Returns:
-        The measurements from the first on that is near the fastest.
+    Those before were to warm up; what comes later counts whether it is near or not, as training has slow updates, too.
+    It ends with `enough` measurements that are `within` that part of the fastest, itself included, or with `most` in
+    all. After `patience_s` seconds two are enough, if the process is `settled`: where each takes long, what disturbs
+    one is small. `agree` is told whether this rank is done, and says whether all who measure together are.
     """
-    found: list[T] = []
+    measurements: list[T] = []
     near: list[int] = []
     began = time.perf_counter()
     for _ in range(most):
-        found.append(measure())
-        limit = (1 + within) * min(map(seconds, found))
-        near = [number for number, one in enumerate(found) if seconds(one) <= limit]
-        late = len(found) > 1 and settled() and time.perf_counter() - began > patience_s
+        measurements.append(measure())
+        limit = (1 + within) * min(map(seconds, measurements))
+        near = [number for number, measurement in enumerate(measurements) if seconds(measurement) <= limit]
+        late = len(measurements) > 1 and settled() and time.perf_counter() - began > patience_s
         if agree(late or len(near) >= enough):
             break
-    return found[near[0] :]
+    return measurements[near[0] :]
 
 
 class TimedTransfer(Transfer):
-    """A transfer with a record of its time.
-
-    Args:
-        clock: of the device.
-        args: as for `Transfer`.
-
-    Attributes:
-        dtype: of what was sent last.
-    """
+    """A transfer with a record of its time; `args` are as for `Transfer`, `dtype` is that of what was sent last."""
 
     def __init__(self, clock: DeviceClock, *args: Any) -> None:
         super().__init__(*args)
@@ -96,21 +78,19 @@ class TimedTransfer(Transfer):
         self._ways: list[tuple[Any, Any, float]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """The step without autograd."""
         self.dtype = x.dtype
         self._ways = []
         return self._timed(super().forward, x)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """The conjugate of the step."""
         return self._timed(super().backward, gradient)
 
     def _timed(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         start, began = self._clock.now(), self._clock.host()
-        found = run(x)
+        result = run(x)
         issuing = self._clock.host() - began
         self._ways.append((start, self._clock.now(), issuing))
-        return found
+        return result
 
     def taken(self) -> tuple[float, float]:
         """Seconds of the last time, forward and backward."""
@@ -126,25 +106,18 @@ class TimedTransfer(Transfer):
         return forward, backward
 
 
-OUTSIDE = ""
-"""The name of the time that belongs to no call."""
-_MADE_UP = "made up"
-"""That of transfers, of what stands in for them, and of their gradients."""
-_GROWS = 1000
-"""Pages, from which on a pass is slower for them."""
+OUTSIDE = ""  # the name of the time that belongs to no call
+_MADE_UP = "made up"  # the name of the time of transfers, of what stands in for them, and of their gradients
+_GROWS = 1000  # more pages than this make a pass slower
 _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Seconds of one call.
-
-    Attributes:
-        forward, backward: means over the passes that `middle_half` leaves, so that they add up to a pass.
-        host_forward, host_backward: those of the host that issues it; 0 where it is the device. They are shares of a
-            pass in which the host reads no clock, and add up to the median of such passes: its first one may take
-            seconds, in which kernels are loaded, and of what disturbs it now and then every call has its part.
-    """
+    """Seconds of one call: on the device, and of the host that issues it (0 where it is the device). `forward` and
+    `backward` are means over the passes that `middle_half` leaves, so that they add up to a pass. Those of the host are
+    shares of a pass in which the host reads no clock, and add up to the median of such passes: its first one may take
+    seconds, in which kernels are loaded, and of what disturbs it now and then every call has its part."""
 
     forward: float
     backward: float
@@ -154,15 +127,12 @@ class CallTimes:
 
 @dataclass(frozen=True)
 class Profile:
-    """What this rank takes for a pass.
+    """What this rank takes for a pass: `seconds` in all, and by call; `OUTSIDE` has what no call takes.
 
-    Attributes:
-        calls: times by the name of the call; `OUTSIDE` has what the pass takes beside the calls.
-        transfers: with other ranks, the steps, shapes of the whole tensors, types and times of redistributions. A rank
-            that comes first to one waits for the others: that is part of the time.
-        seconds: of a pass.
-        slowest: those of the rank that took longest for the pass, in the mean over the passes. Where no two passes take
-            equally long, now one rank is the slowest and now another, and all wait for it at their next exchange.
+    With other ranks, `transfers` has the steps, shapes of the whole tensors, types and times of redistributions. A rank
+    that comes first to one waits for the others: that is part of the time. `slowest` is of the rank that took longest
+    for the pass, in the mean over the passes. Where no two passes take equally long, now one rank is the slowest and
+    now another, and all wait for it at their next exchange.
     """
 
     calls: dict[str, CallTimes]
@@ -179,19 +149,10 @@ class _NoOthers(Groups):
 
 
 class Profiler:
-    """Runs a rank's part of a placement.
-
-    Args:
-        placement: the network, in training, at the batch of one pass.
-        rank: whose part.
-        device: where.
-        channels_last: whether images lie with the channels innermost in memory.
-        batch_norm: over which samples its statistics are taken.
-        microbatches: samples of each microbatch of the pass; by default all are one.
-        contents: whole parameters and buffers by name, and images, as far as they are at hand.
-        groups: the other ranks of the mesh, which do the same at the same time; None if they are not there.
-        clock: of the device.
-    """
+    """Runs a rank's part of a placement: the network, in training, at the batch of one pass. `microbatches` has the
+    samples of each of its microbatches, by default one for all; `contents` whole parameters and buffers by name, and
+    images, as far as they are at hand; `groups` the other ranks, which do the same at the same time, None if they are
+    not there."""
 
     def __init__(
         self,
@@ -223,24 +184,20 @@ class Profiler:
 
         def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Redistribution:
             assert groups is not None
-            found = [TimedTransfer(self._clock, step, mesh, place, groups, shape, channels_last) for step in steps]
-            self._timed += found
-            return Redistribution(found)
+            transfers = [TimedTransfer(self._clock, step, mesh, place, groups, shape, channels_last) for step in steps]
+            self._timed += transfers
+            return Redistribution(transfers)
 
-        others = groups or _NoOthers(mesh, rank)
+        ranks = groups or _NoOthers(mesh, rank)
         transfer = timed if groups else stand_in
-        self._program = Program(placement, others, self._context, channels_last, transfer=transfer)
+        self._program = Program(placement, ranks, self._context, channels_last, transfer=transfer)
         self._tensors = [
             source(values[name], placement, place, device, contents or {}, channels_last)
             for name in self._program.sources
         ]
 
     def try_out(self) -> None:
-        """One pass, of which nothing is kept.
-
-        Raises:
-            torch.OutOfMemoryError: it does not fit.
-        """
+        """One pass, of which nothing is kept; torch.OutOfMemoryError where it does not fit."""
         self._pass()
 
     def run(
@@ -249,13 +206,9 @@ class Profiler:
         slowest: Callable[[float], float] = lambda seconds: seconds,
         enough: int = 3,
     ) -> Profile:
-        """Time every call, in passes that are repeated until they are steady.
-
-        Args:
-            agree: called after every pass with whether this rank is done; whether all who measure at the same time are.
-            slowest: called after every pass with its seconds on this rank; those of the slowest of them.
-            enough: passes that must be near the fastest.
-        """
+        """Time every call, in passes that are repeated until `enough` of them are near the fastest. After every pass,
+        `agree` is told whether this rank is done and says whether all who measure at the same time are, and `slowest`
+        takes this rank's seconds and gives those of the slowest of them."""
         passes = steady(
             partial(self._measured, slowest),  # no lambda: a traceback would keep it, and the groups
             lambda one: one.slowest,
@@ -269,17 +222,17 @@ class Profiler:
         calls = {
             name: _middle([[getattr(one, way).get(name, 0.0) for way in _WAYS] for one in passes]) for name in names
         }
-        marked = [sum(getattr(one, way) for one in calls.values()) or 1.0 for way in _WAYS[2:]]
-        part = [median_low(one.whole[way] for one in passes) / marked[way] for way in (0, 1)]
+        marked_s = [sum(getattr(one, way) for one in calls.values()) or 1.0 for way in _WAYS[2:]]
+        part = [median_low(one.whole[way] for one in passes) / marked_s[way] for way in (0, 1)]
         calls = {
             name: replace(one, host_forward=part[0] * one.host_forward, host_backward=part[1] * one.host_backward)
             for name, one in calls.items()
             if name != _MADE_UP
         }
-        taken = map(_middle, zip(*(one.transfers for one in passes), strict=True))
+        transfer_times = map(_middle, zip(*(one.transfers for one in passes), strict=True))
         return Profile(
             calls,
-            [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, taken, strict=True)],
+            [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, transfer_times, strict=True)],
             mean(one.seconds for one in passes),
             mean(one.slowest for one in passes),
         )
@@ -296,23 +249,30 @@ class Profiler:
             self._clock.wait()
             forward, backward = self._pass()
             host = forward.spans(operator.sub), backward.spans(operator.sub)
-            issuing = [one.issuing() for one in self._timed]
+            issuing = [timed_transfer.issuing() for timed_transfer in self._timed]
             self._clock.wait()
             self._clock.delay(sum(sum(way.values()) for way in host))
-        before = page_faults()
+        faults = page_faults()
         self._now = self._clock.now
         forward, backward = self._pass()
-        grown = page_faults() - before
-        self._grew = self._device.type == "cpu" and self._ahead > 0 and grown > _GROWS
+        new_pages = page_faults() - faults
+        self._grew = self._device.type == "cpu" and self._ahead > 0 and new_pages > _GROWS
         if self._grew:
             self._ahead -= 1
-            get_ahead(4 * grown)
-        there, back = (way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward))
-        taken = [one.taken() for one in self._timed]
-        seconds = sum(found for way in (there, back) for name, found in way.items() if name != _MADE_UP)
-        seconds += sum(map(sum, taken))
-        transfers = [(*both, *issued) for both, issued in zip(taken, issuing, strict=True)]
-        return _Pass(there, back, *host, whole, transfers, seconds, slowest(seconds))
+            get_ahead(4 * new_pages)
+        forward_s, backward_s = (
+            way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward)
+        )
+        transfer_s = [timed_transfer.taken() for timed_transfer in self._timed]
+        seconds = sum(
+            seconds_of_call
+            for way in (forward_s, backward_s)
+            for name, seconds_of_call in way.items()
+            if name != _MADE_UP
+        )
+        seconds += sum(map(sum, transfer_s))
+        transfers = [(*both, *issuing_s) for both, issuing_s in zip(transfer_s, issuing, strict=True)]
+        return _Pass(forward_s, backward_s, *host, whole, transfers, seconds, slowest(seconds))
 
     def _pass(self, marks: bool = True) -> "tuple[_Stopwatch, _Stopwatch]":
         """One forward and one backward pass, with marks at the moments of `_now`: of each call, or of both ends."""
@@ -349,17 +309,15 @@ class _Pass:
     slowest: float
 
 
-_WAYS = "forward", "backward", "host_forward", "host_backward"
-"""As `CallTimes` has them."""
+_WAYS = "forward", "backward", "host_forward", "host_backward"  # as `CallTimes` has them
 
 
 def _middle(passes: Sequence[Sequence[float]]) -> CallTimes:
-    """Of the times of a call in several passes."""
     forward, backward, *host = zip(*passes, strict=True)
     return CallTimes(mean(forward), mean(backward), *map(median_low, host))
 
 
-def middle_half(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
+def middle_half(measurements: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
     """All but the fastest and the slowest quarter.
 
     The mean of these is about as robust as a median, and it adds up: the calls of a pass to the pass, where the sum of
@@ -368,8 +326,8 @@ def middle_half(found: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
     >>> middle_half([9.0, 1.0, 3.0, 2.0], float)
     [2.0, 3.0]
     """
-    out = len(found) // 4
-    return sorted(found, key=seconds)[out : len(found) - out]
+    quarter = len(measurements) // 4
+    return sorted(measurements, key=seconds)[quarter : len(measurements) - quarter]
 
 
 class _Stopwatch:
@@ -384,10 +342,10 @@ class _Stopwatch:
 
     def spans(self, between: Callable[[Any, Any], float]) -> dict[str, float]:
         """Seconds from each mark to the next, added up by name; `between` is given the later moment first."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for (name, start), (_, end) in itertools.pairwise(self._marks):
-            found[name] = found.get(name, 0.0) + between(end, start)
-        return found
+            seconds[name] = seconds.get(name, 0.0) + between(end, start)
+        return seconds
 
 
 class _Marks:

@@ -39,13 +39,8 @@ from convoy.plans.transfer import Step
 
 
 def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None = None) -> Kernel | None:
-    """The version of a call that writes its result over an input that nobody else reads; None where it must not.
-
-    Args:
-        placed: the call.
-        readers: of its network's values.
-        own: what the stretch has made so far that the call will run again with; all else is to stay for that.
-    """
+    """The version of a call that writes its result over an input that nobody else reads; None where it must not. In a
+    stretch that will run again, only what is in `own`, which the stretch itself has made, may be overwritten."""
 
     def is_spare(source: str) -> bool:
         if placed.placed.inputs[source].partial:  # a rank that adds no bias gives a view, which autograd protects
@@ -65,51 +60,36 @@ def _taking(place: int) -> Kernel:
 
 
 def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
-    alike = x.shape == y.shape and x.dtype == y.dtype and x.is_floating_point()
-    return [x.add_(y) if alike else x + y]
+    is_same_kind = x.shape == y.shape and x.dtype == y.dtype and x.is_floating_point()
+    return [x.add_(y) if is_same_kind else x + y]
 
 
 @dataclass
 class Ending:
-    """What follows a batch norm at once, which alone reads its result, and is done with it in one kernel on a GPU.
+    """What follows a batch norm at once, alone reads its result, and is done with it in one kernel on a GPU."""
 
-    Attributes:
-        relu: whether a ReLU does, after the addition if there is one.
-        addition: the call that adds something; the batch norm runs right before it.
-        addend: what that is.
-        twin: a batch norm whose result it is and that nobody else reads either; both run as one.
-    """
-
-    relu: bool = False
-    addition: PlacedCall | None = None
+    relu: bool = False  # after the addition, if there is one
+    addition: PlacedCall | None = None  # adds `addend`; the batch norm runs right before it
     addend: str | None = None
-    twin: PlacedCall | None = None
+    twin: PlacedCall | None = None  # a batch norm that gives `addend`, which nobody else reads; both run as one
 
 
 def inside(
     calls: Sequence[PlacedCall], graph: Graph, readers: Readers, stretch: Callable[[int], range | None], pairs: bool
 ) -> tuple[dict[str, Ending], dict[str, int]]:
-    """What batch norms do beside themselves.
-
-    Args:
-        calls: of the program, in order.
-        graph: the network.
-        readers: of its values.
-        stretch: which of them a call belongs to that is computed again.
-        pairs: whether sums of two batch norms run as one, so that they share their messages.
-
-    Returns:
-        The endings, by name of the batch norm's call; and by name of each call that is done in one, which of its inputs
-        its result is.
-    """
-    buffers = Counter(one.call.attributes["running_mean"] for one in calls if one.call.op == "batch_norm")
+    """What follows each batch norm within it, by the name of its call; and by the name of each call that is done in
+    one, which of its inputs is its result. `stretch` says with which calls a call is computed again. With `pairs`, sums
+    of two batch norms run as one and share messages."""
+    buffers = Counter(
+        placed_call.call.attributes["running_mean"] for placed_call in calls if placed_call.call.op == "batch_norm"
+    )
 
     def movable(norm: Call) -> bool:  # not past another one that follows the same statistics
         return norm.attributes["running_mean"] is None or buffers[norm.attributes["running_mean"]] == 1
 
     norms: dict[str, tuple[int, PlacedCall]] = {}  # by what is their result so far
     endings: dict[str, Ending] = {}
-    done: dict[str, int] = {}
+    inner_calls: dict[str, int] = {}
     for number, placed in enumerate(calls):
         call = placed.call
         if call.op == "batch_norm":
@@ -138,22 +118,24 @@ def inside(
             if twin is not None and twin.call.name not in endings and movable(twin.call):
                 ending.twin = twin
         endings[norm.name] = ending
-        done[call.name] = call.inputs.index(source)
+        inner_calls[call.name] = call.inputs.index(source)
         norms[call.outputs[0]] = norms[source]
-    return endings, done
+    return endings, inner_calls
 
 
 def _moved(calls: Sequence[PlacedCall], endings: Mapping[str, Ending]) -> Iterator[tuple[int, PlacedCall]]:
-    """The calls with their numbers, in the order in which they run: a batch norm with an addition right before that,
-    and its twin as a part of it."""
+    """The calls with their numbers, as they run: a batch norm right before its addition, its twin as part of it."""
     numbers = {placed.call.name: number for number, placed in enumerate(calls)}
-    before = {each.addition.call.name: norm for norm, each in endings.items() if each.addition is not None}
-    late = {*before.values(), *(each.twin.call.name for each in endings.values() if each.twin is not None)}
+    norm_before = {ending.addition.call.name: norm for norm, ending in endings.items() if ending.addition is not None}
+    moved_names = {
+        *norm_before.values(),
+        *(ending.twin.call.name for ending in endings.values() if ending.twin is not None),
+    }
     for number, placed in enumerate(calls):
-        if placed.call.name in before:
-            norm = numbers[before[placed.call.name]]
+        if placed.call.name in norm_before:
+            norm = numbers[norm_before[placed.call.name]]
             yield norm, calls[norm]
-        if placed.call.name not in late:
+        if placed.call.name not in moved_names:
             yield number, placed
 
 
@@ -163,22 +145,15 @@ def _layouts(placed: PlacedCall) -> dict[str, Layout]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """Takes what is in some slots, fills others, and empties those that nobody reads any more.
+    """Takes what is in some slots, fills others, and empties those (`free`) that nobody reads any more."""
 
-    Attributes:
-        run: computes; a stretch that is run again in the backward pass is a `Stretch`.
-        alone: it does more than compute: it talks to other ranks, or keeps something.
-        name: of the call that it is, empty where it is none or several.
-        layer: what it belongs to, for people.
-    """
-
-    run: Callable[..., Sequence[Any]]
+    run: Callable[..., Sequence[Any]]  # computes; a `Stretch` is run again in the backward pass
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    alone: bool
+    alone: bool  # it does more than compute: it talks to other ranks, or keeps something
     free: tuple[int, ...] = ()
-    name: str = ""
-    layer: str = ""
+    name: str = ""  # of the call; empty where it is none or several
+    layer: str = ""  # for people
 
 
 def execute(instructions: Sequence[Instruction], slots: dict[int, Any] | list[Any], watch: "Watch | None") -> None:
@@ -203,26 +178,20 @@ def execute(instructions: Sequence[Instruction], slots: dict[int, Any] | list[An
 
 def freeing(instructions: Sequence[Instruction], results: Iterable[int]) -> tuple[Instruction, ...]:
     """The instructions, each emptying the slots that it reads last; those of the results stay."""
-    wanted = set(results)
-    found: list[Instruction] = []
+    live_slots = set(results)
+    instructions_back: list[Instruction] = []
     for instruction in reversed(instructions):
         read = set(instruction.inputs) | set(instruction.outputs)
-        found.append(replace(instruction, free=tuple(sorted(read - wanted))))
-        wanted |= read
-    return tuple(found[::-1])
+        instructions_back.append(replace(instruction, free=tuple(sorted(read - live_slots))))
+        live_slots |= read
+    return tuple(instructions_back[::-1])
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Instructions that leave nothing for the backward pass but their inputs, and are run again there.
-
-    Attributes:
-        body: the instructions.
-        inputs, outputs: the slots that they take from before and leave for later.
-        updated: those of the inputs that are buffers which they bring up to date. Torch sees to it that all others are
-            in the backward pass what they were.
-        context: of the step.
-    """
+    """Instructions that leave nothing for the backward pass but their inputs, and are run again there. `inputs` and
+    `outputs` are the slots that they take from before and leave for later; `updated` are those inputs that are buffers
+    which they bring up to date. Torch sees to it that all others are in the backward pass what they were."""
 
     body: tuple[Instruction, ...]
     inputs: tuple[int, ...]
@@ -231,22 +200,22 @@ class Stretch:
     context: StepContext
 
     def __call__(self, *tensors: Any, watch: "Watch | None" = None) -> Sequence[Any]:
-        given = dict(zip(self.inputs, tensors, strict=True))
+        slots = dict(zip(self.inputs, tensors, strict=True))
         if not torch.is_grad_enabled():
-            return self._run(given, watch)
-        buffers = {slot: given.pop(slot) for slot in self.updated}
-        names, rerun = tuple(given), self.context.rerun()
+            return self._run(slots, watch)
+        buffers = {slot: slots.pop(slot) for slot in self.updated}
+        names, rerun = tuple(slots), self.context.rerun()
         is_first = True
 
         def run(*tensors: Any) -> Sequence[Any]:
             nonlocal is_first
-            entered, watcher = (rerun.first(), watch) if is_first else (rerun.again(), None)
+            context, watcher = (rerun.first(), watch) if is_first else (rerun.again(), None)
             is_first = False
-            with entered:
+            with context:
                 return self._run({**buffers, **dict(zip(names, tensors, strict=True))}, watcher)
 
-        found: Sequence[Any] = checkpoint(run, *given.values(), use_reentrant=False, preserve_rng_state=False)
-        return found
+        results: Sequence[Any] = checkpoint(run, *slots.values(), use_reentrant=False, preserve_rng_state=False)
+        return results
 
     def _run(self, slots: dict[int, Any], watch: "Watch | None") -> Sequence[Any]:
         execute(self.body, slots, watch)
@@ -254,49 +223,44 @@ class Stretch:
 
 
 MOST_CUTS = 5
-LEAST_BYTES = 2**23
-"""Cutting off fewer bytes of gradients gains less than what the compiler can no longer fuse."""
+LEAST_BYTES = 2**23  # Cutting off fewer bytes of gradients gains less than what the compiler can no longer fuse.
 
 
 def compiled(
     instructions: Sequence[Instruction], results: Iterable[int], gradients: Mapping[int, int]
 ) -> list[Instruction]:
     """The same program with every stretch of instructions that only compute as one, cut for the gradients' sake.
-
-    Args:
-        instructions: of the program, in order.
-        results: slots that are read after the last one.
-        gradients: bytes that ranks exchange for the gradient of what is in a slot.
-    """
-    wanted = set(results)
-    found: list[Instruction] = []
+    `results` are the slots read after the last one, `gradients` the bytes that ranks exchange for the gradient of a
+    slot."""
+    live_slots = set(results)
+    segments: list[Instruction] = []
     stretch: list[Instruction] = []
     enough = max(LEAST_BYTES, sum(gradients.values()) / MOST_CUTS)
     for instruction in reversed(instructions):
         if instruction.alone:
-            found += [*_joined(stretch, wanted), instruction]
+            segments += [*_joined(stretch, live_slots), instruction]
             stretch = []
-            wanted |= set(instruction.inputs)
+            live_slots |= set(instruction.inputs)
             continue
         stretch.insert(0, instruction)
-        if sum(gradients.get(slot, 0) for slot in {slot for one in stretch for slot in one.inputs}) >= enough:
-            found += _joined(stretch, wanted)
+        if sum(gradients.get(slot, 0) for slot in {slot for member in stretch for slot in member.inputs}) >= enough:
+            segments += _joined(stretch, live_slots)
             stretch = []
-    found += _joined(stretch, wanted)
-    return found[::-1]
+    segments += _joined(stretch, live_slots)
+    return segments[::-1]
 
 
-def _joined(stretch: Sequence[Instruction], wanted: set[int]) -> list[Instruction]:
+def _joined(stretch: Sequence[Instruction], live_slots: set[int]) -> list[Instruction]:
     """One instruction for a stretch; what it needs from before is `wanted` from then on."""
     if not stretch:
         return []
-    made: set[int] = set()
-    needed: dict[int, None] = {}
+    outputs_so_far: set[int] = set()
+    needs: dict[int, None] = {}
     for instruction in stretch:
-        needed |= dict.fromkeys(slot for slot in instruction.inputs if slot not in made)
-        made |= set(instruction.outputs)
-    inputs, outputs = tuple(needed), tuple(sorted(made & wanted))
-    wanted |= set(inputs)
+        needs |= dict.fromkeys(slot for slot in instruction.inputs if slot not in outputs_so_far)
+        outputs_so_far |= set(instruction.outputs)
+    inputs, outputs = tuple(needs), tuple(sorted(outputs_so_far & live_slots))
+    live_slots |= set(inputs)
     return [Instruction(_compile(tuple(stretch), inputs, outputs), inputs, outputs, alone=False)]
 
 
@@ -311,19 +275,17 @@ def _compile(stretch: Sequence[Instruction], inputs: Sequence[int], outputs: Seq
 
     # torch.compile keeps what it has made by code object, and only so much for each: every stretch needs its own
     code = run.__code__.replace(co_name="stretch")
-    own = types.FunctionType(code, run.__globals__, "stretch", None, run.__closure__)
-    return compile_function(own, dynamic=False)
+    function = types.FunctionType(code, run.__globals__, "stretch", None, run.__closure__)
+    return compile_function(function, dynamic=False)
 
 
-LOW_PRECISION = {"conv", "linear"}
-"""Calls that autocast computes in low precision: what they need is sent so."""
+LOW_PRECISION = {"conv", "linear"}  # Calls that autocast computes in low precision: what they need is sent so.
 
-Place = tuple[str, Layout]
-"""A value in one layout: what a slot of the program holds."""
+Place = tuple[str, Layout]  # a value in one layout: what a slot of the program holds
 
 
+# From steps and the shape of the whole tensor to what does them on this rank.
 BuildTransfer = Callable[[tuple[Step, ...], tuple[int, ...]], Callable[[Tensor], Tensor]]
-"""From steps and the shape of the whole tensor to what does them on this rank."""
 
 
 class Watch(Protocol):
@@ -379,23 +341,25 @@ class Program:
         self._build_transfer = transfer or self._redistribution
         graph, mesh, coordinates = placement.graph, placement.mesh, groups.coordinates
         calls, crossing, returns = placement.calls, {}, True
-        used = set(placement.layouts)
+        names = set(placement.layouts)
         if staged is not None:
             calls = tuple(placement.calls[number] for number in staged.calls(stage))
-            crossing = {each.value: each for each in staged.crossings}
+            crossing = {item.value: item for item in staged.crossings}
             returns = stage == staged.number - 1
-            received = [each.value for each in staged.received(stage)]
-            used = {name for placed in calls for name in placed.call.inputs} | set(placement.outputs if returns else ())
+            arrivals = [item.value for item in staged.received(stage)]
+            names = {name for placed in calls for name in placed.call.inputs} | set(
+                placement.outputs if returns else ()
+            )
         self.sources = [n for n, v in graph.values.items() if v.origin in ("input", "parameter", "buffer")]
-        self.sources = [name for name in self.sources if name in used and name in placement.layouts]
-        self.sources += received if staged is not None else []
+        self.sources = [name for name in self.sources if name in names and name in placement.layouts]
+        self.sources += arrivals if staged is not None else []
         self._sources = [self._slot(name, placement.layouts[name]) for name in self.sources]
         self._constants = {
             self._slot(name, placement.layouts[name]): cut(value, placement.layouts[name], mesh, coordinates)
             for name, value in graph.constants.items()
-            if name in used and name in placement.layouts
+            if name in names and name in placement.layouts
         }
-        others = {
+        full_precision = {
             (name, layout)
             for placed in calls
             for name, layout in placed.placed.inputs.items()
@@ -403,18 +367,20 @@ class Program:
         }
         readers = Readers(placement.graph, [*placement.outputs, *crossing])
         part = placement if staged is None else staged.part(placement, stage)
-        again = {number: stretch for stretch in stretches(part) for number in stretch}
+        stretch_of = {number: stretch for stretch in stretches(part) for number in stretch}
         pairs = graph.training and context.batch_norm == "sync" and not compile
-        endings, done = inside(calls, graph, readers, again.get, pairs)
+        endings, inner_calls = inside(calls, graph, readers, stretch_of.get, pairs)
         places: dict[range, range] = {}
-        made: set[str] = set()
+        results: set[str] = set()
         for number, placed in _moved(calls, endings):
             ending = endings.get(placed.call.name, Ending())
-            joining = [each for each in (placed, ending.twin, ending.addition) if each is not None]
+            joining = [item for item in (placed, ending.twin, ending.addition) if item is not None]
             for name, steps, target in (
-                (n, steps, one.placed.inputs[n]) for one in joining for n, steps in one.transfers.items()
+                (n, steps, joined_call.placed.inputs[n])
+                for joined_call in joining
+                for n, steps in joined_call.transfers.items()
             ):
-                self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in others)
+                self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in full_precision)
             site = Site(graph, mesh, coordinates, groups, context, placed.call, _layouts(placed), ending.relu)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
@@ -425,25 +391,25 @@ class Program:
             elif ending.addition is not None and ending.addend is not None:
                 site = replace(site, addend=ending.addend)
                 inputs.append(self._slot(ending.addend, ending.addition.placed.inputs[ending.addend]))
-            stretch, start = again.get(number), len(self._instructions)
+            stretch, start = stretch_of.get(number), len(self._instructions)
             if stretch is not None and stretch not in places:
-                made = set()
-            if placed.call.name in done:
-                kernel: Kernel | None = _taking(done[placed.call.name])
+                results = set()
+            if placed.call.name in inner_calls:
+                kernel: Kernel | None = _taking(inner_calls[placed.call.name])
             else:
-                kernel = overwriting(placed, readers, None if stretch is None else made)
+                kernel = overwriting(placed, readers, None if stretch is None else results)
             kernel = kernel or OPERATIONS[site.call.op].build(site)
-            made.update(placed.call.outputs)
+            results.update(placed.call.outputs)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)
                 buffers = tuple(inputs[place] for place in kernel.buffers)
                 records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
             elif compile and isinstance(kernel, Exchanging):
-                own, moments = self._new_slot(), self._new_slot()
+                sums, moments = self._new_slot(), self._new_slot()
                 name, buffers = placed.call.name, tuple(inputs[place] for place in kernel.buffers)
-                self._add(kernel.before, inputs, [own], name=name)
-                self._add(kernel.exchange, [*buffers, own], [moments], True, name)
+                self._add(kernel.before, inputs, [sums], name=name)
+                self._add(kernel.exchange, [*buffers, sums], [moments], True, name)
                 self._add(kernel.after, [*inputs, moments], outputs, name=name)
             else:
                 self._add(kernel, inputs, outputs, isinstance(kernel, Alone | Exchanging), placed.call.name)
@@ -454,7 +420,7 @@ class Program:
             self._transfer(name, layouts[name], steps, "the output")
         self.outputs = list(placement.outputs)
         if staged is not None and not returns:
-            self.outputs = list(dict.fromkeys(each.value for each in staged.sent(stage)))
+            self.outputs = list(dict.fromkeys(item.value for item in staged.sent(stage)))
         self._outputs = [self._slot(name, layouts[name]) for name in self.outputs]
         self._instructions += records
         if places:
@@ -464,23 +430,15 @@ class Program:
         self._program = freeing(self._instructions, {*self._outputs, *self._constants})
 
     def __call__(self, tensors: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
-        """Run the pass.
-
-        Args:
-            tensors: this rank's part of every source, in order.
-            watch: is told of every instruction.
-
-        Returns:
-            This rank's part of every output, in order.
-        """
+        """This rank's part of every output, in order, from its part of every source; `watch` sees every instruction."""
         slots: list[Any] = [None] * self._num_slots
         for slot, constant in self._constants.items():
             slots[slot] = constant
         for slot, tensor in zip(self._sources, tensors, strict=True):
             slots[slot] = tensor
         execute(self._program, slots, watch)
-        found = [slots[slot] for slot in self._outputs]
-        return [tensor for tensor in found if tensor is not None]
+        outputs = [slots[slot] for slot in self._outputs]
+        return [tensor for tensor in outputs if tensor is not None]
 
     def _slot(self, name: str, layout: Layout) -> int:
         if (name, layout) not in self._slots:
@@ -519,23 +477,25 @@ class Program:
 
     def _gradients(self) -> dict[int, int]:
         """Bytes that ranks exchange for the gradient of the parameter in a slot."""
-        placement, found = self._placement, {}
+        placement, num_bytes = self._placement, {}
         for name, slot in zip(self.sources, self._sources, strict=True):
             value, layout = placement.graph.values[name], placement.layouts[name]
             if value.origin == "parameter" and placement.mesh.size(tuple(layout.copied)) > 1:
                 parts = placement.mesh.size(tuple(layout.split_axes))
-                found[slot] = math.prod(value.shape) * value.dtype.itemsize // parts
-        return found
+                num_bytes[slot] = math.prod(value.shape) * value.dtype.itemsize // parts
+        return num_bytes
 
     def _fold(self, places: Sequence[range], compile: bool) -> None:
         """Make one instruction of each stretch that is run again, which are at these places."""
         changing = self._changing()
         for place in reversed(places):
             body, rest = self._instructions[place.start : place.stop], self._instructions[place.stop :]
-            wanted = {*self._outputs, *(slot for one in rest for slot in one.inputs)}
-            made = {slot for one in body for slot in one.outputs}
-            inputs = tuple(dict.fromkeys(slot for one in body for slot in one.inputs if slot not in made))
-            outputs = tuple(sorted(made & wanted))
+            live_slots = {*self._outputs, *(slot for instruction in rest for slot in instruction.inputs)}
+            results = {slot for instruction in body for slot in instruction.outputs}
+            inputs = tuple(
+                dict.fromkeys(slot for instruction in body for slot in instruction.inputs if slot not in results)
+            )
+            outputs = tuple(sorted(results & live_slots))
             if compile:
                 body = compiled(body, outputs, self._gradients())
             updated = frozenset(changing.intersection(inputs))
@@ -544,7 +504,6 @@ class Program:
             self._instructions[place.start : place.stop] = [joined]
 
     def _changing(self) -> set[int]:
-        """The slots of buffers that calls bring up to date."""
         graph, layouts = self._placement.graph, self._placement.layouts
         names = {name for call in graph.calls if call.updates for name in call.inputs}
         return {self._slot(n, layouts[n]) for n in names if graph.values[n].origin == "buffer"}

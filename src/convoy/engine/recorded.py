@@ -36,16 +36,11 @@ from convoy.engine.gradients.divided import plain
 from convoy.ops.context import KeyTape, StepContext
 
 WARM_UP, TRACED = 2, 2
+# Operations whose result, or its size, the host waits for.
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"}
 READS |= {"_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
-"""Operations whose result, or its size, the host waits for."""
-SMALL = 256
-"""Numbers of a tensor of the host that are compared one by one."""
+SMALL = 256  # numbers of a tensor of the host that are compared one by one
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-
-
-class CannotRecordError(Exception):
-    """Why something cannot be replayed, in words that end a sentence."""
 
 
 class RecordedGraph(Protocol):
@@ -67,14 +62,14 @@ class CudaGraph:
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
         device = torch.cuda.current_device()
         generator = torch.cuda.default_generators[device]
-        before = generator.clone_state()
+        state = generator.clone_state()
         try:
             # other threads, of a loader, go on allocating pinned memory and asking for events meanwhile
             with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 return work()
         except BaseException:
             # torch leaves its generator in the middle of the recording: "Offset increment outside graph capture"
-            generator.graphsafe_set_state(before)
+            generator.graphsafe_set_state(state)
             raise
 
     def replay(self) -> None:
@@ -100,19 +95,11 @@ def leave_default_stream(device: torch.device) -> None:
 class Recorded:
     """A function of tensors that leaves gradients behind: run, then recorded, then replayed.
 
-    Args:
-        function: of a number, the update's, and of tensors; gives tensors. It finds no gradients in the parameters, and
-            leaves them there.
-        model: whose parameters and buffers it uses.
-        context: that its random numbers follow.
-        graph: makes a recording.
-        agree: of a reason not to record, the first that any rank has; all ranks call it.
-        fit: of whether a call is as those that are recorded, whether it is on all ranks; all ranks call it.
-        abandon: has others forget a call that broke off.
-        tell: is told in one sentence what came of it.
-
-    Attributes:
-        refusal: why it is not recorded; None while that may still happen, or has.
+    `function` takes the number of the update and tensors, and gives tensors; it finds no gradients in the parameters of
+    `model`, and leaves them there. Its random numbers follow `context`, and `graph` makes a recording. All ranks call
+    `agree`, which takes a reason not to record and gives the first that any rank has, and `fit`, which says whether the
+    call is on all ranks like those recorded. `abandon` has others forget a call that broke off, and `tell` takes the
+    outcome in one sentence. `refusal` is why it is not recorded, if it never will be.
     """
 
     def __init__(
@@ -143,7 +130,6 @@ class Recorded:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it is replayed from now on."""
         return self._graph is not None
 
     def __call__(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -166,8 +152,8 @@ class Recorded:
         self._tape.is_complete = True
         if not self._inputs:
             self._inputs = [torch.empty_like(x.detach()) for x in inputs]
-        for held, x in zip(self._inputs, inputs, strict=True):
-            held.copy_(x, non_blocking=True)
+        for target, x in zip(self._inputs, inputs, strict=True):
+            target.copy_(x, non_blocking=True)
         if self._graph is not None:
             return self._replay(step)
         if len(self._traces) < TRACED:  # where a mode of dispatch is on, what is compiled runs as it was written
@@ -211,17 +197,16 @@ class Recorded:
         return [x.clone() for x in outputs]  # the next call writes to the inputs, of which they may be parts
 
     def _recorded(self, step: int) -> list[Tensor]:
-        """Run the update as ever, then record it and compare its replay."""
         # constants among them: caches would give their memory away, which the recording reads
         self._kept, self._traces = self._traces[-1].outside(), []
         parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
         earlier = [p.grad for p in parameters]
-        before = [buffer.clone() for buffer in buffers]
+        values = [buffer.clone() for buffer in buffers]
 
         def begin(gradients: Sequence[Tensor | None]) -> None:
             for p, gradient in zip(parameters, gradients, strict=True):
                 p.grad = gradient
-            for buffer, value in zip(buffers, before, strict=True):
+            for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
 
         def results(outputs: list[Tensor]) -> list[Tensor | None]:
@@ -231,7 +216,7 @@ class Recorded:
             begin([None] * len(parameters))
             return self._run(step)
 
-        reason, off = None, 0.0
+        refusal, error_of_replay = None, 0.0
         self._tape.write(self._context.seed, step)
         first = results(run())
         try:
@@ -242,25 +227,25 @@ class Recorded:
             self._outputs = graph.record(lambda: self._run(step - 1))
             self._gradients = [p.grad for p in parameters]
         except Exception as error:
-            reason = _why(error)
-        reason = self._agree(reason)  # a replay waits for those of the other ranks
-        if reason is not None:
+            refusal = _why(error)
+        refusal = self._agree(refusal)  # a replay waits for those of the other ranks
+        if refusal is not None:
             self._abandon()
-        if reason is None:
+        if refusal is None:
             begin(self._gradients)
             graph.replay()
-            off = distance(results(self._outputs), first)
-            if not off <= 4 * noise or off == float("inf"):
-                reason = f"a replay was off by {off:.1e}, where two runs are by {noise:.1e}"
-            reason = self._agree(reason)
+            error_of_replay = distance(results(self._outputs), first)
+            if not error_of_replay <= 4 * noise or error_of_replay == float("inf"):
+                refusal = f"a replay was off by {error_of_replay:.1e}, where two runs are by {noise:.1e}"
+            refusal = self._agree(refusal)
         count = len(first) - len(buffers) - len(parameters)
-        if reason is None:
+        if refusal is None:
             self._graph, self._state = graph, _state(self._model)
-            kept = "has the same bits" if off == 0 else f"differs by {off:.0e}, as two runs do"
-            self.tell(f"updates are replayed as a CUDA graph: the first {kept} (--cuda-graphs off: as before)")
+            bits = "has the same bits" if error_of_replay == 0 else f"differs by {error_of_replay:.0e}, as two runs do"
+            self.tell(f"updates are replayed as a CUDA graph: the first {bits} (--cuda-graphs off: as before)")
             begin_from, outputs = self._gradients, [x.clone() for x in self._outputs]
         else:
-            self._refuse(reason)
+            self._refuse(refusal)
             begin_from = first[count : count + len(parameters)]
             outputs = [x for x in first[:count] if x is not None]
         for buffer, value in zip(buffers, first[count + len(parameters) :], strict=True):
@@ -282,26 +267,25 @@ class Recorded:
     def _leave(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], earlier: Sequence[Tensor | None]
     ) -> None:
-        """Leave gradients in the parameters, added to those that were there."""
-        for p, gradient, there in zip(parameters, gradients, earlier, strict=True):
-            if gradient is not None and there is not None:
-                gradient.add_(there)
-            p.grad = gradient if gradient is not None else there
+        for p, gradient, earlier_gradient in zip(parameters, gradients, earlier, strict=True):
+            if gradient is not None and earlier_gradient is not None:
+                gradient.add_(earlier_gradient)
+            p.grad = gradient if gradient is not None else earlier_gradient
 
 
 def distance(results: Sequence[Tensor | None], first: Sequence[Tensor | None]) -> float:
     """How far some tensors are from others: the largest difference in one, over its largest number or a thousandth of
     the largest of all; 0 where all bits are the same, infinite where one is missing or not a number as the other is."""
-    alike = [(plain(a), plain(b)) for a, b in zip(results, first, strict=True) if a is not None and b is not None]
-    if len(alike) < sum(a is not None or b is not None for a, b in zip(results, first, strict=True)):
+    pairs = [(plain(a), plain(b)) for a, b in zip(results, first, strict=True) if a is not None and b is not None]
+    if len(pairs) < sum(a is not None or b is not None for a, b in zip(results, first, strict=True)):
         return float("inf")
-    alike = [(a, b) for a, b in alike if not torch.equal(a, b) and a.numel()]
-    if not alike:
+    pairs = [(a, b) for a, b in pairs if not torch.equal(a, b) and a.numel()]
+    if not pairs:
         return 0.0
-    scales = [b.double().abs().nan_to_num(0.0, 0.0).max() for _, b in alike]
+    scales = [b.double().abs().nan_to_num(0.0, 0.0).max() for _, b in pairs]
     floor = (torch.stack(scales).max() * 1e-3).clamp(min=sys.float_info.min)
-    off = [_apart(a.double(), b.double()) / torch.maximum(s, floor) for (a, b), s in zip(alike, scales, strict=True)]
-    worst = float(torch.stack(off).nan_to_num(float("inf"), float("inf")).max())
+    errors = [_apart(a.double(), b.double()) / torch.maximum(s, floor) for (a, b), s in zip(pairs, scales, strict=True)]
+    worst = float(torch.stack(errors).nan_to_num(float("inf"), float("inf")).max())
     return max(worst, sys.float_info.min)
 
 
@@ -312,31 +296,16 @@ def _apart(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noted:
-    """An operation, and what of it a replay would freeze.
-
-    Attributes:
-        name: of the operation.
-        numbers: its arguments that are no tensors.
-        outside: its tensors that nothing in the update has made, with the contents of small ones of the host.
-        where: it was called, for people.
-    """
+    """An operation, and what of it a replay would freeze."""
 
     name: str
-    numbers: str
-    outside: tuple[tuple[Tensor, list[Any] | None], ...]
-    where: str
+    numbers: str  # its arguments that are no tensors
+    outside: tuple[tuple[Tensor, list[Any] | None], ...]  # tensors from before the update; numbers of small host ones
+    where: str  # in which layer and line it was called, for people
 
 
 class Trace(TorchDispatchMode):
-    """Notes the operations of an update.
-
-    Args:
-        device: of the recording.
-        model: whose parameters may be used.
-
-    Attributes:
-        refusal: what cannot be recorded, in words; None for nothing.
-    """
+    """Notes the operations of an update; `refusal` says what cannot be recorded, None for nothing."""
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
         super().__init__()
@@ -348,7 +317,6 @@ class Trace(TorchDispatchMode):
         self._made: dict[int, StorageWeakRef] = {}
 
     def refuse(self, what: str) -> None:
-        """Something that cannot be recorded is done now."""
         if self.refusal is None:
             self.refusal = f"{what} {_where()}".rstrip()
 
@@ -365,30 +333,35 @@ class Trace(TorchDispatchMode):
             numbers = repr([_plain(x) for x in arguments if not isinstance(x, Tensor)])
             outside = tuple((x, _contents(x)) for x in tensors if _storage(x) not in self._made)
             self._noted.append(Noted(name, numbers, outside, _where()))
-        before = {_storage(x) for x in tensors}
+        storages = {_storage(x) for x in tensors}
         results = func(*args, **kwargs)
         for x in tree_flatten(results)[0]:
-            if isinstance(x, Tensor) and _storage(x) not in before:
+            if isinstance(x, Tensor) and _storage(x) not in storages:
                 self._made[_storage(x)] = StorageWeakRef(x.untyped_storage())
         return results
 
     def _look(self, func: Any, name: str, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
-        here = [x for x in tensors if x.device.type == self._device.type]
-        if name in READS and here:
+        on_device = [x for x in tensors if x.device.type == self._device.type]
+        if name in READS and on_device:
             self.refuse("the host reads a number or a size back from the device")
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.refuse(f"{name} draws random numbers from torch's generator")
-        target = kwargs.get("device") if name == "_to_copy" else here[0].device if name == "copy_" and here else None
+        target = (
+            kwargs.get("device")
+            if name == "_to_copy"
+            else on_device[0].device
+            if name == "copy_" and on_device
+            else None
+        )
         if target is not None and target.type != "cpu" and any(x.is_cpu and x.numel() for x in tensors):
             self.refuse("something is copied from the host to the device")
         if any(
             x.requires_grad and x.is_leaf and isinstance(x, nn.Parameter) and id(x) not in self._parameters
-            for x in here
+            for x in on_device
         ):
             self.refuse("a parameter is used that is none of the network's")
 
     def outside(self) -> list[Tensor]:
-        """The tensors that nothing in the update has made."""
         return list({id(x): x for noted in self._noted for x, _ in noted.outside}.values())
 
     def difference(self, other: "Trace") -> str | None:
@@ -423,19 +396,18 @@ def _storage(x: Tensor) -> int:
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """What a replay would not follow: the mode of each layer, where its tensors lie, which of them are trained, and
-    what else `forward` reads."""
+    """What a replay would not follow: layers' modes, where tensors lie and which are trained, what else `forward`
+    reads."""
     network = getattr(model, "_convoy", None)
-    found: list[Any] = [vars(model).get("forward"), *([] if network is None else [network.python_state()[1]])]
+    state: list[Any] = [vars(model).get("forward"), *([] if network is None else [network.python_state()[1]])]
     for layer in model.modules():
-        found.append(layer.training)
+        state.append(layer.training)
         tensors = (x for x in (*layer._parameters.values(), *layer._buffers.values()) if x is not None)
-        found += [(x.data_ptr(), x.requires_grad) for x in tensors]
-    return found
+        state += [(x.data_ptr(), x.requires_grad) for x in tensors]
+    return state
 
 
 def _precision() -> list[Any]:
-    """What autocast does around a call."""
     return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
 
 

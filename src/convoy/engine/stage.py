@@ -30,50 +30,36 @@ from convoy.plans.place import Placement
 from convoy.plans.schedule import Action, Schedule, actions, taken_back
 from convoy.plans.stages import Crossing, StagedGraph, Stages
 
+# Parts whose values a stage asks for before it needs them, and whose gradients; more would only hold memory.
 _ASKED_FOR = 3
-"""Parts whose values a stage asks for before it needs them, and whose gradients; more would only hold memory."""
+# Parts whose values it waits for before it asks for those of another update: what was asked for may never come.
 _MOST_EXPECTED = 6
-"""Parts whose values it waits for before it asks for those of another update: what was asked for may never come."""
 
 
 @dataclass
 class Flight:
-    """A part of the batch on its way through this rank's stage: what its backward pass needs.
+    """A part of the batch on its way through this rank's stage: what its backward pass needs."""
 
-    Attributes:
-        received: values from earlier stages, each with its crossing.
-        sent: values for later stages, likewise.
-        outputs: the network's outputs by name; empty in all stages but the last.
-        placement: the network placed at this part's size.
-        inputs: the network's inputs.
-        key: all that decides how values lie in memory.
-        part: the part's number, counted over all updates.
-        arriving: gradients of the sent values, if they are expected already; None for a value that the loss leaves out.
-    """
-
-    received: list[tuple[Crossing, Tensor]]
-    sent: list[tuple[Crossing, Tensor]]
-    outputs: dict[str, Tensor]
-    placement: Placement
-    inputs: tuple[Tensor, ...]
-    key: Any
-    part: int
-    arriving: list[Arriving | None] | None = None
+    received: list[tuple[Crossing, Tensor]]  # values from earlier stages
+    sent: list[tuple[Crossing, Tensor]]  # values for later stages
+    outputs: dict[str, Tensor]  # the network's, by name; empty in all stages but the last
+    placement: Placement  # of the network at this part's size
+    inputs: tuple[Tensor, ...]  # the network's
+    key: Any  # all that decides how values lie in memory
+    part: int  # its number, counted over all updates
+    arriving: list[Arriving | None] | None = None  # gradients of `sent`, once asked for; None if the loss leaves it out
 
 
 @dataclass
 class Stage(Network):
     """Runs this rank's stage of a network, one part of a batch at a time.
 
-    An update is `begin_update`, then the actions that it returns, then `finish_update`.
+    An update is `begin_update`, then the actions that it returns, then `finish_update`. `watch_wait` is a context for a
+    value's name, entered while this rank waits for the value or sends it.
 
-    Attributes:
-        stages: where the network is cut.
-        stage: the number of this rank's stage, from 0.
-        watch_wait: a context for a value's name, entered while this rank waits for the value or sends it.
-        returns_memory: on a CPU, freed memory goes back to the system after each part of a batch. It lies between what
-            is kept of other parts, so that a process would have up to a quarter more than is counted of its tensors;
-            an update takes longer, as memory that comes from the system is fetched page by page.
+    With `returns_memory`, on a CPU, freed memory goes back to the system after each part of a batch. It lies between
+    what is kept of other parts, so that a process would have up to a quarter more than is counted of its tensors; an
+    update takes longer, as memory that comes from the system is fetched page by page.
     """
 
     watch_wait: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -147,14 +133,8 @@ class Stage(Network):
         form: Form | None = None,
         then: Sequence[tuple[int, ...]] = (),
     ) -> Flight:
-        """Run this stage on a part of the batch, and send its results on. The caller has announced it.
-
-        Args:
-            inputs: this rank's samples for the network.
-            samples: how many samples of the part each sample rank has.
-            form: the network's other arguments.
-            then: samples of each part after it, which may arrive meanwhile.
-        """
+        """Run this stage on a part of the batch, and send its results on. The caller has announced it. `samples` are
+        those of the part on each sample rank, and `then` those of each part after it, which may arrive meanwhile."""
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
         staged, key = program.staged, self._key(signature, inputs)
@@ -170,41 +150,39 @@ class Stage(Network):
             self._now.append((key, samples))
         self._expect(self._soon(then), inputs, form)
         part, self._begun = self._begun, self._begun + 1
-        received = [
-            (crossing, self._wait(crossing, each).requires_grad_(each.kind.needs_gradient))
-            for crossing, each in zip(staged.received(self.stage), arriving, strict=True)
-            if each is not None
+        arrivals = [
+            (crossing, self._wait(crossing, value).requires_grad_(value.kind.needs_gradient))
+            for crossing, value in zip(staged.received(self.stage), arriving, strict=True)
+            if value is not None
         ]
-        self._release_gradients({crossing.source for crossing, x in received if x.numel()})
-        found = self._run(placement, program, inputs, {crossing.value: x for crossing, x in received})
-        sent = [(crossing, found[crossing.value]) for crossing in staged.sent(self.stage)]
-        outputs = found if self.is_last else {}
-        flight = Flight(received, sent, outputs, placement, tuple(inputs), key, part)
+        self._release_gradients({crossing.source for crossing, x in arrivals if x.numel()})
+        values = self._run(placement, program, inputs, {crossing.value: x for crossing, x in arrivals})
+        departures = [(crossing, values[crossing.value]) for crossing in staged.sent(self.stage)]
+        outputs = values if self.is_last else {}
+        flight = Flight(arrivals, departures, outputs, placement, tuple(inputs), key, part)
         if torch.is_grad_enabled():
             if self._receives_early and self._asked == self._running:
                 self._ask_for_gradients([flight])  # before it sends values, behind which that would queue
             self._running += 1
-        self._send(key, sent, part)
+        self._send(key, departures, part)
         if not torch.is_grad_enabled():
             flight.received, flight.sent = [], []
         return flight
 
     @property
     def _receives_early(self) -> bool:
-        """Whether to ask for what several later parts need, as a question may queue behind what this stage sends.
-
-        On GPUs a receive would block what comes after it (NCCL). The memory that it writes to is held until then.
-        """
+        """Whether to ask for what several later parts need, as a question may queue behind what this stage sends. On
+        GPUs a receive would block what comes after it (NCCL). The memory that it writes to is held until then."""
         return self.device.type == "cpu" and not self.returns_memory
 
     def _soon(self, then: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Samples of the parts to ask for: of this update, and of the next one where this one goes as the last did."""
         if not self._receives_early:
             return list(then[:1])
-        now, before = self._now, self._before
-        if torch.is_grad_enabled() and now == before[: len(now)]:
+        parts_now, parts_before = self._now, self._before
+        if torch.is_grad_enabled() and parts_now == parts_before[: len(parts_now)]:
             room = max(0, _MOST_EXPECTED - sum(map(len, self._expected.values())))
-            then = [*then, *(samples for _, samples in before[:room])]
+            then = [*then, *(samples for _, samples in parts_before[:room])]
         return list(then[:_ASKED_FOR])
 
     def _expect(self, soon: Sequence[tuple[int, ...]], inputs: Sequence[Tensor], form: Form | None) -> None:
@@ -218,55 +196,47 @@ class Stage(Network):
                     waiting.append(self._begin_receiving(key, *self._program(signature), inputs))
 
     def _take_expected(self, key: Any) -> list[Arriving | None] | None:
-        """The values of the next part of a kind, if they were asked for."""
         waiting = self._expected.get(key)
         if not waiting:
             return None
-        found = waiting.popleft()
+        values = waiting.popleft()
         if not waiting:
             del self._expected[key]
-        return found
+        return values
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
         return replace_leaves(flight.placement.graph.output, Ref, lambda ref: flight.outputs[ref.name])
 
     def backward_pass(
-        self,
-        flight: Flight,
-        gradients: Mapping[str, Tensor | None] | None = None,
-        then: Sequence[Flight] = (),
+        self, flight: Flight, gradients: Mapping[str, Tensor | None] | None = None, then: Sequence[Flight] = ()
     ) -> None:
-        """Run the backward pass of a part of the batch in this stage, and send gradients on.
-
-        Args:
-            flight: the part after its forward pass.
-            gradients: gradients of the network's outputs, in the last stage.
-            then: the parts after it that have run forward, whose gradients may arrive meanwhile.
-        """
+        """Run the backward pass of a part of the batch in this stage, and send gradients on. `gradients` are of the
+        network's outputs, in the last stage; those of the parts in `then`, which have run forward, may arrive
+        meanwhile."""
         roots: list[Tensor] = []
-        given: list[Tensor] = []
+        root_gradients: list[Tensor] = []
         for name, output in flight.outputs.items():
             gradient = (gradients or {}).get(name)
             if output.requires_grad and gradient is not None:
                 roots.append(output)
-                given.append(gradient)
+                root_gradients.append(gradient)
         if flight.arriving is None:
             flight.arriving = self._begin_receiving_gradients(flight)
         else:
             self._asked -= 1
         self._running -= 1
         self._ask_for_gradients(then)
-        sent = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
+        departures = [(crossing, x) for crossing, x in flight.sent if x.requires_grad]
         answering = set()  # stages that had received all of this part before they sent a gradient of it
-        for (crossing, x), arriving in zip(sent, flight.arriving, strict=True):
+        for (crossing, x), arriving in zip(departures, flight.arriving, strict=True):
             if arriving is not None:
                 roots.append(x)
-                given.append(self._wait(crossing, arriving))
+                root_gradients.append(self._wait(crossing, arriving))
                 answering.add(crossing.target)
-        self.links.release(lambda sent: not sent.back and sent.part == flight.part and sent.to in answering)
+        self.links.release(lambda send: not send.back and send.part == flight.part and send.to in answering)
         if roots:
-            torch.autograd.backward(roots, given)
+            torch.autograd.backward(roots, root_gradients)
         self.send_gradients(flight)
 
     def _ask_for_gradients(self, flights: Iterable[Flight]) -> None:
@@ -289,12 +259,11 @@ class Stage(Network):
         return actions(schedule, parts, self.stage, self.stages.number)
 
     def compute_weight_gradients(self, part: int, last: bool) -> None:
-        """Compute the weight gradients that are missing, of all parts up to one; with those of the `last` one, all are
-        added over the ranks."""
+        """Compute the missing weight gradients of all parts up to one; those of the `last` are added over the ranks."""
         assert self.context.postponed is not None
         with nullcontext() if last or self.reducer is None else self.reducer.paused():
-            found = self.context.postponed.compute(part)
-        if last and self.reducer is not None and not self.reducer.adds_any(found):
+            parameters = self.context.postponed.compute(part)
+        if last and self.reducer is not None and not self.reducer.adds_any(parameters):
             self.reducer.reduce()  # those of other parameters: nobody has told it that a backward pass is done
 
     def send_gradients(self, flight: Flight) -> None:
@@ -318,7 +287,6 @@ class Stage(Network):
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank's stage gives the network's outputs."""
         return self.stage == self.stages.number - 1
 
     def complete_gradients(self) -> None:
@@ -326,10 +294,10 @@ class Stage(Network):
         optimizer then keeps as much of each, under the same names, on all ranks."""
         parameters = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         if self._used is None or self.samples is None:  # the trainer's loss has the same terms in every update
-            own = [int(self.owns(name) and p.grad is not None) for name, p in parameters]
-            self._used = [any(column) for column in zip(*gather_ints(own, self.links.group), strict=True)]
-        for (name, parameter), used in zip(parameters, self._used, strict=True):
-            if used and parameter.grad is None and not self.owns(name):
+            has_gradient = [int(self.owns(name) and p.grad is not None) for name, p in parameters]
+            self._used = [any(column) for column in zip(*gather_ints(has_gradient, self.links.group), strict=True)]
+        for (name, parameter), is_used in zip(parameters, self._used, strict=True):
+            if is_used and parameter.grad is None and not self.owns(name):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _send(self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], part: int, back: bool = False) -> None:
@@ -344,15 +312,15 @@ class Stage(Network):
         self, key: Any, placement: Placement, program: Program, inputs: Sequence[Tensor]
     ) -> list[Arriving | None]:
         assert program.staged is not None
-        wanted = [
+        requests = [
             (crossing, self._local_shape(placement, placement.layouts[crossing.value], crossing.value))
             for crossing in program.staged.received(self.stage)
         ]
-        return self.links.receive(key, wanted, inputs[0].device)
+        return self.links.receive(key, requests, inputs[0].device)
 
     def _begin_receiving_gradients(self, flight: Flight) -> list[Arriving | None]:
-        wanted = [(crossing, x.shape) for crossing, x in flight.sent if x.requires_grad]
-        return self.links.receive(flight.key, wanted, flight.inputs[0].device, back=True)
+        requests = [(crossing, x.shape) for crossing, x in flight.sent if x.requires_grad]
+        return self.links.receive(flight.key, requests, flight.inputs[0].device, back=True)
 
     def _local_shape(self, placement: Placement, layout: Layout, name: str) -> tuple[int, ...]:
         return layout.local_shape(placement.graph.shape(name), self.groups.mesh, self.groups.coordinates)

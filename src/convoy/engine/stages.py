@@ -32,13 +32,9 @@ from convoy.plans.stages import why_not_sent
 
 @dataclass
 class StagedNetwork(Stage):
-    """Runs whole batches, in parts: as a loop of one's own asks for them, or in the order of a schedule.
+    """Runs whole batches, in parts: as a loop of one's own asks for them, or in the order of a schedule."""
 
-    Attributes:
-        microbatches: parts of every rank's samples in a pass that nobody announces; None for as many as serve.
-    """
-
-    microbatches: int | None = None
+    microbatches: int | None = None  # parts of a rank's samples in a pass that nobody announces; None: as many as serve
     schedule: Schedule = field(default="gpipe", init=False)  # of the last training; plain loops have gpipe
 
     def __post_init__(self) -> None:
@@ -69,21 +65,17 @@ class StagedNetwork(Stage):
             self.schedule = "gpipe"
         sizes = self._sizes(samples, parts)
         flights = [
-            self.forward_pass(own, sizes[part], form, sizes[part + 1 :])
-            for part, own in enumerate(self._announced(inputs, samples, parts))
+            self.forward_pass(part_inputs, sizes[part], form, sizes[part + 1 :])
+            for part, part_inputs in enumerate(self._announced(inputs, samples, parts))
         ]
         self.end_pass()
         output = flights[0].placement.graph.output
         values = self._deliver(inputs, flights)
-        self.links.release(lambda sent: not sent.back)  # the last stage is through with all parts, so all has arrived
+        self.links.release(lambda send: not send.back)  # the last stage is through with all parts, so all has arrived
         return values, output, samples
 
     def run_schedule(
-        self,
-        args: Sequence[Tensor],
-        targets: Any,
-        loss: Callable[[Any, Any], Tensor],
-        schedule: Schedule,
+        self, args: Sequence[Tensor], targets: Any, loss: Callable[[Any, Any], Tensor], schedule: Schedule
     ) -> Tensor:
         """Forward and backward passes of all parts of a batch; see `convoy.forward_backward`."""
         if not torch.is_grad_enabled():
@@ -102,20 +94,20 @@ class StagedNetwork(Stage):
         sizes = self._sizes(samples, parts)
         running: dict[int, tuple[Flight, Tensor | None]] = {}
         terms: list[Tensor] = []
-        given: list[tuple[Tensor, ...]] = []
+        part_inputs: list[tuple[Tensor, ...]] = []
         start = 0
         self.schedule = schedule
         for kind, number in self.begin_update(schedule, parts):
             last = number == parts - 1
             pausing = nullcontext() if self.reducer is None else self.reducer.paused()
             if kind == "forward":
-                given.append(next(announced))
-                flight = self.forward_pass(given[-1], sizes[number], form, sizes[number + 1 :])
+                part_inputs.append(next(announced))
+                flight = self.forward_pass(part_inputs[-1], sizes[number], form, sizes[number + 1 :])
                 value = None
                 if self.is_last:
                     end = start + sizes[number][self.sample_rank]
-                    own = replace_leaves(targets, Tensor, itemgetter(slice(start, end)))
-                    value = self._loss_of(flight, own, loss, end - start, samples)
+                    part_targets = replace_leaves(targets, Tensor, itemgetter(slice(start, end)))
+                    value = self._loss_of(flight, part_targets, loss, end - start, samples)
                     terms.append(value.detach().double())
                     start = end
                 running[number] = flight, value
@@ -133,16 +125,15 @@ class StagedNetwork(Stage):
                     value = None  # its graph ends in what was received, which can go now
         self.end_pass()
         self.finish_update()
-        wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
-        if wanted:
-            torch.autograd.backward([inputs[place] for place in wanted], self._input_gradients(given, wanted))
+        places = [place for place, x in enumerate(inputs) if x.requires_grad]
+        if places:
+            torch.autograd.backward([inputs[place] for place in places], self._input_gradients(part_inputs, places))
         total = torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         return broadcast(total, self.links.group, self.stages.number - 1)
 
     def _loss_of(
         self, flight: Flight, targets: Any, loss: Callable[[Any, Any], Tensor], size: int, samples: tuple[int, ...]
     ) -> Tensor:
-        """A part's term of the loss of this rank's samples."""
         outputs = replace_leaves(self.output_of(flight), Tensor, lambda x: writable(self.weigh(x, samples)))
         if size == 0:
             return torch.stack([x.sum() for x in leaves(outputs, Tensor)]).sum() * 0
@@ -168,20 +159,19 @@ class StagedNetwork(Stage):
                 own_sizes = tuple(len(cut[part]) for cut in cuts if len(cut[part]))
                 sizes = own_sizes if self.context.batch_norm == "microbatch" else (len(places),)
                 self.context.enter(step, places, sizes, inputs[0].device)
-            own = cuts[self.sample_rank][part]
-            yield tuple(_part(x, own) for x in inputs)
+            part_samples = cuts[self.sample_rank][part]
+            yield tuple(_part(x, part_samples) for x in inputs)
 
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Parts are announced one by one."""
 
     def example_parts(self, samples: Sequence[int] | None = None) -> int:
         """Into how many parts a pass is cut with as many samples as the example has, or as are said of every rank."""
-        own = self.example_samples(samples)
-        inputs = [torch.empty(own[0], *shape[1:], dtype=dtype, device="meta") for shape, dtype in self.example]
-        return self._parts(inputs, own, self.form)
+        counts = self.example_samples(samples)
+        inputs = [torch.empty(counts[0], *shape[1:], dtype=dtype, device="meta") for shape, dtype in self.example]
+        return self._parts(inputs, counts, self.form)
 
     def _parts(self, inputs: Sequence[Tensor], samples: tuple[int, ...], form: Form | None) -> int:
-        """Into how many parts a pass is cut."""
         most = min((number for number in samples if number), default=1)
         if most == 1 or (self.samples is not None and (self.model.training or self.context.statistics.in_order)):
             return 1  # as it was announced
@@ -213,21 +203,21 @@ class StagedNetwork(Stage):
         values, differentiable = self._outputs(names, flights)
         if not torch.is_grad_enabled() or not any(differentiable):
             return dict(zip(names, values, strict=True))
-        wanted = [place for place, x in enumerate(inputs) if x.requires_grad]
+        places = [place for place, x in enumerate(inputs) if x.requires_grad]
 
         def run(gradients: Sequence[Tensor | None]) -> list[Tensor]:
             with nullcontext() if self.guard is None else self.guard.inner_backward():
-                found = self._backward(flights, dict(zip(names, gradients, strict=True)), wanted)
+                input_gradients = self._backward(flights, dict(zip(names, gradients, strict=True)), places)
             flights.clear()
-            return found
+            return input_gradients
 
-        delivered = _Delivered.apply(run, values, differentiable, self._anchor, *(inputs[place] for place in wanted))
+        delivered = _Delivered.apply(run, values, differentiable, self._anchor, *(inputs[place] for place in places))
         return dict(zip(names, delivered, strict=True))
 
     def _backward(
-        self, flights: list[Flight], gradients: Mapping[str, Tensor | None], wanted: Sequence[int]
+        self, flights: list[Flight], gradients: Mapping[str, Tensor | None], places: Sequence[int]
     ) -> list[Tensor]:
-        """Run the backward pass of all parts; the gradients of the inputs that are `wanted`."""
+        """Run the backward pass of all parts; the gradients of the inputs at these places."""
         start = dict.fromkeys(gradients, 0)
         if not flights:
             raise ConvoyError(
@@ -238,27 +228,29 @@ class StagedNetwork(Stage):
         if reducer is not None:
             reducer.flush()  # what terms of the loss beside the network have given
         for number, flight in enumerate(flights):
-            own: dict[str, Tensor | None] = {}
+            part_gradients: dict[str, Tensor | None] = {}
             for name, gradient in gradients.items():
                 if gradient is not None and len(flights) > 1:
                     size = len(flight.outputs[name]) if self.is_last else 0
-                    own[name] = gradient[start[name] : start[name] + size]
+                    part_gradients[name] = gradient[start[name] : start[name] + size]
                     start[name] += size
                 else:
-                    own[name] = gradient
+                    part_gradients[name] = gradient
             then = flights[number + 1 :]
             with nullcontext() if not then or reducer is None else reducer.paused():
-                self.backward_pass(flight, own, then)
+                self.backward_pass(flight, part_gradients, then)
         self.finish_update()
-        return self._input_gradients([flight.inputs for flight in flights], wanted)
+        return self._input_gradients([flight.inputs for flight in flights], places)
 
-    def _input_gradients(self, given: Sequence[Sequence[Tensor]], wanted: Sequence[int]) -> list[Tensor]:
+    def _input_gradients(self, inputs_of_parts: Sequence[Sequence[Tensor]], places: Sequence[int]) -> list[Tensor]:
         """The gradients of some inputs, from those of their parts; a stage that does not use one has none of it."""
-        found = []
-        for place in wanted:
-            parts = [torch.zeros_like(x) if x.grad is None else x.grad for x in (each[place] for each in given)]
-            found.append(all_reduce(torch.cat(parts).contiguous(), self.links.group))
-        return found
+        gradients = []
+        for place in places:
+            parts = [
+                torch.zeros_like(x) if x.grad is None else x.grad for x in (inputs[place] for inputs in inputs_of_parts)
+            ]
+            gradients.append(all_reduce(torch.cat(parts).contiguous(), self.links.group))
+        return gradients
 
     def _outputs(self, names: Sequence[str], flights: Sequence[Flight]) -> tuple[list[Tensor], list[bool]]:
         """What the last stage gives, on all ranks, and what of it has a gradient."""
@@ -270,12 +262,12 @@ class StagedNetwork(Stage):
                     "it return another, or call convoy.forward_backward, which leaves outputs in the last stage"
                 )
             parts = [flight.outputs[name] for flight in flights] if self.is_last else []
-            own = (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
+            whole = (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
             shapes = [
                 self._local_shape(flight.placement, flight.placement.output_layouts[name], name) for flight in flights
             ]
-            shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
-            value, has_gradient = self.links.from_last(own, shape, flights[0].inputs[0].device)
+            shape = (sum(part_shape[0] for part_shape in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
+            value, has_gradient = self.links.from_last(whole, shape, flights[0].inputs[0].device)
             values.append(value)
             differentiable.append(has_gradient)
         return values, differentiable
@@ -299,6 +291,6 @@ class _Delivered(torch.autograd.Function):
         return None, None, None, None, *ctx.run(gradients)
 
 
-def _part(x: Tensor, own: range) -> Tensor:
+def _part(x: Tensor, samples: range) -> Tensor:
     """A part of an input, with a gradient of its own."""
-    return x.detach()[own.start : own.stop].requires_grad_(x.requires_grad)
+    return x.detach()[samples.start : samples.stop].requires_grad_(x.requires_grad)

@@ -58,13 +58,12 @@ class Uncaptured(Network):
         follow(self.model, self.context, all_but=self._odd)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's output for this rank's own samples."""
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         inputs, samples = self.open_pass(inputs)
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, inputs[0].device)
-        own = own_samples((sum(samples),), batch)
-        whole = [writable(self._move(x, own, WHOLE, (sum(samples), *x.shape[1:]))) for x in inputs]
+        own_layout = own_samples((sum(samples),), batch)
+        whole = [writable(self._move(x, own_layout, WHOLE, (sum(samples), *x.shape[1:]))) for x in inputs]
         positional, named = form.fill(whole)
         with self.plain_forward():
             outputs = self.model.forward(*positional, **named)
@@ -116,17 +115,17 @@ def _odd_dropouts(model: nn.Module, examples: Sequence[Tensor], form: Form | Non
 @contextmanager
 def _same_on_all_ranks(several: bool, device: torch.device) -> Iterator[None]:
     """Refuse, on several devices, what draws random numbers; the states of their generators stay as they were."""
-    before = random_state(device)
+    state = random_state(device)
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
-            drawn = not torch.equal(before, random_state(device))
-        drawn |= random.getstate() != python or str(np.random.get_state()) != str(numpy)
+            draws = not torch.equal(state, random_state(device))
+        draws |= random.getstate() != python or str(np.random.get_state()) != str(numpy)
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-    if drawn and several:
+    if draws and several:
         raise ConvoyError(_DRAWS.format("the network"))
 
 

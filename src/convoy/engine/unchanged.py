@@ -17,16 +17,9 @@ from convoy.graph.reads import MISSING, VALUES, Reads, Texts, version
 
 
 class Unchanged:
-    """A network as it was divided.
-
-    Args:
-        model: with this rank's parameters.
-        alone: there is one device, on which nobody else could miss anything.
-
-    Attributes:
-        types: a checksum of the parameters' types and kinds of device, as of the last `check`.
-        reads: what captures of the network have read; `noted` is to be called after one.
-    """
+    """A network as it was divided, with this rank's parameters; where it is `alone` nobody else could miss anything.
+    `types` is a checksum of the parameters' types and kinds of device, as of the last `check`; `reads` is what captures
+    of the network have read, and `noted` is to be called after one."""
 
     def __init__(self, model: nn.Module, alone: bool) -> None:
         self._model = model
@@ -60,9 +53,9 @@ class Unchanged:
 
     def state(self) -> tuple[str, ...]:
         """How what `forward` reads differs from what it was when a capture first read it; some 60 ns an attribute."""
-        held = [id(each) for each in map(dict.get, self._places, self._names, repeat(MISSING))]
+        ids = [id(attribute) for attribute in map(dict.get, self._places, self._names, repeat(MISSING))]
         try:
-            same = held == self._ids and self._texts.live == self._texts.copies
+            same = ids == self._ids and self._texts.live == self._texts.copies
             same = same and all(getattr(kind, name, None) == value for kind, name, value in self._classes)
         except (RuntimeError, ValueError):  # tensors and arrays are compared number by number
             same = False
@@ -100,7 +93,6 @@ class Unchanged:
         self._state = tuple(state)
 
     def has_hooks(self) -> bool:
-        """Whether somebody is to see layers inside the network run."""
         if not self._modules:
             self._remember()
         return any(
@@ -109,20 +101,14 @@ class Unchanged:
         )
 
     def check(self, inputs: Sequence[Tensor]) -> bool:
-        """Look at the network and at the inputs of a pass; some 0.1 µs for each layer and parameter.
-
-        Returns:
-            Whether parameters have another type or device than in the pass before.
-
-        Raises:
-            ConvoyError: something has changed, or the inputs do not fit together.
-        """
+        """Whether parameters have another type or device than in the pass before; some 0.1 µs a layer and parameter.
+        ConvoyError where something else has changed, or the inputs do not fit together."""
         if any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
             lengths = ", ".join(str(len(x)) if x.dim() else "no" for x in inputs)
             raise ConvoyError(f"the inputs have {lengths} samples along dim 0: pass as many of each")
         if not self._modules:
             self._remember()
-        if [id(each) for where in self._trees for each in where.values()] != self._held_ids:
+        if [id(value) for where in self._trees for value in where.values()] != self._held_ids:
             self._look_at_layers()
         cast = [(p.dtype, p.device) for p in self._parameters] != self._kinds
         if cast:
@@ -152,28 +138,27 @@ class Unchanged:
             )
 
     def _remember(self) -> None:
-        """The layers and parameters that there are now."""
         self._trees: list[dict[str, Any]] = []
         self._held: dict[str, nn.Module | nn.Parameter | None] = {}
         for path, module in self._model.named_modules():
             prefix = f"{path}." if path else ""
             for where in (module._modules, module._parameters):
                 self._trees.append(where)
-                self._held |= {f"{prefix}{key}": each for key, each in where.items()}
-        self._held_ids = [id(each) for where in self._trees for each in where.values()]
+                self._held |= {f"{prefix}{key}": value for key, value in where.items()}
+        self._held_ids = [id(value) for where in self._trees for value in where.values()]
         self._modules = list(self._model.modules())
         self._parameters = list(self._model.parameters())
         self._look_at_types()
 
     def _look_at_layers(self) -> None:
         """Some were replaced, taken out or added, which are to have neither parameters nor buffers."""
-        before = self._held
+        old = self._held
         self._remember()
-        names = [name for name in {**before, **self._held} if before.get(name) is not self._held.get(name)]
-        for each in (held.get(name) for name in names for held in (before, self._held)):
-            has_state = isinstance(each, nn.Module) and any(map(len, map(list, (each.parameters(), each.buffers()))))
-            if has_state or isinstance(each, nn.Parameter) or not self.reads.names:
-                self._held, self._held_ids = before, []
+        names = [name for name in {**old, **self._held} if old.get(name) is not self._held.get(name)]
+        for value in (tree.get(name) for name in names for tree in (old, self._held)):
+            has_state = isinstance(value, nn.Module) and any(map(len, map(list, (value.parameters(), value.buffers()))))
+            if has_state or isinstance(value, nn.Parameter) or not self.reads.names:
+                self._held, self._held_ids = old, []
                 raise ConvoyError(
                     f"{names[0]} was replaced or taken out after convoy.parallelize, which knows nothing of what takes "
                     "its place: build the network anew, replace it, then call convoy.parallelize"

@@ -19,40 +19,25 @@ from convoy.plans.place import Placement
 from convoy.plans.timeline import Kind as TaskKind
 from convoy.plans.timeline import Span, Stream, Task, Timeline
 
+# What began: as in `convoy.plans.timeline`, with `input`, `stage` for what other stages are waited for, and `rest` for
+# all that has no name of its own.
 Kind = Literal["input", "forward", "backward", "copy", "transfer", "stage", "gradient", "update", "rest"]
-"""What began: as in `convoy.plans.timeline`, with `input`, `stage` for what other stages are waited for, and `rest` for
-all that has no name of its own."""
 _STREAMS: dict[Kind, Stream] = {"transfer": "transfers", "stage": "stages", "gradient": "gradients"}
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Time between two marks.
-
-    Attributes:
-        kind: of what ran.
-        call: whose it was; for a transfer, that which asked for it; empty for none.
-        seconds: that it took.
-        run: which pass through the network it belongs to, from 0; -1 outside of all.
-        host: seconds that the host took meanwhile; 0 where it is the device.
-    """
+    """Time between two marks."""
 
     kind: Kind
-    call: str
+    call: str  # whose it was; for a transfer, the one that asked for it; empty for none
     seconds: float
-    run: int = -1
-    host: float = 0.0
+    run: int = -1  # the pass through the network, from 0; -1 outside of all
+    host: float = 0.0  # seconds that the host took meanwhile; 0 where it is the device
 
 
 class WatchedUpdate:
-    """The marks of one update on this rank.
-
-    Args:
-        clock: of the device that computes.
-
-    Attributes:
-        placements: of the passes through the network, in order.
-    """
+    """The marks of one update on this rank; `placements` are those of the passes through the network, in order."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
@@ -63,26 +48,24 @@ class WatchedUpdate:
         self.placements: list[Placement] = []
 
     def mark(self, kind: Kind, call: str = "", run: int = -1) -> None:
-        """Something of a kind begins."""
         self._now = (kind, call, run)
         self._marks.append((kind, call, run, self._clock.now()))
         if self._clock.is_queue:
             self._issued.append(self._clock.host())
 
     def of_pass(self, placement: Placement) -> "_WatchedPass":
-        """What watches the next pass through the network."""
         self.placements.append(placement)
         return _WatchedPass(self, len(self.placements) - 1)
 
     @contextmanager
     def wait(self, value: str) -> Iterator[None]:
         """While entered, this rank waits for a value, or its gradient, from another stage."""
-        before = self._now
+        mark_before = self._now
         self.mark("stage", value)
         try:
             yield
         finally:
-            self.mark(*before)
+            self.mark(*mark_before)
 
     @contextmanager
     def parameters(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -100,26 +83,20 @@ class WatchedUpdate:
 
     def segments(self) -> list[Segment]:
         """The update from its first mark to its last; transfers are those of the call that asked for them."""
-        found = []
-        for number, (mark, after) in enumerate(itertools.pairwise(self._marks)):
+        segments = []
+        for number, (mark, next_mark) in enumerate(itertools.pairwise(self._marks)):
             kind, call, run, start = mark
             if kind == "transfer":
                 call = self._asked(number, run, call == "backward")
             host = self._issued[number + 1] - self._issued[number] if self._issued else 0.0
-            found.append(Segment(kind, call, self._clock.between(start, after[3]), run, host))
-        return found
+            segments.append(Segment(kind, call, self._clock.between(start, next_mark[3]), run, host))
+        return segments
 
     def timeline(self, rank: int, alone: bool = False) -> Timeline:
-        """The update as a timeline, one thing after the other, in the words of a prediction.
-
-        A message is the time for which the rank had nothing to do but to send it, or to wait for it; what is sent
-        beside the computation has no marks.
-
-        Args:
-            rank: this one.
-            alone: a device that waits for nobody.
-        """
-        calls = [placed.call for one in self.placements for placed in one.calls]
+        """The update as a timeline, one thing after the other, in the words of a prediction. A message is the time for
+        which the rank had nothing to do but to send it, or to wait for it; what is sent beside the computation has no
+        marks. A device that is `alone` waits for nobody."""
+        calls = [placed.call for member in self.placements for placed in member.calls]
         layers = {name: call.layer for call in calls for name in (*call.outputs, call.name)}
 
         def what(segment: Segment) -> tuple[Kind, str]:
@@ -131,24 +108,24 @@ class WatchedUpdate:
             return kind, segment.call
 
         spans: list[Span] = []
-        now = 0.0
-        for (kind, call), those in itertools.groupby(self.segments(), what):
-            seconds = sum(one.seconds for one in those)
+        start = 0.0
+        for (kind, call), group in itertools.groupby(self.segments(), what):
+            seconds = sum(member.seconds for member in group)
             layer = layers.get(call, "")
             name = (layer if kind == "transfer" else call) or ("optimizer" if kind == "update" else kind)
             task = cast(TaskKind, "around" if kind in ("input", "rest") else "transfer" if kind == "stage" else kind)
             stream = _STREAMS.get(kind, "compute")
-            spans.append(Span(Task(rank, stream, task, layer, name, seconds), now, now, now + seconds))
-            now += seconds
+            spans.append(Span(Task(rank, stream, task, layer, name, seconds), start, start, start + seconds))
+            start += seconds
         return Timeline(tuple(spans))
 
     def _asked(self, number: int, run: int, backward: bool) -> str:
         """The call that a transfer is for: forward the one after it, backward the one before."""
         places = range(number, -1, -1) if backward else range(number, len(self._marks))
-        wanted = "backward" if backward else "forward"
+        direction = "backward" if backward else "forward"
         for place in places:
             kind, call, of_run, _ = self._marks[place]
-            if of_run == run and kind == wanted and call:
+            if of_run == run and kind == direction and call:
                 return call
         return ""
 

@@ -35,13 +35,11 @@ Record = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], An
 
 @contextmanager
 def custom_functions(record: Record, recomputing: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within it, `F.apply(...)` of a custom function calls `record(function, args, kwargs, run)`.
-
-    Activation checkpointing, which is such a function too, runs what it is given as if it were called directly.
-    `recomputing()` is entered meanwhile, and where autograd is asked in another way not to keep what it needs.
-    """
+    """Within it, `F.apply(...)` of a custom function calls `record(function, args, kwargs, run)`. Activation
+    checkpointing, which is such a function too, runs what it is given as if it were called directly. `recomputing()` is
+    entered meanwhile, and where autograd is asked in another way not to keep what it needs."""
     enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
-    entered: list[AbstractContextManager[None]] = []
+    contexts: list[AbstractContextManager[None]] = []
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -54,11 +52,11 @@ def custom_functions(record: Record, recomputing: Callable[[], AbstractContextMa
 
     def begin(self: saved_tensors_hooks) -> None:
         enter(self)
-        entered.append(recomputing())
-        entered[-1].__enter__()
+        contexts.append(recomputing())
+        contexts[-1].__enter__()
 
     def end(self: saved_tensors_hooks, *error: Any) -> None:
-        entered.pop().__exit__(None, None, None)
+        contexts.pop().__exit__(None, None, None)
         leave(self, *error)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
@@ -74,16 +72,14 @@ Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 def stand_ins(tensors: Mapping[str, Tensor], shapes: Shapes, device: torch.device) -> dict[str, Tensor]:
-    """One tensor for each name, of the shape and type in `shapes` or else of the tensor itself.
-
-    To be called under the fake mode. Tensors on the meta device, which fakes know not, are taken to `device`.
-    """
-    made: dict[str, Tensor] = {}
+    """One tensor for each name, of the shape and type in `shapes` or else of the tensor itself. To be called under the
+    fake mode. Tensors on the meta device, which fakes know not, are taken to `device`."""
+    fakes: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         shape, dtype = shapes.get(name) or (tensor.shape, tensor.dtype)
         fake = torch.empty(tuple(shape), dtype=dtype, device=device if tensor.is_meta else tensor.device)
-        made[name] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
-    return made
+        fakes[name] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+    return fakes
 
 
 @contextmanager
@@ -91,29 +87,31 @@ def swapped(
     model: nn.Module, tensors: Mapping[str, Tensor], fakes: Mapping[str, Tensor], constant: Callable[[Tensor], bool]
 ) -> Iterator[None]:
     """Within it the modules hold `fakes` for `tensors`, wherever they are held, also by several modules at once.
-
-    Raises CaptureError where the model puts another tensor in the place of one of them, unless that is `constant`:
-    then it is a table made at first use.
-    """
+    CaptureError where the model replaces one of them by another tensor, unless that is `constant`, a table made at
+    first use."""
     places = {id(tensor): fakes[name] for name, tensor in tensors.items()}
     names = {id(fake): name for name, fake in fakes.items()}
-    held = [
+    holders = [
         (vars(module), kind, vars(module)[kind]) for module in model.modules() for kind in ("_parameters", "_buffers")
     ]
-    expected = []
-    for attributes, kind, own in held:
-        attributes[kind] = {name: places.get(id(tensor), tensor) for name, tensor in own.items()}
-        expected.append(dict(attributes[kind]))
+    stand_ins_held = []
+    for attributes, kind, originals in holders:
+        attributes[kind] = {name: places.get(id(tensor), tensor) for name, tensor in originals.items()}
+        stand_ins_held.append(dict(attributes[kind]))
     try:
         yield
-        for (attributes, kind, _), before in zip(held, expected, strict=True):
-            for name, tensor in before.items():
-                now = attributes[kind].get(name)
-                if now is not tensor and not (now is not None and constant(now)) and name != "num_batches_tracked":
+        for (attributes, kind, _), stand_ins_before in zip(holders, stand_ins_held, strict=True):
+            for name, tensor in stand_ins_before.items():
+                current = attributes[kind].get(name)
+                if (
+                    current is not tensor
+                    and not (current is not None and constant(current))
+                    and name != "num_batches_tracked"
+                ):
                     raise CaptureError(f"it replaces {names.get(id(tensor), name)} in its forward pass")
     finally:
-        for attributes, kind, own in held:
-            attributes[kind] = own
+        for attributes, kind, originals in holders:
+            attributes[kind] = originals
 
 
 _DEPTH = 3
@@ -121,10 +119,8 @@ _DEPTH = 3
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what is left behind by what runs within it.
-
-    Raises CaptureError where it has drawn from the random numbers of python or numpy, which a graph cannot repeat.
-    """
+    """Undo what is left behind by what runs within it. Raises CaptureError where it has drawn from the random numbers
+    of python or numpy, which a graph cannot repeat."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), nothing_left(model):
@@ -139,43 +135,43 @@ def untouched(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[None]:
     """Undo what passes within it have left in attributes of modules, and hooks in what is theirs."""
-    kept: dict[int, tuple[Any, Any]] = {}
+    copies: dict[int, tuple[Any, Any]] = {}
     for module in model.modules():
-        _keep(vars(module), kept, _DEPTH)
+        _keep(vars(module), copies, _DEPTH)
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            _keep(_held_by_hook(hook), kept, _DEPTH)
+            _keep(_held_by_hook(hook), copies, _DEPTH)
     try:
         yield
     finally:
-        for container, before in kept.values():
+        for container, contents in copies.values():
             if isinstance(container, list):
-                container[:] = before
+                container[:] = contents
             else:
                 container.clear()
-                container.update(before)
+                container.update(contents)
 
 
-def _keep(container: Any, kept: dict[int, tuple[Any, Any]], depth: int) -> None:
-    if depth == 0 or id(container) in kept or type(container) not in (dict, list, set):
+def _keep(container: Any, copies: dict[int, tuple[Any, Any]], depth: int) -> None:
+    if depth == 0 or id(container) in copies or type(container) not in (dict, list, set):
         return
-    kept[id(container)] = (container, type(container)(container))
+    copies[id(container)] = (container, type(container)(container))
     if not isinstance(container, set):
         for item in container.values() if isinstance(container, dict) else container:
-            _keep(item, kept, depth - 1)
+            _keep(item, copies, depth - 1)
 
 
 def _held_by_hook(hook: Any) -> list[Any]:
     """What a hook can change that lies outside of the network."""
-    held = [vars(owner)] if hasattr(owner := getattr(hook, "__self__", hook), "__dict__") else []
+    objects = [vars(owner)] if hasattr(owner := getattr(hook, "__self__", hook), "__dict__") else []
     if inspect.isfunction(hook) or inspect.ismethod(hook):
         with suppress(ValueError):  # a variable that is not set yet
-            found = inspect.getclosurevars(hook)
-            held += [*found.nonlocals.values(), *found.globals.values()]
-    return held
+            closure = inspect.getclosurevars(hook)
+            objects += [*closure.nonlocals.values(), *closure.globals.values()]
+    return objects
 
 
-def _same(one: Any, other: Any) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+def _same(left: Any, right: Any) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def capture(
@@ -188,22 +184,14 @@ def capture(
     forward: Callable[..., Any] | None = None,
     reads: Reads | None = None,
 ) -> Graph:
-    """The calls that `model(*inputs)` makes, with the shapes of every tensor.
+    """The calls that `model(*inputs)` makes, with the shapes of every tensor; the model is left as it is.
 
-    Args:
-        recognize: says which operation a call of a torch function is; `convoy.ops.capture` knows all of Convoy's.
-        model: is left as it is: parameters, buffers, modes and random states.
-        inputs: tensors of the shapes and types of the global batch, on any device (`meta` too), of which nothing
-            else is used; a bare shape stands for a tensor of the default type; other objects are passed on.
-        training: the mode to capture in; None is the one that each module is in.
-        shapes: serial shapes and types of parameters and buffers by name, where the module holds others.
-        forward: what to run in place of `model.forward`.
-        reads: is told what the network reads beside its inputs, parameters and buffers.
-
-    Raises:
-        KeptError: somebody keeps tensors of the pass.
-        ChangedError: it counts passes, or the like.
-        CaptureError: the network does something that a graph cannot say; its message names the layer.
+    Only the shapes and types of `inputs`, the global batch's, are used, on any device (`meta` too); a bare shape stands
+    for a tensor of the default type, and other objects are passed on. `training=None` keeps the mode of each module,
+    `shapes` are the serial ones where the module holds others, `forward` runs in place of `model.forward`, and `reads`
+    collects what the network reads beside its inputs, parameters and buffers. KeptError where somebody keeps tensors of
+    the pass, ChangedError where it counts passes or the like, and CaptureError, which names the layer, where it does
+    something else that a graph cannot say.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -213,20 +201,20 @@ def capture(
     reads, constants, texts = reads or Reads(), Constants(Fakes()), Texts()
     run = partial(_once, recognize, model, inputs, constants, shapes, forward or model.forward, reads, texts)
     with untouched(model), _mode(model, training), torch.enable_grad():
-        before = described(model, texts)
-        graph, made = run()
-        after = described(model, texts)
-        changed = [at for at, text in after.items() if before.get(at) != text]
+        texts_before = described(model, texts)
+        graph, references = run()
+        texts_after = described(model, texts)
+        changes = [at for at, text in texts_after.items() if texts_before.get(at) != text]
         own_fakes = set(map(id, constants.kept))
-        _check_kept(model, changed, [(tensor, layer) for tensor, layer in made if id(tensor()) not in own_fakes])
+        _check_kept(model, changes, [(tensor, layer) for tensor, layer in references if id(tensor()) not in own_fakes])
         # tables that are made at first use do not change again
-        tables = [at for at in changed if "Tensor #" not in before.get(at, "") and "Tensor #" in after[at]]
-        if own := [at for at in changed if at[1] in reads.names.get(at[0], ()) and at not in tables]:
-            again, _ = run()
-            now = described(model, texts)
-            moving = [at for at in own if now.get(at) != after[at]]
-            if moving or again.calls != graph.calls:
-                name = _path(model, *(moving or own)[0])
+        tables = [at for at in changes if "Tensor #" not in texts_before.get(at, "") and "Tensor #" in texts_after[at]]
+        if own_reads := [at for at in changes if at[1] in reads.names.get(at[0], ()) and at not in tables]:
+            second_graph, _ = run()
+            texts_again = described(model, texts)
+            drifts = [at for at in own_reads if texts_again.get(at) != texts_after[at]]
+            if drifts or second_graph.calls != graph.calls:
+                name = _path(model, *(drifts or own_reads)[0])
                 raise ChangedError(f"it changes {name} by itself, and reads it in later passes")
     reads.tensors |= constants.outside
     return graph
@@ -245,15 +233,14 @@ def _once(
     reads: Reads,
     texts: Texts,
 ) -> tuple[Graph, Made]:
-    """The calls of one run, and what somebody may keep of it."""
     fakes, layers = constants.fakes, LayerStack(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     device = next((t.device for t in tensors.values() if t.device.type != "meta"), torch.device("cpu"))
     mode = model.training
     with fakes:
         fake = stand_ins(tensors, shapes or {}, device)
-        given = [_fake_input(value, device) for value in inputs]
-    sizes = [value.shape for value in given if isinstance(value, Tensor) and value.dim()]
+        arguments = [_fake_input(value, device) for value in inputs]
+    sizes = [value.shape for value in arguments if isinstance(value, Tensor) and value.dim()]
     recorder = Recorder(constants, layers, recognize, sizes[0][0] if sizes else None)
     buffers = {name for name, _ in model.named_buffers()}
     for name, tensor in fake.items():
@@ -261,42 +248,46 @@ def _once(
         recorder.give(name, tensor, "buffer" if name in buffers else "parameter")
     if shapes is None:
         recorder.know(tensors.items())
-    names = _input_names(forward, given, set(tensors))
-    for name, value in zip(names, given, strict=True):
+    names = _input_names(forward, arguments, set(tensors))
+    for name, value in zip(names, arguments, strict=True):
         if isinstance(value, Tensor):
             recorder.give(name, value, "input")
     with swapped(model, tensors, fake, constants.known), reads.followed():
-        output = _run(forward, given, fakes, layers, recorder)
-    graph = _finish(recorder, [n for n, v in zip(names, given, strict=True) if isinstance(v, Tensor)], output, mode)
+        output = _run(forward, arguments, fakes, layers, recorder)
+    graph = _finish(recorder, [n for n, v in zip(names, arguments, strict=True) if isinstance(v, Tensor)], output, mode)
     return graph, recorder.made
 
 
-def _check_kept(model: nn.Module, changed: Sequence[tuple[nn.Module, str]], made: Made) -> None:
+def _check_kept(model: nn.Module, changes: Sequence[tuple[nn.Module, str]], references: Made) -> None:
     """Raise KeptError where the network, a hook or anybody else keeps tensors of the pass."""
-    living = {id(tensor) for reference, _ in made if (tensor := reference()) is not None}
-    for module, name in changed:
+    living = {id(tensor) for reference, _ in references if (tensor := reference()) is not None}
+    for module, name in changes:
         if any(id(tensor) in living for tensor in tree.leaves(vars(module)[name], Tensor)):
             raise KeptError(f"it keeps a tensor of its forward pass in {_path(model, module, name)}")
     if living:
         gc.collect()  # most are in cycles
-        for reference, layer in made:
+        for reference, layer in references:
             if reference() is not None:
                 raise KeptError(f"a hook or function keeps a tensor of its forward pass ({layer or 'an input'})")
 
 
 def _path(model: nn.Module, module: nn.Module, name: str) -> str:
-    return ".".join(filter(None, [next(path for path, each in model.named_modules() if each is module), name]))
+    return ".".join(
+        filter(None, [next(path for path, submodule in model.named_modules() if submodule is module), name])
+    )
 
 
 def _run(
-    forward: Callable[..., Any], given: Sequence[Any], fakes: Fakes, layers: LayerStack, recorder: Recorder
+    forward: Callable[..., Any], arguments: Sequence[Any], fakes: Fakes, layers: LayerStack, recorder: Recorder
 ) -> Any:
     try:
         with warnings.catch_warnings(), fakes.quiet():
             warnings.simplefilter("ignore")  # those of this pass are of no interest to anybody
             custom = custom_functions(recorder.custom, recorder.recomputing)
-            with _without_autocast(), fakes, layers.follow(), custom, recorder:
-                output = forward(*given)
+            # the caller's autocast is for the calls when they run
+            autocast_off = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+            with autocast_off[0], autocast_off[1], fakes, layers.follow(), custom, recorder:
+                output = forward(*arguments)
         output = recorder.reference(output)
     except CaptureError:
         raise
@@ -311,23 +302,15 @@ def _run(
     return output
 
 
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    """The caller may be in a context of autocast, which is for the calls when they run."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
-
-
 def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) -> Graph:
-    """Leave out the calls whose results nobody uses."""
-    needed = {ref.name for ref in tree.leaves(output, Ref)}
+    used_names = {ref.name for ref in tree.leaves(output, Ref)}
     calls: list[Call] = []
     for call in reversed(recorder.calls):
-        if call.updates or needed.intersection(call.outputs):
+        if call.updates or used_names.intersection(call.outputs):
             calls.append(call)
-            needed.update(call.inputs, call.outputs)
-            needed.update(filter(None, [call.attributes.get("num_batches_tracked")]))
-    values = {name: value for name, value in recorder.values.items() if name in needed or name in inputs}
+            used_names.update(call.inputs, call.outputs)
+            used_names.update(filter(None, [call.attributes.get("num_batches_tracked")]))
+    values = {name: value for name, value in recorder.values.items() if name in used_names or name in inputs}
     constants = {name: tensor for name, tensor in recorder.constants.named.items() if name in values}
     return Graph(tuple(reversed(calls)), values, tuple(inputs), output, constants, training)
 
@@ -340,20 +323,20 @@ def _fake_input(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _input_names(forward: Callable[..., Any], given: Sequence[Any], taken: set[str]) -> list[str]:
+def _input_names(forward: Callable[..., Any], arguments: Sequence[Any], tensor_names: set[str]) -> list[str]:
     try:
         parameters = inspect.signature(forward).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     except (TypeError, ValueError):
         names = []
-    names = [names[place] if place < len(names) else f"input_{place}" for place in range(len(given))]
-    return [f"{name}_" if name in taken else name for name in names]
+    names = [names[place] if place < len(names) else f"input_{place}" for place in range(len(arguments))]
+    return [f"{name}_" if name in tensor_names else name for name in names]
 
 
 @contextmanager
 def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    trained = [(p, p.requires_grad) for p in model.parameters()]  # `train` may be the model's own, and freeze some
+    flags = [(p, p.requires_grad) for p in model.parameters()]  # `train` may be the model's own, and freeze some
     try:
         if training is not None:
             model.train(training)
@@ -361,6 +344,6 @@ def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        for p, before in trained:
-            if p.requires_grad is not before:
-                p.requires_grad_(before)
+        for p, requires_grad in flags:
+            if p.requires_grad is not requires_grad:
+                p.requires_grad_(requires_grad)

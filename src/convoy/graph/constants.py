@@ -15,13 +15,9 @@ from convoy.graph.graph import CaptureError
 
 
 class Constants:
-    """The numbers behind those fake tensors that depend on no input, parameter or buffer.
-
-    Attributes:
-        named: the constants that calls use, by name, as they were when the call used them.
-        kept: tensors that are kept alive, so that no others get their ids.
-        outside: the tensors among them that were there before, by their ids.
-    """
+    """The numbers behind those fake tensors that depend on no input, parameter or buffer. `named` holds the constants
+    that calls use as they were when the call used them, `kept` the tensors that are kept alive so that no others get
+    their ids, and `outside` those that existed before the capture."""
 
     def __init__(self, fakes: Fakes) -> None:
         self.named: dict[str, Tensor] = {}
@@ -32,21 +28,17 @@ class Constants:
         self.kept: list[Tensor] = []
 
     def known(self, tensor: Tensor) -> bool:
-        """Whether this is the fake of a constant."""
         return id(tensor) in self._real
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The numbers of a constant."""
         if id(tensor) not in self._real:
             self.outside[id(tensor)] = tensor
         return self._real.get(id(tensor), tensor)
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep a tensor alive, so that no other gets its id."""
         self.kept.append(tensor)
 
     def forget(self, tensor: Tensor) -> None:
-        """The tensor is no constant any more."""
         self._real.pop(id(tensor), None)
 
     def full(self, tensor: Tensor, value: float) -> Tensor:
@@ -56,13 +48,14 @@ class Constants:
         return tensor
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function on constants; its tensors come back as fakes, other results as they are."""
         with self.fakes.real():
             real_args, real_kwargs = tree.replace((args, kwargs), Tensor, self._to_real)
             result = function(*real_args, **real_kwargs)
-        given = tree.leaves((args, kwargs), Tensor)
-        same = {id(self._real[id(tensor)]): tensor for tensor in given if id(tensor) in self._real}
-        return tree.replace(result, Tensor, lambda real: same[id(real)] if id(real) in same else self._to_fake(real))
+        arguments = tree.leaves((args, kwargs), Tensor)
+        fake_of = {id(self._real[id(tensor)]): tensor for tensor in arguments if id(tensor) in self._real}
+        return tree.replace(
+            result, Tensor, lambda real: fake_of[id(real)] if id(real) in fake_of else self._to_fake(real)
+        )
 
     def everywhere(self, tensor: Tensor) -> float | None:
         """The one number that a constant consists of, where it does."""
@@ -71,13 +64,12 @@ class Constants:
             first = real.flatten()[:1]
             return first.item() if len(first) and bool((real == first).all()) else None
 
-    def name(self, tensor: Tensor, taken: Collection[str]) -> str:
-        """The name under which a call uses a constant."""
+    def name(self, tensor: Tensor, names: Collection[str]) -> str:
         real = self.value(tensor)
         if id(tensor) in self._names and self._names[id(tensor)][1] == real._version:
             return self._names[id(tensor)][0]
         number = 0
-        while (name := f"constant_{number}" if number else "constant") in taken:
+        while (name := f"constant_{number}" if number else "constant") in names:
             number += 1
         self._names[id(tensor)] = (name, real._version)
         self.keep(tensor)
@@ -105,8 +97,7 @@ def _snapshot(real: Tensor) -> Tensor:
     return real.clone()
 
 
-Draw = tuple[str, float | None]
-"""Kind of random numbers, and their probability where they have one."""
+Draw = tuple[str, float | None]  # kind of random numbers, and their probability where they have one
 
 
 class Blanks:
@@ -120,32 +111,19 @@ class Blanks:
         return id(tensor) in self._blank
 
     def make(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Call a function that gives one."""
-        made: Tensor = function(*args, **kwargs)
-        self._constants.keep(made)
-        self._blank.add(id(made))
-        return made
+        blank: Tensor = function(*args, **kwargs)
+        self._constants.keep(blank)
+        self._blank.add(id(blank))
+        return blank
 
     def forget(self, tensor: Tensor) -> None:
-        """Something was written to it."""
         self._blank.discard(id(tensor))
 
     def fill(
         self, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: str
     ) -> Draw | Tensor:
-        """The first thing that is written to an empty tensor.
-
-        Args:
-            name: of the function that does it.
-            args, kwargs: its other arguments.
-            layer: that calls it.
-
-        Returns:
-            The tensor, a constant from now on, or the random numbers that it is to be.
-
-        Raises:
-            CaptureError: it is something else.
-        """
+        """Apply the first write to an empty tensor, by the function `name` with its other arguments. Gives the tensor,
+        a constant from now on, or the random numbers that it is to be; CaptureError for other writes."""
         if name == "bernoulli_":
             p = args[0] if args else kwargs.get("p", 0.5)
             return "bernoulli", probability(self._constants, p, layer) if isinstance(p, Tensor) else float(p)
@@ -158,11 +136,7 @@ class Blanks:
 
 
 def probability(constants: Constants, tensor: Tensor, layer: str) -> float:
-    """The one probability that a constant consists of.
-
-    Raises:
-        CaptureError: it has several.
-    """
+    """The one probability that a constant consists of; CaptureError where it has several."""
     p = constants.everywhere(tensor)
     if p is None:
         raise CaptureError("it draws random numbers with several probabilities", layer)

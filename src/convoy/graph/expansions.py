@@ -43,10 +43,10 @@ def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Steps:
 def _expand(input: Tensor, *sizes: Any, **kwargs: Any) -> Steps:
     """As broadcasting with a constant, which has no size of its own on a rank that holds a part of the result."""
     sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-    new = len(sizes) - input.dim()
-    if kwargs or not sizes or new < 0:
+    num_new_dims = len(sizes) - input.dim()
+    if kwargs or not sizes or num_new_dims < 0:
         return None
-    shape = [input.shape[place - new] if size == -1 else size for place, size in enumerate(sizes)]
+    shape = [input.shape[place - num_new_dims] if size == -1 else size for place, size in enumerate(sizes)]
     if tuple(shape) == tuple(input.shape):
         return None
     return lambda: input.expand_as(torch.zeros(1, device=input.device).broadcast_to(shape))
@@ -66,26 +66,26 @@ def _getitem(input: Tensor, index: Any) -> Steps:
         return (lambda: input.unsqueeze(0)) if index is None else None
     if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index):
         return None
-    given = sum(item is not None and item is not Ellipsis for item in index)
-    plain: list[Any] = []
-    new: list[int] = []
+    num_indices = sum(item is not None and item is not Ellipsis for item in index)
+    ranges: list[Any] = []
+    new_dims: list[int] = []
     place = 0
     for item in index:
         if item is None:
-            new.append(place)
+            new_dims.append(place)
             place += 1
         elif item is Ellipsis:
-            plain.append(item)
-            place += input.dim() - given
+            ranges.append(item)
+            place += input.dim() - num_indices
         else:
-            plain.append(item)
+            ranges.append(item)
             place += isinstance(item, slice)
 
     def steps() -> Tensor:
-        made = input[tuple(plain)] if any(item is not Ellipsis and item != slice(None) for item in plain) else input
-        for dim in new:
-            made = made.unsqueeze(dim)
-        return made
+        result = input[tuple(ranges)] if any(item is not Ellipsis and item != slice(None) for item in ranges) else input
+        for dim in new_dims:
+            result = result.unsqueeze(dim)
+        return result
 
     return steps
 
@@ -94,6 +94,7 @@ def _pair(function: Callable[..., Any]) -> Callable[..., Steps]:
     return lambda input, other, **kwargs: None if kwargs else lambda: function(other, input)
 
 
+# By name of the function: called with its arguments, gives what to call instead, or None to leave the call as it is.
 EXPANSIONS: dict[str, Callable[..., Steps]] = {
     "__getitem__": _getitem,
     "__rmatmul__": _pair(torch.matmul),
@@ -109,4 +110,3 @@ EXPANSIONS: dict[str, Callable[..., Steps]] = {
     "upsample": lambda *args, **kwargs: lambda: F.interpolate(*args, **kwargs),
     "view_as": lambda input, other: lambda: input.reshape(other.shape),
 }
-"""By name of the function: called with its arguments, gives what to call instead, or None to leave it as it is."""

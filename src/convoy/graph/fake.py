@@ -18,11 +18,7 @@ from convoy.graph.graph import CaptureError
 
 
 class Fakes(FakeTensorMode):
-    """While it is entered, every tensor operation computes shapes only.
-
-    Attributes:
-        draws: how many operations so far have asked for random numbers.
-    """
+    """While it is entered, tensor operations compute shapes only; `draws` counts those that ask for random numbers."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -33,25 +29,23 @@ class Fakes(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def note(self, operation: Any, args: Any, kwargs: Any) -> None:
-        """Count an operation that is about to run."""
         if torch.Tag.nondeterministic_seeded in operation.tags:
             names = [argument.name for argument in operation._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            self.draws += "dropout_p" not in names or given.get("dropout_p", 0) != 0  # attention draws nothing at 0
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            self.draws += "dropout_p" not in names or arguments.get("dropout_p", 0) != 0  # attention draws nothing at 0
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Within it an operation that cannot be is not logged with a traceback: its error says enough."""
         logger = logging.getLogger(FakeTensorMode.__module__)
-        before, logger.disabled = logger.disabled, True
+        was_disabled, logger.disabled = logger.disabled, True
         try:
             yield
         finally:
-            logger.disabled = before
+            logger.disabled = was_disabled
 
     @contextmanager
     def real(self) -> Iterator[None]:
-        """Within it operations compute numbers."""
         with unset_fake_temporarily(), _Count(self):
             yield
 
@@ -91,9 +85,9 @@ class Aliases:
 
     def write(self, tensor: Tensor, layer: str) -> None:
         """`tensor` is changed in place: the others that share its memory are not to be used again."""
-        for other in self._sharing.get(storage(tensor), {}):
-            if other != id(tensor):
-                self._outdated[other] = layer
+        for alias in self._sharing.get(storage(tensor), {}):
+            if alias != id(tensor):
+                self._outdated[alias] = layer
 
     def check(self, tensor: Tensor, layer: str) -> None:
         """Raise CaptureError where something else has changed this tensor in place."""

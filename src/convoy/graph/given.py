@@ -12,26 +12,20 @@ from convoy.errors import ConvoyError
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The network in what `torch.compile`, DataParallel and DistributedDataParallel make of one, which computes the
-    same."""
+    """The network that `torch.compile`, DataParallel or DistributedDataParallel wraps and computes the same as."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         return unwrapped(cast(nn.Module, model.module))
     return unwrapped(cast(nn.Module, model._modules["_orig_mod"])) if _is_compiled(model) else model
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy, also of a network that holds tensors it has computed, as `torch.nn.utils.weight_norm` leaves them behind:
-    torch copies none of these."""
-    held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
-    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in held if not tensor.is_leaf})
+    """A copy, also with tensors that the network computed (`torch.nn.utils.weight_norm`), which torch does not copy."""
+    tensors = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf})
 
 
 def prepare_given(model: nn.Module, needs_numbers: bool = True) -> None:
-    """Let parts that are compiled, or run by DataParallel, run as they are; both compute the same.
-
-    Raises:
-        ConvoyError: this is no network that can be divided; says what to give in its place.
-    """
+    """Let parts that are compiled or in DataParallel run as they are; ConvoyError for what is no network to divide."""
     check_given(model, needs_numbers)
     for module in model.modules():
         if isinstance(module, DataParallel):

@@ -12,12 +12,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class CaptureError(Exception):
-    """The network does something in its forward pass that a graph cannot say.
-
-    Attributes:
-        reason: what it does, without the layer.
-        layer: qualified name of the innermost module that does it; empty for the network itself.
-    """
+    """The network does something in its forward pass that a graph cannot say. `reason` is what it does, `layer` the
+    qualified name of the innermost module that does it; empty for the network."""
 
     def __init__(self, reason: str, layer: str = "") -> None:
         self.reason = reason
@@ -72,51 +68,30 @@ class Ref:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the graph.
+    """A tensor of the graph."""
 
-    Attributes:
-        name: the serial name of a parameter or buffer; otherwise a name of its own.
-        shape: the whole tensor's, over the global batch.
-        origin: where it comes from; `call` for the result of a call.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # the serial name of a parameter or buffer, otherwise a name of its own
+    shape: tuple[int, ...]  # of the whole tensor, over the global batch
     dtype: torch.dtype
     origin: Origin = "call"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a torch function.
+    """One call of a torch function; `args`, `kwargs` and `structure` (the result) have a `Ref` for every tensor."""
 
-    Attributes:
-        name: unique in the graph: the layer's name, numbered where a layer makes several calls.
-        layer: qualified name of the innermost module that makes the call; patterns of a plan match it.
-        op: name of its operation, one of `convoy.ops.OPERATIONS`; `opaque` where no operation knows it.
-        function: what was called.
-        args: its positional arguments, with a `Ref` for every tensor.
-        kwargs: its keyword arguments, likewise.
-        inputs: names of the tensors among the arguments, in order, each once.
-        outputs: names of the tensors that it returns.
-        structure: the result with a `Ref` for every tensor.
-        attributes: the arguments that matter to the operation, under names of its own.
-        updates: whether it changes buffers, so that it runs also where nobody takes its result.
-        recomputed: whether what it gives is dropped after the forward pass and computed again in the backward pass.
-    """
-
-    name: str
-    layer: str
-    op: str
+    name: str  # unique in the graph: the layer's name, numbered where a layer makes several calls
+    layer: str  # qualified name of the innermost module that makes the call; patterns of a plan match it
+    op: str  # one of `convoy.ops.OPERATIONS`; `opaque` where no operation knows the call
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # names of the tensors among the arguments, in order, each once
+    outputs: tuple[str, ...]  # names of the tensors that it returns
     structure: Any
-    attributes: dict[str, Any] = field(default_factory=dict)
-    updates: bool = False
-    recomputed: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)  # the operation's arguments, under its names
+    updates: bool = False  # it changes buffers, so it runs even where nobody takes its result
+    recomputed: bool = False  # its result is dropped after the forward pass and computed again in the backward pass
 
 
 @dataclass(frozen=True)
@@ -159,11 +134,11 @@ class Graph:
 
     def consumers(self) -> dict[str, list[Call]]:
         """For every value, the calls that take it."""
-        found: dict[str, list[Call]] = {name: [] for name in self.values}
+        consumers: dict[str, list[Call]] = {name: [] for name in self.values}
         for call in self.calls:
             for name in call.inputs:
-                found[name].append(call)
-        return found
+                consumers[name].append(call)
+        return consumers
 
     def borrowed(self) -> Iterator[tuple[str, str]]:
         """Modules of whose parameters a call of another module makes use, with the name of that one."""
@@ -174,25 +149,19 @@ class Graph:
                     yield owner, call.layer
 
     def scaled(self, other: "Graph", samples: int) -> "Graph | None":
-        """The network at another number of samples, from what it is at two; capturing it takes far longer.
-
-        Args:
-            other: the same network at another number of samples than here, at least 2 in both.
-            samples: in the first dim of the inputs.
-
-        Returns:
-            The graph; None where the two differ in more than multiples of their numbers of samples.
+        """The network at another number of samples, extrapolated from its graphs at two numbers (at least 2 in both),
+        since capturing takes far longer; None where the two differ in more than multiples of their numbers of samples.
         """
         sizes = self.shape(self.inputs[0])[0], other.shape(other.inputs[0])[0]
-        mine, others = (
+        facts, other_facts = (
             (graph.calls, graph.values, graph.output, [x.shape for x in graph.constants.values()])
             for graph in (self, other)
         )
         try:
-            calls, values, output, shapes = _scaled(mine, others, sizes, samples)
+            calls, values, output, shapes = _scaled(facts, other_facts, sizes, samples)
         except UnlikeError:
             return None
-        if shapes != mine[-1]:
+        if shapes != facts[-1]:
             return None
         return replace(self, calls=calls, values=values, output=output)
 
@@ -202,11 +171,7 @@ class UnlikeError(Exception):
 
 
 def _scaled(one: Any, other: Any, sizes: tuple[int, int], samples: int) -> Any:
-    """What something that is `one` and `other` at two numbers of samples is at a third.
-
-    Raises:
-        UnlikeError: it does not grow with the samples.
-    """
+    """What is `one` and `other` at two numbers of samples, at a third; UnlikeError where it does not grow with them."""
 
     def scaled(one: Any, other: Any) -> Any:
         if one is other:
@@ -215,8 +180,8 @@ def _scaled(one: Any, other: Any, sizes: tuple[int, int], samples: int) -> Any:
             raise UnlikeError
         if isinstance(one, Call | Value | slice):
             fields = (field.name for field in dataclass_fields(one)) if is_dataclass(one) else ("start", "stop", "step")
-            found = [scaled(getattr(one, name), getattr(other, name)) for name in fields]
-            return type(one)(*found)
+            values = [scaled(getattr(one, name), getattr(other, name)) for name in fields]
+            return type(one)(*values)
         if isinstance(one, tuple | list) and len(one) == len(other):
             parts = map(scaled, one, other)
             return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
@@ -238,10 +203,8 @@ def _join(prefix: str, name: str) -> str:
 
 
 class LayerStack:
-    """Follows the modules of a network as they are called; modules that are not its own count to their callers.
-
-    When a call raises, the stack stays where it was, so that the error can name the layer.
-    """
+    """Follows the modules of a network as they are called; modules that are not its own count to their callers. When a
+    call raises, the stack stays where it was, so that the error can name the layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -254,13 +217,10 @@ class LayerStack:
 
     @property
     def module(self) -> nn.Module:
-        """The innermost module."""
         return self._stack[-1][1]
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Follow the calls made within it."""
-
         def enter(module: nn.Module, args: Any) -> None:
             name = self._names.get(id(module))
             self._stack.append((name, module) if name is not None else self._stack[-1])

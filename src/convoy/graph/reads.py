@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MISSING = "-"
-"""In place of an attribute that an instance does not have."""
+MISSING = "-"  # in place of an attribute that an instance does not have
+# Attributes whose changes are followed in another way.
 LOOKED_AFTER = {"training", "_parameters", "_buffers", "_modules", "_convoy"}
-"""Attributes whose changes are followed in another way."""
+# Kinds of values that are what they say.
 VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, range, enum.Enum)
-"""Kinds of values that are what they say."""
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+# Containers that have more entries, or lie deeper in others, are known by their identity alone.
 _LONGEST, _DEEPEST = 1000, 6
-"""Containers that have more entries, or lie deeper in others, are known by their identity alone."""
 _LIBRARIES = {"torch", "numpy", "convoy", *sys.stdlib_module_names} - {"types", "argparse"}
 
 
@@ -57,15 +56,9 @@ class Reads:
 
 
 class Texts:
-    """Words for values, which are the same for values that are equal; objects that are no values are numbered.
-
-    A number, after #, is this rank's own.
-
-    Attributes:
-        live: the containers that the words since `clear` were made of, and the attributes of objects.
-        copies: what was in them.
-        tensors: those that were met.
-    """
+    """Words for values, which are the same for values that are equal; objects that are no values are numbered. A
+    number, after #, is this rank's own. `live` holds the containers and objects' attributes that the words since
+    `clear` were made of, `copies` their contents then, and `tensors` the tensors that were met."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, tuple[Any, str]] = {}
@@ -86,7 +79,6 @@ class Texts:
         return self.of(tuple(value.values()))
 
     def of(self, value: Any, depth: int = _DEEPEST) -> str:
-        """The words for a value."""
         if value is None or isinstance(value, VALUES):
             return repr(value)
         if depth == _DEEPEST:
@@ -105,9 +97,9 @@ class Texts:
                 return self._number(value)
             if not isinstance(value, tuple | frozenset):
                 self._follow(value)
-            items = [self.of(each, depth - 1) for each in value]
+            items = [self.of(item, depth - 1) for item in value]
             if isinstance(value, dict):
-                items = [f"{key}: {self.of(each, depth - 1)}" for key, each in zip(items, value.values(), strict=True)]
+                items = [f"{key}: {self.of(item, depth - 1)}" for key, item in zip(items, value.values(), strict=True)]
             return f"[{', '.join(sorted(items) if isinstance(value, set | frozenset) else items)}]"
         if _is_of_user(value):
             return f"{self._number(value)} {self.of(vars(value), depth - 1)}"
@@ -118,14 +110,13 @@ class Texts:
         self.copies.append(dict(container) if isinstance(container, dict) else copy.copy(container))
 
     def _number(self, value: Any) -> str:
-        known = self._numbers.get(id(value))
-        if known is None or known[0]() is not value:
-            known = self._numbers[id(value)] = _reference(value), f"{type(value).__name__} #{next(self._next)}"
-        return known[1]
+        entry = self._numbers.get(id(value))
+        if entry is None or entry[0]() is not value:
+            entry = self._numbers[id(value)] = _reference(value), f"{type(value).__name__} #{next(self._next)}"
+        return entry[1]
 
-    def alias(self, other: Any, value: Any) -> None:
-        """Use the words for an object for another one, too."""
-        self._numbers[id(other)] = weakref.ref(other), self._number(value)
+    def alias(self, substitute: Any, value: Any) -> None:
+        self._numbers[id(substitute)] = weakref.ref(substitute), self._number(value)
 
 
 def _reference(value: Any) -> Callable[[], Any]:

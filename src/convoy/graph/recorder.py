@@ -24,14 +24,14 @@ def out_of_place(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     """The call that gives as a new tensor what `func` writes into its first argument; None where it writes nothing."""
     if kwargs.get("inplace"):
         return func, args, {**kwargs, "inplace": False}
-    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else None
-    if plain is None and name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"):
-        plain = f"__{name[3:]}" if name not in ("__int__", "__invert__", "__index__", "__init__") else None
-    if not plain:
+    plain_name = name[:-1] if name.endswith("_") and not name.endswith("__") else None
+    if plain_name is None and name.startswith("__i") and name.endswith("__") and hasattr(Tensor, f"__{name[3:]}"):
+        plain_name = f"__{name[3:]}" if name not in ("__int__", "__invert__", "__index__", "__init__") else None
+    if not plain_name:
         return None
     for home in (Tensor, torch, F):
-        if callable(found := getattr(home, plain, None)):
-            return found, args, kwargs
+        if callable(function := getattr(home, plain_name, None)):
+            return function, args, kwargs
     return None
 
 
@@ -42,15 +42,9 @@ UNIFORM = {"rand", "rand_like"}
 
 
 class Recorder(TorchFunctionMode):
-    """While it is entered, every torch function is called on fake tensors and becomes a `Call`.
-
-    Attributes:
-        calls: so far, in order.
-        values: every tensor that a call takes or gives, and the network's inputs.
-        constants: the numbers of those that are neither parameters nor buffers.
-        updates: buffers that count batches and wait for their batch norm.
-        made: the tensors that depend on the inputs, as long as somebody has them, each with its layer.
-    """
+    """While it is entered, every torch function is called on fake tensors and becomes a `Call`. `values` holds every
+    tensor that a call takes or gives, and the network's inputs; `updates` the buffers that count batches and wait for
+    their batch norm; `made` weak references to the tensors that depend on the inputs, each with its layer."""
 
     def __init__(self, constants: Constants, layers: LayerStack, recognize: Recognize, num_samples: int | None) -> None:
         super().__init__()
@@ -85,7 +79,7 @@ class Recorder(TorchFunctionMode):
             self._aliases.protect(tensor, name)
 
     def know(self, real: Iterable[tuple[str, nn.Parameter | Tensor]]) -> None:
-        """The real tensors for which given ones stand in, should the network still hold them elsewhere."""
+        """Tell which fakes stand in for these real tensors, which the network may still hold elsewhere."""
         for name, tensor in real:
             self._names[id(tensor)] = name
             self._aliases.protect(tensor, name)
@@ -103,7 +97,6 @@ class Recorder(TorchFunctionMode):
         return name
 
     def reference(self, nest: Any) -> Any:
-        """The nest with a `Ref` for every tensor."""
         return tree.replace(nest, Tensor, lambda tensor: Ref(self.name(tensor)))
 
     def custom(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
@@ -175,45 +168,50 @@ class Recorder(TorchFunctionMode):
         if torch.is_autocast_enabled(tensors[0].device.type if tensors else "cpu"):
             raise CaptureError("it switches autocast on by itself", self._layers.name)
         result = run(*args, **kwargs)
-        made = tree.leaves(result, Tensor)
-        if not made:
+        outputs = tree.leaves(result, Tensor)
+        if not outputs:
             return result
-        if len(made) == 1 and any(made[0] is tensor for tensor in tensors):
+        if len(outputs) == 1 and any(outputs[0] is tensor for tensor in tensors):
             return result
-        found = self._record(func, args, kwargs, result, made)
-        changed = {id(t) for t, version in zip(tensors, versions, strict=True) if t._version != version}
-        if changed and not found.updates:
+        recognition = self._record(func, args, kwargs, result, outputs)
+        changed_ids = {id(t) for t, version in zip(tensors, versions, strict=True) if t._version != version}
+        if changed_ids and not recognition.updates:
             raise CaptureError(f"{_called(func)} changes a tensor in place", self._layers.name)
-        if self._fakes.draws > draws and not found.draws:
+        if self._fakes.draws > draws and not recognition.draws:
             dropout = _called(func).startswith("dropout")
-            told = "of numbers that belong to no sample" if dropout else "in a way of its own"
-            raise CaptureError(f"{_called(func)} draws random numbers {told}", self._layers.name)
+            reason = "of numbers that belong to no sample" if dropout else "in a way of its own"
+            raise CaptureError(f"{_called(func)} draws random numbers {reason}", self._layers.name)
         return result
 
     def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, made: list[Tensor]
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensors: list[Tensor]
     ) -> Recognized:
         args, kwargs = self.reference(args), self.reference(kwargs)
         inputs = tuple(dict.fromkeys(ref.name for ref in tree.leaves((args, kwargs), Ref)))
-        outputs = self._name_outputs(func, made)
+        outputs = self._name_outputs(func, tensors)
         torch_call = TorchCall(func, args, kwargs, self.values, outputs, self._layers.module, tuple(self.updates))
         depends = any(name in self._data for name in inputs)
-        found = self._recognize(torch_call) if depends else Recognized("opaque")
-        self._add(torch_call, found, outputs, made, result)
-        return found
+        recognition = self._recognize(torch_call) if depends else Recognized("opaque")
+        self._add(torch_call, recognition, outputs, tensors, result)
+        return recognition
 
     def _add(
-        self, torch_call: TorchCall, found: Recognized, outputs: tuple[Value, ...], made: list[Tensor], result: Any
+        self,
+        torch_call: TorchCall,
+        recognition: Recognized,
+        outputs: tuple[Value, ...],
+        tensors: list[Tensor],
+        result: Any,
     ) -> None:
         call_name = outputs[0].name if len(outputs) == 1 else outputs[0].name.rpartition(":")[0]
-        function = torch_call.function if found.function is None else found.function
-        args = torch_call.args if found.args is None else found.args
-        kwargs = torch_call.kwargs if found.kwargs is None else found.kwargs
-        counter = found.attributes.get("num_batches_tracked")
+        function = torch_call.function if recognition.function is None else recognition.function
+        args = torch_call.args if recognition.args is None else recognition.args
+        kwargs = torch_call.kwargs if recognition.kwargs is None else recognition.kwargs
+        counter = recognition.attributes.get("num_batches_tracked")
         named = [ref.name for ref in tree.leaves((args, kwargs), Ref)]
         inputs = tuple(dict.fromkeys([*named, counter] if counter else named))
-        depends = found.op == "random" or any(name in self._data for name in inputs)
-        for tensor, value in zip(made, outputs, strict=True):
+        depends = recognition.op == "random" or any(name in self._data for name in inputs)
+        for tensor, value in zip(tensors, outputs, strict=True):
             self.values[value.name] = value
             self._bind(tensor, value.name)
             if depends:
@@ -224,27 +222,29 @@ class Recorder(TorchFunctionMode):
             self.values[counter] = self._given[counter]
         structure = self.reference(result)
         names = tuple(value.name for value in outputs)
-        facts = (inputs, names, structure, found.attributes, found.updates, self._recomputing > 0)
-        self.calls.append(Call(call_name, self._layers.name, found.op, function, args, kwargs, *facts))
+        facts = (inputs, names, structure, recognition.attributes, recognition.updates, self._recomputing > 0)
+        self.calls.append(Call(call_name, self._layers.name, recognition.op, function, args, kwargs, *facts))
         if not torch.is_grad_enabled() and torch_call.name != "detach":
-            self._stop_gradient(made)
+            self._stop_gradient(tensors)
 
-    def _stop_gradient(self, made: list[Tensor]) -> None:
-        for tensor in made:
+    def _stop_gradient(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
             ref = Ref(self._names[id(tensor)])
             outputs = self._name_outputs(torch.Tensor.detach, [tensor])
             torch_call = TorchCall(torch.Tensor.detach, (ref,), {}, self.values, outputs, self._layers.module, ())
             self._add(torch_call, self._recognize(torch_call), outputs, [tensor], tensor)
 
-    def _name_outputs(self, func: Any, made: list[Tensor]) -> tuple[Value, ...]:
+    def _name_outputs(self, func: Any, tensors: list[Tensor]) -> tuple[Value, ...]:
         layer = self._layers.name
         base, number, mark = (layer, 1, "#") if layer else (_called(func).strip("_"), 0, "_")
-        name, several = base, len(made) > 1
+        name, several = base, len(tensors) > 1
         while name in self._given or name in self.values or f"{name}:0" in self.values:
             number += 1
             name = f"{base}{mark}{number}"
-        names = [f"{name}:{index}" for index in range(len(made))] if several else [name]
-        return tuple(Value(name, tuple(tensor.shape), tensor.dtype) for name, tensor in zip(names, made, strict=True))
+        names = [f"{name}:{index}" for index in range(len(tensors))] if several else [name]
+        return tuple(
+            Value(name, tuple(tensor.shape), tensor.dtype) for name, tensor in zip(names, tensors, strict=True)
+        )
 
     def _bind(self, tensor: Tensor, name: str) -> None:
         self._names[id(tensor)] = name
@@ -255,13 +255,13 @@ class Recorder(TorchFunctionMode):
     def _replace(self, name: str, target: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Record a call that changes `target` by the function that gives the same as a new tensor."""
         self._aliases.check_writable(target, name, self._layers.name)
-        made: Tensor = self.__torch_function__(func, (), args, kwargs)
-        if made is target:
+        result: Tensor = self.__torch_function__(func, (), args, kwargs)
+        if result is target:
             return target
-        if made.shape != target.shape or made.dtype != target.dtype:
+        if result.shape != target.shape or result.dtype != target.dtype:
             raise CaptureError(f"{name} changes the shape or type of a tensor in place", self._layers.name)
         self._aliases.write(target, self._layers.name)
-        self._bind(target, self.name(made))
+        self._bind(target, self.name(result))
         return target
 
     def _is_constant(self, tensor: Tensor) -> bool:
@@ -296,24 +296,24 @@ class Recorder(TorchFunctionMode):
 
     def _count(self, name: str, tensor: Tensor) -> Any:
         """What happens to a batch norm's counter of batches: the batch norm that follows says it."""
-        given = self._given.get(self._names.get(id(tensor), ""))
-        if given is None or given.origin != "buffer" or given.shape or given.dtype.is_floating_point:
+        value = self._given.get(self._names.get(id(tensor), ""))
+        if value is None or value.origin != "buffer" or value.shape or value.dtype.is_floating_point:
             return None
         if name == "add_":
-            if given.name not in self.updates:
-                self.updates.append(given.name)
+            if value.name not in self.updates:
+                self.updates.append(value.name)
             return tensor
         return {"__float__": 1.0, "__int__": 1, "item": 1}.get(name)
 
-    def _draw(self, kind: str, p: float | None, made: Tensor) -> Tensor:
-        shape = tuple(made.shape)
+    def _draw(self, kind: str, p: float | None, tensor: Tensor) -> Tensor:
+        shape = tuple(tensor.shape)
         if not shape or shape[0] != self._num_samples:
             raise CaptureError("it draws random numbers that do not belong to one sample each", self._layers.name)
-        outputs = self._name_outputs(draw, [made])
-        args = (kind, p, shape, made.dtype, made.device)
+        outputs = self._name_outputs(draw, [tensor])
+        args = (kind, p, shape, tensor.dtype, tensor.device)
         torch_call = TorchCall(draw, args, {}, self.values, outputs, self._layers.module, ())
-        self._add(torch_call, Recognized("random", {"draw": kind, "p": p}), outputs, [made], made)
-        return made
+        self._add(torch_call, Recognized("random", {"draw": kind, "p": p}), outputs, [tensor], tensor)
+        return tensor
 
 
 def _called(function: Any) -> str:

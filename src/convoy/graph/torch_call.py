@@ -11,24 +11,15 @@ from convoy.graph.graph import Ref, Value
 
 @dataclass(frozen=True)
 class TorchCall:
-    """A call of a torch function.
-
-    Attributes:
-        function: what was called.
-        args, kwargs: with a `Ref` for every tensor.
-        values: the tensors so far, by name.
-        outputs: the tensors that it gives.
-        module: the innermost module that runs.
-        updates: counters of batches that were raised and not used yet.
-    """
+    """A call of a torch function; `args` and `kwargs` have a `Ref` for every tensor."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    values: Mapping[str, Value]
-    outputs: tuple[Value, ...]
-    module: nn.Module
-    updates: tuple[str, ...] = ()
+    values: Mapping[str, Value]  # the tensors so far, by name
+    outputs: tuple[Value, ...]  # the tensors that it gives
+    module: nn.Module  # the innermost module that runs
+    updates: tuple[str, ...] = ()  # counters of batches that were raised and not used yet
 
     @property
     def name(self) -> str:
@@ -37,13 +28,12 @@ class TorchCall:
 
     def bound(self, **defaults: Any) -> dict[str, Any]:
         """The arguments by name; `defaults` are the function's parameters in order, with the names for tensors."""
-        found = dict(defaults)
-        found.update(zip(defaults, self.args, strict=False))
-        found.update({name: value for name, value in self.kwargs.items() if name in defaults})
-        return {name: value.name if isinstance(value, Ref) else value for name, value in found.items()}
+        arguments = dict(defaults)
+        arguments.update(zip(defaults, self.args, strict=False))
+        arguments.update({name: value for name, value in self.kwargs.items() if name in defaults})
+        return {name: value.name if isinstance(value, Ref) else value for name, value in arguments.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor among the arguments."""
         return self.values[name].shape
 
     @property
@@ -66,29 +56,19 @@ class TorchCall:
 
 @dataclass(frozen=True)
 class Recognized:
-    """What an operation makes of a call.
-
-    Attributes:
-        op: name of the operation.
-        attributes: the arguments that matter to it, under names of its own.
-        function, args, kwargs: what to record in place of what was called; None leaves it.
-        updates: whether it changes buffers, so that it runs also where nobody takes its result.
-        draws: whether it draws random numbers, and knows for which samples.
-    """
+    """What an operation makes of a call; `function`, `args` and `kwargs`, unless None, are recorded in its place."""
 
     op: str
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)  # the operation's arguments, under its names
     function: Callable[..., Any] | None = None
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
-    updates: bool = False
-    draws: bool = False
+    updates: bool = False  # it changes buffers, so it runs even where nobody takes its result
+    draws: bool = False  # it draws random numbers, and knows for which samples
 
 
-Recognizer = Callable[[TorchCall], Recognized | None]
-"""What one operation makes of a call; None where it does not know it."""
-Recognize = Callable[[TorchCall], Recognized]
-"""What all operations together make of a call."""
+Recognizer = Callable[[TorchCall], Recognized | None]  # by one operation; None where it does not know the call
+Recognize = Callable[[TorchCall], Recognized]  # by all operations together
 
 
 def each(value: Any, count: int) -> tuple[int, ...]:

@@ -9,11 +9,9 @@ import torch
 
 
 def replace(tree: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """The same nest of containers with `function(leaf)` in place of every leaf of a `kind`.
-
-    Containers are tuples (named ones too), lists, dicts, dataclass instances and slices; the given ones are left as
-    they are. Dicts that are dataclasses too (the outputs of transformers) stay both.
-    """
+    """The same nest of containers with `function(leaf)` in place of every leaf of a `kind`. Containers are tuples
+    (named ones too), lists, dicts, dataclass instances and slices; the given ones are left as they are. Dicts that are
+    dataclasses too (the outputs of transformers) stay both."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, list):
@@ -33,24 +31,24 @@ def replace(tree: Any, kind: type | tuple[type, ...], function: Callable[[Any], 
 
 def leaves(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """The leaves of a `kind`, in the order in which `replace` meets them."""
-    found: list[Any] = []
-    replace(tree, kind, found.append)
-    return found
+    items: list[Any] = []
+    replace(tree, kind, items.append)
+    return items
 
 
 def _replace_dict(tree: dict, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
     if type(tree) is dict:
         return {key: replace(item, kind, function) for key, item in tree.items()}
-    made = copy.copy(tree)
+    result = copy.copy(tree)
     for key, item in tree.items():
-        dict.__setitem__(made, key, replace(item, kind, function))
+        dict.__setitem__(result, key, replace(item, kind, function))
     fields = getattr(tree, "__dataclass_fields__", ())
-    for name in (*fields, *(name for name in getattr(tree, "__dict__", ()) if name in made and name not in fields)):
-        object.__setattr__(made, name, made.get(name))
-    return made
+    for name in (*fields, *(name for name in getattr(tree, "__dict__", ()) if name in result and name not in fields)):
+        object.__setattr__(result, name, result.get(name))
+    return result
 
 
-def _replace_fields(made: Any, tree: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+def _replace_fields(result: Any, tree: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
     for field in dataclasses.fields(tree):
-        object.__setattr__(made, field.name, replace(getattr(tree, field.name), kind, function))
-    return made
+        object.__setattr__(result, field.name, replace(getattr(tree, field.name), kind, function))
+    return result

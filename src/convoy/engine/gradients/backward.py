@@ -45,7 +45,6 @@ class BackwardWatch:
         ]
 
     def remove(self) -> None:
-        """Watch no longer."""
         for handle in self._handles:
             handle.remove()
         self._nodes = []

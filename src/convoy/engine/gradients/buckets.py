@@ -49,13 +49,13 @@ class ReduceScatter:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie without gap or overlap in memory, in whatever order of dimensions."""
-    expected = 1
+    next_stride = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent == 1:
             continue
-        if stride != expected:
+        if stride != next_stride:
             return False
-        expected *= extent
+        next_stride *= extent
     return True
 
 
@@ -74,8 +74,8 @@ def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient with its elements in memory as `shaped` expects them: itself, as autograd gives it, or a copy."""
     if gradient.stride() == like.stride() and is_dense(like):
         return gradient
-    wanted = shaped(torch.empty(like.numel(), dtype=gradient.dtype, device=gradient.device), like)
-    return gradient if gradient.stride() == wanted.stride() else wanted.copy_(gradient)
+    target = shaped(torch.empty(like.numel(), dtype=gradient.dtype, device=gradient.device), like)
+    return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

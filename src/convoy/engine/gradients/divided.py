@@ -22,6 +22,7 @@ from convoy.graph.tree import leaves, replace
 from convoy.plans.mesh import Axes
 
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"}
+# Reductions over all elements: from those of the ranks, [ranks], to that of the whole.
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),
     "count_nonzero": lambda rows: rows.sum(0),
@@ -32,51 +33,33 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda rows: rows.amin(0),
     "amin": lambda rows: rows.amin(0),
 }
-"""Reductions over all elements: from those of the ranks, [ranks], to that of the whole."""
+_TYPES = {"any": torch.bool, "all": torch.bool, "count_nonzero": torch.int64}  # of their results; else the tensor's
+# What a rank without a part of the tensor gives where that is not 0.
 _OF_NOTHING = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf, "all": 1.0}
-"""What a rank without a part of the tensor gives where that is not 0."""
-_REFUSED = {
-    "numpy",
-    "__array__",
-    "tolist",
-    "__dlpack__",
-    "equal",
-    "allclose",
-    "flip",
-    "roll",
-    "sort",
-    "argsort",
-    "cumsum",
-}
-_REFUSED |= {"cumprod", "softmax", "log_softmax", "renorm", "cov", "corrcoef", "searchsorted", "unique", "histc"}
-"""What looks at several numbers of the part and would answer in its shape, or by numbers for one rank alone."""
+# What looks at several numbers of the part and would answer in its shape, or by numbers for one rank alone.
+_REFUSED = {"numpy", "__array__", "tolist", "__dlpack__", "equal", "allclose", "flip", "roll", "sort", "argsort"}
+_REFUSED |= {"cumsum", "cumprod", "softmax", "log_softmax", "renorm", "cov", "corrcoef", "searchsorted", "unique"}
+_REFUSED |= {"histc"}
 
 
 class DividedGradient(Tensor):
-    """This rank's part of a gradient; see the module.
+    """This rank's part of a gradient; see the module."""
 
-    Attributes:
-        axes: mesh axes that divide it.
-        groups: of this rank.
-        whole_numel: elements of the whole.
-    """
-
-    axes: Axes
+    axes: Axes  # mesh axes that divide it
     groups: Groups
-    whole_numel: int
+    whole_numel: int  # elements of the whole
 
     @staticmethod
     def of(part: Tensor, axes: Axes, groups: Groups, whole_numel: int) -> "DividedGradient":
         """The same memory, answering for the whole."""
-        found: DividedGradient = part.as_subclass(DividedGradient)
-        found.axes, found.groups, found.whole_numel = axes, groups, whole_numel
-        return found
+        gradient: DividedGradient = part.as_subclass(DividedGradient)
+        gradient.axes, gradient.groups, gradient.whole_numel = axes, groups, whole_numel
+        return gradient
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer by all parts where `func` looks at all elements."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             return _answer(func, getattr(func, "__name__", ""), args, kwargs)
@@ -86,16 +69,12 @@ class DividedGradient(Tensor):
 
 
 class DividedGradients:
-    """Lets the gradients of divided parameters be `DividedGradient`s between a backward pass and the next update.
-
-    Args:
-        parameters: each with the axes that divide it and the elements of the whole.
-        groups: of this rank.
-    """
+    """Lets the gradients of divided parameters be `DividedGradient`s between a backward pass and the next update. Each
+    parameter comes with the axes that divide it and the elements of the whole."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Axes, int]], groups: Groups) -> None:
         self._groups = groups
-        self._divided = [each for each in parameters if groups.of(each[1]) is not None]
+        self._divided = [entry for entry in parameters if groups.of(entry[1]) is not None]
         self._queued = -1
         for parameter, _, _ in self._divided:
             if parameter.requires_grad:
@@ -130,21 +109,22 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
     parts = leaves((args, kwargs), DividedGradient)
     if name == "_foreach_norm":
         axes = [x.axes if isinstance(x, DividedGradient) else () for x in args[0]]
-        order = _order(func, name, args, kwargs)
-        held = [x if x.numel() else x.new_zeros(1) for x in args[0]]  # of other stages there is nothing
-        norms = [plain(norm) for norm in func(held, *args[1:], **kwargs)]
+        order = _order(name, args, kwargs)
+        tensors = [x if x.numel() else x.new_zeros(1) for x in args[0]]  # of other stages there is nothing
+        norms = [plain(norm) for norm in func(tensors, *args[1:], **kwargs)]
         return tuple(whole_norms(norms, axes, parts[0].groups, order))
     if name in _NORMS:
-        own = plain(func(*args, **kwargs)) if parts[0].numel() else parts[0].new_zeros(())
-        return whole_norms([own], [parts[0].axes], parts[0].groups, _order(func, name, args, kwargs))[0]
+        value = plain(func(*args, **kwargs)) if parts[0].numel() else parts[0].new_zeros(())
+        return whole_norms([value], [parts[0].axes], parts[0].groups, _order(name, args, kwargs))[0]
     if name in _REDUCTIONS or name == "mean":
-        _check_all_elements(name, args, kwargs)
+        if any(value is not None and not isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
+            raise _refused(name)  # it does not reduce all elements
         if parts[0].numel() == 0:
-            own = plain(parts[0]).new_full((), _OF_NOTHING.get(name, 0.0)).to(_type_of(name, parts[0]))
+            value = plain(parts[0]).new_full((), _OF_NOTHING.get(name, 0.0)).to(_TYPES.get(name, parts[0].dtype))
         else:
-            own = func(*args, **kwargs)
-            own = own * (parts[0].numel() / parts[0].whole_numel) if name == "mean" else own
-        return _REDUCTIONS["sum" if name == "mean" else name](_gathered(own, parts[0]))
+            value = func(*args, **kwargs)
+            value = value * (parts[0].numel() / parts[0].whole_numel) if name == "mean" else value
+        return _REDUCTIONS["sum" if name == "mean" else name](_gathered(value, parts[0]))
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         func(*args, **kwargs)
         world = parts[0].groups.of(tuple(parts[0].groups.mesh.axes))
@@ -154,17 +134,11 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
         return _like(args[0].as_subclass(Tensor).clone(), parts)
     if name in _REFUSED:
         raise _refused(name)
-    found = func(*args, **kwargs)
-    return replace(found, Tensor, lambda x: _own(x, parts, name, func))
-
-
-def _type_of(name: str, part: Tensor) -> torch.dtype:
-    """Of what a reduction gives."""
-    return {"any": torch.bool, "all": torch.bool, "count_nonzero": torch.int64}.get(name, part.dtype)
+    result = func(*args, **kwargs)
+    return replace(result, Tensor, lambda x: _own(x, parts, name, func))
 
 
 def _own(x: Tensor, parts: Sequence[DividedGradient], name: str, func: Callable) -> Tensor:
-    """A result that has a number for each number of the part."""
     if isinstance(x, DividedGradient):
         return x
     if all(x.shape != part.shape for part in parts):
@@ -184,29 +158,21 @@ def _refused(name: str) -> ConvoyError:
     )
 
 
-def _check_all_elements(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
-    others = [
-        value for value in (*args[1:], *kwargs.values()) if value is not None and not isinstance(value, torch.dtype)
-    ]
-    if others:
-        raise _refused(name)
-
-
-def _order(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> float:
+def _order(name: str, args: tuple, kwargs: dict[str, Any]) -> float:
     """The order of a vector norm over all elements; all others are refused."""
-    given = [*args[1:], *(value for key, value in kwargs.items() if key != "dtype")]
-    given = [value for value in given if value is not None and value is not False]
-    if any(key == "dim" and value is not None for key, value in kwargs.items()) or len(given) > 1:
+    arguments = [*args[1:], *(value for key, value in kwargs.items() if key != "dtype")]
+    arguments = [value for value in arguments if value is not None and value is not False]
+    if any(key == "dim" and value is not None for key, value in kwargs.items()) or len(arguments) > 1:
         raise _refused(name)
-    if not given or given[0] == "fro":
+    if not arguments or arguments[0] == "fro":
         return 2.0
-    if name == "linalg_norm" or isinstance(given[0], str):  # of a matrix
+    if name == "linalg_norm" or isinstance(arguments[0], str):  # of a matrix
         raise _refused(name)
-    return float(given[0])
+    return float(arguments[0])
 
 
-def _gathered(own: Tensor, part: DividedGradient) -> Tensor:
+def _gathered(value: Tensor, part: DividedGradient) -> Tensor:
     """The numbers of all parts, [ranks]."""
-    own = plain(own)
-    sent = own.reshape(1).to(torch.uint8) if own.dtype == torch.bool else own.reshape(1).contiguous()
-    return all_gather(sent, part.groups.of(part.axes))[:, 0].to(own.dtype)
+    value = plain(value)
+    message = value.reshape(1).to(torch.uint8) if value.dtype == torch.bool else value.reshape(1).contiguous()
+    return all_gather(message, part.groups.of(part.axes))[:, 0].to(value.dtype)

@@ -14,34 +14,20 @@ from convoy.plans.mesh import Axes
 class LocalSgd:
     """Averages weights over `axes` after every `every` updates.
 
-    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1. Each rank takes
-    steps of its own optimizer on the mean gradient of its own samples: its gradients must be reduced over the other
-    axes only. The optimizer's momentum stays local. The result is another one than that of the global batch, and
-    depends on the number of ranks.
+    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1. Each rank takes steps of its own
+    optimizer on the mean gradient of its own samples: its gradients must be reduced over the other axes only. The
+    optimizer's momentum stays local. The result is another one than that of the global batch, and depends on the number
+    of ranks.
 
-    Every rank makes it at the same time.
-
-    Args:
-        tensors: the weights, and the buffers to be averaged with them.
-        groups: of this rank.
-        axes: over which ranks train by themselves.
-        every: updates between two averages.
-        weight: of this rank in the average: its number of samples.
+    Every rank makes it at the same time. `tensors` are the weights and the buffers to average with them, and `weight`
+    is this rank's in the average: its number of samples.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        groups: Groups,
-        axes: Axes,
-        *,
-        every: int,
-        weight: int = 1,
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], groups: Groups, axes: Axes, *, every: int, weight: int = 1) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
         self._group = groups.of(axes)
         self._every = every
-        self._share = weight / sum(other for (other,) in gather_ints([weight], self._group))
+        self._share = weight / sum(count for (count,) in gather_ints([weight], self._group))
         self._alike = False
 
     def step(self, update: int) -> bool:

@@ -18,43 +18,30 @@ from convoy.plans.mesh import Axes
 
 
 def whole_norms(norms: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, order: float = 2.0) -> list[Tensor]:
-    """Norms of whole tensors from those of the parts that ranks have, as scalars.
-
-    Args:
-        norms: of this rank's parts.
-        axes: that divide each tensor; none where it is whole on every rank. The same, in the same order, on all ranks.
-        groups: of this rank.
-        order: of the norms.
-    """
-    found = list(norms)
+    """Norms of whole tensors, as scalars, from those of the parts that ranks have. `axes` are those that divide each
+    tensor, none where it is whole on every rank; the same, in the same order, on all ranks."""
+    result = list(norms)
     for wide, numbers in _by_axes(axes, groups).items():
         if wide:
             parts = all_gather(torch.stack([norms[number] for number in numbers]).double(), groups.of(wide))
             if math.isinf(order):
-                whole = parts.amax(0) if order > 0 else parts.amin(0)
+                wide_norms = parts.amax(0) if order > 0 else parts.amin(0)
             else:
-                whole = parts.sum(0) if order == 0 else parts.pow(order).sum(0).pow(1 / order)
-            for number, norm in zip(numbers, whole.to(norms[numbers[0]].dtype).unbind(), strict=True):
-                found[number] = norm
-    return found
+                wide_norms = parts.sum(0) if order == 0 else parts.pow(order).sum(0).pow(1 / order)
+            for number, norm in zip(numbers, wide_norms.to(norms[numbers[0]].dtype).unbind(), strict=True):
+                result[number] = norm
+    return result
 
 
 def shard_norms(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> list[Tensor]:
-    """The norm of each whole tensor, as scalars.
-
-    Args:
-        tensors: this rank's part of each, and the axes that divide it, as for `whole_norms`.
-        groups: of this rank.
-    """
+    """The norm of each whole tensor, as scalars, from this rank's parts and the axes that divide them."""
     norms = torch._foreach_norm([tensor for tensor, _ in tensors]) if tensors else ()
     return whole_norms(norms, [axes for _, axes in tensors], groups)
 
 
 def global_norm(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> Tensor:
-    """The norm of all tensors as if they were one vector; arguments as for `shard_norms`.
-
-    Where nothing is divided it is, bit for bit, that of `torch.nn.utils.get_total_norm`.
-    """
+    """The norm of all tensors as if they were one vector; arguments as for `shard_norms`. Where nothing is divided it
+    is, bit for bit, that of `torch.nn.utils.get_total_norm`."""
     kinds = _by_axes([axes for _, axes in tensors], groups)
     parts = {axes: [tensors[number][0] for number in numbers] for axes, numbers in kinds.items()}
     if set(parts) <= {()}:
@@ -62,8 +49,8 @@ def global_norm(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> Tenso
     if groups.mesh.stage_axis is not None:  # of tensors that stages have whole: to the bit that of one device
         return nn.utils.get_total_norm(shard_norms(tensors, groups))
     total = torch.zeros((), dtype=torch.float64, device=tensors[0][0].device)
-    for axes, own in parts.items():
-        square = nn.utils.get_total_norm(own).double().square().reshape(1)
+    for axes, shards in parts.items():
+        square = nn.utils.get_total_norm(shards).double().square().reshape(1)
         total += all_reduce(square, groups.of(axes))[0]
     return total.sqrt().to(tensors[0][0].dtype)
 
@@ -74,15 +61,9 @@ def clip_grad_norm(
     max_norm: float,
     own: Mapping[nn.Parameter, tuple[Tensor, Axes]] | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
-
-    Args:
-        parameters: each with the axes that divide it (not those over which its gradient was added).
-        groups: of this rank.
-        max_norm: as in `torch.nn.utils.clip_grad_norm_`.
-        own: this rank's pieces of gradients that are divided over ranks with the same parameter, and over which axes
-            (`GradientReducer.own_gradients`).
-    """
+    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before. Parameters come
+    with the axes that divide them (not those over which gradients were added). `own` has this rank's pieces of
+    gradients that are divided over ranks with the same parameter, and those axes (`GradientReducer.own_gradients`)."""
     terms: list[tuple[Tensor, Axes]] = []
     for parameter, axes in parameters:
         whole = parameter.new_zeros(0) if parameter.grad is None else parameter.grad
@@ -95,23 +76,17 @@ def clip_grad_norm(
 
 def _by_axes(axes: Sequence[Axes], groups: Groups) -> dict[Axes, list[int]]:
     """Numbers of the tensors that the same axes divide, axes with one rank left out, in the order of the axes."""
-    found: dict[Axes, list[int]] = {}
-    for number, own in enumerate(axes):
-        wide = tuple(sorted(axis for axis in set(own) if groups.mesh.sizes[axis] > 1))
-        found.setdefault(wide, []).append(number)
-    return dict(sorted(found.items()))
+    numbers: dict[Axes, list[int]] = {}
+    for number, tensor_axes in enumerate(axes):
+        wide = tuple(sorted(axis for axis in set(tensor_axes) if groups.mesh.sizes[axis] > 1))
+        numbers.setdefault(wide, []).append(number)
+    return dict(sorted(numbers.items()))
 
 
 class WholeNorms(TorchFunctionMode):
-    """Within it, `torch.linalg.norm` and `torch._foreach_norm` give norms over all shards.
-
-    What is asked for must be a parameter, or belong to the parameters asked for last, as in the `step` of
-    `pytorch_optimizer`'s LARS and Lamb. All ranks must ask for the same.
-
-    Args:
-        parameters: each with the axes that divide it.
-        groups: of this rank.
-    """
+    """Within it, `torch.linalg.norm` and `torch._foreach_norm` give norms over all shards. What is asked for must be
+    one of `parameters`, which come with the axes that divide them, or belong to the parameters asked for last, as in
+    the `step` of `pytorch_optimizer`'s LARS and Lamb. All ranks must ask for the same."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups) -> None:
         super().__init__()
@@ -129,8 +104,8 @@ class WholeNorms(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _norms(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        known = [self._axes.get(id(tensor)) for tensor in tensors]
-        axes = [found for found in known if found is not None]
+        candidates = [self._axes.get(id(tensor)) for tensor in tensors]
+        axes = [entry for entry in candidates if entry is not None]
         if len(axes) == len(tensors):
             self._last = axes
         elif axes or len(self._last) != len(tensors):

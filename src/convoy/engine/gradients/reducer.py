@@ -19,15 +19,7 @@ from convoy.comm.collectives import Group, Pending, gather_ints, place, start_al
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
-from convoy.engine.gradients.buckets import (
-    ReduceScatter,
-    copy_all,
-    flat,
-    laid_out,
-    own_piece,
-    pieces_of,
-    shaped,
-)
+from convoy.engine.gradients.buckets import ReduceScatter, copy_all, flat, laid_out, own_piece, pieces_of, shaped
 from convoy.errors import ConvoyError
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
@@ -48,7 +40,6 @@ class MessageQueue:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing is ready, nothing started."""
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._next = 0
 
@@ -85,15 +76,10 @@ class GradientReducer:
     other. The messages and their order are the same on every rank and in every pass, whatever a rank has to send: a
     gradient that some ranks do not have counts as zero, one that no rank has stays None.
 
-    Every rank must make it at the same time, with the same parameters, and run the same number of backward passes.
-
-    Args:
-        parameters: each with the axes over which its gradient is added; without axes it is left alone.
-        groups: of this rank.
-        sizes: of the messages.
-        compress: send the gradients in this type, for example `torch.bfloat16`. Approximate.
-        scatter: give each rank only its own piece of the sum of a large gradient; the rest of its `.grad` is without
-            meaning. For `ShardedOptimizer`.
+    All ranks make it at the same time, with the same parameters, each with the axes over which its gradient is added
+    (none leaves it alone), and run the same number of backward passes. `sizes` are those of the messages; `compress`
+    sends gradients in that type, which is approximate. With `scatter`, for `ShardedOptimizer`, a rank gets only its own
+    piece of the sum of a large gradient, and the rest of its `.grad` has no meaning.
     """
 
     def __init__(
@@ -132,11 +118,11 @@ class GradientReducer:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Backward passes in here keep their gradients to this rank; the next one outside adds up all of them."""
-        before, self._paused = self._paused, True
+        was_paused, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = was_paused
 
     def reduce(self) -> None:
         """Add what paused backward passes have left, without another one; nothing while they are paused."""
@@ -164,7 +150,6 @@ class GradientReducer:
         return self.scatter and self._items[i].bytes >= self._sizes.alone
 
     def group(self, i: int) -> Group:
-        """The ranks over which the gradient of `parameters[i]` is added."""
         return self._groups.of(self._items[i].axes)
 
     def own_gradients(self) -> dict[nn.Parameter, tuple[Tensor, Axes]]:
@@ -189,7 +174,6 @@ class GradientReducer:
         return GradientReducer(parameters, groups, sizes=sizes, compress=compress)
 
     def remove(self) -> None:
-        """Leave the parameters alone from now on."""
         if self._watch is not None:
             self._watch.remove()
 
@@ -272,10 +256,10 @@ class GradientReducer:
             self._views[number] = self._cut(bucket, message)
         gradients = {i: self.parameters[i].grad for i in bucket.members if self._contributes(i)}
         views = dict(zip(bucket.members, self._views[number], strict=True))
-        present = {i: gradient for i, gradient in gradients.items() if gradient is not None}
-        copy_all([views[i] for i in present], list(present.values()))
+        contributions = {i: gradient for i, gradient in gradients.items() if gradient is not None}
+        copy_all([views[i] for i in contributions], list(contributions.values()))
         for i in bucket.members:
-            if i not in present:
+            if i not in contributions:
                 views[i].zero_()
         if bucket.tally:
             counts = [float(self._fresh[i] and self.parameters[i].grad is not None) for i in bucket.tally]
@@ -287,7 +271,6 @@ class GradientReducer:
         return self._fresh[i] or self._first[i] or self.scattered(i)
 
     def _cut(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
-        """Where each gradient stands in a message."""
         parameters = [self.parameters[i] for i in bucket.members]
         pieces = message[: sum(p.numel() for p in parameters)].split([p.numel() for p in parameters])
         return [shaped(elements, parameter) for elements, parameter in zip(pieces, parameters, strict=True)]
@@ -298,53 +281,53 @@ class GradientReducer:
         self._queue.rest()
         for work in self._pending:
             work.wait()
-        present = [self._fresh[i] and p.grad is not None for i, p in enumerate(self.parameters)]
-        used = present if all(present) else self._used()
+        has_gradient = [self._fresh[i] and p.grad is not None for i, p in enumerate(self.parameters)]
+        is_used = has_gradient if all(has_gradient) else self._used()
         for number, (bucket, message) in enumerate(zip(self.buckets, self._messages, strict=True)):
             assert message is not None
             if bucket.alone:
-                self._take(bucket.members[0], shaped(message, self.parameters[bucket.members[0]]), used)
+                self._take(bucket.members[0], shaped(message, self.parameters[bucket.members[0]]), is_used)
             else:
-                self._take_copies(bucket, self._views[number], used)
+                self._take_copies(bucket, self._views[number], is_used)
         for number, bucket in enumerate(self.buckets):
             if bucket.alone:
                 self._messages[number] = None
         self._fresh = [False] * len(self._fresh)
-        seen = list(self._seen)
+        order = list(self._seen)
         self._begin()
         if not self._order_seen:
-            self._learn_order(seen)
+            self._learn_order(order)
 
     def _used(self) -> list[bool]:
         """Which parameters have a gradient on any rank. A GPU must be waited for: only a rank that misses one asks."""
-        used = [False] * len(self.parameters)
+        is_used = [False] * len(self.parameters)
         for bucket, message in zip(self.buckets, self._messages, strict=True):
             if bucket.tally and message is not None:
                 for i, count in zip(bucket.tally, message[-len(bucket.tally) :].tolist(), strict=True):
-                    used[i] = count > 0
-        return used
+                    is_used[i] = count > 0
+        return is_used
 
-    def _take(self, i: int, total: Tensor, used: list[bool]) -> None:
+    def _take(self, i: int, total: Tensor, is_used: list[bool]) -> None:
         gradient = self.parameters[i].grad
-        if used[i] and (gradient is None or gradient.data_ptr() != total.data_ptr()):
+        if is_used[i] and (gradient is None or gradient.data_ptr() != total.data_ptr()):
             self.parameters[i].grad = total
 
-    def _take_copies(self, bucket: Bucket, views: list[Tensor], used: list[bool]) -> None:
+    def _take_copies(self, bucket: Bucket, views: list[Tensor], is_used: list[bool]) -> None:
         gradients, totals = [], []
         for i, total in zip(bucket.members, views, strict=True):
             gradient = self.parameters[i].grad
-            if used[i] and gradient is None:
+            if is_used[i] and gradient is None:
                 self.parameters[i].grad = total.clone()
-            elif used[i] and gradient is not None:
+            elif is_used[i] and gradient is not None:
                 gradients.append(gradient)
                 totals.append(total)
         copy_all(gradients, totals)
 
-    def _learn_order(self, seen: Sequence[int]) -> None:
+    def _learn_order(self, arrivals: Sequence[int]) -> None:
         """Send in the order in which rank 0's gradients have become ready."""
         assert self._world is not None
-        known = set(seen)
-        order = [*seen, *(i for i in self._order if i not in known)]
+        arrival_set = set(arrivals)
+        order = [*arrivals, *(i for i in self._order if i not in arrival_set)]
         agreed = gather_ints(order, self._world)[0]
         self._order_seen = True
         if agreed != self._order:

@@ -20,6 +20,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.buckets import WORTH_DIVIDING, Sizes
 from convoy.plans.mesh import Axes
 
+# Optimizers that treat every element by itself, so that a piece of a parameter is updated as in the whole.
 ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
@@ -33,21 +34,14 @@ ELEMENTWISE = (
     optim.ASGD,
     optim.Rprop,
 )
-"""Optimizers that treat every element by itself, so that a piece of a parameter is updated as in the whole."""
 
 _WORTH = WORTH_DIVIDING
 
 
 def sharding_pays(optimizer: Optimizer, parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups) -> bool:
-    """Whether dividing the state is faster than an all-reduce and the whole update on every rank; alike on all ranks.
-
-    The bytes sent are the same, so what counts is the update: one pass over weights, gradients and state. On a CPU that
-    takes long; on a GPU it is short, and dividing it is for memory, not for speed.
-
-    Args:
-        optimizer: over the parameters.
-        parameters: each with the axes over which its gradient is added.
-        groups: of this rank.
+    """Whether dividing the state beats an all-reduce and the whole update on every rank; the same on all ranks. The
+    bytes sent are the same, so what counts is the update's pass over weights, gradients and state: long on a CPU, and
+    short on a GPU, where dividing it is for memory. Parameters come with the axes over which their gradients are added.
     """
     large = [
         parameter.numel() * parameter.element_size()
@@ -61,19 +55,10 @@ def sharding_pays(optimizer: Optimizer, parameters: Sequence[tuple[nn.Parameter,
 
 
 class ShardedOptimizer(Optimizer):
-    """Takes the steps of another optimizer, each rank on its own pieces.
-
+    """Takes the steps of another optimizer, which is not to be used by itself any more, each rank on its own pieces.
     Its groups hold the parameters themselves: learning rates are set there as ever. `state_dict` is that of the
-    optimizer as if it were not divided, gathered from all ranks, which must all call it; it loads into either, on any
-    number of ranks.
-
-    Args:
-        optimizer: over the parameters; not to be used by itself any more.
-        reducer: of their gradients, with `scatter`.
-
-    Raises:
-        ConvoyError: the optimizer does not treat every element by itself.
-    """
+    undivided optimizer, gathered from all ranks, which must all call it; it loads into either, on any number of ranks.
+    The reducer has `scatter`. ConvoyError where the optimizer does not treat every element by itself."""
 
     def __init__(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
         assert reducer.scatter, "the reducer must leave each rank its piece"
@@ -155,12 +140,12 @@ class ShardedOptimizer(Optimizer):
                     elements = flat(laid_out(value, parameter))
                     divided["state"][index][name] = own_piece(elements, self._reducer.group(number)).clone()
         self._inner.load_state_dict(divided)
-        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner_group.items() if key != "params"})
 
     def _indexed(self) -> list[tuple[int, nn.Parameter]]:
         return list(enumerate(p for group in self._inner.param_groups for p in group["params"]))
 
     def _set_options(self) -> None:
-        for mine, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            theirs.update({key: value for key, value in mine.items() if key != "params"})
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner_group.update({key: value for key, value in group.items() if key != "params"})

@@ -60,12 +60,7 @@ def subtrees(leaves: range, total: int) -> list[Span]:
 
 
 class TreeSum(Generic[T]):
-    """Adds parts of the tree that come from left to right, as soon as neighbours belong together.
-
-    Args:
-        total: number of leaves.
-        add: gives the sum of a left and a right part.
-    """
+    """Adds parts of the tree over `total` leaves, coming from left to right, as soon as neighbours belong together."""
 
     def __init__(self, total: int, add: Callable[[T, T], T]) -> None:
         self._total = total
@@ -73,7 +68,6 @@ class TreeSum(Generic[T]):
         self._parts: list[tuple[Span, T]] = []
 
     def put(self, span: Span, value: T) -> None:
-        """The next part."""
         while self._parts and self._siblings(self._parts[-1][0], span):
             left, partial = self._parts.pop()
             span, value = (left[0], span[1]), self._add(partial, value)
@@ -85,7 +79,6 @@ class TreeSum(Generic[T]):
         return parts
 
     def _siblings(self, left: Span, right: Span) -> bool:
-        """Whether two adjacent parts are the two halves of one part of the tree."""
         if left[1] != right[0]:
             return False
         span = (0, self._total)
@@ -98,43 +91,35 @@ class TreeSum(Generic[T]):
 
 
 class TreeExchange:
-    """Begins to send the pieces of this rank's partial sums to the pieces' owners.
-
-    Args:
-        parts: what this rank has of the tree; the tensors, flat and of one length, are overwritten.
-        spans: what each rank of the group has of it.
-        out: flat, for the sum; may be the first of `parts`.
-        group: over which the microbatches are divided.
-        then: over which the sum is added afterwards, in the order of the ranks.
-    """
+    """Begins to send the pieces of this rank's partial sums to the pieces' owners. `parts` are this rank's sums, flat
+    and of one length, and are overwritten; `spans` says which parts of the tree each rank of the group has; `out` is
+    flat, for the sum, and may be the first of `parts`. Microbatches are divided over `group`, and the sum is added over
+    `then` afterwards, in the order of the ranks."""
 
     def __init__(
-        self,
-        parts: Sequence[Tensor],
-        spans: Sequence[Sequence[Span]],
-        out: Tensor,
-        group: Group,
-        then: Group,
+        self, parts: Sequence[Tensor], spans: Sequence[Sequence[Span]], out: Tensor, group: Group, then: Group
     ) -> None:
-        ranks, here = size(group), place(group)
-        assert len(parts) == len(spans[here]), "not the parts of the tree that were agreed"
+        ranks, own_place = size(group), place(group)
+        assert len(parts) == len(spans[own_place]), "not the parts of the tree that were agreed"
         self._group = group
         self._then = then
         self._out = out
         self._piece = own_piece(out, group)
-        mine = [pieces_of(part, group) for part in parts]
+        own_pieces = [pieces_of(part, group) for part in parts]
         self._terms: list[tuple[Span, Tensor]] = []
         self._pending: list[Pending] = []
-        received: dict[Span, Tensor] = {span: views[here] for span, views in zip(spans[here], mine, strict=True)}
+        sums: dict[Span, Tensor] = {
+            span: views[own_place] for span, views in zip(spans[own_place], own_pieces, strict=True)
+        }
         nothing = out.new_empty(0)
         for number in range(max(map(len, spans)) if ranks > 1 else 0):
-            send = mine[number] if number < len(mine) else [nothing] * ranks
+            send = own_pieces[number] if number < len(own_pieces) else [nothing] * ranks
             receive = [nothing] * ranks
-            for rank, theirs in enumerate(spans):
-                if rank != here and number < len(theirs):
-                    receive[rank] = received[theirs[number]] = out.new_empty(len(self._piece))
+            for rank, rank_spans in enumerate(spans):
+                if rank != own_place and number < len(rank_spans):
+                    receive[rank] = sums[rank_spans[number]] = out.new_empty(len(self._piece))
             self._pending.append(start_exchange_into(send, receive, group))
-        self._terms = sorted(received.items(), key=lambda term: term[0])
+        self._terms = sorted(sums.items(), key=lambda term: term[0])
 
     def add(self) -> None:
         """Add the own piece and begin to gather the others'."""
@@ -166,15 +151,9 @@ class TreeReducer:
     and may be by the others. Passes beyond a rank's share (which other ranks need where layers are divided otherwise)
     give nothing to parameters that are added over the sample axes.
 
-    Over other axes gradients are added last, in the order of the ranks.
-
-    Args:
-        parameters: each with the axes over which its gradient is added.
-        groups: of this rank.
-        sample_axes: over which microbatches are divided.
-        shares: microbatches of each rank of the sample axes, in order.
-        passes: backward passes of every rank in an update, if not those of its share.
-        sizes: of the messages.
+    Each parameter comes with the axes over which its gradient is added; axes that are not sample axes are added last,
+    in the order of the ranks. `shares` are the microbatches of each rank of the sample axes, in order, and `passes` the
+    backward passes of every rank in an update, by default those of its share.
     """
 
     def __init__(
@@ -187,15 +166,15 @@ class TreeReducer:
         passes: int | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        used = [(parameter, axes) for parameter, axes in parameters if parameter.requires_grad]
-        self.parameters = [parameter for parameter, _ in used]
+        entries = [(parameter, axes) for parameter, axes in parameters if parameter.requires_grad]
+        self.parameters = [parameter for parameter, _ in entries]
         self._groups = groups
         self._sample_axes = frozenset(sample_axes)
         device = self.parameters[0].device
-        self._world = groups.of({axis for _, axes in used for axis in axes} | self._sample_axes)
+        self._world = groups.of({axis for _, axes in entries for axis in axes} | self._sample_axes)
         numels = [parameter.numel() for parameter in self.parameters]
         numels = numels if self._world is None else largest(numels, self._world)
-        items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(used, numels, strict=True)]
+        items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(entries, numels, strict=True)]
         planned = plan_buckets(items, list(reversed(range(len(items)))), sizes or Sizes.default(device))
         self.buckets = [bucket for bucket in planned if bucket.members]
         self._queue = MessageQueue(self.buckets, self._complete)
@@ -231,7 +210,6 @@ class TreeReducer:
         self._begin()
 
     def remove(self) -> None:
-        """Leave the parameters alone from now on."""
         self._watch.remove()
 
     def _sampled(self, bucket: Bucket) -> bool:
@@ -271,7 +249,6 @@ class TreeReducer:
 
     @torch.no_grad()
     def _complete(self, number: int) -> None:
-        """All gradients of a bucket are there for this microbatch, or will not come."""
         bucket = self.buckets[number]
         leaf = self._leaves.start + self._pass if self._sampled(bucket) else self._pass
         if self._pass < (self._share if self._sampled(bucket) else self._passes):
@@ -282,7 +259,6 @@ class TreeReducer:
             self._exchange(number)
 
     def _exchange(self, number: int) -> None:
-        """Send the sums of this rank's microbatches."""
         bucket = self.buckets[number]
         parts = [value for _, value in self._sums[number].take()]
         out = parts[0] if parts else self._neutral(bucket)
@@ -295,7 +271,6 @@ class TreeReducer:
         self._exchanges.append(TreeExchange(parts, spans, out, group, then))
 
     def _give(self) -> None:
-        """Put the sums into `.grad`."""
         current.to("gradient")
         for exchange in self._exchanges:
             exchange.add()
@@ -315,8 +290,8 @@ class TreeReducer:
             return flat(laid_out(gradients[0], parameters[0]))
         message = self._neutral(bucket)
         views = self._views(bucket, message)
-        present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-        copy_all([view for view, _ in present], [gradient for _, gradient in present])
+        pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        copy_all([view for view, _ in pairs], [gradient for _, gradient in pairs])
         return message
 
     def _neutral(self, bucket: Bucket) -> Tensor:
