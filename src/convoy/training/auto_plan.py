@@ -32,18 +32,15 @@ from convoy.training.step import TrainingStep, update_seconds, updates_in_a_row,
 from convoy.training.workloads import counts_of_passes, workload_in_passes
 from convoy.units import size
 
-_LEAST, _LONGEST_S = 4, 3.0
-"""Batches that are measured, but for as long as that."""
+_LEAST, _LONGEST_S = 4, 3.0  # at least so many batches are measured, for so many seconds at most
 
 
 def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> HostCost | None:
-    """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank.
+    """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank. None where
+    a picture cannot be read: the training will say so.
 
     All ranks call it, and get their parts of the first batches at the same time, as in training. Beside a GPU its host
     and worker processes load; those of a CPU take their time from the cores that compute.
-
-    Returns:
-        What a pass takes, or None where a picture cannot be read: the training will say so.
     """
     ranks.barrier()
     try:
@@ -88,26 +85,20 @@ def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) 
     return passed / max(1, samples)
 
 
-_ENOUGH, _MOST = 3, 8
-"""Measurements of a racer that must be near its fastest, and after how many it ends in any case."""
+_ENOUGH, _MOST = 3, 8  # a racer ends when so many measurements are near its fastest, or after so many in any case
 
+# Microbatches of each part of the batch; None: as even as can be, or as the recipe says.
 Shares = tuple[int, ...] | None
-"""Microbatches of each part of the batch; None where they are as even as can be, or as the recipe says."""
+# The update of a network under a plan, by some devices; it changes the network, and which samples this rank has.
 MakeStep = Callable[[nn.Module, Plan, Ranks, Shares, Staging | None], TrainingStep]
-"""The update of a network under a plan, by some devices; it changes the network, and which samples this rank has."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The plan that runs.
-
-    Attributes:
-        planned: what the planner predicted; None where it could not.
-        notes: sentences about how it came to be.
-    """
+    """The plan that runs, and sentences about how it came to be."""
 
     plan: Plan
-    planned: Planned | None
+    planned: Planned | None  # what the planner predicted; None where it could not
     notes: tuple[str, ...]
 
     @property
@@ -133,26 +124,15 @@ class Chosen:
 
 @dataclass
 class Choice(Prepared):
-    """What a plan is chosen for.
+    """What a plan is chosen for."""
 
-    Attributes:
-        merge: microbatches that one device takes in a pass.
-        rivals: plans that race beside those that the planner finds.
-        make_step: the update of a copy of the network under a plan, by the devices that are given.
-        progress: is told of long work: what, done, total.
-    """
-
-    merge: int
-    rivals: Sequence[Plan]
+    merge: int  # microbatches that one device takes in a pass
+    rivals: Sequence[Plan]  # plans that race beside those that the planner finds
     make_step: MakeStep
-    progress: Callable[[str, int, int], None]
+    progress: Callable[[str, int, int], None]  # told of long work: what, done, total
 
     def __call__(self) -> Chosen:
-        """Plan, with a race. All ranks call it.
-
-        Raises:
-            TooLargeError: no plan fits into the memory of the devices.
-        """
+        """Plan, with a race; a TooLargeError where no plan fits into the memory of the devices. All ranks call it."""
         plain = Plan.by_samples(self.ranks.num)
         if self.recipe.reproducible:
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref
 
+# Of every call in training, in order: its layer; the function with its constants; the shapes of its outputs; and a
+# checksum of its inputs.
 Code = list[list[str]]
-"""Of every call in training, in order: its layer; the function with its constants; the shapes that it gives; and a
-checksum of what it takes."""
 _OF_THIS_PROCESS = re.compile(r"(, )?(device=)?device\([^)]*\)| at 0x[0-9a-f]+")
 
 

@@ -35,40 +35,28 @@ from convoy.training.step import random_batch, wait_for
 from convoy.training.trials import try_changes
 from convoy.units import per_second, plural, seconds
 
-_WATCHED = (2, 4, 6)
-"""The updates whose parts are looked at, as few before the pace is there as may be: that takes longer."""
+_WATCHED = (2, 4, 6)  # the updates whose parts are looked at; few and early, as that takes longer
+# What each part of the work may take of the time that is left when it begins; trials have the rest.
 _UPDATES_PART, _PICTURES_PART, _EVALUATION_PART, _CHECKPOINTS_PART = 0.4, 0.2, 0.15, 0.25
-"""What each part of the work may take of the time that is left when it begins; trials have the rest."""
-_WINDOWS = 24
-"""Windows of updates in their part of the time."""
-_MOST = 10**6
-"""Updates for which batches are asked for: more than there is time for."""
-_FEW = 10
-"""Fewer updates are worth a word."""
+_WINDOWS = 24  # windows of updates in their part of the time
+_MOST = 10**6  # updates for which batches are asked for: more than there is time for
+_FEW = 10  # fewer updates are mentioned as few
 _PICTURES = 64
 _TEST_BATCHES = 4
-_MESSAGE = 2**22
-"""Bytes by which links are measured."""
-_CHECKPOINTS = 3
-"""Checkpoints that are timed, after one that is not."""
-_RUNS = _CHECKPOINTS + 4
-"""Runs of updates in which these are timed."""
-_FREQUENT_S = 120.0
-"""Seconds between two checkpoints from which on what they cost is not looked at."""
-_LONG_PAUSES = 0.05
-"""Part of an update from which on evaluations are counted with the checkpoints that follow them."""
-_BEST = 0.5
-"""The part of evaluations that find the best weights so far, about."""
+_MESSAGE = 2**22  # bytes by which links are measured
+_CHECKPOINTS = 3  # checkpoints that are timed, after one that is not
+_RUNS = _CHECKPOINTS + 4  # runs of updates in which these are timed
+_FREQUENT_S = 120.0  # where two checkpoints are further apart, their cost is not looked at
+_LONG_PAUSES = 0.05  # part of an update from which on evaluations are counted with the checkpoints that follow them
+_BEST = 0.5  # the share of evaluations that find the best weights so far: a guess
 
 
 def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Path | None = None) -> Facts:
-    """Measure a training, and try changes of it. All ranks call it, and get the same.
+    """Measure a training, whose weights change, and with `trials` try changes of it. All ranks call it, and get the
+    same.
 
-    Args:
-        session: of the training; its weights change.
-        budget: the time for it, of which setting up the session may have taken some. At least one update is measured.
-        trials: whether changes are tried.
-        folder: where the run would lie, which need not be there; None looks at no checkpoints.
+    Setting up the session may have taken some of the budget; at least one update is measured. `folder` is where the run
+    would lie, which need not be there; None looks at no checkpoints.
     """
     ranks, recipe = session.ranks, session.recipe
     session.model.train()

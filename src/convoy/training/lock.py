@@ -19,8 +19,7 @@ from pathlib import Path
 from convoy.errors import ConvoyError, GoneError
 
 NAME = ".lock"
-_LOOK_S = 0.5
-"""Seconds that anyone waits: somebody may just be looking whether the lock is free."""
+_LOOK_S = 0.5  # a wait: another process may just be looking whether the lock is free
 
 
 class Lock:
