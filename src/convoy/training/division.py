@@ -224,10 +224,8 @@ class SpeedTest:
             self.seconds.append(seconds)
 
     def shares(self, ranks: Ranks, division: Division) -> tuple[Division, list[float]]:
-        """The division by which the slowest rank ends soonest; the same on every rank. All ranks call it.
-
-        Returns:
-            The division, and milliseconds that a microbatch takes each part of the batch.
+        """The division by which the slowest rank ends soonest, and milliseconds that a microbatch takes each part of
+        the batch; the same on every rank. All ranks call it.
         """
         median = sorted(self.seconds)[len(self.seconds) // 2]
         said = ranks.gather((ranks.sample_rank, median))

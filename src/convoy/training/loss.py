@@ -36,10 +36,8 @@ class ClassificationLoss:
 
 
 def heads(outputs: Any) -> tuple[Tensor, ...]:
-    """The logits of every head of a network's outputs, the main head first.
-
-    Raises:
-        ConvoyError: the network gives something else than logits [samples, classes].
+    """The logits of every head of a network's outputs, the main head first; a ConvoyError where they are something else
+    than logits [samples, classes].
     """
     found = tuple(_logits(outputs))
     if not found or any(logits.dim() != 2 for logits in found):

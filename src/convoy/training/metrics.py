@@ -119,7 +119,7 @@ class MetricsWriter:
         self._append(self._events, beginning(first_step + 1))
 
     def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
-        """Write one line: split, updates done, epochs done, seconds since the start, and the values measured."""
+        """Append, after what is kept from before; an OSError where not all of it could be written: the rest is kept."""
         self._check(step)
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
         self._append(self._lines, f"{to_json(line)}\n".encode())

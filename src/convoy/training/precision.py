@@ -20,14 +20,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(precision: str | None, device: torch.device) -> None:
-    """Run one small convolution and matrix product forwards and backwards as the training would.
-
-    Args:
-        precision: as a recipe has it; one that is left open is not checked.
-        device: where.
-
-    Raises:
-        ConvoyError: torch cannot do that on this device; the sentence says what to choose.
+    """Run one small convolution and matrix product forwards and backwards as the training would; a precision that is
+    left open is not checked. A ConvoyError where torch cannot do that on this device says what to choose.
     """
     if precision not in ("bf16", "fp16"):
         return
@@ -48,16 +42,13 @@ def check_precision(precision: str | None, device: torch.device) -> None:
 
 
 class Scaler(torch.amp.GradScaler):
-    """Scales the loss so that gradients in fp16 do not vanish, and skips updates in which some overflowed.
+    """Scales the loss so that gradients in fp16 do not vanish, and skips updates in which some overflowed. With any
+    other precision it does nothing, and asks nobody.
 
     Where ranks hold different gradients, only the rank that has the part that overflowed would know of it, and the
     weights and the scale would drift apart: all ranks agree once for each update, for which each reads its device.
-
-    Args:
-        device: of the gradients.
-        precision: `fp16`; in any other it does nothing, and asks nobody.
-        anywhere: whether something holds on any rank, given whether it does here; all ranks call it. None where all of
-            them have the same gradients: then nothing is read.
+    `anywhere` tells whether something holds on any rank, and all ranks call it; None where all of them have the same
+    gradients: then nothing is read.
     """
 
     def __init__(

@@ -28,17 +28,11 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Key:
-    """A key for people.
+    """A key for people."""
 
-    Attributes:
-        key: dotted, with the kind of its section where that has several.
-        type: of the values that it accepts, or these themselves where there are few.
-        default: as YAML writes it; empty where a value is needed.
-    """
-
-    key: str
-    type: str
-    default: str
+    key: str  # dotted, with the kind of its section where that has several
+    type: str  # of its values, or these themselves where there are few
+    default: str  # as YAML writes it; empty where a value is needed
     description: str
 
 
@@ -154,13 +148,7 @@ _COMPARISONS = {
 
 
 def sentence(error: ValidationError, model: type[BaseModel], document: dict[str, Any]) -> str:
-    """One sentence about the first mistake in a document, with the keys of the others.
-
-    Args:
-        error: what pydantic found.
-        model: the class that the document was checked against.
-        document: the document.
-    """
+    """One sentence about the first mistake in a document, with the keys of the others."""
     # A default that follows from other keys is no mistake of its own where those are wrong.
     found = [detail for detail in error.errors(include_url=False) if detail["type"] != "default_factory_not_called"]
     details = sorted(found, key=lambda detail: detail["type"] != "extra_forbidden")

@@ -60,20 +60,14 @@ def set_up(
     explicit_keys: Collection[str] = (),
     rivals: Sequence[Plan] = (),
 ) -> Session:
-    """Open the data, build the network and everything around it. All ranks call it.
+    """Open the data, build the network and everything around it; what the recipe leaves open is settled for the devices
+    here. All ranks call it. A ConvoyError where the recipe, the plan, the data or the weights cannot be used as they
+    are.
 
-    Args:
-        recipe: what to train, and how; what it leaves open is settled for the devices here.
-        device: where.
-        progress: is told of long work on the data: what, done, total.
-        ranks: the ranks; None for one device.
-        data: in place of what the recipe names, where only the speed counts.
-        keep: whether measured times are kept for the next time, and those that are kept are used.
-        explicit_keys: keys of the recipe that the user has set just now, which are to have an effect on this network.
-        rivals: plans beside those that the planner finds, where it chooses.
-
-    Raises:
-        ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
+    `progress` is told of long work on the data: what, done, total. `data` stand in place of what the recipe names,
+    where only the speed counts. `keep` says whether measured times are kept for the next time, and those that are kept
+    are used; `explicit_keys` are keys of the recipe that the user has set just now, which are to have an effect on this
+    network; `rivals` are plans beside those that the planner finds, where it chooses.
     """
     ranks = ranks or Ranks()
     leave_default_stream(device)
@@ -158,14 +152,11 @@ def num_on(device: torch.device, ranks: Ranks) -> int:
 
 
 def check_devices(recipe: Recipe, num_devices: int) -> None:
-    """Refuse devices and shares that the plan or the batch cannot have.
+    """Refuse devices and shares that the plan or the batch cannot have: another number of devices, too few
+    microbatches, or not as many shares as parts of the batch.
 
     Into how many parts `owt`, and plans of several patterns, divide a batch depends on the network's layers: these are
     refused when it is there.
-
-    Raises:
-        ConvoyError: the plan is for another number of devices, there are too few microbatches, or not as many shares
-            as parts of the batch.
     """
     plan, _ = plan_of(recipe.parallel, num_devices)
     shares = recipe.parallel.shares if isinstance(recipe.parallel.shares, tuple) else None
@@ -182,10 +173,8 @@ def check_devices(recipe: Recipe, num_devices: int) -> None:
 
 
 def _without_heads(recipe: Recipe, found: Probe, explicit_keys: Collection[str]) -> list[str]:
-    """What to say where auxiliary heads have a weight of their own, but the network has none.
-
-    Raises:
-        ConvoyError: the user has just set it.
+    """What to say where auxiliary heads have a weight of their own, but the network has none; a ConvoyError where the
+    user has just set it.
     """
     weight = recipe.loss.aux_weight
     if found.outputs > 1 or ("loss.aux_weight" not in explicit_keys and weight == LossConfig().aux_weight):
@@ -273,11 +262,7 @@ def _assemble(
 def _within_limit(
     recipe: Recipe, plan: Plan, network: TrainedNetwork, passes: Sequence[Pass], on_cpu: bool
 ) -> list[str]:
-    """What to say of a memory limit.
-
-    Raises:
-        TooLargeError: the plan is predicted to need more.
-    """
+    """What to say of a memory limit; a TooLargeError where the plan is predicted to need more."""
     limit = recipe.parallel.memory_bytes
     if limit is None:
         return []
