@@ -64,10 +64,10 @@ class Draft:
 
     def put(self, place: Path, identity: str, values: Mapping[str, Any]) -> None:
         """Make it the checkpoint at `place`, whole or not at all: write the record, sync, and rename."""
-        found = [json.loads(self._ready(number).read_text(encoding="utf-8")) for number in range(self.num_shards)]
+        shards = [json.loads(self._ready(number).read_text(encoding="utf-8")) for number in range(self.num_shards)]
         shutil.rmtree(self.folder / _READY)
         sync(self.folder / STATE)
-        write_record(self.folder, self.step, identity, values, {each["name"]: each["sha256"] for each in found})
+        write_record(self.folder, self.step, identity, values, {each["name"]: each["sha256"] for each in shards})
         if place.exists():
             exchange(self.folder, place)
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -139,9 +139,9 @@ class Choice(Prepared):
         release_freed_memory(self.device)
         limit, source = device_memory(self.device, self.ranks.on_host)
         limit = min(self.ranks.gather(limit))
-        given = self.recipe.parallel.memory_bytes
-        if given is not None and given < limit:
-            limit, source = given, "as --memory-limit says"
+        memory_limit = self.recipe.parallel.memory_bytes
+        if memory_limit is not None and memory_limit < limit:
+            limit, source = memory_limit, "as --memory-limit says"
         self.progress("timing the input", 0, 1)
         ahead = measure_input(self.recipe, self.data, self.device, self.ranks) or HostCost()
         try:
@@ -155,15 +155,15 @@ class Choice(Prepared):
         within = f"within {size(int(limit))} of memory a device, {source}"
         staging = predicted.staging
         passes = f" in {predicted.passes} passes, schedule {staging.schedule}," if staging is not None else ""
-        said = [f"{predicted.plan}{passes} is predicted to be fastest, {_each(predicted.seconds)} ({within})"]
+        sentences = [f"{predicted.plan}{passes} is predicted to be fastest, {_each(predicted.seconds)} ({within})"]
         if took:
             result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
             least, most = (number * updates_in_a_row(self.device) for number in (_ENOUGH, _MOST))
-            said.append(f"in a race over {least} to {most} updates each: {result}")
+            sentences.append(f"in a race over {least} to {most} updates each: {result}")
         warning = planned.warning(took.get(best.plan, best.seconds))
-        said[0] = ": ".join(filter(None, ("plan auto", warning, said[0])))
+        sentences[0] = ": ".join(filter(None, ("plan auto", warning, sentences[0])))
         verdict = self.ranks.first(lambda: explained(planned).verdict.sentence)
-        return Chosen(best.plan, planned, (*said, f"{best.plan}: {verdict}", *planned.notes))
+        return Chosen(best.plan, planned, (*sentences, f"{best.plan}: {verdict}", *planned.notes))
 
     def _planned(self, limit: float, ahead: HostCost) -> Planned:
         workload = workload_in_passes(

@@ -57,9 +57,9 @@ class NetworkInput:
     def of_run(run: RunDirectory) -> "NetworkInput":
         """Read it from a run's `environment.json`; a ConvoyError where the file is missing or damaged."""
         try:
-            found = json.loads(run.environment.read_text(encoding="utf-8"))["input"]
-            lists = {key: tuple(map(float, found[key])) for key in ("mean", "std")}
-            return NetworkInput(**{**found, **lists, "classes": list(map(str, found["classes"]))})
+            document = json.loads(run.environment.read_text(encoding="utf-8"))["input"]
+            lists = {key: tuple(map(float, document[key])) for key in ("mean", "std")}
+            return NetworkInput(**{**document, **lists, "classes": list(map(str, document["classes"]))})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConvoyError(
                 f"{run.environment} does not say how pictures were prepared: put back the file that the run wrote"
@@ -224,9 +224,9 @@ def divisible_sizes(
     other.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
-    said = recipe.microbatch != DEFAULT_MICROBATCH
+    is_set = recipe.microbatch != DEFAULT_MICROBATCH
     useful = useful or parts
-    if len(sizes) >= useful or parts > recipe.batch or said or _depends_on_microbatches(recipe, model, found):
+    if len(sizes) >= useful or parts > recipe.batch or is_set or _depends_on_microbatches(recipe, model, found):
         return sizes, None
     finer, most = microbatch_sizes(recipe.batch, useful), " at most" * (recipe.batch % useful > 0)
     why = "each device has one" if useful == parts else "stages wait less for each other"

@@ -22,8 +22,8 @@ class OtherCodeError(ConvoyError):
 def code_of(model: nn.Module, graph: Graph | None) -> Code:
     """Of the plain network, which does not depend on the plan; without a graph, of the layers that it has."""
     if graph is None:
-        layers = ((name, each) for name, each in model.named_modules() if name)
-        return [[name, f"{type(each).__name__}({each.extra_repr()})", "", ""] for name, each in layers]
+        layers = ((name, module) for name, module in model.named_modules() if name)
+        return [[name, f"{type(module).__name__}({module.extra_repr()})", "", ""] for name, module in layers]
     return [[call.layer, _function(call), _shapes(call, graph), _taken(call, graph)] for call in graph.calls]
 
 

@@ -88,9 +88,9 @@ def as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
 
 def _open_keys(recipe: Recipe) -> list[str]:
     """Keys of the recipe that are for its devices to say."""
-    found = ["precision"] if recipe.precision in (None, "auto") else []
-    found += ["channels_last"] if recipe.channels_last is None else []
-    return [*found, "optimizer.fused"] if getattr(recipe.optimizer, "fused", True) is None else found
+    keys = ["precision"] if recipe.precision in (None, "auto") else []
+    keys += ["channels_last"] if recipe.channels_last is None else []
+    return [*keys, "optimizer.fused"] if getattr(recipe.optimizer, "fused", True) is None else keys
 
 
 def _ability(device: torch.device) -> _Ability:

@@ -15,7 +15,7 @@ from convoy.training.schedules import Schedule, StepConfig, create_schedule
 # With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so
 # often that it has 50. More often than that is not needed: what lines cost is bounded for every run.
 LOG_UPDATES, LOG_LINES = 20, 50
-_DROPPED = 10  # the part (one in so many) of an epoch that goes unsaid when its last batch is not whole
+_DROPPED = 10  # samples that the last batch lacks are mentioned where they are more than a tenth of an epoch
 _GOYAL = "Goyal et al., 2017"
 
 

@@ -56,9 +56,9 @@ def join_ranks(timeout_s: float = 600.0, device: str | None = None) -> tuple[Ran
     this process frees stays with it from then on. Ranks wait `timeout_s` for each other in a collective; a ConvoyError
     where the others cannot be reached.
     """
-    own = join(timeout_s, device)
-    keep_freed_memory(own)
-    return Ranks.here(), own
+    ranks_and_device = join(timeout_s, device)
+    keep_freed_memory(ranks_and_device)
+    return Ranks.here(), ranks_and_device
 
 
 def num_cores() -> int:

@@ -65,9 +65,9 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
     if budget.allows(0.0, "how pictures are made"):
         most_s = budget.part(_PICTURES_PART).left
         everyone = ranks.gather(measure_pictures(session.data, recipe.data, _fresh(session), recipe.seed, most_s))
-        known = [one for one in everyone if one is not None]
-        if known:
-            facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
+        answers = [one for one in everyone if one is not None]
+        if answers:
+            facts = replace(facts, pictures=max(answers, key=lambda one: one.read_s + one.cpu_s))
     if ranks.num > 1 and budget.allows(0.0, "the link"):
         facts = replace(facts, link_bits_per_s=_bits_per_s(session))
     budget.tell("timing an evaluation")
@@ -76,10 +76,10 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
         facts = replace(facts, evaluation_s=_evaluation_s(session, part))
     if folder is not None:
         facts = _with_checkpoints(session, facts, folder, budget)
-    taken = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
+    busy_cores = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
     make = partial(set_up, keep=session.profiles is not None)
     ready_s = facts.update_s - facts.wait_s
-    compute_s, tried = try_changes(session, make, budget, update_s=ready_s, taken=taken, wanted=trials)
+    compute_s, tried = try_changes(session, make, budget, update_s=ready_s, taken=busy_cores, wanted=trials)
     if compute_s is not None:
         if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in tried):
             # Others have cores of its threads, and an update takes now twice, now five times as long: the mean of many.
@@ -101,8 +101,8 @@ def _fresh(session: Session) -> NDArray[np.int64]:
     """Training samples for this rank alone, which come last in an epoch, so that the updates here read few of them."""
     ranks, recipe = session.ranks, session.recipe
     last = Order(len(session.data.train), recipe.batch, recipe.seed).samples(0)[::-1]
-    each = max(1, min(_PICTURES, len(last) // ranks.num))
-    return last[ranks.rank * each % len(last) :][:each]
+    share = max(1, min(_PICTURES, len(last) // ranks.num))
+    return last[ranks.rank * share % len(last) :][:share]
 
 
 def _measure_updates(session: Session, budget: Budget) -> Facts:

@@ -40,10 +40,10 @@ def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
         raise ConvoyError(f"{path} is a folder: name a file, e.g. --to {path / f'model{suffix}'}")
     if not os.access(path.parent, os.W_OK):
         raise ConvoyError(f"the folder {path.parent} cannot be written to: choose another --to")
-    given = run.given
-    shape = (2, given.channels, given.image_size, given.image_size)
+    network_input = run.given
+    shape = (2, network_input.channels, network_input.image_size, network_input.image_size)
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    notes: Notes = {"classes": given.classes, "mean": list(given.mean), "std": list(given.std)}
+    notes: Notes = {"classes": network_input.classes, "mean": list(network_input.mean), "std": list(network_input.std)}
     content, outputs_of = (_onnx if form == "onnx" else _torch_export)(run, images, notes)
     with torch.no_grad():
         wanted = run.network(images)

@@ -89,16 +89,16 @@ class Stop:
 
         def signal_of_any() -> str | None:
             nonlocal wait, left, asked
-            own = self._interrupt.signal
+            signal = self._interrupt.signal
             if self._ranks.num == 1:
-                return own
+                return signal
             left -= 1
             if left > 0:
                 return None
             now = time.perf_counter()
             took = max(now - asked, 1e-6)
             wait = max(1, min(_MAX_UPDATES, int(wait * INTERVAL_S / took), 2 * wait))
-            wish = _SIGNALS.index(own or ""), wait if self._ranks.rank == 0 else 0
+            wish = _SIGNALS.index(signal or ""), wait if self._ranks.rank == 0 else 0
             with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
                 number, wait = self._ranks.largest(*wish)
             left, asked = wait, now

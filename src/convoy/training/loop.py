@@ -285,14 +285,14 @@ class Loop:
             return
         try:
             counted = min(self._checkup.num, UPDATES) - LEAST // 2
-            found = Diagnosis.of(facts, (self.done - counted + 1, self.done))
+            diagnosis = Diagnosis.of(facts, (self.done - counted + 1, self.done))
         except Exception as error:  # no reason to stop a training
             self._tell(f"what holds the run back is not known ({type(error).__name__}: {error})")
             return
         with suppress(OSError):  # neither is a full disk
-            write_json(self.run.diagnosis, found.to_document())
-        if not at_end and found.advice and found.advice[0].gain > WORTH_SAYING:
-            self._tell(f"{found.brief} convoy doctor {self.run.path} looks closer")
+            write_json(self.run.diagnosis, diagnosis.to_document())
+        if not at_end and diagnosis.advice and diagnosis.advice[0].gain > WORTH_SAYING:
+            self._tell(f"{diagnosis.brief} convoy doctor {self.run.path} looks closer")
 
     def _with_pauses(self, facts: Facts) -> Facts:
         """With what evaluations and checkpoints have taken."""

@@ -197,7 +197,7 @@ def middle_update(lengths: Sequence[Sequence[float]]) -> int:
     """Which of some updates is the median one, by seconds of every update of each rank; an update is as long as on the
     slowest rank.
     """
-    slowest = [max(each) for each in zip(*lengths, strict=True)]
+    slowest = [max(seconds) for seconds in zip(*lengths, strict=True)]
     return slowest.index(median_low(slowest))
 
 
@@ -220,9 +220,9 @@ def _known(session: Session, store: ProfileStore, placement: Placement) -> Score
         staging = Staging(session.plan.mesh, network.engine.staged(placement), samples, network.schedule)
     by_microbatch = recipe.batch_norm == "microbatch"
     microbatch = session.division.sizes[0] if by_microbatch else 0
-    here = measuring(recipe, session.device, session.ranks.on_host)
+    machine = measuring(recipe, session.device, session.ranks.on_host)
     costs = recipe.batch_norm, microbatch, session.is_recorded
-    return recalled(store, here, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
+    return recalled(store, machine, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
 
 
 def _keep(path: Path, scored: Scored | None, step: Sequence[Timeline]) -> None:
@@ -243,8 +243,8 @@ def _compared(
 ) -> Comparison:
     """What rank 0 makes of it; the store learns."""
     recipe = session.recipe
-    here = measuring(recipe, session.device, session.ranks.on_host)
-    learned = _learn(everyone, here, store)
+    machine = measuring(recipe, session.device, session.ranks.on_host)
+    learned = _learn(everyone, machine, store)
     wholes = [one.whole for one in everyone]
     computing = [one.parts["forward"] + one.parts["backward"] if one is not None else 0.0 for one in wholes]
     mesh = session.plan.mesh
@@ -260,7 +260,7 @@ def _compared(
     update_s = max(median(one.updates) for one in everyone) if own.updates else None
     if store is not None and update_s is not None and own.whole is not None:
         remember_run(
-            store, here, recipe.model.name, recipe.batch, session.plan, update_s - own.whole.parts.get("input", 0.0)
+            store, machine, recipe.model.name, recipe.batch, session.plan, update_s - own.whole.parts.get("input", 0.0)
         )
     if own.whole is None:
         first, *_ = RECORDED_WATCHED if session.is_recorded else WATCHED

@@ -124,9 +124,9 @@ def fitted(
         parts = None
     if not keep_shares and isinstance(section.shares, tuple) and not _fit(section.shares, parts, num_devices):
         changes["shares"] = None
-        given = ",".join(f"{share:g}" for share in section.shares)
+        shares_text = ",".join(f"{share:g}" for share in section.shares)
         many = f"{len(section.shares)} part{'s'[: len(section.shares) > 1]} of the batch"
-        notes.append(f"the shares {given} are for {many}, not {parts or num_devices}: they are left out")
+        notes.append(f"the shares {shares_text} are for {many}, not {parts or num_devices}: they are left out")
     return section.model_copy(update=changes)
 
 

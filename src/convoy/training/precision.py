@@ -61,14 +61,14 @@ class Scaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         """Torch's own name: gives for every device a number that is not 0 if gradients on it overflowed."""
-        found = super()._unscale_grads_(*args, **options)
+        overflows = super()._unscale_grads_(*args, **options)
         if self._anywhere is None:
-            return found
-        here = any(bool(number) for number in found.values())
-        if self._anywhere(here) and not here:
-            for number in found.values():
+            return overflows
+        overflowed_on_rank = any(bool(number) for number in overflows.values())
+        if self._anywhere(overflowed_on_rank) and not overflowed_on_rank:
+            for number in overflows.values():
                 number.fill_(1.0)
-        return found
+        return overflows
 
 
 def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

@@ -256,14 +256,14 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[st
         document.setdefault(section, Recipe.model_fields[section].default.model_dump(mode="json"))
     if isinstance(document.get("model"), str):  # the short form
         document["model"] = {"name": document["model"]}
-    found = apply_overrides(document, changes)
+    sentences = apply_overrides(document, changes)
     if not isinstance(document.get("data", {}), dict) or "path" not in document.get("data", {}):
         raise ConvoyError("data.path is missing: name the data with --data, a file or folder or mnist-mini")
     recipe = validate(document)
     if any(key.startswith("data.mix") for key in changes) and (sentence := recipe.mixing_without_partners()):
         raise ConvoyError(sentence)
     if notes is not None:
-        notes += found
+        notes += sentences
     return recipe
 
 

@@ -184,10 +184,10 @@ def load_run(
 
     A warning says where the network's code is another than that which trained the weights.
     """
-    found = restored(path, checkpoint, trust_code)
-    if found.changed:
-        warnings.warn(other_code(found), stacklevel=2)
-    return found
+    run = restored(path, checkpoint, trust_code)
+    if run.changed:
+        warnings.warn(other_code(run), stacklevel=2)
+    return run
 
 
 def other_code(run: TrainedRun) -> str:
@@ -270,9 +270,11 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
         )
     notes = list(data.notes)
     if data.test is data.train:
-        known = RunDirectory(run.path).summary()
-        own = len(data.test) == known.get("num_train", 0) + known.get("num_test", 0) and data.classes == run.classes
-        if own:  # the run's own data, moved: what it was trained on counts nowhere
+        summary = RunDirectory(run.path).summary()
+        is_runs_data = (
+            len(data.test) == summary.get("num_train", 0) + summary.get("num_test", 0) and data.classes == run.classes
+        )
+        if is_runs_data:  # the run's own data, moved: what it was trained on counts nowhere
             split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
             data = open_data(_settings(run, path, split))
             notes = list(data.notes)
@@ -292,7 +294,7 @@ def _listed(what: str, names: list[str], most: int = 5, quoted: bool = True) -> 
 
 def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfig:
     """The run's section for other data."""
-    given = run.given
+    network_input = run.given
     settings = {
         "path": path,
         "format": "auto",
@@ -300,11 +302,11 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
         "split_seed": None,
         "train": None,
         "test": None,
-        "image_size": given.image_size,
-        "resize": given.resize,
-        "channels": given.channels,
-        "mean": given.mean,
-        "std": given.std,
+        "image_size": network_input.image_size,
+        "resize": network_input.resize,
+        "channels": network_input.channels,
+        "mean": network_input.mean,
+        "std": network_input.std,
     }
     return run.recipe.data.model_copy(update={**settings, **split})
 

@@ -249,10 +249,15 @@ def _begin(
         stack.enter_context(run.lock(tell=reporter.say))
         run.check_free(mine=True)
         run.sweep()
-        given = NetworkInput.of(session.data).as_dict()
+        network_input = NetworkInput.of(session.data).as_dict()
         facts = environment.describe(by[0], session.device, session.ranks.num, str(session.plan))
-        own = {"run": str(run.path), "jobs": list(by[1]), "input": given, "data": session.data.fingerprint}
-        run.create(to_yaml(session.recipe), {**facts, **own})
+        provenance = {
+            "run": str(run.path),
+            "jobs": list(by[1]),
+            "input": network_input,
+            "data": session.data.fingerprint,
+        }
+        run.create(to_yaml(session.recipe), {**facts, **provenance})
 
 
 def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) -> None:
@@ -270,13 +275,13 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
         return
     moved = mended = other = None
     if rank == 0:
-        here = environment.machine(session.device)
+        machine = environment.machine(session.device)
         moved, mended = moved_data(session.recipe, run), mended_files(session.data, run)
-        other = other_machine(session.recipe, run, here)
+        other = other_machine(session.recipe, run, machine)
         session.notes[:0] = [note for note in run.summary().get("notes") or () if note not in session.notes]
         facts = environment.restart(loop.done, session.ranks.num, str(session.plan))
         facts |= {"data": session.recipe.data.path} if moved else {}
-        run.add_restart(facts | (here if other else {}))
+        run.add_restart(facts | (machine if other else {}))
     for sentence in filter(None, (moved, mended, other)):
         session.notes.append(sentence)
         reporter.say(sentence)

@@ -102,15 +102,15 @@ def set_up(
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     # parts alone are brought to the device of a network that the first rank has
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
-    found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes), as_graph)
-    found = replace(found, on_device=sharing)
-    notes += _without_heads(recipe, found, explicit_keys)
+    probe = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes), as_graph)
+    probe = replace(probe, on_device=sharing)
+    notes += _without_heads(recipe, probe, explicit_keys)
     parts, useful = parts_of(recipe, plan, ranks.num)
-    sizes, smaller = divisible_sizes(recipe, model, parts, found, useful)
+    sizes, smaller = divisible_sizes(recipe, model, parts, probe, useful)
     quantities = replace(quantities, sizes=sizes)
     notes += [smaller] if smaller is not None else []
-    code = ranks.first(lambda: code_of(model, found.graph))
-    ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived, code)
+    code = ranks.first(lambda: code_of(model, probe.graph))
+    ready = Prepared(recipe, data, quantities, model, probe, device, ranks, store, settled.derived, code)
     chosen, shares, staging = None, None, None
     if plan is None:
         chosen = _choose_plan(ready, progress, rivals)
@@ -229,8 +229,8 @@ def _assemble(
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    said = network.what_is_recomputed(pieces, lowered(recipe))
-    notes += [said] if said is not None else []
+    recomputation = network.what_is_recomputed(pieces, lowered(recipe))
+    notes += [recomputation] if recomputation is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers, why = num_workers(data, recipe.data)
     if first_workers(recipe.data, workers) < workers:
@@ -240,8 +240,8 @@ def _assemble(
     if isinstance(network, StagedTraining):
         through = f"through {plan.num_stages} stages"
         derived.append(Derived("passes in an update", len(pieces), through, "docs/plans.md"))
-        given = recipe.parallel.schedule is not None
-        chosen = "as said" if given else "predicted to be faster" if staging is not None else "the default"
+        schedule_is_set = recipe.parallel.schedule is not None
+        chosen = "as said" if schedule_is_set else "predicted to be faster" if staging is not None else "the default"
         derived.append(Derived("schedule", network.schedule, chosen, "changes no result: docs/plans.md"))
     elif recipe.parallel.schedule is not None:
         notes.append("--schedule has no effect: the plan has no stages")

@@ -273,7 +273,7 @@ def update_seconds(
     seen `patience_s`. All but the first measurement take at least `least_s`, by more updates in a row.
     """
     batch = random_batch(step, image_shape, device)
-    updates, in_a_row, taken = itertools.count(), updates_in_a_row(device), list[float]()
+    updates, in_a_row, measured_s = itertools.count(), updates_in_a_row(device), list[float]()
 
     def measure() -> float:
         nonlocal in_a_row
@@ -282,15 +282,15 @@ def update_seconds(
         for _ in range(in_a_row):
             step(batch, next(updates))
         wait_for(device)
-        own = (time.perf_counter() - began) / in_a_row
-        slowest: float = max(ranks.gather(own))  # all know the same, and end together
-        taken.append(slowest)
+        seconds = (time.perf_counter() - began) / in_a_row
+        slowest: float = max(ranks.gather(seconds))  # all know the same, and end together
+        measured_s.append(slowest)
         in_a_row = max(in_a_row, math.ceil(least_s / max(slowest, least_s / _IN_A_ROW)) if least_s else 1)
         return slowest
 
     counted = steady(measure, float, ranks.broadcast, enough=enough, most=most, patience_s=patience_s)
     if len(counted) < enough:  # they vary: the fastest of some is not what a run has
-        counted = taken[len(taken) // 2 :]
+        counted = measured_s[len(measured_s) // 2 :]
     return statistics.median(counted)
 
 

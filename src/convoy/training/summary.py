@@ -87,9 +87,9 @@ def note_failure(run: RunDirectory, sentence: str) -> None:
     """Put into the summary that is there that the run failed, and why; a run that is finished stays so. An OSError
     where it cannot be written.
     """
-    found = run.summary()
-    if found and found.get("status") != "finished":
-        write_json(run.summary_file, {**found, "status": "failed", "error": sentence})
+    summary = run.summary()
+    if summary and summary.get("status") != "finished":
+        write_json(run.summary_file, {**summary, "status": "failed", "error": sentence})
 
 
 WRITE_S = 5.0  # seconds that a file system is given to answer when the run has failed

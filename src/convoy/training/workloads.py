@@ -38,11 +38,11 @@ def workload_of_recipe(
     width), or cannot be seen as one graph.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
-    found = probed(model, recipe, image_shape, sizes, device, CHANGE)
-    sizes, _ = divisible_sizes(recipe, model, devices, found)
-    merge, _ = merged(recipe, found, sizes, device)
-    counts = counts_of_passes(recipe, model, sizes, merge, devices, found)
-    recorded = is_recorded(recipe, device, why_not_recorded(recipe, found, devices, device, group))
+    probe = probed(model, recipe, image_shape, sizes, device, CHANGE)
+    sizes, _ = divisible_sizes(recipe, model, devices, probe)
+    merge, _ = merged(recipe, probe, sizes, device)
+    counts = counts_of_passes(recipe, model, sizes, merge, devices, probe)
+    recorded = is_recorded(recipe, device, why_not_recorded(recipe, probe, devices, device, group))
     return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device, counts, recorded)
 
 
