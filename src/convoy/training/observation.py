@@ -55,7 +55,9 @@ _HOW = {
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a rank has seen: seconds of updates, of the others those of which `whole` is the middle, and its pieces."""
+    """What a rank has seen: seconds of updates, of the other ones those of the median update `whole`, and its
+    pieces.
+    """
 
     updates: list[float]
     watched: list[float]
