@@ -44,14 +44,14 @@ def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ra
     """
     ranks.barrier()
     try:
-        own: float | None = _seconds(recipe, data, device, ranks)
+        local_s: float | None = _seconds(recipe, data, device, ranks)
     except ConvoyError:
-        own = None
-    everyone = ranks.gather(own)
-    known = [seconds for seconds in everyone if seconds is not None]
-    if len(known) < len(everyone):
+        local_s = None
+    everyone = ranks.gather(local_s)
+    measured_s = [seconds for seconds in everyone if seconds is not None]
+    if len(measured_s) < len(everyone):
         return None
-    return HostCost(per_sample=max(known), beside=device.type == "cuda")
+    return HostCost(per_sample=max(measured_s), beside=device.type == "cuda")
 
 
 def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> float:

@@ -53,11 +53,11 @@ def _who(layer: str) -> str:
 
 def _function(call: Call) -> str:
     """Alike whether it is an operator, a method or a function, and whether it changes its input in place."""
-    given = [repr(value) for value in call.args if not isinstance(value, Ref)]
+    arguments = [repr(value) for value in call.args if not isinstance(value, Ref)]
     named = ((key, value) for key, value in call.kwargs.items() if key != "inplace" and value is not None)
-    given += [f"{key}={value!r}" for key, value in named if not isinstance(value, Ref)]
+    arguments += [f"{key}={value!r}" for key, value in named if not isinstance(value, Ref)]
     name = str(getattr(call.function, "__name__", type(call.function).__name__)).strip("_")
-    constants = _OF_THIS_PROCESS.sub("", ", ".join(given))
+    constants = _OF_THIS_PROCESS.sub("", ", ".join(arguments))
     return f"{name}({constants})" if constants else name
 
 
@@ -66,8 +66,8 @@ def _shapes(call: Call, graph: Graph) -> str:
 
 
 def _taken(call: Call, graph: Graph) -> str:
-    taken = [name + (_numbers(graph.constants[name]) if name in graph.constants else "") for name in call.inputs]
-    return f"{zlib.crc32(repr(taken).encode()):08x}"
+    inputs = [name + (_numbers(graph.constants[name]) if name in graph.constants else "") for name in call.inputs]
+    return f"{zlib.crc32(repr(inputs).encode()):08x}"
 
 
 def _numbers(constant: Tensor) -> str:

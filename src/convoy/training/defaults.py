@@ -79,11 +79,11 @@ def settle(
 
 def as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
     """A recipe whose open choices are those of the run that it goes on with."""
-    found = {key: getattr(begun, key) for key in _open_keys(recipe) if "." not in key}
+    choices = {key: getattr(begun, key) for key in _open_keys(recipe) if "." not in key}
     if "optimizer.fused" in _open_keys(recipe) and begun.optimizer.name == recipe.optimizer.name:
         fused = bool(getattr(begun.optimizer, "fused", None))  # earlier versions kept no choice, and fused nothing
-        found["optimizer"] = recipe.optimizer.model_copy(update={"fused": fused})
-    return recipe.model_copy(update=found)
+        choices["optimizer"] = recipe.optimizer.model_copy(update={"fused": fused})
+    return recipe.model_copy(update=choices)
 
 
 def _open_keys(recipe: Recipe) -> list[str]:

@@ -166,15 +166,15 @@ class SlowRanks:
     def _judge(self, update_s: Sequence[float], took_s: float, division: Division) -> str | None:
         samples = [len(division.positions(part)) for part, _ in self._ranks]
         per_sample = [s / n if n else 0.0 for s, n in zip(update_s, samples, strict=True)]
-        found = []
+        losses = []
         for place in self._places:
             busy = [rank for rank in place if samples[rank]]
             if len(busy) > 1:
                 worst = max(busy, key=per_sample.__getitem__)
                 middle = statistics.median_low(per_sample[rank] for rank in busy if rank != worst)
-                found.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
-        lost_s, slowest, others = max(found, default=(0.0, 0, 0.0))
-        if others == 0 or per_sample[slowest] < RATIO * others or lost_s < LOSS_SHARE * took_s:
+                losses.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
+        lost_s, slowest, median_s = max(losses, default=(0.0, 0, 0.0))
+        if median_s == 0 or per_sample[slowest] < RATIO * median_s or lost_s < LOSS_SHARE * took_s:
             self._slow, self._times, self._next = None, 0, IN_A_ROW
             return None
         if self._slow != slowest:
@@ -185,7 +185,7 @@ class SlowRanks:
         self._next *= 2
         return (
             f"rank {slowest} on host {self._ranks[slowest][1]} is slow: its part of an update takes it "
-            f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / others:.2g} times as long as the others need "
+            f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / median_s:.2g} times as long as the others need "
             "for as much, and they wait for it; if it stays so, give it less (--shares auto) or leave it out"
         )
 
@@ -228,8 +228,8 @@ class SpeedTest:
         the batch; the same on every rank. All ranks call it.
         """
         median = sorted(self.seconds)[len(self.seconds) // 2]
-        said = ranks.gather((ranks.sample_rank, median))
-        times = [max(s for part, s in said if part == rank) for rank in range(ranks.num_sample_ranks)]
+        medians = ranks.gather((ranks.sample_rank, median))
+        times = [max(s for part, s in medians if part == rank) for rank in range(ranks.num_sample_ranks)]
         if min(times) <= 0:  # a rank's only pass is the one that waits for the others
             return division, [1e3 * time for time in times]
         return Division(division.sizes, soonest(len(division.sizes), times)), [1e3 * time for time in times]

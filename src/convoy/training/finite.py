@@ -75,9 +75,9 @@ class Origin:
         self.of_pass()
 
     def _called(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        for given in inputs:
-            if isinstance(given, Tensor) and given.is_floating_point():
-                self._see("input", name, given)
+        for value in inputs:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self._see("input", name, value)
         self.after(name, output if isinstance(output, tuple | list) else [output])
 
     def _see(self, of: Literal["output", "input", "gradient"], name: str, x: Tensor) -> None:
@@ -129,13 +129,13 @@ class FiniteGuard:
 
     def passes(self, losses: Sequence[Tensor]) -> bool:
         """Whether the update may be made; `losses` are those of this rank's passes."""
-        found = list(losses)
+        numbers = list(losses)
         if self._gradients:
             gradients = [gradient for gradient in self._network.own_gradients() if gradient.numel()]
             # not their squares, whose sum overflows where no number does
-            found += torch._foreach_norm(gradients, math.inf) if gradients else []
+            numbers += torch._foreach_norm(gradients, math.inf) if gradients else []
         # one read of the device, whatever the number of layers
-        fine = not found or bool(torch.isfinite(torch.stack(found)).all())
+        fine = not numbers or bool(torch.isfinite(torch.stack(numbers)).all())
         return not self._ranks.any(not fine)
 
     @torch.no_grad()
@@ -150,10 +150,10 @@ class FiniteGuard:
         engine = network.engine
         with origin.watching(network.model, None if isinstance(engine, Uncaptured) else engine):
             again()
-        own = sum(float(loss) for loss in losses)
-        said = self._ranks.gather((origin.found, own, socket.gethostname()))
-        loss = sum(self._ranks.gather_samples(own))
-        return NonFiniteUpdate(update, loss, _where([(found, host) for found, _, host in said]))
+        loss_share = sum(float(loss) for loss in losses)
+        reports = self._ranks.gather((origin.found, loss_share, socket.gethostname()))
+        loss = sum(self._ranks.gather_samples(loss_share))
+        return NonFiniteUpdate(update, loss, _where([(found, host) for found, _, host in reports]))
 
 
 def _where(said: Sequence[tuple[NonFiniteLayer | None, str]]) -> str:

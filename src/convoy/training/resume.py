@@ -96,8 +96,8 @@ def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
 
 def check_ranks(data: DataSet, ranks: Ranks) -> None:
     """Refuse data that are not the same on all ranks, naming one, its host and what differs. All ranks call it."""
-    (first, expected), *others = ranks.gather((socket.gethostname(), data.fingerprint))
-    for rank, (host, fingerprint) in enumerate(others, 1):
+    (first, expected), *other_ranks = ranks.gather((socket.gethostname(), data.fingerprint))
+    for rank, (host, fingerprint) in enumerate(other_ranks, 1):
         if (found := difference(fingerprint, expected)) is not None:
             what, there, here = found
             how = f"is {there} for rank {rank} on {host}, and {here} for rank 0 on {first}"
@@ -110,18 +110,18 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
     what differs.
     """
     begun = run.begun_by().get("input")
-    known = {**(begun if isinstance(begun, dict) else {}), **run.summary()}
+    noted = {**(begun if isinstance(begun, dict) else {}), **run.summary()}
     now = {**NetworkInput.of(data).as_dict(), "num_train": len(data.train), "num_test": len(data.test)}
     del now["in_memory"]  # how they are kept, not what they are
     names = {"num_train": "the number of training samples", "num_test": "the number of test samples"}
     differ = [
-        "other classes" if key == "classes" else f"{names.get(key, key)} was {show(known[key])} and is {show(value)}"
+        "other classes" if key == "classes" else f"{names.get(key, key)} was {show(noted[key])} and is {show(value)}"
         for key, value in now.items()
-        if key in known and known[key] != value
+        if key in noted and noted[key] != value
     ]
     with suppress(KeyError, TypeError, AttributeError):  # not noted, or by somebody else
-        if (found := difference(data.fingerprint, run.begun_by()["data"], later=True)) is not None:
-            what, is_now, was = found
+        if (change := difference(data.fingerprint, run.begun_by()["data"], later=True)) is not None:
+            what, is_now, was = change
             differ.append(f"{what} was {was} and is {is_now}" if was else f"{what} have changed")
     if differ:
         raise ConvoyError(

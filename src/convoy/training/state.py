@@ -184,8 +184,8 @@ class RunState:
         return saved
 
     def _own_version(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        own = key.replace(_optimizer(0), _optimizer(self.network.version), 1)
-        return tensors.get(own, tensors[key])
+        version_key = key.replace(_optimizer(0), _optimizer(self.network.version), 1)
+        return tensors.get(version_key, tensors[key])
 
 
 def delivered_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -132,10 +132,10 @@ class TrainingStep:
     def to_record(self, update: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The passes of an update as one function of the images and targets of each: their losses, and how many
         answers were right."""
-        given = dict(zip(map(id, self.passes), zip(inputs[::2], inputs[1::2], strict=True), strict=True))
-        result = self._passes(update, lambda piece: given[id(piece)])
+        by_pass = dict(zip(map(id, self.passes), zip(inputs[::2], inputs[1::2], strict=True), strict=True))
+        result = self._passes(update, lambda piece: by_pass[id(piece)])
         nothing = inputs[0].new_zeros(0)
-        return [torch.stack(each) if each else nothing for each in (result.losses, result.correct)]
+        return [torch.stack(tensors) if tensors else nothing for tensors in (result.losses, result.correct)]
 
     def _passes(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> StepResult:
         result = self._gradient(update, inputs)
