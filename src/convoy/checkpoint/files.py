@@ -27,8 +27,7 @@ from convoy.files import to_json, write_text
 FORMAT = "convoy-checkpoint-1"
 RECORD = "checkpoint.json"
 STATE = "state"
-_PIECE = 1 << 22
-"""Bytes that are hashed and written at once: few enough to stay in the processor's cache in between."""
+_PIECE = 1 << 22  # bytes hashed and written at once: few enough to stay in the processor's cache in between
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,27 +49,16 @@ class DamagedCheckpointError(ConvoyError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after `step` weight updates.
-
-    Attributes:
-        step: weight updates done.
-        identity: of the run: checkpoints of others are not taken.
-        tensors: everything that is a tensor, whole and by its serial name.
-        values: everything else, as JSON can hold it.
-    """
+    """The state of a run after `step` weight updates."""
 
     step: int
-    identity: str
-    tensors: dict[str, Tensor]
-    values: dict[str, Any]
+    identity: str  # of the run: the checkpoints of another run are not taken
+    tensors: dict[str, Tensor]  # whole, by serial names
+    values: dict[str, Any]  # everything that is no tensor, as JSON can hold it
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors on the CPU into a new file, and sync it to disk.
-
-    Returns:
-        The file's SHA-256.
-    """
+    """Write tensors on the CPU into a new file, sync it to disk, and give the file's SHA-256."""
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
@@ -103,14 +91,8 @@ def sha256(path: Path) -> str:
 def write_record(
     folder: Path, step: int, identity: str, values: Mapping[str, Any], checksums: Mapping[str, str]
 ) -> None:
-    """Write it into the folder of a checkpoint whose other files are complete.
-
-    Args:
-        folder: of the checkpoint.
-        step: weight updates done.
-        identity: of the run.
-        values: as JSON can hold them.
-        checksums: SHA-256 of each file under `state/`, by name.
+    """Write the record of a checkpoint whose other files are complete: `values` as JSON, and the SHA-256 of each file
+    under `state/` by its name.
     """
     record: dict[str, Any] = {
         "format": FORMAT,
@@ -189,8 +171,7 @@ def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Type and shape of tensors by name."""
+Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of tensors by name
 
 
 def in_file(kinds: Kinds) -> list[str]:
@@ -199,11 +180,8 @@ def in_file(kinds: Kinds) -> list[str]:
 
 
 def pieces(kinds: Kinds, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """A file of tensors, piece by piece.
-
-    Args:
-        kinds: of all tensors.
-        tensors: on the CPU, in the order of `in_file`; each is let go before the next one is asked for.
+    """A file of tensors, piece by piece. The tensors are on the CPU, in the order of `in_file`; each is let go before
+    the next one is asked for.
     """
     ordered = in_file(kinds)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

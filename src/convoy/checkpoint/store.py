@@ -41,17 +41,11 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of <fcntl.h> and <lin
 
 @dataclass(frozen=True)
 class Draft:
-    """The temporary folder of a checkpoint; every writer adds its shard, one of them puts it in its place.
+    """The temporary folder of a checkpoint; every writer adds its shard, one of them puts it in its place."""
 
-    Attributes:
-        folder: no other draft ever had this name.
-        step: weight updates done.
-        num_shards: files of tensors that it will have.
-    """
-
-    folder: Path
+    folder: Path  # no other draft ever had this name
     step: int
-    num_shards: int
+    num_shards: int  # files of tensors that it will have
 
     def add(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write shard `number`, counted from 0, and say that it is there."""
@@ -69,17 +63,11 @@ class Draft:
         return all(self._ready(number).exists() for number in range(self.num_shards))
 
     def put(self, place: Path, identity: str, values: Mapping[str, Any]) -> None:
-        """Make it a checkpoint, whole or not at all: write the record, sync, and rename.
-
-        Args:
-            place: what it is to be called.
-            identity: of the run.
-            values: all that is no tensor.
-        """
-        found = [json.loads(self._ready(number).read_text(encoding="utf-8")) for number in range(self.num_shards)]
+        """Make it the checkpoint at `place`, whole or not at all: write the record, sync, and rename."""
+        shards = [json.loads(self._ready(number).read_text(encoding="utf-8")) for number in range(self.num_shards)]
         shutil.rmtree(self.folder / _READY)
         sync(self.folder / STATE)
-        write_record(self.folder, self.step, identity, values, {each["name"]: each["sha256"] for each in found})
+        write_record(self.folder, self.step, identity, values, {each["name"]: each["sha256"] for each in shards})
         if place.exists():
             exchange(self.folder, place)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -111,11 +99,8 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def read_checkpoint(place: Path, step: int | None = None) -> Checkpoint:
-    """Read the checkpoint in a folder, by however many ranks it was written.
-
-    Args:
-        place: its folder.
-        step: that it must be of.
+    """Read the checkpoint in the folder `place`, by however many ranks it was written; with `step`, it must be of that
+    step.
     """
     record = checked_record(place, step)
     tensors: dict[str, Tensor] = {}
@@ -148,11 +133,7 @@ class CheckpointStore:
         return Draft(self.folder / f".step-{step:08d}.{token}.tmp", step, num_shards)
 
     def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
-        """Write a checkpoint from this process alone, then remove old ones.
-
-        Returns:
-            Its folder.
-        """
+        """Write a checkpoint from this process alone, then remove old ones; gives the checkpoint's folder."""
         draft = self.draft(checkpoint.step, 1, uuid.uuid4().hex)
         try:
             draft.add(0, {name: tensor.detach().cpu() for name, tensor in checkpoint.tensors.items()})
@@ -168,10 +149,8 @@ class CheckpointStore:
         return read_checkpoint(self.place(step), step)
 
     def load_latest(self, identity: str) -> tuple[Checkpoint | None, list[str]]:
-        """Read the newest checkpoint that is whole and of the run with this identity.
-
-        Returns:
-            The checkpoint, or None where there is none at all, and a sentence for each damaged one passed over.
+        """Read the newest checkpoint that is whole and of the run with this identity (None where there is none at all),
+        and give a sentence for each damaged one passed over.
         """
         refused: list[str] = []
         for step in reversed(self.steps()):
@@ -206,19 +185,12 @@ _LOOK_S = 0.02
 
 
 def snapshot(tensors: Iterable[tuple[str, Tensor]], number: int | None, num_shards: int) -> dict[str, Tensor]:
-    """Copy the tensors that are this rank's to write. All ranks call it with the same names in the same order.
+    """Copy to the CPU the tensors that are this rank's to write: those of shard `number`, or none where it is None. All
+    ranks call it with the same names in the same order.
 
-    Each tensor goes whole to the shard that has the fewest bytes so far: for n shards none is larger than an even
-    share and the largest tensor (Graham, 1966: list scheduling). A tensor may be made only as it is asked for, so that
-    no rank ever has to have all of them.
-
-    Args:
-        tensors: whole, by serial names.
-        number: of this rank's shard; None where it writes none.
-        num_shards: how many there are.
-
-    Returns:
-        Copies on the CPU, which nobody else changes.
+    Each tensor goes whole to the shard that has the fewest bytes so far: for n shards none is larger than an even share
+    and the largest tensor (Graham, 1966: list scheduling). A tensor may be made only as it is asked for, so that no
+    rank ever has to have all of them.
     """
     sizes = [0] * num_shards
     mine: dict[str, Tensor] = {}
@@ -250,11 +222,6 @@ class Writing:
     The thread talks to other ranks through the files of the draft alone, never through torch.distributed, whose calls
     belong to the training. A shard that cannot be written is not said there, as the disk may be full: the rank's own
     thread knows it, and the ranks agree on that when they next ask each other.
-
-    Attributes:
-        failure: what went wrong; None where nothing did.
-        seconds: how long it took, once it has ended.
-        processor_s: how much of the processor.
     """
 
     def __init__(
@@ -264,18 +231,13 @@ class Writing:
         tensors: Mapping[str, Tensor],
         put: Callable[[], None] | None = None,
     ) -> None:
-        """Begin.
-
-        Args:
-            draft: the checkpoint.
-            number: of this rank's shard; None where it writes none.
-            tensors: that are in it.
-            put: makes the draft a checkpoint when it is complete; on one rank.
+        """Begin to write shard `number` (None: this rank writes none); on one rank, `put` makes the complete draft a
+        checkpoint.
         """
         self.draft = draft
-        self.failure: Exception | None = None
-        self.seconds = 0.0
-        self.processor_s = 0.0
+        self.failure: Exception | None = None  # what went wrong
+        self.seconds = 0.0  # how long it took, once it has ended
+        self.processor_s = 0.0  # processor time of the thread
         self._number, self._tensors, self._put = number, tensors, put
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="convoy-checkpoint", daemon=True)

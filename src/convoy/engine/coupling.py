@@ -168,8 +168,8 @@ def probe(
     has_numbers: bool = True,
 ) -> Probe:
     """What a network does with two microbatches: read off its calls, or tried, where a graph does not say all of it
-    and no rank has a deferred one (`has_numbers`). `image_shape` is (channels, height, width), `samples` the size of each
-    microbatch, and `precision` that of autocast, None where it is off, in which the kept bytes are counted."""
+    and no rank has a deferred one (`has_numbers`). `image_shape` is (channels, height, width), `samples` the size of
+    each microbatch, and `precision` that of autocast, None where it is off, in which the kept bytes are counted."""
     graph = graph_of(plain, image_shape, samples, training=True)
     eval_graph = graph_of(plain, image_shape, samples, training=False) if graph is not None and _draws(graph) else graph
     by_rules = graph and eval_graph and all(call.op != "opaque" for call in (*graph.calls, *eval_graph.calls))

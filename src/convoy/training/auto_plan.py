@@ -32,29 +32,26 @@ from convoy.training.step import TrainingStep, update_seconds, updates_in_a_row,
 from convoy.training.workloads import counts_of_passes, workload_in_passes
 from convoy.units import size
 
-_LEAST, _LONGEST_S = 4, 3.0
-"""Batches that are measured, but for as long as that."""
+_LEAST, _LONGEST_S = 4, 3.0  # at least so many batches are measured, for so many seconds at most
 
 
 def measure_input(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> HostCost | None:
-    """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank.
+    """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank. None where
+    a picture cannot be read: the training will say so.
 
     All ranks call it, and get their parts of the first batches at the same time, as in training. Beside a GPU its host
     and worker processes load; those of a CPU take their time from the cores that compute.
-
-    Returns:
-        What a pass takes, or None where a picture cannot be read: the training will say so.
     """
     ranks.barrier()
     try:
-        own: float | None = _seconds(recipe, data, device, ranks)
+        local_s: float | None = _seconds(recipe, data, device, ranks)
     except ConvoyError:
-        own = None
-    everyone = ranks.gather(own)
-    known = [seconds for seconds in everyone if seconds is not None]
-    if len(known) < len(everyone):
+        local_s = None
+    everyone = ranks.gather(local_s)
+    measured_s = [seconds for seconds in everyone if seconds is not None]
+    if len(measured_s) < len(everyone):
         return None
-    return HostCost(per_sample=max(known), beside=device.type == "cuda")
+    return HostCost(per_sample=max(measured_s), beside=device.type == "cuda")
 
 
 def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) -> float:
@@ -88,26 +85,20 @@ def _seconds(recipe: Recipe, data: DataSet, device: torch.device, ranks: Ranks) 
     return passed / max(1, samples)
 
 
-_ENOUGH, _MOST = 3, 8
-"""Measurements of a racer that must be near its fastest, and after how many it ends in any case."""
+_ENOUGH, _MOST = 3, 8  # a racer ends when so many measurements are near its fastest, or after so many in any case
 
+# Microbatches of each part of the batch; None: as even as can be, or as the recipe says.
 Shares = tuple[int, ...] | None
-"""Microbatches of each part of the batch; None where they are as even as can be, or as the recipe says."""
+# The update of a network under a plan, by some devices; it changes the network, and which samples this rank has.
 MakeStep = Callable[[nn.Module, Plan, Ranks, Shares, Staging | None], TrainingStep]
-"""The update of a network under a plan, by some devices; it changes the network, and which samples this rank has."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The plan that runs.
-
-    Attributes:
-        planned: what the planner predicted; None where it could not.
-        notes: sentences about how it came to be.
-    """
+    """The plan that runs, and sentences about how it came to be."""
 
     plan: Plan
-    planned: Planned | None
+    planned: Planned | None  # what the planner predicted; None where it could not
     notes: tuple[str, ...]
 
     @property
@@ -133,35 +124,24 @@ class Chosen:
 
 @dataclass
 class Choice(Prepared):
-    """What a plan is chosen for.
+    """What a plan is chosen for."""
 
-    Attributes:
-        merge: microbatches that one device takes in a pass.
-        rivals: plans that race beside those that the planner finds.
-        make_step: the update of a copy of the network under a plan, by the devices that are given.
-        progress: is told of long work: what, done, total.
-    """
-
-    merge: int
-    rivals: Sequence[Plan]
+    merge: int  # microbatches that one device takes in a pass
+    rivals: Sequence[Plan]  # plans that race beside those that the planner finds
     make_step: MakeStep
-    progress: Callable[[str, int, int], None]
+    progress: Callable[[str, int, int], None]  # told of long work: what, done, total
 
     def __call__(self) -> Chosen:
-        """Plan, with a race. All ranks call it.
-
-        Raises:
-            TooLargeError: no plan fits into the memory of the devices.
-        """
+        """Plan, with a race; a TooLargeError where no plan fits into the memory of the devices. All ranks call it."""
         plain = Plan.by_samples(self.ranks.num)
         if self.recipe.reproducible:
             return Chosen(plain, None, (f"plan auto is {plain}: reproducible runs divide samples alone",))
         release_freed_memory(self.device)
         limit, source = device_memory(self.device, self.ranks.on_host)
         limit = min(self.ranks.gather(limit))
-        given = self.recipe.parallel.memory_bytes
-        if given is not None and given < limit:
-            limit, source = given, "as --memory-limit says"
+        memory_limit = self.recipe.parallel.memory_bytes
+        if memory_limit is not None and memory_limit < limit:
+            limit, source = memory_limit, "as --memory-limit says"
         self.progress("timing the input", 0, 1)
         ahead = measure_input(self.recipe, self.data, self.device, self.ranks) or HostCost()
         try:
@@ -175,15 +155,15 @@ class Choice(Prepared):
         within = f"within {size(int(limit))} of memory a device, {source}"
         staging = predicted.staging
         passes = f" in {predicted.passes} passes, schedule {staging.schedule}," if staging is not None else ""
-        said = [f"{predicted.plan}{passes} is predicted to be fastest, {_each(predicted.seconds)} ({within})"]
+        sentences = [f"{predicted.plan}{passes} is predicted to be fastest, {_each(predicted.seconds)} ({within})"]
         if took:
             result = ", ".join(f"{plan} {_each(seconds)}" for plan, seconds in took.items())
             least, most = (number * updates_in_a_row(self.device) for number in (_ENOUGH, _MOST))
-            said.append(f"in a race over {least} to {most} updates each: {result}")
+            sentences.append(f"in a race over {least} to {most} updates each: {result}")
         warning = planned.warning(took.get(best.plan, best.seconds))
-        said[0] = ": ".join(filter(None, ("plan auto", warning, said[0])))
+        sentences[0] = ": ".join(filter(None, ("plan auto", warning, sentences[0])))
         verdict = self.ranks.first(lambda: explained(planned).verdict.sentence)
-        return Chosen(best.plan, planned, (*said, f"{best.plan}: {verdict}", *planned.notes))
+        return Chosen(best.plan, planned, (*sentences, f"{best.plan}: {verdict}", *planned.notes))
 
     def _planned(self, limit: float, ahead: HostCost) -> Planned:
         workload = workload_in_passes(

@@ -12,20 +12,13 @@ Say = Callable[[str, int, int], None]
 
 @dataclass
 class Budget:
-    """Seconds for the work of all ranks. The clock of rank 0 counts.
-
-    Attributes:
-        seconds: from the beginning to the end.
-        began: when that was (`time.perf_counter`).
-        say: is told of the work: what, and how many of the seconds have passed.
-        missed: what there was no time for.
-    """
+    """Seconds for the work of all ranks. The clock of rank 0 counts."""
 
     ranks: Ranks
     seconds: float = math.inf
-    began: float = field(default_factory=lambda: time.perf_counter())
-    say: Say = lambda *work: None
-    missed: list[str] = field(default_factory=list)
+    began: float = field(default_factory=lambda: time.perf_counter())  # by `time.perf_counter`
+    say: Say = lambda *work: None  # told of the work: what, and how many of the seconds have passed
+    missed: list[str] = field(default_factory=list)  # what there was no time for
 
     @property
     def left(self) -> float:
@@ -37,11 +30,8 @@ class Budget:
         return Budget(self.ranks, share * self.left, missed=self.missed)
 
     def allows(self, seconds: float, what: str | None = None) -> bool:
-        """Whether there is so much time left. All ranks call it, and are told the same.
-
-        Args:
-            seconds: that something takes.
-            what: its name, which is kept if there is not.
+        """Whether there are `seconds` left; if not, `what` is kept as missed. All ranks call it, and are told the
+        same.
         """
         fits = self.ranks.broadcast(seconds <= self.left)
         if not fits and what is not None and what not in self.missed:

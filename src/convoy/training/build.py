@@ -37,25 +37,15 @@ from convoy.training.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class NetworkInput:
-    """What a network is given: kept with the run, so that other pictures are prepared for it in the same way.
+    """What a network is given: kept with the run, so that other pictures are prepared for it in the same way."""
 
-    Attributes:
-        classes: names, by label.
-        channels: 1 or 3.
-        image_size: height and width.
-        resize: short side of a picture before its center is taken.
-        mean: of each channel, pixels from 0 to 1.
-        std: of each channel, pixels from 0 to 1.
-        in_memory: the data's pictures were all decoded before, and had their channels before they were resized.
-    """
-
-    classes: list[str]
-    channels: int
-    image_size: int
-    resize: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    in_memory: bool = False
+    classes: list[str]  # names, by label
+    channels: int  # 1 or 3
+    image_size: int  # height and width
+    resize: int  # short side of a picture before its center is taken
+    mean: tuple[float, ...]  # of each channel, pixels from 0 to 1
+    std: tuple[float, ...]  # likewise
+    in_memory: bool = False  # all pictures were decoded beforehand, and had their channels before they were resized
 
     @staticmethod
     def of(data: DataSet) -> "NetworkInput":
@@ -65,15 +55,11 @@ class NetworkInput:
 
     @staticmethod
     def of_run(run: RunDirectory) -> "NetworkInput":
-        """That which a run has kept in `environment.json`.
-
-        Raises:
-            ConvoyError: the file is missing or damaged.
-        """
+        """Read it from a run's `environment.json`; a ConvoyError where the file is missing or damaged."""
         try:
-            found = json.loads(run.environment.read_text(encoding="utf-8"))["input"]
-            lists = {key: tuple(map(float, found[key])) for key in ("mean", "std")}
-            return NetworkInput(**{**found, **lists, "classes": list(map(str, found["classes"]))})
+            document = json.loads(run.environment.read_text(encoding="utf-8"))["input"]
+            lists = {key: tuple(map(float, document[key])) for key in ("mean", "std")}
+            return NetworkInput(**{**document, **lists, "classes": list(map(str, document["classes"]))})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConvoyError(
                 f"{run.environment} does not say how pictures were prepared: put back the file that the run wrote"
@@ -85,10 +71,8 @@ class NetworkInput:
 
 
 def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Module, list[str]]:
-    """The recipe's network for some classes and channels, initialized from the seed, with its weights loaded.
-
-    Returns:
-        The network and notes on what was done to it.
+    """The recipe's network for some classes and channels, initialized from the seed, with its weights loaded, and notes
+    on what was done to it.
     """
     section, notes = recipe.model, []
     options = dict(section.options)
@@ -112,8 +96,7 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     return model, notes
 
 
-LARGE = 2**30
-"""Bytes of weights from which on no rank builds a network as a whole."""
+LARGE = 2**30  # bytes of weights from which on no rank builds a network as a whole
 
 
 def build_for(
@@ -166,12 +149,8 @@ _MANY_CLASSES = 2**16
 
 
 def check_layers(recipe: Recipe, plan: Plan) -> None:
-    """Refuse a plan that names no layer of the network, or more parts than a layer has, before the data are opened.
-
-    What depends on the images, or on how many classes there are, is seen later.
-
-    Raises:
-        ConvoyError: a pattern matches no module, a layer cannot be divided so, or the network not be cut so.
+    """Refuse a plan that names no layer of the network, or that divides a layer or cuts the network as is impossible,
+    before the data are opened. What depends on the images, or on the number of classes, is seen later.
     """
     usual = models.describe(recipe.model.name).input_shape
     model = on_meta(recipe, _MANY_CLASSES if usual is not None else None)
@@ -198,18 +177,11 @@ def probed(
     num_classes: int | None = None,
     as_graph: bool = False,
 ) -> Probe:
-    """Run a copy of the network on two microbatches of random images, in training and in evaluation.
+    """Run a copy of the network on two microbatches of random images of a shape (channels, height, width), in training
+    and in evaluation; with `as_graph`, read it off the network's calls, as some rank has no numbers to run it with.
 
-    Args:
-        plain: the network, on its device.
-        shape: of an image: channels, height, width.
-        sizes: samples of every microbatch.
-        change: what a user could change, where it cannot be.
-        num_classes: logits that there must be; None for as many as there are.
-        as_graph: read it off the network's calls, as some rank has no numbers to run it with.
-
-    Raises:
-        ConvoyError: it cannot train on such images, or gives other logits.
+    A ConvoyError says that it cannot train on such images, with `change` as what a user could change, or gives other
+    than `num_classes` logits (None: any number).
     """
     samples = min(2, *sizes)
     try:
@@ -244,25 +216,17 @@ def _logits(model: nn.Module, image: torch.Tensor, as_graph: bool) -> torch.Tens
 def divisible_sizes(
     recipe: Recipe, model: nn.Module, parts: int, found: Probe | None = None, useful: int | None = None
 ) -> tuple[tuple[int, ...], str | None]:
-    """Samples of every microbatch, so small that each part of the batch has one, where that changes no result.
+    """Samples of every microbatch, so small that each of the `parts` of the batch has one, where that changes no
+    result; and a sentence where they are smaller than usual. There may still be fewer microbatches than parts.
 
-    Where nobody has said how large microbatches are, the recipe leaves their size open, and so does its run, which can
-    go on with other numbers of devices.
-
-    Args:
-        recipe: what is trained, and how.
-        model: its network, on any device.
-        parts: of the batch that each need a microbatch.
-        found: what the network showed, if it was tried.
-        useful: microbatches that there had better be, so that stages wait less for each other; by default `parts`.
-
-    Returns:
-        The sizes, perhaps of fewer microbatches than parts, and a sentence where they are smaller than usual.
+    Where the user has not said how large microbatches are, the recipe leaves their size open, and so does its run,
+    which can go on with other numbers of devices. More than `parts`, the `useful` ones let stages wait less for each
+    other.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
-    said = recipe.microbatch != DEFAULT_MICROBATCH
+    is_set = recipe.microbatch != DEFAULT_MICROBATCH
     useful = useful or parts
-    if len(sizes) >= useful or parts > recipe.batch or said or _depends_on_microbatches(recipe, model, found):
+    if len(sizes) >= useful or parts > recipe.batch or is_set or _depends_on_microbatches(recipe, model, found):
         return sizes, None
     finer, most = microbatch_sizes(recipe.batch, useful), " at most" * (recipe.batch % useful > 0)
     why = "each device has one" if useful == parts else "stages wait less for each other"
@@ -290,15 +254,8 @@ def merged(
     sharing: int = 1,
     passes: int = 1,
 ) -> tuple[int, str]:
-    """How many microbatches of each part of the batch run in one pass, and why.
-
-    Args:
-        recipe: what is trained, and how.
-        found: what the network showed.
-        sizes: samples of every microbatch.
-        device: where.
-        sharing: devices that work on a part.
-        passes: that there are to be, where parts of the batch go through stages.
+    """How many microbatches of each part of the batch run in one pass, and why. `sharing` devices work on a part; where
+    parts go through stages, there are to be `passes`.
     """
     num = len(sizes)
     if recipe.reproducible:
@@ -325,10 +282,8 @@ def _memory(recipe: Recipe, found: Probe, device: torch.device) -> float:
 
 
 def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, ranks: Ranks) -> None:
-    """Refuse microbatches of several ranks in one pass where they would not be computed as each by itself.
-
-    Raises:
-        ConvoyError: samples of a batch are coupled by more than batch norm.
+    """Refuse microbatches of several ranks in one pass where more than batch norm couples the samples of a batch: they
+    would not be computed as each by itself.
     """
     if ranks.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
         return

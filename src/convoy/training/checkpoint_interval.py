@@ -10,10 +10,10 @@ from statistics import median
 from convoy.comm.ranks import Ranks
 from convoy.training.config import TimeSpan, in_words
 
+# The first checkpoint of a process comes after this many updates at most: those by which predictions are checked are
+# before it.
 FIRST_UPDATES = 65
-"""Before the first checkpoint of a process, at most: the updates by which predictions are checked are before it."""
-FIRST_S = 30.0
-"""The same in seconds: the first one shows what a checkpoint costs, and whether it can be written at all."""
+FIRST_S = 30.0  # the same in seconds: the first one shows what a checkpoint costs, and whether it can be written at all
 _REMEMBERED = 5
 
 
@@ -56,16 +56,8 @@ class CheckpointSchedule(ABC):
         """One was begun, due or not."""
 
     def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
-        """One is on disk: what it cost; the same numbers on all ranks.
-
-        Args:
-            step: of the checkpoint.
-            cost_s: what it kept the run from its work.
-            write_s: until it was on disk.
-            update_s: the time of an update; 0 where that is not known yet.
-
-        Returns:
-            A sentence, where there is something new to say.
+        """One is on disk: seconds that it kept the run from its work, until it was written, and of an update (0: not
+        known yet); the same numbers on all ranks. Gives a sentence where there is something new to say.
         """
         return None
 
@@ -82,17 +74,11 @@ class Every(CheckpointSchedule):
 
 @dataclass(frozen=True)
 class Interval:
-    """A decision.
-
-    Attributes:
-        updates: between two checkpoints.
-        seconds: the same by the measured time of an update.
-        sentence: with formula, numbers and source.
-    """
+    """The updates between two checkpoints, and the seconds by the measured time of an update."""
 
     updates: int
     seconds: float
-    sentence: str
+    sentence: str  # with formula, numbers and source
 
 
 @dataclass
@@ -102,24 +88,14 @@ class Young:
     Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
     mean time M between failures, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly, 2006, adds
     terms that matter where C is not far below M.) Shorter than the time in which a checkpoint is written it cannot be.
-
-    Attributes:
-        mtbf: M.
-        multiple: the interval is a multiple of so many updates.
     """
 
-    mtbf: TimeSpan
-    multiple: int = 1
+    mtbf: TimeSpan  # M of the formula
+    multiple: int = 1  # the interval is a multiple of so many updates
     _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def decide(self, cost_s: float, write_s: float, update_s: float) -> Interval:
-        """Take one more measurement into account: the median of the last ones counts.
-
-        Args:
-            cost_s: what a checkpoint kept the run from its work.
-            write_s: until it was on disk.
-            update_s: the time of an update.
-        """
+        """Take one more measurement into account: the median of the last ones counts."""
         self._costs.append(max(cost_s, 1e-6))
         cost, update_s = median(self._costs), max(update_s, 1e-6)
         young = math.sqrt(2 * cost * self.mtbf.seconds)
@@ -138,11 +114,8 @@ class Young:
 
 
 class Automatic(CheckpointSchedule):
-    """At Young's interval after the one before; the first one soon, to measure what a checkpoint costs.
-
-    Args:
-        young: derives the interval.
-        ranks: which follow the clock of rank 0.
+    """At Young's interval after the one before; the first one soon, to measure what a checkpoint costs. The ranks
+    follow the clock of rank 0.
     """
 
     def __init__(self, young: Young, ranks: Ranks) -> None:

@@ -18,35 +18,22 @@ from convoy.files import to_json
 from convoy.training.checkpoint_interval import CheckpointSchedule, Pace
 from convoy.training.config import in_words
 
-LOOK_S = 0.5
-"""How often the ranks ask each other, beside the training, whether a checkpoint is written."""
-MAX_UPDATES = 1000
-"""The same in updates, at most."""
-PATIENCE_S = (0.05, 1.0)
-"""How long a rank waits for its own thread before it hears of the others: at first, and at most."""
-LONG_S = 30.0
-"""A wait that is mentioned."""
-TIMEOUT_S = 300.0
-"""Seconds that the run waits for a checkpoint, unless it is told otherwise."""
-END_S = 5.0
-"""What a checkpoint on its way is given when the run ends by a mistake."""
+LOOK_S = 0.5  # how often the ranks ask each other, beside the training, whether a checkpoint is written
+MAX_UPDATES = 1000  # the same in updates, at most
+PATIENCE_S = (0.05, 1.0)  # a rank's wait for its own thread before it hears of the other ranks: at first, and at most
+LONG_S = 30.0  # a longer wait is mentioned
+TIMEOUT_S = 300.0  # the default limit of the run's wait for a checkpoint
+END_S = 5.0  # what a checkpoint on its way is given when the run ends by a mistake
 
 
 @dataclass
 class CheckpointTally:
-    """What the checkpoints of a run have cost it, on rank 0.
-
-    Attributes:
-        written: checkpoints.
-        failed: those that could not be written.
-        waited_s: seconds in which the run waited: while its state was copied, and for one that was not yet on disk.
-        longest_wait_s: the longest of them at once.
-    """
+    """What the checkpoints of a run have cost it, on rank 0."""
 
     written: int = 0
     failed: int = 0
-    waited_s: float = 0.0
-    longest_wait_s: float = 0.0
+    waited_s: float = 0.0  # of the run: while its state was copied, and for a checkpoint that was not yet on disk
+    longest_wait_s: float = 0.0  # in one go
 
     def at_once(self, seconds: float) -> None:
         """The run waited so long without a break."""
@@ -61,45 +48,25 @@ class CheckpointTally:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank knows of the checkpoint on its way.
-
-    Attributes:
-        failure: why this rank could not write.
-        waited_s: the run, for this checkpoint.
-        processor_s: that the thread had.
-        seconds: until it was written.
-        update_s: the time of an update.
-        kept_s: that the run has now waited for it in one go.
-    """
+    """What a rank knows of the checkpoint on its way."""
 
     state: State
-    failure: str | None
-    waited_s: float
-    processor_s: float
-    seconds: float
-    update_s: float
-    kept_s: float
+    failure: str | None  # why this rank could not write
+    waited_s: float  # of the run, for this checkpoint
+    processor_s: float  # processor time of the thread
+    seconds: float  # until it was written
+    update_s: float  # the time of an update
+    kept_s: float  # that the run has now waited for it in one go
 
 
 class Saver:
     """Writes the checkpoints of a run.
 
     Every rank that sees the run directory writes a share of the tensors. The run waits while the shares are copied to
-    the host's memory, and, where one is due before the one before is on disk, for that one.
-
-    Args:
-        store: of the run.
-        when: one is due.
-        ranks: that train.
-        tell: takes a sentence for whoever watches.
-        goes_on: whether the run goes on where a checkpoint cannot be written.
-        on_processor: whether the ranks compute on the processor that the writing thread needs as well.
-        timeout_s: seconds that the run waits for a checkpoint before it ends.
-        check: refuses to write, after so many updates, where the run directory has gone; asked on rank 0.
-
-    Attributes:
-        newest: step of the newest checkpoint that is on disk; None without any.
-        tally: what the run's checkpoints have cost it.
+    the host's memory, and, where one is due before the one before is on disk, for that one: at most `timeout_s`. `tell`
+    takes a sentence for whoever watches, `goes_on` says whether a run survives a checkpoint that cannot be written, and
+    `on_processor` whether the ranks compute on the processor that the writing thread needs as well. On rank 0,
+    `check(updates done)` refuses to write where the run directory has gone.
     """
 
     def __init__(
@@ -114,7 +81,7 @@ class Saver:
         timeout_s: float = TIMEOUT_S,
         check: Callable[[int], None] = lambda done: None,
     ) -> None:
-        self.newest: int | None = None
+        self.newest: int | None = None  # step of the newest checkpoint on disk
         self.tally = CheckpointTally()
         self._wait_s = 0.0
         self._store = store
@@ -135,10 +102,8 @@ class Saver:
 
     @contextmanager
     def open(self, seen: Path) -> Iterator[None]:
-        """While entered, checkpoints are written. All ranks enter it.
-
-        Args:
-            seen: a file of the run directory that rank 0 has just written.
+        """While entered, checkpoints are written. All ranks enter it; `seen` is a file of the run directory that rank 0
+        has just written.
         """
         if self._ranks.rank == 0:
             self._store.sweep()
@@ -173,12 +138,8 @@ class Saver:
         values: Mapping[str, Any],
         best_step: int | None,
     ) -> None:
-        """Begin a checkpoint of the state after `step` updates, when the one before is written. All ranks call it.
-
-        Args:
-            step, identity, values: as in `Checkpoint`.
-            tensors: the state's, whole and by serial names; each is asked for once.
-            best_step: of the checkpoint that stays.
+        """Begin a checkpoint of the state after `step` updates, when the one before is written; that of `best_step`
+        stays. All ranks call it. The tensors are whole and by serial names, and each is asked for once.
         """
         before_s = self.tally.waited_s
         self.finish()
@@ -202,10 +163,8 @@ class Saver:
         self.tally.at_once(self.tally.waited_s - before_s)
 
     def finish(self, or_raise: bool = False) -> None:
-        """Wait until the checkpoint on its way is written. All ranks call it.
-
-        Args:
-            or_raise: a failure ends the run in any case.
+        """Wait until the checkpoint on its way is written; with `or_raise`, a failure ends the run in any case. All
+        ranks call it.
         """
         came, before_s = time.perf_counter(), self.tally.waited_s
         patience, longest = PATIENCE_S

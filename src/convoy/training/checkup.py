@@ -21,37 +21,29 @@ from convoy.training.parallel import StagedTraining
 from convoy.training.session import Session
 from convoy.training.step import StepResult
 
-UPDATES = 100
-"""Updates after which a run says what holds it back; so many are remembered there."""
-LEAST = 10
-"""Fewer updates say nothing."""
+UPDATES = 100  # after so many updates a run says what holds it back, by these
+LEAST = 10  # fewer updates say nothing
+# Between two looks at the host, at least: each takes some milliseconds, 15 beside a thousand processes.
 _SELDOM_S = 10.0
-"""Seconds between two looks at the host, at least: each takes some milliseconds, beside a thousand processes 15."""
 
 
 @dataclass
 class Checkup:
-    """Collects what one rank sees of its updates, and remembers the last of them; all ranks make the same calls.
-
-    Attributes:
-        gpu: whether the GPU is looked at as well, by `nvidia-smi`, which may take seconds.
-        remembered: how many of the last updates are; None remembers all.
-        num: updates that were seen.
-        workers: processes of this rank that make pictures ready, by now.
-    """
+    """Collects what one rank sees of its updates, and remembers the last of them; all ranks make the same calls."""
 
     session: Session
-    gpu: bool = False
-    remembered: int | None = UPDATES
+    gpu: bool = False  # whether `nvidia-smi` is asked as well, which may take seconds
+    remembered: int | None = UPDATES  # how many of the last updates; None: all
 
     def __post_init__(self) -> None:
         data, config = self.session.data, self.session.recipe.data
+        # Processes of this rank that make pictures ready, by now.
         self.workers = first_workers(config, num_workers(data, config)[0])
         self.begin()
 
     def begin(self) -> None:
         """Forget the updates so far: they count from now on."""
-        self.num = 0
+        self.num = 0  # updates seen
         self._seconds, self._waits, self._own = (deque[float](maxlen=self.remembered) for _ in range(3))
         self._watch: HostWatch | None = None
         with suppress(Exception):  # a look at the machine is no reason to stop a training
@@ -93,12 +85,8 @@ class Checkup:
         return self._load
 
     def facts(self, comparison: Comparison, since: int = 0) -> Facts:
-        """What all ranks have seen, of their hosts what the last look found. All ranks call it.
-
-        Args:
-            comparison: parts of an update.
-            since: how many of the updates that are remembered do not count: for the first ones of a training, batches
-                lie ready that were made before.
+        """What all ranks have seen, and what the last look at their hosts showed. The first `since` of the remembered
+        updates do not count: the batches of a training's first ones were made before it. All ranks call it.
         """
         session = self.session
         recipe, quantities, ranks = session.recipe, session.quantities, session.ranks

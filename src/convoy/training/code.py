@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref
 
+# Of every call in training, in order: its layer; the function with its constants; the shapes of its outputs; and a
+# checksum of its inputs.
 Code = list[list[str]]
-"""Of every call in training, in order: its layer; the function with its constants; the shapes that it gives; and a
-checksum of what it takes."""
 _OF_THIS_PROCESS = re.compile(r"(, )?(device=)?device\([^)]*\)| at 0x[0-9a-f]+")
 
 
@@ -22,8 +22,8 @@ class OtherCodeError(ConvoyError):
 def code_of(model: nn.Module, graph: Graph | None) -> Code:
     """Of the plain network, which does not depend on the plan; without a graph, of the layers that it has."""
     if graph is None:
-        layers = ((name, each) for name, each in model.named_modules() if name)
-        return [[name, f"{type(each).__name__}({each.extra_repr()})", "", ""] for name, each in layers]
+        layers = ((name, module) for name, module in model.named_modules() if name)
+        return [[name, f"{type(module).__name__}({module.extra_repr()})", "", ""] for name, module in layers]
     return [[call.layer, _function(call), _shapes(call, graph), _taken(call, graph)] for call in graph.calls]
 
 
@@ -53,11 +53,11 @@ def _who(layer: str) -> str:
 
 def _function(call: Call) -> str:
     """Alike whether it is an operator, a method or a function, and whether it changes its input in place."""
-    given = [repr(value) for value in call.args if not isinstance(value, Ref)]
+    arguments = [repr(value) for value in call.args if not isinstance(value, Ref)]
     named = ((key, value) for key, value in call.kwargs.items() if key != "inplace" and value is not None)
-    given += [f"{key}={value!r}" for key, value in named if not isinstance(value, Ref)]
+    arguments += [f"{key}={value!r}" for key, value in named if not isinstance(value, Ref)]
     name = str(getattr(call.function, "__name__", type(call.function).__name__)).strip("_")
-    constants = _OF_THIS_PROCESS.sub("", ", ".join(given))
+    constants = _OF_THIS_PROCESS.sub("", ", ".join(arguments))
     return f"{name}({constants})" if constants else name
 
 
@@ -66,8 +66,8 @@ def _shapes(call: Call, graph: Graph) -> str:
 
 
 def _taken(call: Call, graph: Graph) -> str:
-    taken = [name + (_numbers(graph.constants[name]) if name in graph.constants else "") for name in call.inputs]
-    return f"{zlib.crc32(repr(taken).encode()):08x}"
+    inputs = [name + (_numbers(graph.constants[name]) if name in graph.constants else "") for name in call.inputs]
+    return f"{zlib.crc32(repr(inputs).encode()):08x}"
 
 
 def _numbers(constant: Tensor) -> str:

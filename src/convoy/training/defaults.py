@@ -15,22 +15,16 @@ from convoy.comm.ranks import Ranks
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived
 
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""What Linux calls it on x86 and on Arm."""
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # what Linux calls it on x86 and on Arm
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A recipe that leaves nothing open.
-
-    Attributes:
-        notes: a sentence on each choice, with what turns it off.
-        derived: the same for the report.
-    """
+    """A recipe that leaves nothing open."""
 
     recipe: Recipe
-    notes: list[str]
-    derived: list[Derived]
+    notes: list[str]  # a sentence on each choice, with what turns it off
+    derived: list[Derived]  # the same for the report
 
 
 @dataclass(frozen=True)
@@ -54,12 +48,8 @@ def settle(
     device: torch.device,
     ranks: Ranks | None = None,
 ) -> Settled:
-    """Choose what a recipe leaves open, for the device that can least. All ranks call it.
-
-    Args:
-        recipe: what is trained, and how.
-        device: this rank's.
-        ranks: all ranks; None for one device.
+    """Choose what a recipe leaves open, for the weakest of the ranks' devices (without ranks, for this one). All ranks
+    call it.
     """
     ranks, was_open = ranks or Ranks(), _open_keys(recipe)
     notes: list[str] = []
@@ -89,18 +79,18 @@ def settle(
 
 def as_begun(recipe: Recipe, begun: Recipe) -> Recipe:
     """A recipe whose open choices are those of the run that it goes on with."""
-    found = {key: getattr(begun, key) for key in _open_keys(recipe) if "." not in key}
+    choices = {key: getattr(begun, key) for key in _open_keys(recipe) if "." not in key}
     if "optimizer.fused" in _open_keys(recipe) and begun.optimizer.name == recipe.optimizer.name:
         fused = bool(getattr(begun.optimizer, "fused", None))  # earlier versions kept no choice, and fused nothing
-        found["optimizer"] = recipe.optimizer.model_copy(update={"fused": fused})
-    return recipe.model_copy(update=found)
+        choices["optimizer"] = recipe.optimizer.model_copy(update={"fused": fused})
+    return recipe.model_copy(update=choices)
 
 
 def _open_keys(recipe: Recipe) -> list[str]:
     """Keys of the recipe that are for its devices to say."""
-    found = ["precision"] if recipe.precision in (None, "auto") else []
-    found += ["channels_last"] if recipe.channels_last is None else []
-    return [*found, "optimizer.fused"] if getattr(recipe.optimizer, "fused", True) is None else found
+    keys = ["precision"] if recipe.precision in (None, "auto") else []
+    keys += ["channels_last"] if recipe.channels_last is None else []
+    return [*keys, "optimizer.fused"] if getattr(recipe.optimizer, "fused", True) is None else keys
 
 
 def _ability(device: torch.device) -> _Ability:

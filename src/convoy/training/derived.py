@@ -12,31 +12,24 @@ from convoy.training.recipe import Recipe
 from convoy.training.records import Derived
 from convoy.training.schedules import Schedule, StepConfig, create_schedule
 
+# With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so
+# often that it has 50. More often than that is not needed: what lines cost is bounded for every run.
 LOG_UPDATES, LOG_LINES = 20, 50
-"""With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so
-often that it has 50. More often than that is not needed: what lines cost is bounded for every run."""
-_DROPPED = 10
-"""The part of an epoch that goes unsaid when its last batch is not whole."""
+_DROPPED = 10  # samples that the last batch lacks are mentioned where they are more than a tenth of an epoch
 _GOYAL = "Goyal et al., 2017"
 
 
 @dataclass(frozen=True)
 class Quantities:
-    """The numbers that the loop runs by.
-
-    Attributes:
-        sizes: samples of each microbatch of a global batch.
-        evaluate_every, log_every: in weight updates.
-        checkpoint_every: the same; None where it is measured.
-    """
+    """The numbers that the loop runs by."""
 
     updates_per_epoch: int
     total_updates: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # samples of each microbatch of a global batch
     lr: float
     schedule: Schedule
-    evaluate_every: int
-    checkpoint_every: int | None
+    evaluate_every: int  # in updates, as the two that follow
+    checkpoint_every: int | None  # None: measured
     log_every: int
     threads: int
 
@@ -64,10 +57,8 @@ def num_threads(recipe: Recipe) -> int:
 
 
 def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
-    """The numbers that the loop runs by.
-
-    Raises:
-        ConvoyError: the batch is larger than the data, or the schedule does not fit into the run.
+    """The numbers that the loop runs by; a ConvoyError where the batch is larger than the data, or the schedule does
+    not fit into the run.
     """
     updates_per_epoch = num_train_samples // recipe.batch
     if updates_per_epoch == 0:
@@ -122,17 +113,12 @@ def derive(
     workers: tuple[int, str] | None = None,
     sizes: Sequence[int] | None = None,
 ) -> list[Derived]:
-    """The derived quantities of a run, in the order in which they follow from each other.
+    """The derived quantities of a run, in the order in which they follow from each other; errors are those of
+    `resolve`.
 
-    Args:
-        recipe: what is trained, and how.
-        num_train_samples: samples of the training split.
-        samples: of each part of a global batch; None where one device computes all of it.
-        workers: processes that load data, and why, if that is known (`convoy.data.num_workers`).
-        sizes: samples of each microbatch, where they are smaller than the recipe says.
-
-    Raises:
-        ConvoyError: see `resolve`.
+    `samples` are those of each part of a global batch (None: one device computes all of it), `workers` the processes
+    that load data, and why (`convoy.data.num_workers`), `sizes` the samples of each microbatch where they are smaller
+    than the recipe says.
     """
     q = resolve(recipe, num_train_samples)
     samples = (recipe.batch,) if samples is None else samples

@@ -19,15 +19,10 @@ from convoy.plans.layout import proportional
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward and backward pass, of all sample ranks at once.
+    """One forward and backward pass, of all sample ranks at once."""
 
-    Attributes:
-        microbatches: sizes of those of each sample rank.
-        parts: positions in the global batch of each rank's samples, the microbatches' one after another.
-    """
-
-    microbatches: tuple[tuple[int, ...], ...]
-    parts: tuple[range, ...]
+    microbatches: tuple[tuple[int, ...], ...]  # sizes, by sample rank
+    parts: tuple[range, ...]  # positions in the global batch of each rank's samples, one microbatch after another
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -42,15 +37,10 @@ class Pass:
 
 @dataclass(frozen=True)
 class Division:
-    """A global batch over sample ranks: each takes consecutive microbatches.
+    """A global batch over sample ranks: each takes consecutive microbatches."""
 
-    Attributes:
-        sizes: samples of every microbatch.
-        counts: how many microbatches each rank takes.
-    """
-
-    sizes: tuple[int, ...]
-    counts: tuple[int, ...]
+    sizes: tuple[int, ...]  # samples of every microbatch
+    counts: tuple[int, ...]  # microbatches of each rank
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -67,11 +57,9 @@ class Division:
         return range(self._starts[own.start], self._starts[own.stop])
 
     def passes(self, merge: int, late: bool = False) -> list[Pass]:
-        """The passes of an update, as many for every rank; a rank with too few microbatches has none in the last.
-
-        Args:
-            merge: microbatches that may run together.
-            late: it has none in the first instead, so that all have something in the last, which exchanges gradients.
+        """The passes of an update, of at most `merge` microbatches each, as many for every rank. A rank with too few
+        microbatches has none in the last; with `late`, none in the first instead, so that all have something in the
+        last, which exchanges gradients.
         """
         num = max(-(-count // merge) for count in self.counts)
         return [self._pass(number, num, late) for number in range(num)]
@@ -97,14 +85,6 @@ def divide(sizes: tuple[int, ...], num_ranks: int, shares: Sequence[float] | Non
     ((3, 3, 2), range(192, 256))
     >>> divide((32,) * 8, 3).counts
     (3, 3, 2)
-
-    Args:
-        sizes: samples of every microbatch.
-        num_ranks: number of sample ranks.
-        shares: relative shares of the ranks; even by default.
-
-    Raises:
-        ConvoyError: there are fewer microbatches than ranks, or not as many shares as ranks.
     """
     if len(sizes) < num_ranks:
         batch = sum(sizes)
@@ -128,11 +108,8 @@ def divide(sizes: tuple[int, ...], num_ranks: int, shares: Sequence[float] | Non
 
 
 def soonest(total: int, times: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers that add up to `total`, none zero, so that the last rank to end ends as soon as can be.
-
-    Args:
-        total: microbatches.
-        times: that one takes each rank.
+    """Divide `total` microbatches into positive whole numbers so that the last rank ends as soon as can be, where one
+    microbatch takes rank r `times[r]`.
     """
     assert total >= len(times) and min(times) > 0
     counts = [1] * len(times)
@@ -147,14 +124,11 @@ def text(counts: Sequence[int]) -> str:
     return ",".join(map(str, counts))
 
 
-STRETCH_S, STRETCH_UPDATES = 2.0, 10
-"""What is compared is the work of at least so long, and of so many updates."""
-RATIO = 1.3
-"""How much longer than the others, in the middle, a slow rank works."""
-LOSS_SHARE = 0.1
-"""The share of an update that all others must lose by it."""
+STRETCH_S, STRETCH_UPDATES = 2.0, 10  # the work that is compared takes at least so long, and so many updates
+RATIO = 1.3  # a slow rank works so many times as long as the median of the others
+LOSS_SHARE = 0.1  # the share of an update that all other ranks must lose by it
+# Stretches in which the same rank must be slow before it is named; then again after twice as many, and so on.
 IN_A_ROW = 3
-"""Stretches in which the same rank must be slow before it is named; then again after twice as many, and so on."""
 
 
 class SlowRanks:
@@ -162,9 +136,6 @@ class SlowRanks:
 
     Only those are compared that do the same work: ranks with samples, in the same place of their model groups. All
     ranks make it.
-
-    Args:
-        ranks: whose speeds are compared.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -178,16 +149,8 @@ class SlowRanks:
         self._next = IN_A_ROW
 
     def look(self, own_s: Sequence[float], updates: int, took_s: float, division: Division) -> str | None:
-        """Take up some updates.
-
-        Args:
-            own_s: seconds of every rank's own work in them; empty where they were not taken.
-            updates: how many they were.
-            took_s: seconds that they took all ranks together.
-            division: whose are which microbatches.
-
-        Returns:
-            What to say, if anything.
+        """Take up some updates, which took all ranks together `took_s`, and give a sentence if there is anything to
+        say. `own_s` are seconds of every rank's own work in them; empty where they were not taken.
         """
         if len(own_s) != len(self._ranks) or len(self._ranks) == 1:
             return None
@@ -203,15 +166,15 @@ class SlowRanks:
     def _judge(self, update_s: Sequence[float], took_s: float, division: Division) -> str | None:
         samples = [len(division.positions(part)) for part, _ in self._ranks]
         per_sample = [s / n if n else 0.0 for s, n in zip(update_s, samples, strict=True)]
-        found = []
+        losses = []
         for place in self._places:
             busy = [rank for rank in place if samples[rank]]
             if len(busy) > 1:
                 worst = max(busy, key=per_sample.__getitem__)
                 middle = statistics.median_low(per_sample[rank] for rank in busy if rank != worst)
-                found.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
-        lost_s, slowest, others = max(found, default=(0.0, 0, 0.0))
-        if others == 0 or per_sample[slowest] < RATIO * others or lost_s < LOSS_SHARE * took_s:
+                losses.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
+        lost_s, slowest, median_s = max(losses, default=(0.0, 0, 0.0))
+        if median_s == 0 or per_sample[slowest] < RATIO * median_s or lost_s < LOSS_SHARE * took_s:
             self._slow, self._times, self._next = None, 0, IN_A_ROW
             return None
         if self._slow != slowest:
@@ -222,7 +185,7 @@ class SlowRanks:
         self._next *= 2
         return (
             f"rank {slowest} on host {self._ranks[slowest][1]} is slow: its part of an update takes it "
-            f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / others:.2g} times as long as the others need "
+            f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / median_s:.2g} times as long as the others need "
             "for as much, and they wait for it; if it stays so, give it less (--shares auto) or leave it out"
         )
 
@@ -261,14 +224,12 @@ class SpeedTest:
             self.seconds.append(seconds)
 
     def shares(self, ranks: Ranks, division: Division) -> tuple[Division, list[float]]:
-        """The division by which the slowest rank ends soonest; the same on every rank. All ranks call it.
-
-        Returns:
-            The division, and milliseconds that a microbatch takes each part of the batch.
+        """The division by which the slowest rank ends soonest, and milliseconds that a microbatch takes each part of
+        the batch; the same on every rank. All ranks call it.
         """
         median = sorted(self.seconds)[len(self.seconds) // 2]
-        said = ranks.gather((ranks.sample_rank, median))
-        times = [max(s for part, s in said if part == rank) for rank in range(ranks.num_sample_ranks)]
+        medians = ranks.gather((ranks.sample_rank, median))
+        times = [max(s for part, s in medians if part == rank) for rank in range(ranks.num_sample_ranks)]
         if min(times) <= 0:  # a rank's only pass is the one that waits for the others
             return division, [1e3 * time for time in times]
         return Division(division.sizes, soonest(len(division.sizes), times)), [1e3 * time for time in times]

@@ -18,10 +18,8 @@ from convoy.version import __version__
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device of this process: `cpu`, `cuda`, `cuda:1` …; None takes the first GPU where there is one.
-
-    Raises:
-        ConvoyError: no such device here.
+    """The device of this process: `cpu`, `cuda`, `cuda:1` …; None takes the first GPU where there is one. A ConvoyError
+    where there is no such device.
     """
     here = gpus()
     if name is None and here.too_old:
@@ -54,21 +52,13 @@ def _say_once(line: str) -> None:
 
 
 def join_ranks(timeout_s: float = 600.0, device: str | None = None) -> tuple[Ranks, torch.device]:
-    """Join the other ranks by torchrun's variables; memory that this process frees stays with it from then on.
-
-    Args:
-        timeout_s: that ranks wait for each other in a collective, unless something ends them earlier.
-        device: the one that was asked for, as in `choose_device`.
-
-    Returns:
-        The ranks, and the torch device of this one.
-
-    Raises:
-        ConvoyError: the others are not to be reached.
+    """Join the other ranks by torchrun's variables, and choose this rank's device as `choose_device` does; memory that
+    this process frees stays with it from then on. Ranks wait `timeout_s` for each other in a collective; a ConvoyError
+    where the others cannot be reached.
     """
-    own = join(timeout_s, device)
-    keep_freed_memory(own)
-    return Ranks.here(), own
+    ranks_and_device = join(timeout_s, device)
+    keep_freed_memory(ranks_and_device)
+    return Ranks.here(), ranks_and_device
 
 
 def num_cores() -> int:

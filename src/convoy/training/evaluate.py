@@ -42,23 +42,15 @@ class WrongAnswer:
 
 @dataclass
 class Evaluation:
-    """What a network does on a whole split.
-
-    Attributes:
-        loss: mean cross-entropy over all samples.
-        top1, top5: shares of samples, 0 to 1; top5 is None for five classes or fewer.
-        confusion: int64 [classes, classes], true labels in rows.
-        mistakes: wrong answers, the most confident first.
-        bad: samples that could not be read, with the reason; they count nowhere.
-    """
+    """What a network does on a whole split."""
 
     num_images: int
-    loss: float
-    top1: float
-    top5: float | None
-    confusion: Tensor
-    mistakes: list[WrongAnswer]
-    bad: list[tuple[int, str]]
+    loss: float  # mean cross-entropy over all samples
+    top1: float  # share of samples, 0 to 1
+    top5: float | None  # the same; None for five classes or fewer
+    confusion: Tensor  # int64 [classes, classes], true labels in rows
+    mistakes: list[WrongAnswer]  # the most confident first
+    bad: list[tuple[int, str]]  # samples that could not be read, with the reason; they count nowhere
     seconds: float
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
@@ -105,17 +97,12 @@ class StoppedError(Exception):
 
 @dataclass
 class EvaluationTally:
-    """What one part of a split gave; `EvaluationTally.total` adds parts up.
-
-    Attributes:
-        losses: sum over the samples of each batch.
-        worst: the most confident mistakes, as a heap.
-    """
+    """What one part of a split gave; `EvaluationTally.total` adds parts up."""
 
     confusion: Tensor
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # sum over the samples of each batch
     top5: int = 0
-    worst: list[WrongAnswer] = field(default_factory=list)
+    worst: list[WrongAnswer] = field(default_factory=list)  # the most confident mistakes, as a heap
     bad: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, batch: Batch, logits: Tensor) -> None:
@@ -178,22 +165,13 @@ def evaluate(
     exchanges_in_forward: bool = False,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Run the network in evaluation mode over all batches.
+    """Run the network in evaluation mode over all batches: every sample of the split once, or this rank's turns at them
+    (`convoy.data.evaluation_batches`). Every rank gets the evaluation of the whole split.
 
-    Args:
-        model: the network; its mode is put back afterwards.
-        batches: every sample of the split once, or this rank's turns at them (`convoy.data.evaluation_batches`).
-        pipeline: moves a batch's images to the device and normalizes them.
-        num_classes: size of the confusion matrix.
-        recipe: says in which precision.
-        ranks: the ranks; every one gets the evaluation of the whole split.
-        announce: called with the number of each batch before its forward pass; returns how many images that must
-            have. Where pictures were left out as bad, others take their places and count nowhere.
-        exchanges_in_forward: whether other ranks' passes need this one, so that a batch without samples is run too.
-        is_asked_to_stop: called before each batch; the same on all ranks.
-
-    Raises:
-        StoppedError: it was asked to stop.
+    `announce` is called with the number of each batch before its forward pass, and returns how many images that must
+    have: where pictures were left out as bad, others take their places and count nowhere. With `exchanges_in_forward`,
+    other ranks' passes need this one, so that a batch without samples is run too. `is_asked_to_stop` is called before
+    each batch, the same on all ranks, and ends in a StoppedError.
     """
     start = time.perf_counter()
     ranks = ranks or Ranks()

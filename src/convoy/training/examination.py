@@ -35,40 +35,28 @@ from convoy.training.step import random_batch, wait_for
 from convoy.training.trials import try_changes
 from convoy.units import per_second, plural, seconds
 
-_WATCHED = (2, 4, 6)
-"""The updates whose parts are looked at, as few before the pace is there as may be: that takes longer."""
+_WATCHED = (2, 4, 6)  # the updates whose parts are looked at; few and early, as that takes longer
+# What each part of the work may take of the time that is left when it begins; trials have the rest.
 _UPDATES_PART, _PICTURES_PART, _EVALUATION_PART, _CHECKPOINTS_PART = 0.4, 0.2, 0.15, 0.25
-"""What each part of the work may take of the time that is left when it begins; trials have the rest."""
-_WINDOWS = 24
-"""Windows of updates in their part of the time."""
-_MOST = 10**6
-"""Updates for which batches are asked for: more than there is time for."""
-_FEW = 10
-"""Fewer updates are worth a word."""
+_WINDOWS = 24  # windows of updates in their part of the time
+_MOST = 10**6  # updates for which batches are asked for: more than there is time for
+_FEW = 10  # fewer updates are mentioned as few
 _PICTURES = 64
 _TEST_BATCHES = 4
-_MESSAGE = 2**22
-"""Bytes by which links are measured."""
-_CHECKPOINTS = 3
-"""Checkpoints that are timed, after one that is not."""
-_RUNS = _CHECKPOINTS + 4
-"""Runs of updates in which these are timed."""
-_FREQUENT_S = 120.0
-"""Seconds between two checkpoints from which on what they cost is not looked at."""
-_LONG_PAUSES = 0.05
-"""Part of an update from which on evaluations are counted with the checkpoints that follow them."""
-_BEST = 0.5
-"""The part of evaluations that find the best weights so far, about."""
+_MESSAGE = 2**22  # bytes by which links are measured
+_CHECKPOINTS = 3  # checkpoints that are timed, after one that is not
+_RUNS = _CHECKPOINTS + 4  # runs of updates in which these are timed
+_FREQUENT_S = 120.0  # where two checkpoints are further apart, their cost is not looked at
+_LONG_PAUSES = 0.05  # part of an update from which on evaluations are counted with the checkpoints that follow them
+_BEST = 0.5  # the share of evaluations that find the best weights so far: a guess
 
 
 def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Path | None = None) -> Facts:
-    """Measure a training, and try changes of it. All ranks call it, and get the same.
+    """Measure a training, whose weights change, and with `trials` try changes of it. All ranks call it, and get the
+    same.
 
-    Args:
-        session: of the training; its weights change.
-        budget: the time for it, of which setting up the session may have taken some. At least one update is measured.
-        trials: whether changes are tried.
-        folder: where the run would lie, which need not be there; None looks at no checkpoints.
+    Setting up the session may have taken some of the budget; at least one update is measured. `folder` is where the run
+    would lie, which need not be there; None looks at no checkpoints.
     """
     ranks, recipe = session.ranks, session.recipe
     session.model.train()
@@ -77,9 +65,9 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
     if budget.allows(0.0, "how pictures are made"):
         most_s = budget.part(_PICTURES_PART).left
         everyone = ranks.gather(measure_pictures(session.data, recipe.data, _fresh(session), recipe.seed, most_s))
-        known = [one for one in everyone if one is not None]
-        if known:
-            facts = replace(facts, pictures=max(known, key=lambda one: one.read_s + one.cpu_s))
+        answers = [one for one in everyone if one is not None]
+        if answers:
+            facts = replace(facts, pictures=max(answers, key=lambda one: one.read_s + one.cpu_s))
     if ranks.num > 1 and budget.allows(0.0, "the link"):
         facts = replace(facts, link_bits_per_s=_bits_per_s(session))
     budget.tell("timing an evaluation")
@@ -88,10 +76,10 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
         facts = replace(facts, evaluation_s=_evaluation_s(session, part))
     if folder is not None:
         facts = _with_checkpoints(session, facts, folder, budget)
-    taken = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
+    busy_cores = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
     make = partial(set_up, keep=session.profiles is not None)
     ready_s = facts.update_s - facts.wait_s
-    compute_s, tried = try_changes(session, make, budget, update_s=ready_s, taken=taken, wanted=trials)
+    compute_s, tried = try_changes(session, make, budget, update_s=ready_s, taken=busy_cores, wanted=trials)
     if compute_s is not None:
         if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in tried):
             # Others have cores of its threads, and an update takes now twice, now five times as long: the mean of many.
@@ -113,8 +101,8 @@ def _fresh(session: Session) -> NDArray[np.int64]:
     """Training samples for this rank alone, which come last in an epoch, so that the updates here read few of them."""
     ranks, recipe = session.ranks, session.recipe
     last = Order(len(session.data.train), recipe.batch, recipe.seed).samples(0)[::-1]
-    each = max(1, min(_PICTURES, len(last) // ranks.num))
-    return last[ranks.rank * each % len(last) :][:each]
+    share = max(1, min(_PICTURES, len(last) // ranks.num))
+    return last[ranks.rank * share % len(last) :][:share]
 
 
 def _measure_updates(session: Session, budget: Budget) -> Facts:

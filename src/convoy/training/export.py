@@ -21,27 +21,17 @@ ExportFormat = Literal["onnx", "torch-export"]
 Notes = dict[str, list[str] | list[float]]
 SUFFIXES: dict[str, ExportFormat] = {".onnx": "onnx", ".pt2": "torch-export"}
 TOLERANCE = 1e-3
-NOTES = "convoy.json"
-"""The file within a `.pt2` that has classes, mean and standard deviation."""
+NOTES = "convoy.json"  # the file within a `.pt2` that has classes, mean and standard deviation
 
 
 def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
-    """Write a trained network as one file with a free batch size, and run it.
+    """Write a trained network (on the CPU) as one file with a free batch size, whole or not at all; run it, and give
+    the largest difference between its and the network's outputs on random images, as a part of the largest output.
 
     Its input is normalized pictures [batch, channels, height, width], its output logits [batch, classes]. Classes, mean
     and standard deviation are in the metadata of an ONNX model, and in `convoy.json` within a `.pt2` file
-    (`extra_files` of `torch.export.load`).
-
-    Args:
-        run: whose network it is, on the CPU.
-        form: `onnx`, or `torch-export`, which `torch.export.load` reads.
-        path: the file; written whole or not at all.
-
-    Returns:
-        The largest difference between the file's and the network's outputs on random images, as a part of the largest.
-
-    Raises:
-        ConvoyError: the extra `onnx` is not installed, or the network cannot be exported.
+    (`extra_files` of `torch.export.load`). A ConvoyError says that the extra `onnx` is not installed, or that the
+    network cannot be exported.
     """
     if not path.parent.is_dir():
         raise ConvoyError(f"the folder {path.parent} does not exist: make it, or choose another --to")
@@ -50,10 +40,10 @@ def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
         raise ConvoyError(f"{path} is a folder: name a file, e.g. --to {path / f'model{suffix}'}")
     if not os.access(path.parent, os.W_OK):
         raise ConvoyError(f"the folder {path.parent} cannot be written to: choose another --to")
-    given = run.given
-    shape = (2, given.channels, given.image_size, given.image_size)
+    network_input = run.given
+    shape = (2, network_input.channels, network_input.image_size, network_input.image_size)
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-    notes: Notes = {"classes": given.classes, "mean": list(given.mean), "std": list(given.std)}
+    notes: Notes = {"classes": network_input.classes, "mean": list(network_input.mean), "std": list(network_input.std)}
     content, outputs_of = (_onnx if form == "onnx" else _torch_export)(run, images, notes)
     with torch.no_grad():
         wanted = run.network(images)
@@ -64,8 +54,7 @@ def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
     return difference
 
 
-Exported = tuple[bytes, Callable[[Tensor], Tensor]]
-"""The file's content, and what it computes when it is read back."""
+Exported = tuple[bytes, Callable[[Tensor], Tensor]]  # the file's content, and what it computes when it is read back
 
 
 def _onnx(run: TrainedRun, images: Tensor, notes: Notes) -> Exported:

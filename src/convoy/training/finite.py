@@ -22,28 +22,20 @@ from convoy.training.parallel import TrainedNetwork
 
 @dataclass(frozen=True)
 class NonFiniteLayer:
-    """Numbers that are not finite.
-
-    Attributes:
-        of: the output of a layer; its input, where what comes before is no layer; or the gradient of its output.
-        layer: its name.
-        run: the pass through the network, from 0.
+    """Where numbers are not finite: a layer's output; its input, where what comes before is no layer; or the gradient
+    of its output.
     """
 
     of: Literal["output", "input", "gradient"]
     layer: str
-    run: int
+    run: int  # the pass through the network, from 0
 
     def __str__(self) -> str:
         return f"the {self.of} of layer {self.layer}"
 
 
 class Origin:
-    """Looks at all that the layers of a network give, and keeps the first that is not finite.
-
-    Attributes:
-        found: it; None for nothing.
-    """
+    """Looks at all that the layers of a network give, and keeps the first that is not finite."""
 
     def __init__(self) -> None:
         self.found: NonFiniteLayer | None = None
@@ -83,9 +75,9 @@ class Origin:
         self.of_pass()
 
     def _called(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        for given in inputs:
-            if isinstance(given, Tensor) and given.is_floating_point():
-                self._see("input", name, given)
+        for value in inputs:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self._see("input", name, value)
         self.after(name, output if isinstance(output, tuple | list) else [output])
 
     def _see(self, of: Literal["output", "input", "gradient"], name: str, x: Tensor) -> None:
@@ -98,12 +90,8 @@ SKIP = ", or leave such updates out (--set on_nan=skip)"
 
 
 class NotFiniteError(ConvoyError):
-    """Loss or weights are not finite; every rank raises it.
-
-    Attributes:
-        what: happened, in words.
-        by: weight updates done when it was noticed.
-        saved: what there is to go back to, in words.
+    """Loss or weights are not finite; every rank raises it, with what happened after how many weight updates, and what
+    is saved to go back to.
     """
 
     def __init__(self, what: str, by: int, saved: str) -> None:
@@ -113,17 +101,11 @@ class NotFiniteError(ConvoyError):
 
 @dataclass(frozen=True)
 class NonFiniteUpdate:
-    """An update whose loss or gradient is not finite, the same on every rank.
+    """An update whose loss or gradient is not finite, the same on every rank."""
 
-    Attributes:
-        update: its number, counted from 0.
-        loss: of the global batch.
-        where: in which layer on which ranks it begins, in words; empty where no layer was seen.
-    """
-
-    update: int
-    loss: float
-    where: str
+    update: int  # counted from 0
+    loss: float  # of the global batch
+    where: str  # in which layer on which ranks it begins, in words; empty where no layer was seen
 
     def __str__(self) -> str:
         what = f"the loss is {self.loss}" if not math.isfinite(self.loss) else "the gradient is not finite"
@@ -134,11 +116,7 @@ class FiniteGuard:
     """Looks at every update before the weights are changed. All ranks make the same calls.
 
     Losses and gradients are those of the global batch, so that whatever the devices are the same updates are left out.
-
-    Args:
-        network: that is trained.
-        ranks: all ranks of the run.
-        gradients: whether those are looked at too; a scale of the loss lets them overflow, and copes with it.
+    A scale of the loss lets gradients overflow, and copes with it: then `gradients` is False.
     """
 
     def __init__(self, network: TrainedNetwork, ranks: Ranks, gradients: bool) -> None:
@@ -151,13 +129,13 @@ class FiniteGuard:
 
     def passes(self, losses: Sequence[Tensor]) -> bool:
         """Whether the update may be made; `losses` are those of this rank's passes."""
-        found = list(losses)
+        numbers = list(losses)
         if self._gradients:
             gradients = [gradient for gradient in self._network.own_gradients() if gradient.numel()]
             # not their squares, whose sum overflows where no number does
-            found += torch._foreach_norm(gradients, math.inf) if gradients else []
+            numbers += torch._foreach_norm(gradients, math.inf) if gradients else []
         # one read of the device, whatever the number of layers
-        fine = not found or bool(torch.isfinite(torch.stack(found)).all())
+        fine = not numbers or bool(torch.isfinite(torch.stack(numbers)).all())
         return not self._ranks.any(not fine)
 
     @torch.no_grad()
@@ -172,10 +150,10 @@ class FiniteGuard:
         engine = network.engine
         with origin.watching(network.model, None if isinstance(engine, Uncaptured) else engine):
             again()
-        own = sum(float(loss) for loss in losses)
-        said = self._ranks.gather((origin.found, own, socket.gethostname()))
-        loss = sum(self._ranks.gather_samples(own))
-        return NonFiniteUpdate(update, loss, _where([(found, host) for found, _, host in said]))
+        loss_share = sum(float(loss) for loss in losses)
+        reports = self._ranks.gather((origin.found, loss_share, socket.gethostname()))
+        loss = sum(self._ranks.gather_samples(loss_share))
+        return NonFiniteUpdate(update, loss, _where([(found, host) for found, _, host in reports]))
 
 
 def _where(said: Sequence[tuple[NonFiniteLayer | None, str]]) -> str:

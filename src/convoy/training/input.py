@@ -8,8 +8,9 @@ from torch import Tensor
 
 from convoy.data import Batch, DataSet, Normalize
 
-_UPDATES_AHEAD = 2
-"""Updates that the host may have issued beside the one that a GPU computes: their pictures lie in its memory."""
+_UPDATES_AHEAD = (
+    2  # updates that the host may have issued beside the one that a GPU computes: their pictures lie in its memory
+)
 
 
 class InputPipeline:

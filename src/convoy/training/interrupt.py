@@ -19,21 +19,17 @@ SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if
 
 
 class Interrupt:
-    """While entered, the first signal is noted; a second one acts as it would without this.
+    """While entered, the first of the signals is noted; a second one acts as it would without this. A rank that was
+    started by another process takes `HANDED_ON` as the names of its signals.
 
-    Args:
-        names: signals to note, and what to call them; `HANDED_ON` for a rank that was started by another process.
-        tell: takes the name of the first one at once, in another thread: the main thread may be in a long computation.
-
-    Attributes:
-        signal: name of the signal that came, or None.
-        is_due: other ranks were asked to stop, and this one's signal may still be on its way: it then is noted, once,
-            also after the end of this.
+    `tell` takes the name of the first one at once, in another thread: the main thread may be in a long computation.
     """
 
     def __init__(self, names: Mapping[int, str] = SIGNALS, tell: Callable[[str], None] = lambda name: None) -> None:
         self.names = {number: name for number, name in names.items() if not outlives(number)}
-        self.signal: str | None = None
+        self.signal: str | None = None  # name of the signal that came
+        # Other ranks were asked to stop, and this one's signal may still be on its way: it then is noted, once, also
+        # after the end of this.
         self.is_due = False
         self._tell = tell
         self._as_before = ExitStack()
@@ -70,23 +66,17 @@ class Interrupt:
         os.close(pipe)
 
 
-INTERVAL_S = 1.0
-"""Seconds between two meetings of all ranks; in between, the stages of a network may be in different updates."""
+INTERVAL_S = 1.0  # between two meetings of all ranks; in between, the stages of a network may be in different updates
 _MAX_UPDATES = 1000
 
 
 class Stop:
-    """Whether the run is asked to stop. All ranks ask at the same time, and know the same.
-
-    Attributes:
-        signal: by which; stays when it has come.
-        after_update: says whether to stop after this update. All ranks call it after every update.
-    """
+    """Whether the run is asked to stop. All ranks ask at the same time, and know the same."""
 
     def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
-        self.signal: str | None = None
+        self.signal: str | None = None  # by which; stays when it has come
         self._ranks, self._interrupt = ranks, interrupt
-        self.after_update = self.asking()
+        self.after_update = self.asking()  # says whether to stop; all ranks call it after every update
 
     def asking(self) -> Callable[[], bool]:
         """What says after each update, or before each batch of one evaluation, whether to stop.
@@ -99,16 +89,16 @@ class Stop:
 
         def signal_of_any() -> str | None:
             nonlocal wait, left, asked
-            own = self._interrupt.signal
+            signal = self._interrupt.signal
             if self._ranks.num == 1:
-                return own
+                return signal
             left -= 1
             if left > 0:
                 return None
             now = time.perf_counter()
             took = max(now - asked, 1e-6)
             wait = max(1, min(_MAX_UPDATES, int(wait * INTERVAL_S / took), 2 * wait))
-            wish = _SIGNALS.index(own or ""), wait if self._ranks.rank == 0 else 0
+            wish = _SIGNALS.index(signal or ""), wait if self._ranks.rank == 0 else 0
             with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
                 number, wait = self._ranks.largest(*wish)
             left, asked = wait, now

@@ -19,8 +19,7 @@ from pathlib import Path
 from convoy.errors import ConvoyError, GoneError
 
 NAME = ".lock"
-_LOOK_S = 0.5
-"""Seconds that anyone waits: somebody may just be looking whether the lock is free."""
+_LOOK_S = 0.5  # a wait: another process may just be looking whether the lock is free
 
 
 class Lock:
@@ -110,15 +109,15 @@ def busy(folder: Path) -> str:
 def _wait_for(file: int, folder: Path, patience_s: float, tell: Callable[[str], None]) -> bool:
     """Take the lock; False where there are none."""
     began, told = time.monotonic(), False
-    while (taken := _take(file, fcntl.LOCK_EX)) is False:
-        waited = time.monotonic() - began
-        if waited >= patience_s:
+    while (is_taken := _take(file, fcntl.LOCK_EX)) is False:
+        waited_s = time.monotonic() - began
+        if waited_s >= patience_s:
             raise ConvoyError(busy(folder))
-        if not told and waited > _LOOK_S:
+        if not told and waited_s > _LOOK_S:
             told = True
             tell(f"waiting for the end of another process that is training in {folder}{_holder(folder)}")
         time.sleep(0.1)
-    return taken is not None
+    return is_taken is not None
 
 
 def _take(file: int, kind: int) -> bool | None:
@@ -135,7 +134,7 @@ def _take(file: int, kind: int) -> bool | None:
 def _holder(folder: Path) -> str:
     """Who has signed last, in words."""
     try:
-        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        return f" (process {found['process']} on host {found['host']})"
+        holder = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        return f" (process {holder['process']} on host {holder['host']})"
     except (OSError, ValueError, KeyError, TypeError):
         return ""

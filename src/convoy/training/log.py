@@ -17,8 +17,7 @@ from convoy.training.session import Session
 from convoy.training.step import StepResult
 from convoy.training.summary import RunProgress
 
-UnreadablePicture = tuple[int, int, str]
-"""Update, sample and reason of a picture that could not be read."""
+UnreadablePicture = tuple[int, int, str]  # update, sample and reason
 
 
 @dataclass
@@ -26,32 +25,24 @@ class MetricsWindow:
     """Collects losses, right answers and times; reads the device, and asks the other ranks, only for a line or a save.
 
     The sums are those over all ranks, the same on each, once they were collected.
-
-    Attributes:
-        data_wait_s: seconds spent waiting for data, of the rank that waited longest.
-        before_s: seconds of work before the run was stopped and resumed.
-        paused_s: seconds of evaluations and checkpoints, which do not count as work.
-        paused_at: when the pause began that lasts now.
-        left_out: updates that were not made, because loss or gradient were not finite.
-        wait_s, bad: this rank's waits for data, and the pictures that it could not read, since the last collection.
-        ranks_s: seconds of every rank's own work, without its waits for the others; empty where nobody has taken them.
     """
 
     num_updates: int = 0
     num_images: int = 0
     num_correct: float = 0.0
     loss: float = 0.0
-    data_wait_s: float = 0.0
-    before_s: float = 0.0
-    paused_s: float = 0.0
-    paused_at: float | None = None
-    left_out: int = 0
+    data_wait_s: float = 0.0  # of the rank that waited longest
+    before_s: float = 0.0  # of work before the run was stopped and resumed
+    paused_s: float = 0.0  # of evaluations and checkpoints, which do not count as work
+    paused_at: float | None = None  # when the present pause began
+    left_out: int = 0  # updates not made, as loss or gradient were not finite
     started: float = field(default_factory=time.perf_counter)
+    # Every rank's own work, without waits for the others; empty where nobody has taken it.
     ranks_s: list[float] = field(default_factory=list)
     _own_s: float = 0.0
     _results: list[StepResult] = field(default_factory=list)
-    wait_s: float = 0.0
-    bad: list[UnreadablePicture] = field(default_factory=list)
+    wait_s: float = 0.0  # this rank's waits for data, since the last collection
+    bad: list[UnreadablePicture] = field(default_factory=list)  # that this rank could not read, since then
 
     def add(self, result: StepResult, num_images: int) -> None:
         """Count one update of a global batch of so many images, unless it was left out."""
@@ -102,10 +93,8 @@ class MetricsWindow:
 
     def collect(self, ranks: Ranks) -> list[UnreadablePicture]:
         """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
-        a stop in between nor the number of devices changes anything. All ranks call it.
-
-        Returns:
-            The pictures that could not be read, in the order of the updates.
+        a stop in between nor the number of devices changes anything. Gives the pictures that could not be read, in the
+        order of the updates. All ranks call it.
         """
         results, self._results = self._results, []
         losses = iter(_read([loss for result in results for loss in result.losses]))
@@ -138,14 +127,8 @@ SHOW_EVERY_S = 0.2
 
 
 class Log:
-    """All ranks make it; rank 0 writes, and says things.
-
-    Args:
-        session: that is trained.
-        progress: what is kept over a stop; the time goes on from there, and is added to.
-        metrics: takes the lines; None on ranks other than 0.
-        reporter: whom to tell how it goes.
-        tell: takes a sentence that stays with the run.
+    """All ranks make it; rank 0 writes, and says things. `progress` is kept over a stop, and added to; `metrics` takes
+    the lines (None on ranks other than 0), `tell` a sentence that stays with the run.
     """
 
     def __init__(

@@ -36,10 +36,8 @@ from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from convoy.training.summary import RunProgress
 
-GIVE_UP = 20
-"""Updates left out in a row after which the run ends."""
-TOLD = 5
-"""Updates that were left out, of which something is said."""
+GIVE_UP = 20  # updates left out in a row after which the run ends
+TOLD = 5  # updates left out of which something is said
 _DECIDED_ANEW = ("checkpoint every ", "data workers: ")
 
 
@@ -47,14 +45,6 @@ class Loop:
     """Takes a session from wherever it stands to its end, or until a signal asks it to stop.
 
     Every rank runs the same loop; files are written, and things said, by rank 0.
-
-    Attributes:
-        done: weight updates done.
-        finished: there was nothing left to do when the run was gone on with: it stays as it is.
-        progress: what is kept over a stop.
-        evaluation: the latest evaluation.
-        handed_on: another process hands signals on to this rank.
-        comparison: what was predicted beside what was measured, once enough has been seen.
     """
 
     def __init__(
@@ -66,7 +56,7 @@ class Loop:
         timeout_s: float = TIMEOUT_S,
         accept_code_change: bool = False,
     ) -> None:
-        self.handed_on = handed_on
+        self.handed_on = handed_on  # another process hands signals on to this rank
         self._accepts = accept_code_change
         self.session = session
         self.reporter = reporter
@@ -86,12 +76,12 @@ class Loop:
         )
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
-        self.progress = RunProgress()
+        self.progress = RunProgress()  # what is kept over a stop
         self.window = MetricsWindow()
-        self.done = 0
-        self.finished = False
-        self.evaluation: Evaluation | None = None
-        self.comparison: Comparison | None = None
+        self.done = 0  # weight updates
+        self.finished = False  # nothing was left to do when the run was gone on with: it stays as it is
+        self.evaluation: Evaluation | None = None  # the latest one
+        self.comparison: Comparison | None = None  # of prediction and measurement, once enough has been seen
         auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
         self._observation: Observation | None = Observation(session)
@@ -100,10 +90,8 @@ class Loop:
         self._extends = False
 
     def resume(self) -> None:
-        """Go back to the newest checkpoint that is whole; without any, begin at the beginning, or with another run.
-
-        Raises:
-            ConvoyError: there are checkpoints, but none of them can be used.
+        """Go back to the newest checkpoint that is whole; without any, begin at the beginning, or with another run. A
+        ConvoyError where there are checkpoints, but none of them can be used.
         """
         current.to("reading")
         checkpoint, refused = load_latest(self.store, self.identity, self.session.ranks)
@@ -123,10 +111,8 @@ class Loop:
             self.run.forget_metrics_after(self.done, and_evaluation=again)
 
     def extend(self) -> None:
-        """Begin with the state of the run that the recipe extends; nothing is written. All ranks call it.
-
-        Raises:
-            ConvoyError: it cannot be used.
+        """Begin with the state of the run that the recipe extends, or raise a ConvoyError; nothing is written. All
+        ranks call it.
         """
         current.to("reading")
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
@@ -167,10 +153,8 @@ class Loop:
         return whole and ended and moved_data(recipe, run) is None
 
     def run_to_end(self) -> str | None:
-        """Do the remaining updates and evaluate.
-
-        Returns:
-            None at the end of the run, or the name of the signal that stopped it; its state is then saved.
+        """Do the remaining updates and evaluate. Gives the name of the signal that stopped the run, whose state is then
+        saved; None at its end.
         """
         writer: AbstractContextManager[MetricsWriter | None] = nullcontext()
         if self.session.ranks.rank == 0:
@@ -255,11 +239,7 @@ class Loop:
         self.reporter.say(f"{name}: finishing this update, then saving; again to stop now, without saving")
 
     def _skipped(self, bad: NonFiniteUpdate) -> None:
-        """An update was not made.
-
-        Raises:
-            ConvoyError: there were too many in a row.
-        """
+        """Count an update that was not made; a ConvoyError after too many in a row."""
         self.progress.left_out += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == GIVE_UP:
@@ -305,14 +285,14 @@ class Loop:
             return
         try:
             counted = min(self._checkup.num, UPDATES) - LEAST // 2
-            found = Diagnosis.of(facts, (self.done - counted + 1, self.done))
+            diagnosis = Diagnosis.of(facts, (self.done - counted + 1, self.done))
         except Exception as error:  # no reason to stop a training
             self._tell(f"what holds the run back is not known ({type(error).__name__}: {error})")
             return
         with suppress(OSError):  # neither is a full disk
-            write_json(self.run.diagnosis, found.to_document())
-        if not at_end and found.advice and found.advice[0].gain > WORTH_SAYING:
-            self._tell(f"{found.brief} convoy doctor {self.run.path} looks closer")
+            write_json(self.run.diagnosis, diagnosis.to_document())
+        if not at_end and diagnosis.advice and diagnosis.advice[0].gain > WORTH_SAYING:
+            self._tell(f"{diagnosis.brief} convoy doctor {self.run.path} looks closer")
 
     def _with_pauses(self, facts: Facts) -> Facts:
         """With what evaluations and checkpoints have taken."""

@@ -22,11 +22,8 @@ class ClassificationLoss:
     aux_weight: float = 0.3
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The loss, a scalar.
-
-        Args:
-            outputs: logits [samples, classes], or a tuple of them with the main head first.
-            targets: labels [samples] or class probabilities [samples, classes].
+        """The loss, a scalar, of logits [samples, classes], or of a tuple of them with the main head first; the targets
+        are labels [samples] or class probabilities [samples, classes].
         """
         main, *others = heads(outputs)
         loss = F.cross_entropy(main, targets, label_smoothing=self.label_smoothing)
@@ -36,10 +33,8 @@ class ClassificationLoss:
 
 
 def heads(outputs: Any) -> tuple[Tensor, ...]:
-    """The logits of every head of a network's outputs, the main head first.
-
-    Raises:
-        ConvoyError: the network gives something else than logits [samples, classes].
+    """The logits of every head of a network's outputs, the main head first; a ConvoyError where they are something else
+    than logits [samples, classes].
     """
     found = tuple(_logits(outputs))
     if not found or any(logits.dim() != 2 for logits in found):

@@ -66,11 +66,7 @@ class AppendedFile:
             raise ConvoyError(f"cannot write to {path} ({error.strerror}): free what is in its way") from error
 
     def write(self, content: bytes) -> None:
-        """Append, after what is kept from before.
-
-        Raises:
-            OSError: not all of it could be written; the rest is kept.
-        """
+        """Append, after what is kept from before; an OSError where not all of it could be written: the rest is kept."""
         self._kept += content
         while self._kept:
             self._kept = self._kept[self._file.write(self._kept) :]
@@ -81,11 +77,7 @@ class AppendedFile:
         return len(self._kept)
 
     def close(self) -> None:
-        """Write what is kept, if that is possible, and let go of the file.
-
-        Raises:
-            OSError: something could not be written, and is lost.
-        """
+        """Write what is kept, if that is possible, and let go of the file; an OSError where something is lost."""
         try:
             self.write(b"")
         finally:
@@ -119,7 +111,7 @@ class MetricsWriter:
         self._append(self._events, beginning(first_step + 1))
 
     def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
-        """Write one line: split, updates done, epochs done, seconds since the start, and the values measured."""
+        """Append, after what is kept from before; an OSError where not all of it could be written: the rest is kept."""
         self._check(step)
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
         self._append(self._lines, f"{to_json(line)}\n".encode())

@@ -40,14 +40,12 @@ from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
 from convoy.training.workloads import measuring
 
-WARM_UP = 3
-"""Updates that are slower than all that follow."""
+WARM_UP = 3  # updates that are slower than all that follow
+# Numbers of the updates that are watched as they are, and with gradients sent after the backward pass.
 WATCHED, APART = (12, 28, 44), (20, 36, 52)
-"""Numbers of the updates that are watched as they are, and with gradients sent after the backward pass."""
+# Where updates are recorded after that: nobody sees the parts of a replay.
 RECORDED_WATCHED, RECORDED_APART = (5, 7, 9), (6, 8, 10)
-"""The same where updates are recorded after that: nobody sees the parts of a replay."""
-LAST = 64
-"""The update after which nobody looks any more."""
+LAST = 64  # the update after which nobody looks any more
 _HOW = {
     True: "predicted from times that this machine keeps of earlier plans and runs (convoy profile), without the input, "
     "and as if nothing else ran here",
@@ -57,7 +55,9 @@ _HOW = {
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a rank has seen: seconds of updates, of the others those of which `whole` is the middle, and its pieces."""
+    """What a rank has seen: seconds of updates, of the other ones those of the median update `whole`, and its
+    pieces.
+    """
 
     updates: list[float]
     watched: list[float]
@@ -68,12 +68,9 @@ class _Seen:
 class Observation:
     """Of one process's updates of a run; all ranks make the same calls.
 
-    Args:
-        session: of the run.
-        clock: by default that of the session's device.
-        watched, apart: numbers of the updates that are watched as they are, and with gradients sent after the backward
-            pass; by default early ones, where updates are recorded after that.
-        last: the update after which nobody looks any more.
+    The clock is that of the session's device. The updates numbered `watched` are watched as they are, those in `apart`
+    with gradients sent after the backward pass; by default early ones, where updates are recorded after that. After
+    update `last` nobody looks any more.
     """
 
     def __init__(
@@ -161,12 +158,10 @@ class Observation:
         return replace(placement, graph=under_autocast(placement.graph, precision, self._session.device.type))
 
     def conclude(self, scored: Scored | None, store: ProfileStore | None, trace_file: Path | None = None) -> Comparison:
-        """Compare what the ranks have seen with what was predicted. All ranks call it.
+        """Compare what the ranks have seen with what was predicted of the plan (None: nothing). All ranks call it.
 
-        Args:
-            scored: what was predicted of the plan; None where nothing was.
-            store: learns what the pieces took, and predicts a plan that was given; None keeps nothing.
-            trace_file: where one of the watched updates of all ranks is kept, if there was any; None keeps none.
+        The store learns what the pieces took, and predicts a plan that was not chosen but set; the file keeps one of
+        the watched updates of all ranks, if there was any. None keeps nothing.
         """
         session = self._session
         recipe, ranks = session.recipe, session.ranks
@@ -201,12 +196,10 @@ class Observation:
 
 
 def middle_update(lengths: Sequence[Sequence[float]]) -> int:
-    """Which of some updates took neither longest nor shortest.
-
-    Args:
-        lengths: seconds of every update, by rank; an update is as long as it is on the slowest rank.
+    """Which of some updates is the median one, by seconds of every update of each rank; an update is as long as on the
+    slowest rank.
     """
-    slowest = [max(each) for each in zip(*lengths, strict=True)]
+    slowest = [max(seconds) for seconds in zip(*lengths, strict=True)]
     return slowest.index(median_low(slowest))
 
 
@@ -229,9 +222,9 @@ def _known(session: Session, store: ProfileStore, placement: Placement) -> Score
         staging = Staging(session.plan.mesh, network.engine.staged(placement), samples, network.schedule)
     by_microbatch = recipe.batch_norm == "microbatch"
     microbatch = session.division.sizes[0] if by_microbatch else 0
-    here = measuring(recipe, session.device, session.ranks.on_host)
+    machine = measuring(recipe, session.device, session.ranks.on_host)
     costs = recipe.batch_norm, microbatch, session.is_recorded
-    return recalled(store, here, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
+    return recalled(store, machine, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
 
 
 def _keep(path: Path, scored: Scored | None, step: Sequence[Timeline]) -> None:
@@ -252,8 +245,8 @@ def _compared(
 ) -> Comparison:
     """What rank 0 makes of it; the store learns."""
     recipe = session.recipe
-    here = measuring(recipe, session.device, session.ranks.on_host)
-    learned = _learn(everyone, here, store)
+    machine = measuring(recipe, session.device, session.ranks.on_host)
+    learned = _learn(everyone, machine, store)
     wholes = [one.whole for one in everyone]
     computing = [one.parts["forward"] + one.parts["backward"] if one is not None else 0.0 for one in wholes]
     mesh = session.plan.mesh
@@ -269,7 +262,7 @@ def _compared(
     update_s = max(median(one.updates) for one in everyone) if own.updates else None
     if store is not None and update_s is not None and own.whole is not None:
         remember_run(
-            store, here, recipe.model.name, recipe.batch, session.plan, update_s - own.whole.parts.get("input", 0.0)
+            store, machine, recipe.model.name, recipe.batch, session.plan, update_s - own.whole.parts.get("input", 0.0)
         )
     if own.whole is None:
         first, *_ = RECORDED_WATCHED if session.is_recorded else WATCHED

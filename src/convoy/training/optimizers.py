@@ -152,12 +152,10 @@ def learning_rate(config: OptimizerConfig, batch: int) -> float:
 
 
 def parameter_groups(model: "nn.Module", config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The trainable parameters: those that decay and, unless `decay_norm_and_bias`, those that do not.
+    """The trainable parameters: those that decay and, unless `decay_norm_and_bias`, those that do not. A ConvoyError
+    where nothing can be trained.
 
     A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
-
-    Raises:
-        ConvoyError: nothing can be trained.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -172,12 +170,8 @@ def parameter_groups(model: "nn.Module", config: OptimizerConfig) -> list[dict[s
 
 
 def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> "Optimizer":
-    """The optimizer for a model's parameters.
-
-    LARS and LAMB overwrite the gradients during a step.
-
-    Raises:
-        ConvoyError: nothing can be trained.
+    """The optimizer for a model's parameters; LARS and LAMB overwrite the gradients during a step. A ConvoyError where
+    nothing can be trained.
     """
     import torch  # which a mistake in a recipe is not to wait for
 

@@ -5,16 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-_ENOUGH = 4
-"""Windows whose two halves are to agree."""
-_WITHIN = 0.05
-"""How near the halves have to be, as a part of the slower one."""
-_NEAR = 0.1
-"""How near to the pace earlier windows have to be to count as well."""
-_WAITING = 0.01
-"""Part of a window from which on batches were waited for, so that none lay ready."""
+_ENOUGH = 4  # windows whose two halves are to agree
+_WITHIN = 0.05  # how near the halves have to be, as a part of the slower one
+_NEAR = 0.1  # how near to the pace earlier windows have to be to count as well
+_WAITING = 0.01  # part of a window from which on batches were waited for, so that none lay ready
+# Batches, as a multiple of those that may lie ready, after which these hide no loader that is a tenth too slow.
 _TIMES_READY = 10
-"""Batches, as a multiple of those that may lie ready, after which these hide no loader that is a tenth too slow."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,10 @@ class Pace:
 
     The first window holds what happens once (kernels are tried out, memory grows), and the first batch, for which
     worker processes start. Others may start while batches are waited for, and take as long until they have made one.
-
-    Attributes:
-        ready: batches that may lie ready before they are asked for.
-        windows: all of them but the first.
     """
 
-    ready: float
-    windows: list[Window] = field(default_factory=list)
+    ready: float  # batches that may lie ready before they are asked for
+    windows: list[Window] = field(default_factory=list)  # all of them but the first
     _start_s: float | None = None
     _since: int = 0
     _starting_s: float = 0.0
@@ -60,11 +52,8 @@ class Pace:
             self._since = len(self.windows)
 
     def is_steady(self, late: bool = False) -> bool:
-        """Whether the last windows have the pace that the training keeps.
-
-        Args:
-            late: whether there is no time to see whether batches that lie ready hide a loader that is a little too
-                slow.
+        """Whether the last windows have the pace that the training keeps. It is `late` where there is no time to see
+        whether batches that lie ready hide a loader that is a little too slow.
         """
         alike = self.windows[self._since :]
         last = alike[-_ENOUGH:]

@@ -34,16 +34,12 @@ from convoy.training.records import StageRecord
 
 @dataclass(frozen=True)
 class Method:
-    """How gradients become an update of all ranks.
+    """How gradients become an update of all ranks."""
 
-    Attributes:
-        tree: add them in the fixed tree over the microbatches; every pass is then one microbatch of each rank.
-        compression: approximate: the type in which they are sent.
-        local_updates: approximate: updates that every rank makes by itself before the weights are averaged.
-    """
-
+    # Add them in the fixed tree over the microbatches; every pass is then one microbatch of each rank.
     tree: bool = False
-    compression: torch.dtype | None = None
+    compression: torch.dtype | None = None  # approximate: the type in which they are sent
+    # Approximate: updates that every rank makes by itself before the weights are averaged.
     local_updates: int | None = None
 
 
@@ -53,13 +49,6 @@ class TrainedNetwork:
     Its parameters are `model.parameters()`; where the plan divides them, each rank holds its own part under the serial
     name. An update is, for every pass, in the order that `order` says: `enter`, `forward`, and `backward`; then
     `finish_update`. All ranks do the same.
-
-    Attributes:
-        engine: what runs the passes.
-        sample_axes: axes of the mesh that divide the samples.
-        local_mean: whether the loss is to be the mean over this rank's own samples: approximate methods alone.
-        version: which of the optimizer's states is this rank's, where a method lets them drift apart, else 0.
-        context: of the step, for all layers.
     """
 
     def __init__(
@@ -74,20 +63,9 @@ class TrainedNetwork:
         compile: bool = False,
         recompute: Recompute = False,
     ) -> None:
-        """Make the model this rank's part of it, in place. All ranks call it.
-
-        Args:
-            model: the plain network, on its device.
-            plan: for as many devices as there are.
-            example: images of one microbatch; only shape, type and device matter.
-            batch_norm: over which samples statistics are taken.
-            seed: the run's.
-            method: how gradients become an update.
-            compile: whether what lies between the exchanges is compiled.
-            recompute: layers whose activations are computed again in the backward pass.
-
-        Raises:
-            ConvoyError: a layer cannot be divided as the plan says.
+        """Make the plain model, on its device, this rank's part of it, in place. All ranks call it; a ConvoyError says
+        that a layer cannot be divided as the plan says. `example` are images of one microbatch; only shape, type and
+        device matter. With `compile`, what lies between the exchanges is compiled.
         """
         self.model = model
         self.engine = take_part(
@@ -107,11 +85,13 @@ class TrainedNetwork:
                 f"{why}, but how many passes an update has depends on the plan, so that results would too: take that "
                 "out of forward, or train with convoy.parallelize in a loop of your own"
             )
-        self.context = self.engine.context
+        self.context = self.engine.context  # of the step, for all layers
         self.context.statistics.in_order = method.tree
         self.context.in_turns = True
-        self.sample_axes = self.engine.sample_axes
+        self.sample_axes = self.engine.sample_axes  # axes of the mesh that divide the samples
+        # The loss is to be the mean over this rank's own samples: approximate methods alone.
         self.local_mean = method.local_updates is not None
+        # Which of the optimizer's states is this rank's.
         self.version = self.engine.sample_rank if self.local_mean else 0
         self._method = method
         self._device = example.device
@@ -151,11 +131,8 @@ class TrainedNetwork:
         self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
 
     def what_is_recomputed(self, passes: Sequence[Pass], precision: torch.dtype | None) -> str | None:
-        """A sentence on the activations that are computed again, for the largest pass, and what that saves.
-
-        Args:
-            passes: those of an update.
-            precision: the type in which autocast computes; None where it is off.
+        """A sentence on the activations that are computed again, for the largest of an update's passes, and what that
+        saves, where autocast computes in `precision` (None: it is off).
         """
         if not self.engine.recomputes:
             return None
@@ -215,12 +192,9 @@ class TrainedNetwork:
         return actions("1f1b", len(passes), stage=0, stages=1)
 
     def backward(self, loss: Tensor | None, last: bool) -> None:
-        """Run the backward pass of the earliest pass that has none yet.
-
-        Args:
-            loss: of the pass, a part of the global mean, so that gradients are added over the ranks as they are; None
-                where the outputs are those of another rank's stage.
-            last: gradients of all passes are to be added over the ranks now.
+        """Run the backward pass of the earliest pass that has none yet. After the `last` one, gradients of all passes
+        are added over the ranks, as they are: the loss is this pass's part of the global mean, or None where the
+        outputs are those of another rank's stage.
         """
         reducer = self.engine.reducer
         last = last and self.engine.context.postponed is None
@@ -301,17 +275,13 @@ class TrainedNetwork:
 
 
 class StagedTraining(TrainedNetwork):
-    """A model of which this rank runs one stage.
-
-    Attributes:
-        schedule: the order of the passes; see `convoy.plans.schedule`.
-    """
+    """A model of which this rank runs one stage."""
 
     engine: StagedNetwork
 
     def __init__(self, *args: Any, schedule: Schedule = "1f1b", returns_memory: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.schedule = schedule
+        self.schedule = schedule  # the order of the passes: `convoy.plans.schedule`
         self.engine.returns_memory = returns_memory
         self._sizes: deque[tuple[int, ...]] = deque()  # of the passes to come
         self._running: deque[Flight] = deque()

@@ -10,8 +10,8 @@ from convoy.plans.plan import Plan, plan_text
 from convoy.training.config import Section
 from convoy.units import bytes_of
 
+# Keys that change where and how fast a run goes, but not its result.
 PLACEMENT = ("devices", "plan", "schedule", "shares", "cores_per_device", "memory_limit", "lost_group")
-"""Keys that change where and how fast a run goes, but not its result."""
 
 
 class LostGroupError(ConvoyError):
@@ -96,17 +96,9 @@ class ParallelConfig(Section):
 def fitted(
     section: ParallelConfig, num_devices: int, keep_plan: bool, keep_shares: bool, notes: list[str] | None = None
 ) -> ParallelConfig:
-    """The section for the devices that there are.
-
-    Args:
-        section: perhaps for another number.
-        num_devices: how many there are.
-        keep_plan, keep_shares: leave the plan, the shares as they are, even if they do not fit.
-        notes: takes up a sentence on what was changed.
-
-    Raises:
-        LostGroupError: the plan's model groups cannot be formed, and the section says to wait then.
-        ConvoyError: the plan is none.
+    """The section for the devices that there are, with a sentence in `notes` on what was changed; `keep_plan` and
+    `keep_shares` leave these as they are, even if they do not fit. A ConvoyError where the plan is none; a
+    LostGroupError where its model groups cannot be formed, and the section says to wait then.
     """
     changes: dict[str, object] = {"devices": num_devices}
     notes = [] if notes is None else notes
@@ -132,9 +124,9 @@ def fitted(
         parts = None
     if not keep_shares and isinstance(section.shares, tuple) and not _fit(section.shares, parts, num_devices):
         changes["shares"] = None
-        given = ",".join(f"{share:g}" for share in section.shares)
+        shares_text = ",".join(f"{share:g}" for share in section.shares)
         many = f"{len(section.shares)} part{'s'[: len(section.shares) > 1]} of the batch"
-        notes.append(f"the shares {given} are for {many}, not {parts or num_devices}: they are left out")
+        notes.append(f"the shares {shares_text} are for {many}, not {parts or num_devices}: they are left out")
     return section.model_copy(update=changes)
 
 
@@ -144,11 +136,7 @@ def _fit(shares: tuple[float, ...], parts: int | None, num_devices: int) -> bool
 
 
 def check_shares(shares: Sequence[float] | None, num_devices: int, plan: Plan | None = None) -> None:
-    """Refuse shares that no plan on so many devices has parts for, or a given plan has not, whatever the network.
-
-    Raises:
-        ConvoyError: they are such.
-    """
+    """Refuse shares that no plan on so many devices (or not this plan) has parts for, whatever the network."""
     if shares is not None and plan is not None:
         for_all = set(dict(plan.layers).get("*", {}).values()) if len(plan.layers) == 1 else set()
         if "sample" in for_all and "owt" not in for_all and plan.parts != len(shares):
@@ -173,10 +161,8 @@ def num_devices(section: ParallelConfig) -> int:
 
 
 def plan_of(section: ParallelConfig, num_devices: int) -> tuple[Plan | None, list[str]]:
-    """The plan for the devices that there are, and notes on it; None where the planner is to find one.
-
-    Raises:
-        ConvoyError: it is no plan, or one for another number of devices.
+    """The plan for the devices that there are, and notes on it; None where the planner is to find one. A ConvoyError
+    where it is no plan, or one for another number of devices.
     """
     notes = []
     plan: Plan | None

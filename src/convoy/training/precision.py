@@ -20,14 +20,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(precision: str | None, device: torch.device) -> None:
-    """Run one small convolution and matrix product forwards and backwards as the training would.
-
-    Args:
-        precision: as a recipe has it; one that is left open is not checked.
-        device: where.
-
-    Raises:
-        ConvoyError: torch cannot do that on this device; the sentence says what to choose.
+    """Run one small convolution and matrix product forwards and backwards as the training would; a precision that is
+    left open is not checked. A ConvoyError where torch cannot do that on this device says what to choose.
     """
     if precision not in ("bf16", "fp16"):
         return
@@ -48,16 +42,13 @@ def check_precision(precision: str | None, device: torch.device) -> None:
 
 
 class Scaler(torch.amp.GradScaler):
-    """Scales the loss so that gradients in fp16 do not vanish, and skips updates in which some overflowed.
+    """Scales the loss so that gradients in fp16 do not vanish, and skips updates in which some overflowed. With any
+    other precision it does nothing, and asks nobody.
 
     Where ranks hold different gradients, only the rank that has the part that overflowed would know of it, and the
     weights and the scale would drift apart: all ranks agree once for each update, for which each reads its device.
-
-    Args:
-        device: of the gradients.
-        precision: `fp16`; in any other it does nothing, and asks nobody.
-        anywhere: whether something holds on any rank, given whether it does here; all ranks call it. None where all of
-            them have the same gradients: then nothing is read.
+    `anywhere` tells whether something holds on any rank, and all ranks call it; None where all of them have the same
+    gradients: then nothing is read.
     """
 
     def __init__(
@@ -70,14 +61,14 @@ class Scaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         """Torch's own name: gives for every device a number that is not 0 if gradients on it overflowed."""
-        found = super()._unscale_grads_(*args, **options)
+        overflows = super()._unscale_grads_(*args, **options)
         if self._anywhere is None:
-            return found
-        here = any(bool(number) for number in found.values())
-        if self._anywhere(here) and not here:
-            for number in found.values():
+            return overflows
+        overflowed_on_rank = any(bool(number) for number in overflows.values())
+        if self._anywhere(overflowed_on_rank) and not overflowed_on_rank:
+            for number in overflows.values():
                 number.fill_(1.0)
-        return found
+        return overflows
 
 
 def autocast_of(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:

@@ -21,35 +21,24 @@ from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
 
 _MAX_THREADS = 16
-_SOON_S = 0.05
-"""Names that come within this time are read ahead; before a longer wait, what is known is said."""
+_SOON_S = 0.05  # names that come within this time are read ahead; before a longer wait, the answers so far are given
 
 
 @dataclass(frozen=True)
 class FileClasses:
-    """What is on a picture.
-
-    Attributes:
-        name: of the file.
-        best: classes, by number, with their probabilities, the likeliest first; none where the picture is bad.
-        bad: why the picture cannot be used.
-    """
+    """What is on a picture file."""
 
     name: str
-    best: tuple[tuple[int, float], ...] = ()
-    bad: str | None = None
+    best: tuple[tuple[int, float], ...] = ()  # classes, by number, with probabilities, the likeliest first
+    bad: str | None = None  # why the picture cannot be used; `best` is then empty
 
 
 class Classifier:
-    """A trained network that says which classes pictures are of.
+    """A trained network that says which classes pictures are of: the `top` likeliest ones, or all where there are
+    fewer.
 
     A batch is computed by one thread, and several batches at a time: so the answers do not depend on how many cores
     there are, as the order of sums within a batch would.
-
-    Args:
-        run: that has trained it.
-        device: where it computes.
-        top: how many of the likeliest classes an answer has; all where there are fewer.
     """
 
     def __init__(self, run: TrainedRun, device: torch.device, top: int = 5) -> None:
@@ -113,20 +102,11 @@ def classify(
     ranks: Ranks | None = None,
     is_to_end: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[FileClasses]]:
-    """Classify picture files, while the names of the next ones are read.
+    """Classify picture files, `batch` at a time, while the names of the next ones are read: by rank 0, the other ranks
+    have None. Yields the answers of the next batches, in the order of the names, the same on all ranks.
 
     Ranks and their threads take turns at the batches, each with the whole network: the batches, and so the answers, are
-    the same on any number of them.
-
-    Args:
-        classifier: of this rank.
-        names: of the files, on rank 0; None on the others.
-        batch: pictures of a batch.
-        ranks: the ranks; None for one device.
-        is_to_end: asked on rank 0 before each turn, for whoever wants no more answers.
-
-    Yields:
-        The answers of the next batches, in the order of the names, the same on all ranks.
+    the same on any number of them. `is_to_end` is asked on rank 0 before each turn, for whoever wants no more answers.
     """
     ranks = ranks or Ranks()
     num_threads = ranks.broadcast(classifier.num_threads)
@@ -151,12 +131,8 @@ def classify(
 
 
 class _Reader:
-    """Reads names ahead in a thread of its own: nobody waits for the next ones who need not.
-
-    Args:
-        names: to be read.
-        batch: how many belong together.
-        most: batches of a turn.
+    """Reads names ahead in a thread of its own, up to `most` batches for a turn: nobody waits for the next ones who
+    need not.
     """
 
     def __init__(self, names: Iterable[str], batch: int, most: int) -> None:

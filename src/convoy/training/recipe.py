@@ -225,10 +225,8 @@ def recipe_names() -> list[str]:
 
 
 def recipe_text(name: str) -> str:
-    """A built-in recipe as its file says it, with the sources in comments.
-
-    Raises:
-        ConvoyError: there is no such recipe.
+    """A built-in recipe as its file says it, with the sources in comments; a ConvoyError where there is no such
+    recipe.
     """
     names = recipe_names()
     if name not in names:
@@ -244,18 +242,12 @@ def recipe_summary(name: str) -> str:
 
 
 def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[str] | None = None) -> Recipe:
-    """Read a recipe, change it, check it.
+    """Read a recipe, a built-in one or a YAML file such as a run's config.yaml, change it, check it; what it leaves out
+    has `Recipe`'s defaults. A ConvoyError where there is no such recipe, or something in it is wrong.
 
-    What the recipe leaves out has `Recipe`'s defaults.
-
-    Args:
-        name_or_path: a built-in name, or the path of a YAML file such as a run's config.yaml.
-        overrides: `key.sub=value` texts; the values are YAML. A new `optimizer.lr` takes the place of `base_lr`, and a
-            new `optimizer.name` that of the whole section; of a schedule the warm-up stays.
-        notes: takes up a sentence for each group of the recipe's options that an override puts out of force.
-
-    Raises:
-        ConvoyError: there is no such recipe, or something in it is wrong.
+    The overrides are `key.sub=value` texts; the values are YAML. A new `optimizer.lr` takes the place of `base_lr`, and
+    a new `optimizer.name` that of the whole section; of a schedule the warm-up stays. `notes` takes up a sentence for
+    each group of the recipe's options that an override puts out of force.
     """
     document = _read(name_or_path)
     annotations = all_keys(Recipe)
@@ -264,14 +256,14 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[st
         document.setdefault(section, Recipe.model_fields[section].default.model_dump(mode="json"))
     if isinstance(document.get("model"), str):  # the short form
         document["model"] = {"name": document["model"]}
-    found = apply_overrides(document, changes)
+    sentences = apply_overrides(document, changes)
     if not isinstance(document.get("data", {}), dict) or "path" not in document.get("data", {}):
         raise ConvoyError("data.path is missing: name the data with --data, a file or folder or mnist-mini")
     recipe = validate(document)
     if any(key.startswith("data.mix") for key in changes) and (sentence := recipe.mixing_without_partners()):
         raise ConvoyError(sentence)
     if notes is not None:
-        notes += found
+        notes += sentences
     return recipe
 
 
@@ -282,15 +274,11 @@ _KEPT = {"optimizer": (), "schedule": ("warmup", "warmup_from")}
 
 
 def parse_overrides(texts: Sequence[str], is_text: Callable[[str], bool]) -> dict[str, Any]:
-    """`key.sub=value` texts as dotted keys and values.
+    """`key.sub=value` texts as dotted keys and values; a ConvoyError where a text has another form, a value is no YAML,
+    or a key has two values.
 
-    Args:
-        texts: the overrides.
-        is_text: whether a key's value is free text, such as a path. It is then taken as it stands, unless it is in
-            quotes; every other value is read as YAML.
-
-    Raises:
-        ConvoyError: a text has another form, a value is no YAML, or a key is given two values.
+    Where `is_text` says that a key's value is free text, such as a path, it is taken as it stands, unless it is in
+    quotes; every other value is read as YAML.
     """
     overrides: dict[str, Any] = {}
     for text in texts:
@@ -307,13 +295,8 @@ def parse_overrides(texts: Sequence[str], is_text: Callable[[str], bool]) -> dic
 
 
 def apply_overrides(document: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
-    """Change a recipe's document in place.
-
-    Returns:
-        A sentence for each group of the recipe's options that no longer apply.
-
-    Raises:
-        ConvoyError: a key lies below something that is not a section.
+    """Change a recipe's document in place, and give a sentence for each group of the recipe's options that no longer
+    apply. A ConvoyError where a key lies below something that is not a section.
     """
     notes = []
     for section, kept in _KEPT.items():
@@ -354,11 +337,7 @@ def _remove(document: Any, keys: Sequence[str]) -> None:
 
 
 def check_names(recipe: Recipe) -> None:
-    """Refuse what a recipe names and what is not there, as far as that is seen without torch.
-
-    Raises:
-        ConvoyError: there is no such network, file of weights, or data set.
-    """
+    """Refuse a network, file of weights, or data set that is not there, as far as that is seen without torch."""
     check_name(recipe.model.name)
     if recipe.model.weights is not None and not expanded(recipe.model.weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
@@ -366,11 +345,7 @@ def check_names(recipe: Recipe) -> None:
 
 
 def validate(document: dict[str, Any]) -> Recipe:
-    """A recipe from a document of plain values.
-
-    Raises:
-        ConvoyError: something in it is wrong.
-    """
+    """A recipe from a document of plain values; a ConvoyError where something in it is wrong."""
     try:
         return Recipe.model_validate_json(json.dumps(document, default=str), strict=True)  # strict: "1" is no number
     except ValidationError as error:

@@ -7,13 +7,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from convoy.files import finite
 
+# A number of a run: null, NaN and infinity all mean that there was no finite value.
 Number = Annotated[float | None, BeforeValidator(finite)]
-"""A number of a run: null, NaN and infinity all mean that there was no finite value."""
 
 Status = Literal["running", "stopped", "finished", "failed"]
 
+# A number between 0 and 1, or null.
 Share = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(finite)]
-"""A number between 0 and 1, or null."""
 
 
 class Record(BaseModel):
@@ -48,17 +48,12 @@ class SkippedImage(Record):
 
 @dataclass(frozen=True)
 class Derived:
-    """A number that follows from the recipe, which nobody typed in.
-
-    Attributes:
-        formula: how it follows, with the numbers put in.
-        source: the paper or the rule behind the formula.
-    """
+    """A number that follows from the recipe, which nobody typed in."""
 
     name: str
     value: Any = None
-    formula: str | None = ""
-    source: str | None = ""
+    formula: str | None = ""  # how it follows, with the numbers put in
+    source: str | None = ""  # the paper or the rule behind the formula
 
 
 class StageRecord(Record):

@@ -49,12 +49,7 @@ class Transform:
     """Prepares a picture for a trained network as the evaluation of its run did.
 
     The picture is turned upright, its short side resized, its center cut out, its colors brought to the network's
-    channels, and every channel normalized.
-
-    Args:
-        given: what the network is given.
-        config: of the recipe, which says how pictures are decoded and resized. Pillow takes the place of a decoder that
-            is not installed.
+    channels, and every channel normalized. Pillow takes the place of a decoder of the recipe's that is not installed.
     """
 
     def __init__(self, given: NetworkInput, config: DataConfig) -> None:
@@ -68,13 +63,8 @@ class Transform:
         self._turbo = Turbo(given.image_size, given.channels, method) if turbo else None
 
     def __call__(self, picture: Picture) -> Tensor:
-        """Float32 [channels, image_size, image_size], on the CPU.
-
-        Args:
-            picture: a PIL image, the path of a file, or a uint8 array [height, width] or [height, width, 1 or 3].
-
-        Raises:
-            ConvoyError: it cannot be read, or is none of these.
+        """Float32 [channels, image_size, image_size], on the CPU, of a PIL image, the path of a file, or a uint8 array
+        [height, width] or [height, width, 1 or 3]; a ConvoyError where the picture is none of these, or cannot be read.
         """
         try:
             pixels = self.pixels(picture)
@@ -126,25 +116,15 @@ def _image_of(array: object) -> Image.Image:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run has delivered, or would have at a checkpoint.
+    """What a run has delivered, or would have at a checkpoint."""
 
-    Attributes:
-        path: the run directory.
-        recipe: how it was trained; its network begins with no weights of others.
-        network: with the weights (averaged ones where the recipe has `ema`), in evaluation mode, on the CPU.
-        transform: prepares a picture for the network.
-        classes: names, by the network's outputs.
-        given: what the network is given.
-        changed: the first layer that the code makes otherwise than when the weights were written; empty where none.
-    """
-
-    path: Path
-    recipe: Recipe
-    network: nn.Module
-    transform: Transform
-    classes: list[str]
-    given: NetworkInput
-    changed: str = ""
+    path: Path  # the run directory
+    recipe: Recipe  # how it was trained; its network begins with no weights of others
+    network: nn.Module  # with the weights (averaged ones where the recipe has `ema`), in evaluation mode, on the CPU
+    transform: Transform  # prepares a picture for the network
+    classes: list[str]  # names, by the network's outputs
+    given: NetworkInput  # what the network is given
+    changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -157,10 +137,8 @@ class TrainedRun:
 
 
 def checkpoint_step(run: RunDirectory, which: str | int) -> int:
-    """The update after which a checkpoint was written: the `best` of the evaluations, the `last`, or an update's.
-
-    Raises:
-        ConvoyError: there is none.
+    """The update after which a checkpoint was written: the `best` of the evaluations, the `last`, or an update's; a
+    ConvoyError where there is none.
     """
     store = CheckpointStore(run.checkpoints)
     steps = store.steps()
@@ -206,10 +184,10 @@ def load_run(
 
     A warning says where the network's code is another than that which trained the weights.
     """
-    found = restored(path, checkpoint, trust_code)
-    if found.changed:
-        warnings.warn(other_code(found), stacklevel=2)
-    return found
+    run = restored(path, checkpoint, trust_code)
+    if run.changed:
+        warnings.warn(other_code(run), stacklevel=2)
+    return run
 
 
 def other_code(run: TrainedRun) -> str:
@@ -265,18 +243,12 @@ def _changed_code(
 
 
 def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, list[str]]:
-    """The data to evaluate a run on: its own, or other, prepared for its network in the same way.
+    """The data to evaluate a run on, labelled by its classes and prepared for its network in the same way, and
+    sentences on how they were opened. A ConvoyError where there are no such data, or they have classes that the run
+    does not know.
 
-    Args:
-        run: that is to be evaluated.
-        path: of other data, whose classes are found among the run's by their names; a folder of pictures without class
-            folders is of the class that it is named after.
-
-    Returns:
-        The data, labelled by the run's classes, and sentences on how they were opened.
-
-    Raises:
-        ConvoyError: there are no such data, or they have classes that the run does not know.
+    With `path` they are other data, whose classes are found among the run's by their names; a folder of pictures
+    without class folders is of the class that it is named after.
     """
     if path is None:
         data = open_data(run.recipe.data)
@@ -298,9 +270,11 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
         )
     notes = list(data.notes)
     if data.test is data.train:
-        known = RunDirectory(run.path).summary()
-        own = len(data.test) == known.get("num_train", 0) + known.get("num_test", 0) and data.classes == run.classes
-        if own:  # the run's own data, moved: what it was trained on counts nowhere
+        summary = RunDirectory(run.path).summary()
+        is_runs_data = (
+            len(data.test) == summary.get("num_train", 0) + summary.get("num_test", 0) and data.classes == run.classes
+        )
+        if is_runs_data:  # the run's own data, moved: what it was trained on counts nowhere
             split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
             data = open_data(_settings(run, path, split))
             notes = list(data.notes)
@@ -320,7 +294,7 @@ def _listed(what: str, names: list[str], most: int = 5, quoted: bool = True) -> 
 
 def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfig:
     """The run's section for other data."""
-    given = run.given
+    network_input = run.given
     settings = {
         "path": path,
         "format": "auto",
@@ -328,11 +302,11 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
         "split_seed": None,
         "train": None,
         "test": None,
-        "image_size": given.image_size,
-        "resize": given.resize,
-        "channels": given.channels,
-        "mean": given.mean,
-        "std": given.std,
+        "image_size": network_input.image_size,
+        "resize": network_input.resize,
+        "channels": network_input.channels,
+        "mean": network_input.mean,
+        "std": network_input.std,
     }
     return run.recipe.data.model_copy(update={**settings, **split})
 

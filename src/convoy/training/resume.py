@@ -29,12 +29,8 @@ from convoy.training.run_directory import RunDirectory
 
 
 def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that rank 0 finds whole, on every rank, and a sentence for each damaged one passed over.
-
-    None where there is none at all. All ranks call it.
-
-    Raises:
-        DamagedCheckpointError: there are checkpoints, but none of them can be used.
+    """The newest checkpoint that rank 0 finds whole, on every rank (None where there is none at all), and a sentence
+    for each damaged one passed over; a DamagedCheckpointError where all of them are. All ranks call it.
     """
     found: Checkpoint | None = None
 
@@ -51,10 +47,8 @@ def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Ch
 
 
 def check_run(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
-    """Whether there is a run to go on with, which this recipe may.
-
-    Raises:
-        ConvoyError: it may not, or the folder is taken or cannot be written.
+    """Whether there is a run to go on with; a ConvoyError where this recipe may not, or the folder is taken or cannot
+    be written.
     """
     if resume and run.is_run():
         check_same(recipe, load_recipe(str(run.config)), run)
@@ -79,13 +73,11 @@ FREE = (
 
 
 def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
-    """Refuse to go on with a run under a recipe that would change its result.
+    """Refuse to go on with a run under a recipe that would change its result; the ConvoyError names the first key that
+    differs.
 
     What the recipe leaves open stays as it was begun. How often to log, evaluate and save, the number of workers, the
     place of the data, devices and plan may change.
-
-    Raises:
-        ConvoyError: names the first key that differs.
     """
     for key, now, before in differences(as_begun(recipe, begun), begun):
         ways = "or begin a new run in another --out"
@@ -104,8 +96,8 @@ def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
 
 def check_ranks(data: DataSet, ranks: Ranks) -> None:
     """Refuse data that are not the same on all ranks, naming one, its host and what differs. All ranks call it."""
-    (first, expected), *others = ranks.gather((socket.gethostname(), data.fingerprint))
-    for rank, (host, fingerprint) in enumerate(others, 1):
+    (first, expected), *other_ranks = ranks.gather((socket.gethostname(), data.fingerprint))
+    for rank, (host, fingerprint) in enumerate(other_ranks, 1):
         if (found := difference(fingerprint, expected)) is not None:
             what, there, here = found
             how = f"is {there} for rank {rank} on {host}, and {here} for rank 0 on {first}"
@@ -114,24 +106,22 @@ def check_ranks(data: DataSet, ranks: Ranks) -> None:
 
 
 def check_data(data: DataSet, run: RunDirectory) -> None:
-    """Refuse data that are not those a run was begun on, as far as it has noted what those were.
-
-    Raises:
-        ConvoyError: names what differs.
+    """Refuse data that are not those a run was begun on, as far as it has noted what those were; the ConvoyError names
+    what differs.
     """
     begun = run.begun_by().get("input")
-    known = {**(begun if isinstance(begun, dict) else {}), **run.summary()}
+    noted = {**(begun if isinstance(begun, dict) else {}), **run.summary()}
     now = {**NetworkInput.of(data).as_dict(), "num_train": len(data.train), "num_test": len(data.test)}
     del now["in_memory"]  # how they are kept, not what they are
     names = {"num_train": "the number of training samples", "num_test": "the number of test samples"}
     differ = [
-        "other classes" if key == "classes" else f"{names.get(key, key)} was {show(known[key])} and is {show(value)}"
+        "other classes" if key == "classes" else f"{names.get(key, key)} was {show(noted[key])} and is {show(value)}"
         for key, value in now.items()
-        if key in known and known[key] != value
+        if key in noted and noted[key] != value
     ]
     with suppress(KeyError, TypeError, AttributeError):  # not noted, or by somebody else
-        if (found := difference(data.fingerprint, run.begun_by()["data"], later=True)) is not None:
-            what, is_now, was = found
+        if (change := difference(data.fingerprint, run.begun_by()["data"], later=True)) is not None:
+            what, is_now, was = change
             differ.append(f"{what} was {was} and is {is_now}" if was else f"{what} have changed")
     if differ:
         raise ConvoyError(
@@ -201,6 +191,7 @@ def _leaves(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
+# Keys of the recipe that may be others than the old run's, beside those that never change a result.
 MAY_CHANGE = (
     "epochs",
     "extends",
@@ -216,14 +207,11 @@ MAY_CHANGE = (
     "compile",
     "channels_last",
 )
-"""Keys of the recipe that may be others than the old run's, beside those that never change a result."""
 
 
 def check_extension(recipe: Recipe) -> None:
-    """Refuse a recipe that cannot begin with the state of the run that it extends.
-
-    Raises:
-        ConvoyError: there is no such run, it is not finished, or the recipe differs in what the state is made of.
+    """Refuse a recipe that cannot begin with the state of the run that it extends: there is no such run, it is not
+    finished, or the recipe differs in what the state is made of.
     """
     old = extended(recipe)
     if not old.is_run():
@@ -259,10 +247,8 @@ def extended(recipe: Recipe) -> RunDirectory:
 
 
 def state_at_end(recipe: Recipe, data: DataSet, ranks: Ranks) -> tuple[Checkpoint, list[str]]:
-    """The state at the end of the run that a recipe extends, the same on all ranks, and sentences on it. All call it.
-
-    Raises:
-        ConvoyError: there is no checkpoint that can be used, or the data are not those of that run.
+    """The state at the end of the run that a recipe extends, the same on all ranks, and sentences on it; a ConvoyError
+    where no checkpoint can be used, or the data are not those of that run. All ranks call it.
     """
     old = extended(recipe)
     ranks.first(lambda: check_data(data, old))

@@ -43,8 +43,7 @@ from convoy.training.set_up import set_up
 from convoy.training.summary import briefly, note_failure, write_summary
 from convoy.training.watchdog import Watchdog, say_and_end
 
-LIMIT_S = 600.0
-"""Seconds that it may take."""
+LIMIT_S = 600.0  # seconds that it may take
 
 
 def trace_back(session: Session, store: CheckpointStore, identity: str, error: NotFiniteError, update_s: float) -> str:
@@ -76,28 +75,21 @@ def trace_back(session: Session, store: CheckpointStore, identity: str, error: N
     return f"{error}; done again, all updates were finite"
 
 
-LOCK_PATIENCE_S = 30.0
-"""Seconds in which a process that is about to end lets go of the run."""
+LOCK_PATIENCE_S = 30.0  # in which a process that is about to end lets go of the run
+# The same of ranks that are started again, whose host may be gone: a file server waits 90 s, then breaks its lock.
 LEASE_S = 150.0
-"""The same of ranks that are started again, whose host may be gone: a file server waits 90 s, then breaks its lock."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
-
-    Attributes:
-        top1: share of right answers on the test split, if it was evaluated.
-        signal: name of the signal that stopped the run, or None where it finished.
-        comparison: what was predicted of an update beside what was measured; None where it ended too early.
-    """
+    """How a run ended."""
 
     run: Path
     steps: int
     total_steps: int
-    top1: float | None
-    signal: str | None
-    comparison: Comparison | None = None
+    top1: float | None  # share of right answers on the test split, if it was evaluated
+    signal: str | None  # that stopped the run; None where it finished
+    comparison: Comparison | None = None  # None where the run ended too early
 
 
 def train(
@@ -117,30 +109,20 @@ def train(
     explicit_keys: Collection[str] = (),
     accept_code_change: bool = False,
 ) -> Outcome:
-    """Train a network as its recipe says, and leave everything about it in the folder `out`.
+    """Train a network as its recipe says, and leave everything about it in the folder `out`: a new or empty one, or
+    with `resume` that of this very run. On several devices every rank calls it with the same recipe and folder; rank 0
+    writes. A ConvoyError says what is wrong with the recipe, the data, or the folder.
 
-    On several devices every rank calls it with the same recipe and folder; rank 0 writes.
+    With `resume` the run goes on from the newest checkpoint, if there is one, and its final weights are those of a run
+    that was never stopped; `accept_code_change` allows that, or to extend a run, also where the network computes
+    something else than it did. `command` repeats the run, for the report. `on_start` is called on rank 0 when
+    everything is checked and before the first update. `handed_on`: another process hands signals on to this rank
+    (`convoy.launch`); the `jobs` that started the ranks know their run again by these names when they are started
+    again.
 
-    Args:
-        recipe: what is trained, on what, and how.
-        out: the run directory; a new or empty folder, or the folder of this very run with `resume`.
-        resume: go on from the newest checkpoint in `out`, if there is one. The final weights are those of a run that
-            was never stopped.
-        device: where to train; None takes the first GPU, or the CPU.
-        ranks: the ranks; None for one device.
-        command: the command line that repeats the run, for the report.
-        reporter: whom to tell how it goes.
-        on_start: called with the session when everything is checked and before the first update, on rank 0.
-        handed_on: another process hands signals on to this rank (`convoy.launch`).
-        jobs: names of what started the ranks, which know their run again by them when they are started again.
-        watchdog: watches already, patiently, and goes on to do so afterwards; it knows how long the run may stand still
-            on several devices, or wait for one checkpoint. None makes one for the run alone.
-        keep: whether measured times are kept for later plans, and those that are kept are used.
-        explicit_keys: keys of the recipe that the user has set just now, which are to have an effect.
-        accept_code_change: go on with a run, or extend one, also where the network computes something else than it did.
-
-    Raises:
-        ConvoyError: something is wrong with the recipe, the data, or the folder.
+    The watchdog watches already, patiently, and goes on to do so afterwards; None makes one for the run alone. `keep`
+    says whether measured times are kept for later plans, and those that are kept are used; `explicit_keys` are keys of
+    the recipe that the user has set just now, which are to have an effect.
     """
     run = RunDirectory(out)
     ranks = ranks or Ranks()
@@ -267,10 +249,15 @@ def _begin(
         stack.enter_context(run.lock(tell=reporter.say))
         run.check_free(mine=True)
         run.sweep()
-        given = NetworkInput.of(session.data).as_dict()
+        network_input = NetworkInput.of(session.data).as_dict()
         facts = environment.describe(by[0], session.device, session.ranks.num, str(session.plan))
-        own = {"run": str(run.path), "jobs": list(by[1]), "input": given, "data": session.data.fingerprint}
-        run.create(to_yaml(session.recipe), {**facts, **own})
+        provenance = {
+            "run": str(run.path),
+            "jobs": list(by[1]),
+            "input": network_input,
+            "data": session.data.fingerprint,
+        }
+        run.create(to_yaml(session.recipe), {**facts, **provenance})
 
 
 def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) -> None:
@@ -288,13 +275,13 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
         return
     moved = mended = other = None
     if rank == 0:
-        here = environment.machine(session.device)
+        machine = environment.machine(session.device)
         moved, mended = moved_data(session.recipe, run), mended_files(session.data, run)
-        other = other_machine(session.recipe, run, here)
+        other = other_machine(session.recipe, run, machine)
         session.notes[:0] = [note for note in run.summary().get("notes") or () if note not in session.notes]
         facts = environment.restart(loop.done, session.ranks.num, str(session.plan))
         facts |= {"data": session.recipe.data.path} if moved else {}
-        run.add_restart(facts | (here if other else {}))
+        run.add_restart(facts | (machine if other else {}))
     for sentence in filter(None, (moved, mended, other)):
         session.notes.append(sentence)
         reporter.say(sentence)

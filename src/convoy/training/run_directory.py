@@ -51,37 +51,21 @@ _HALF_WRITTEN = (".environment.json.", ".config.yaml.", ".convoy-")
 
 
 class RunDirectory:
-    """Paths of a run's files. `config.yaml` makes a folder a run directory.
-
-    Attributes:
-        path: the folder.
-        config: the resolved recipe.
-        environment: on what, by whom and when the run was begun.
-        plan: the plan by which the devices divided the work, the last time.
-        prediction: what was predicted of an update, beside what was measured.
-        trace: the same for viewers of traces: one of the updates that were watched, and the predicted one.
-        diagnosis: what holds it back, and what would help.
-        metrics: one JSON object a line.
-        checkpoints: folder of the checkpoints.
-        weights: the final weights, whole tensors under the model's own names.
-        evaluation: the final evaluation.
-        summary_file: how the run stands.
-        tensorboard: folder of the TensorBoard events.
-    """
+    """Paths of a run's files. `config.yaml` makes a folder a run directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"
-        self.environment = path / "environment.json"
-        self.plan = path / "plan.yaml"
-        self.prediction = path / "prediction.json"
-        self.trace = path / "trace.json"
-        self.diagnosis = path / "diagnosis.json"
-        self.metrics = path / "metrics.jsonl"
+        self.config = path / "config.yaml"  # the resolved recipe
+        self.environment = path / "environment.json"  # on what, by whom and when the run was begun
+        self.plan = path / "plan.yaml"  # by which the devices divided the work, the last time
+        self.prediction = path / "prediction.json"  # of an update, beside what was measured
+        self.trace = path / "trace.json"  # the same for viewers of traces: a watched update, and the predicted one
+        self.diagnosis = path / "diagnosis.json"  # what holds the run back, and what would help
+        self.metrics = path / "metrics.jsonl"  # one JSON object a line
         self.checkpoints = path / "checkpoints"
-        self.weights = path / "weights.safetensors"
-        self.evaluation = path / "evaluation.json"
-        self.summary_file = path / "summary.json"
+        self.weights = path / "weights.safetensors"  # the final ones, whole tensors under the model's own names
+        self.evaluation = path / "evaluation.json"  # the final one
+        self.summary_file = path / "summary.json"  # how the run stands
         self.tensorboard = path / "tensorboard"
         self._lock: lock.Lock | None = None
 
@@ -123,10 +107,8 @@ class RunDirectory:
             )
 
     def check_free(self, mine: bool = False) -> None:
-        """Refuse to begin a run where something is already.
-
-        Args:
-            mine: this process has the lock, so that nobody else trains there.
+        """Refuse to begin a run where something is already; `mine` says that this process has the lock, so that nobody
+        else trains there.
         """
         if self.is_run():
             raise ConvoyError(self._taken(mine))
@@ -200,11 +182,8 @@ class RunDirectory:
             write_text(self.config, config)
 
     def forget_metrics_after(self, step: int, and_evaluation: bool = False) -> None:
-        """Drop the metrics of updates that will be done again; a half-written last line goes too.
-
-        Args:
-            step: weight updates that are done.
-            and_evaluation: the evaluation after them will be done again, too.
+        """Drop the metrics of updates after `step`, which will be done again, and with `and_evaluation` that of the
+        evaluation after it; a half-written last line goes too.
         """
         if not self.metrics.exists():
             return

@@ -86,22 +86,14 @@ ScheduleConfig = Annotated[ConstantConfig | StepConfig | CosineConfig | Polynomi
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rates of one run.
-
-    Attributes:
-        peak: the rate at the end of the warm-up.
-        start: the rate of update 0, if there is a warm-up.
-        warmup: weight updates of the warm-up.
-        total: weight updates of the run.
-        milestones: the first update after each drop of a step schedule.
-    """
+    """The learning rates of one run."""
 
     config: ScheduleConfig
-    peak: float
-    start: float
-    warmup: int
-    total: int
-    milestones: tuple[int, ...] = ()
+    peak: float  # the rate at the end of the warm-up
+    start: float  # the rate of update 0, if there is a warm-up
+    warmup: int  # updates
+    total: int  # updates of the run
+    milestones: tuple[int, ...] = ()  # the first update after each drop of a step schedule
 
     def lr(self, update: int) -> float:
         """The learning rate of weight update number `update`, counted from 0."""
@@ -122,18 +114,11 @@ class Schedule:
 def create_schedule(
     config: ScheduleConfig, *, lr: float, base_lr: float | None, total_updates: int, updates_per_epoch: int
 ) -> Schedule:
-    """The schedule of a run.
+    """The schedule of a run with the peak rate `lr`; a ConvoyError where the warm-up fills the run, or a rate lies
+    above the peak.
 
-    Args:
-        config: the recipe's section.
-        lr: the peak rate.
-        base_lr: the rate of a batch of 256, where a warm-up starts from it. A batch smaller than that has a lower peak,
-            and its warm-up is flat.
-        total_updates: weight updates of the whole run.
-        updates_per_epoch: weight updates in one pass over the data.
-
-    Raises:
-        ConvoyError: the warm-up fills the run, or a rate lies above the peak.
+    `base_lr` is the rate of a batch of 256, where a warm-up starts from it. A batch smaller than that has a lower peak,
+    and its warm-up is flat.
     """
     warmup = config.warmup.updates(updates_per_epoch, total_updates)
     if warmup and warmup >= total_updates:

@@ -28,17 +28,11 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Key:
-    """A key for people.
+    """A key for people."""
 
-    Attributes:
-        key: dotted, with the kind of its section where that has several.
-        type: of the values that it accepts, or these themselves where there are few.
-        default: as YAML writes it; empty where a value is needed.
-    """
-
-    key: str
-    type: str
-    default: str
+    key: str  # dotted, with the kind of its section where that has several
+    type: str  # of its values, or these themselves where there are few
+    default: str  # as YAML writes it; empty where a value is needed
     description: str
 
 
@@ -111,10 +105,10 @@ def kinds(model: type[BaseModel], key: str) -> list[str]:
 def section_at(model: type[BaseModel], path: Path, document: Any) -> type[BaseModel]:
     """The class of the section at `path`: of several kinds the one whose name the document gives."""
     for depth, key in enumerate(path, 1):
-        found = section_classes(model.model_fields[str(key)].annotation)
+        classes = section_classes(model.model_fields[str(key)].annotation)
         name = dig(document, [*path[:depth], "name"])
-        named = (kind for kind in found if len(found) > 1 and name in choices(kind.model_fields["name"].annotation))
-        model = next(named, found[0])
+        named = (kind for kind in classes if len(classes) > 1 and name in choices(kind.model_fields["name"].annotation))
+        model = next(named, classes[0])
     return model
 
 
@@ -154,20 +148,14 @@ _COMPARISONS = {
 
 
 def sentence(error: ValidationError, model: type[BaseModel], document: dict[str, Any]) -> str:
-    """One sentence about the first mistake in a document, with the keys of the others.
-
-    Args:
-        error: what pydantic found.
-        model: the class that the document was checked against.
-        document: the document.
-    """
+    """One sentence about the first mistake in a document, with the keys of the others."""
     # A default that follows from other keys is no mistake of its own where those are wrong.
     found = [detail for detail in error.errors(include_url=False) if detail["type"] != "default_factory_not_called"]
     details = sorted(found, key=lambda detail: detail["type"] != "extra_forbidden")
     paths = [_path(detail["loc"], model, document) for detail in details]
     first = _explain(details[0], paths[0], model, document)
-    others = sorted({dotted(path) for path in paths if path} - {dotted(paths[0])})
-    return f"{first} (also wrong: {', '.join(others)})" if others else first
+    more_keys = sorted({dotted(path) for path in paths if path} - {dotted(paths[0])})
+    return f"{first} (also wrong: {', '.join(more_keys)})" if more_keys else first
 
 
 def _explain(detail: ErrorDetails, path: Sequence[str | int], model: type[BaseModel], document: dict[str, Any]) -> str:

@@ -31,27 +31,18 @@ from convoy.training.workloads import is_recorded, why_not_recorded
 
 @dataclass
 class Prepared:
-    """What a session is made of, whatever the plan.
-
-    Attributes:
-        model: the plain network; a session makes it its own.
-        probe: what the network has shown when it was tried out.
-        ranks: all ranks of the run.
-        profiles: learns what was measured; None keeps nothing.
-        derived: what follows from the recipe here, for the log and the report.
-        code: what the plain network computes.
-    """
+    """What a session is made of, whatever the plan."""
 
     recipe: Recipe
     data: DataSet
     quantities: Quantities
-    model: nn.Module
-    probe: Probe
+    model: nn.Module  # the plain network; a session makes it its own
+    probe: Probe  # what the network has shown when it was tried out
     device: torch.device
     ranks: Ranks
-    profiles: ProfileStore | None
-    derived: list[Derived]
-    code: Code
+    profiles: ProfileStore | None  # learns what was measured; None keeps nothing
+    derived: list[Derived]  # what follows from the recipe, for the log and the report
+    code: Code  # what the plain network computes
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -71,31 +62,20 @@ class Prepared:
 
 @dataclass
 class Session(Prepared):
-    """The live objects of one run.
+    """The live objects of one run."""
 
-    Attributes:
-        plan: how the ranks divide the work.
-        division: which microbatches are whose.
-        network: the model as it is trained under the plan.
-        counts: parameters and FLOPs of the whole model.
-        merge: microbatches that run in one pass; 1 where the network needs them one by one.
-        notes: sentences about what was decided, for the log and the report.
-        scored: what was predicted of the plan; None where nothing was.
-        one_device_s: seconds of an update on one device, as predicted; None where nothing was, or where one runs.
-        stages: of the network; none where it is in one piece.
-    """
-
-    plan: Plan
-    division: Division
-    network: TrainedNetwork
-    counts: models.Counts
+    plan: Plan  # how the ranks divide the work
+    division: Division  # which microbatches are whose
+    network: TrainedNetwork  # the model as it is trained under the plan
+    counts: models.Counts  # parameters and FLOPs of the whole model
     pipeline: InputPipeline
     state: RunState
-    merge: int
-    notes: list[str]
-    scored: Scored | None = None
+    merge: int  # microbatches that run in one pass; 1 where the network needs them one by one
+    notes: list[str]  # sentences about what was decided, for the log and the report
+    scored: Scored | None = None  # what was predicted of the plan; None where nothing was
+    # Predicted seconds of an update on one device; None where nothing was, or one runs.
     one_device_s: float | None = None
-    stages: list[StageRecord] = field(default_factory=list)
+    stages: list[StageRecord] = field(default_factory=list)  # of the network; none where it is in one piece
 
     @property
     def plan_with_cuts(self) -> Plan:
@@ -109,12 +89,8 @@ class Session(Prepared):
 
     def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.
-
-        Args:
-            is_asked_to_stop: called before each batch; the same on all ranks.
-
-        Raises:
-            StoppedError: it was asked to stop. Nothing has changed.
+        `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError; nothing has
+        changed then.
         """
         ranks, size = self.ranks, self.evaluation_batch()
         samples = range(len(self.data.test))

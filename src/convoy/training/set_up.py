@@ -60,20 +60,14 @@ def set_up(
     explicit_keys: Collection[str] = (),
     rivals: Sequence[Plan] = (),
 ) -> Session:
-    """Open the data, build the network and everything around it. All ranks call it.
+    """Open the data, build the network and everything around it; what the recipe leaves open is settled for the devices
+    here. All ranks call it. A ConvoyError where the recipe, the plan, the data or the weights cannot be used as they
+    are.
 
-    Args:
-        recipe: what to train, and how; what it leaves open is settled for the devices here.
-        device: where.
-        progress: is told of long work on the data: what, done, total.
-        ranks: the ranks; None for one device.
-        data: in place of what the recipe names, where only the speed counts.
-        keep: whether measured times are kept for the next time, and those that are kept are used.
-        explicit_keys: keys of the recipe that the user has set just now, which are to have an effect on this network.
-        rivals: plans beside those that the planner finds, where it chooses.
-
-    Raises:
-        ConvoyError: the recipe, the plan, the data or the weights cannot be used as they are.
+    `progress` is told of long work on the data: what, done, total. `data` stand in place of what the recipe names,
+    where only the speed counts. `keep` says whether measured times are kept for the next time, and those that are kept
+    are used; `explicit_keys` are keys of the recipe that the user has set just now, which are to have an effect on this
+    network; `rivals` are plans beside those that the planner finds, where it chooses.
     """
     ranks = ranks or Ranks()
     leave_default_stream(device)
@@ -108,15 +102,15 @@ def set_up(
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     # parts alone are brought to the device of a network that the first rank has
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
-    found = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes), as_graph)
-    found = replace(found, on_device=sharing)
-    notes += _without_heads(recipe, found, explicit_keys)
+    probe = probed(model, recipe, shape, quantities.sizes, device, change, len(data.classes), as_graph)
+    probe = replace(probe, on_device=sharing)
+    notes += _without_heads(recipe, probe, explicit_keys)
     parts, useful = parts_of(recipe, plan, ranks.num)
-    sizes, smaller = divisible_sizes(recipe, model, parts, found, useful)
+    sizes, smaller = divisible_sizes(recipe, model, parts, probe, useful)
     quantities = replace(quantities, sizes=sizes)
     notes += [smaller] if smaller is not None else []
-    code = ranks.first(lambda: code_of(model, found.graph))
-    ready = Prepared(recipe, data, quantities, model, found, device, ranks, store, settled.derived, code)
+    code = ranks.first(lambda: code_of(model, probe.graph))
+    ready = Prepared(recipe, data, quantities, model, probe, device, ranks, store, settled.derived, code)
     chosen, shares, staging = None, None, None
     if plan is None:
         chosen = _choose_plan(ready, progress, rivals)
@@ -158,14 +152,11 @@ def num_on(device: torch.device, ranks: Ranks) -> int:
 
 
 def check_devices(recipe: Recipe, num_devices: int) -> None:
-    """Refuse devices and shares that the plan or the batch cannot have.
+    """Refuse devices and shares that the plan or the batch cannot have: another number of devices, too few
+    microbatches, or not as many shares as parts of the batch.
 
     Into how many parts `owt`, and plans of several patterns, divide a batch depends on the network's layers: these are
     refused when it is there.
-
-    Raises:
-        ConvoyError: the plan is for another number of devices, there are too few microbatches, or not as many shares
-            as parts of the batch.
     """
     plan, _ = plan_of(recipe.parallel, num_devices)
     shares = recipe.parallel.shares if isinstance(recipe.parallel.shares, tuple) else None
@@ -182,10 +173,8 @@ def check_devices(recipe: Recipe, num_devices: int) -> None:
 
 
 def _without_heads(recipe: Recipe, found: Probe, explicit_keys: Collection[str]) -> list[str]:
-    """What to say where auxiliary heads have a weight of their own, but the network has none.
-
-    Raises:
-        ConvoyError: the user has just set it.
+    """What to say where auxiliary heads have a weight of their own, but the network has none; a ConvoyError where the
+    user has just set it.
     """
     weight = recipe.loss.aux_weight
     if found.outputs > 1 or ("loss.aux_weight" not in explicit_keys and weight == LossConfig().aux_weight):
@@ -240,8 +229,8 @@ def _assemble(
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    said = network.what_is_recomputed(pieces, lowered(recipe))
-    notes += [said] if said is not None else []
+    recomputation = network.what_is_recomputed(pieces, lowered(recipe))
+    notes += [recomputation] if recomputation is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers, why = num_workers(data, recipe.data)
     if first_workers(recipe.data, workers) < workers:
@@ -251,8 +240,8 @@ def _assemble(
     if isinstance(network, StagedTraining):
         through = f"through {plan.num_stages} stages"
         derived.append(Derived("passes in an update", len(pieces), through, "docs/plans.md"))
-        given = recipe.parallel.schedule is not None
-        chosen = "as said" if given else "predicted to be faster" if staging is not None else "the default"
+        schedule_is_set = recipe.parallel.schedule is not None
+        chosen = "as said" if schedule_is_set else "predicted to be faster" if staging is not None else "the default"
         derived.append(Derived("schedule", network.schedule, chosen, "changes no result: docs/plans.md"))
     elif recipe.parallel.schedule is not None:
         notes.append("--schedule has no effect: the plan has no stages")
@@ -273,11 +262,7 @@ def _assemble(
 def _within_limit(
     recipe: Recipe, plan: Plan, network: TrainedNetwork, passes: Sequence[Pass], on_cpu: bool
 ) -> list[str]:
-    """What to say of a memory limit.
-
-    Raises:
-        TooLargeError: the plan is predicted to need more.
-    """
+    """What to say of a memory limit; a TooLargeError where the plan is predicted to need more."""
     limit = recipe.parallel.memory_bytes
     if limit is None:
         return []

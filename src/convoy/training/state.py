@@ -22,16 +22,13 @@ class AveragedWeights:
     average ← d · average + (1 - d) · weights, with d = min(decay, (1 + t) / (10 + t)) after t updates, so that the
     first weights are soon forgotten (the rule of TensorFlow's ExponentialMovingAverage with `num_updates`). Buffers,
     the running statistics of batch norm among them, are those of the trained model.
-
-    Attributes:
-        averages: by the parameters' names.
-        num_updates: updates so far.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         assert 0 < decay < 1, decay
         self.decay = decay
         self.num_updates = 0
+        # By the parameters' names.
         self.averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def update(self, model: nn.Module) -> None:
@@ -75,15 +72,12 @@ class RunState:
 
     A checkpoint holds whole tensors under serial names, whatever parts of them this rank has. Where a method lets the
     optimizer's state drift apart (local SGD), it has that of the second and later sample ranks as `optimizer-1.…`.
-
-    Attributes:
-        averaged: averages of the weights (EMA), if there are any.
     """
 
     network: TrainedNetwork
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
-    averaged: AveragedWeights | None = None
+    averaged: AveragedWeights | None = None  # of the weights (EMA), if there are any
 
     @property
     def model(self) -> nn.Module:
@@ -97,10 +91,8 @@ class RunState:
             yield self.model
 
     def whole_weights(self) -> tuple[Kinds, Iterator[Tensor]]:
-        """Parameters and buffers of the delivered network. All ranks call it, and go through the tensors.
-
-        Returns:
-            Types and shapes by name; and the tensors, whole and on the CPU, as they follow each other in a file.
+        """Parameters and buffers of the delivered network: types and shapes by name, and the tensors, whole and on the
+        CPU, as they follow each other in a file. All ranks call it, and go through the tensors.
         """
         parts = Parts(self.model)
         kinds = {name: (tensor.dtype, parts.shape(name, tensor)) for name, tensor in parts.tensors().items()}
@@ -114,10 +106,8 @@ class RunState:
         return kinds, wholes()
 
     def contents(self, loop: Mapping[str, Any]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
-        """The state, with the loop's own values beside it. All ranks call it, and go through the tensors.
-
-        Returns:
-            The tensors, whole, by name and one after the other, some of them the live ones; and all else.
+        """The state, with the loop's own values beside it: the tensors, whole, by name and one after the other, some of
+        them the live ones; and all else. All ranks call it, and go through the tensors.
         """
         named = NamedOptimizer(self.model, self.optimizer)
         entries = named.entries()
@@ -152,13 +142,8 @@ class RunState:
                         yield f"{_optimizer(i)}.{key}.{name}", version
 
     def unpack(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Take over a checkpoint's state; nothing is changed if it does not fit.
-
-        Returns:
-            The loop's own values, as they were given to `contents`.
-
-        Raises:
-            DamagedCheckpointError: the checkpoint is of another model.
+        """Take over a checkpoint's state, and give the loop's own values, as `contents` took them. A
+        DamagedCheckpointError, with nothing changed, where the checkpoint is of another model.
         """
         tensors, values = checkpoint.tensors, checkpoint.values
         if any(name.startswith(_optimizer(1)) for name in tensors):  # of which ranks take different ones
@@ -199,8 +184,8 @@ class RunState:
         return saved
 
     def _own_version(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        own = key.replace(_optimizer(0), _optimizer(self.network.version), 1)
-        return tensors.get(own, tensors[key])
+        version_key = key.replace(_optimizer(0), _optimizer(self.network.version), 1)
+        return tensors.get(version_key, tensors[key])
 
 
 def delivered_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -50,19 +50,15 @@ class _RunningPass:
 class StepResult:
     """What this rank's passes of one update gave, as scalars on the device: over all ranks `losses` add up to the mean
     loss, `correct` to the number of right answers. They are not added here: on small networks every operation counts.
-
-    Attributes:
-        seconds: what a microbatch took to compute, without waiting for other ranks; only where the step is `timed`.
-        own_s: what this rank has done, by the clock of the host and without its waits for other ranks; 0 on a GPU, of
-            which that clock knows nothing.
-        bad: why the weights were left as they are; None where they were changed.
     """
 
     losses: list[Tensor]
     correct: list[Tensor]
-    seconds: float
+    seconds: float  # of a microbatch's computation, without waiting for other ranks; only where the step is `timed`
+    # This rank's work by the clock of the host, without its waits for other ranks; 0 on a GPU, which that clock does
+    # not see.
     own_s: float = 0.0
-    bad: NonFiniteUpdate | None = None
+    bad: NonFiniteUpdate | None = None  # why the weights were left as they are; None where they were changed
 
 
 def unmarked(kind: Kind) -> None:
@@ -71,34 +67,22 @@ def unmarked(kind: Kind) -> None:
 
 @dataclass
 class TrainingStep:
-    """Computes the gradient of the mean loss over the global batch and updates the weights.
-
-    Attributes:
-        passes: those of an update.
-        rank: this rank's place among the parts of each pass.
-        reseed: seed torch's generators before each pass, for networks that draw numbers by themselves.
-        last_waits: the last pass waits for other ranks all the same, so its time says nothing.
-        guard: leaves out updates that are not finite; None makes all.
-        timed: take the time of the passes, and exchange gradients after them instead of meanwhile.
-        mark: is told of the parts of an update as they begin.
-        recorded: replays the passes, once it has recorded them; None where they run as ever.
-        records: it is asked to.
-    """
+    """Computes the gradient of the mean loss over the global batch and updates the weights."""
 
     recipe: Recipe
     state: RunState
     pipeline: InputPipeline
     schedule: Schedule
-    passes: list[Pass]
-    rank: int
-    reseed: bool
-    last_waits: bool = False
-    guard: FiniteGuard | None = None
-    timed: bool = False
-    mark: Callable[[Kind], None] = unmarked
+    passes: list[Pass]  # those of an update
+    rank: int  # this rank's place among the parts of each pass
+    reseed: bool  # torch's generators before each pass, for networks that draw numbers by themselves
+    last_waits: bool = False  # the last pass waits for other ranks all the same, so its time says nothing
+    guard: FiniteGuard | None = None  # leaves out updates that are not finite; None makes all
+    timed: bool = False  # take the time of the passes, and exchange gradients after them instead of meanwhile
+    mark: Callable[[Kind], None] = unmarked  # told of the parts of an update as they begin
 
-    recorded: Recorded | None = None
-    records: bool = False
+    recorded: Recorded | None = None  # replays the passes; None: not recorded yet, they run as ever
+    records: bool = False  # the passes are to be recorded
 
     def __post_init__(self) -> None:
         self.network, self.optimizer, self.scaler = self.state.network, self.state.optimizer, self.state.scaler
@@ -148,10 +132,10 @@ class TrainingStep:
     def to_record(self, update: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The passes of an update as one function of the images and targets of each: their losses, and how many
         answers were right."""
-        given = dict(zip(map(id, self.passes), zip(inputs[::2], inputs[1::2], strict=True), strict=True))
-        result = self._passes(update, lambda piece: given[id(piece)])
+        by_pass = dict(zip(map(id, self.passes), zip(inputs[::2], inputs[1::2], strict=True), strict=True))
+        result = self._passes(update, lambda piece: by_pass[id(piece)])
         nothing = inputs[0].new_zeros(0)
-        return [torch.stack(each) if each else nothing for each in (result.losses, result.correct)]
+        return [torch.stack(tensors) if tensors else nothing for tensors in (result.losses, result.correct)]
 
     def _passes(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> StepResult:
         result = self._gradient(update, inputs)
@@ -268,8 +252,7 @@ def _deterministic() -> Iterator[None]:
         ) from error
 
 
-_IN_A_ROW = 100
-"""Updates of one measurement, at most."""
+_IN_A_ROW = 100  # updates of one measurement, at most
 
 
 def update_seconds(
@@ -283,19 +266,14 @@ def update_seconds(
     least_s: float = 0.0,
     patience_s: float = math.inf,
 ) -> float:
-    """Seconds of an update of the slowest rank, of random images that are ready. All ranks call it.
+    """Seconds of an update of the slowest rank, of random images [channels, height, width] that are ready. All ranks
+    call it.
 
-    Args:
-        step: that does it.
-        image_shape: channels, height, width.
-        device: of the step.
-        ranks: that do it together.
-        enough, most: measurements near the fastest that make an end, and after how many it ends in any case.
-        least_s: seconds that all but the first measurement take, at least, by more updates in a row.
-        patience_s: seconds, on rank 0, after which two measurements are enough.
+    It ends when `enough` measurements are near the fastest, after `most` in any case, and after two once rank 0 has
+    seen `patience_s`. All but the first measurement take at least `least_s`, by more updates in a row.
     """
     batch = random_batch(step, image_shape, device)
-    updates, in_a_row, taken = itertools.count(), updates_in_a_row(device), list[float]()
+    updates, in_a_row, measured_s = itertools.count(), updates_in_a_row(device), list[float]()
 
     def measure() -> float:
         nonlocal in_a_row
@@ -304,15 +282,15 @@ def update_seconds(
         for _ in range(in_a_row):
             step(batch, next(updates))
         wait_for(device)
-        own = (time.perf_counter() - began) / in_a_row
-        slowest: float = max(ranks.gather(own))  # all know the same, and end together
-        taken.append(slowest)
+        seconds = (time.perf_counter() - began) / in_a_row
+        slowest: float = max(ranks.gather(seconds))  # all know the same, and end together
+        measured_s.append(slowest)
         in_a_row = max(in_a_row, math.ceil(least_s / max(slowest, least_s / _IN_A_ROW)) if least_s else 1)
         return slowest
 
     counted = steady(measure, float, ranks.broadcast, enough=enough, most=most, patience_s=patience_s)
     if len(counted) < enough:  # they vary: the fastest of some is not what a run has
-        counted = taken[len(taken) // 2 :]
+        counted = measured_s[len(measured_s) // 2 :]
     return statistics.median(counted)
 
 

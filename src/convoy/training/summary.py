@@ -17,32 +17,19 @@ from convoy.training.session import Session
 
 @dataclass
 class RunProgress:
-    """What the loop remembers over a stop; stored in every checkpoint.
+    """What the loop remembers over a stop; stored in every checkpoint."""
 
-    Attributes:
-        time_s: seconds of the run so far, over all resumptions.
-        train_s: seconds of them without evaluations and checkpoints.
-        data_wait_s: seconds of those spent waiting for data, after the first update.
-        start_s: seconds of the first update, with the start of the processes that load data.
-        num_images: training images seen.
-        best_top1, best_step: the best evaluation so far.
-        to_evaluate: an evaluation was stopped, and is to be done again.
-        left_out: updates that were not made, because loss or gradient were not finite.
-        bad_images: pictures that could not be read: name, reason, split.
-        checkpoints: what they have cost (`convoy.training.checkpoints.CheckpointTally`).
-    """
-
-    time_s: float = 0.0
-    train_s: float = 0.0
-    data_wait_s: float = 0.0
-    start_s: float = 0.0
-    num_images: int = 0
+    time_s: float = 0.0  # of the run so far, over all resumptions
+    train_s: float = 0.0  # of it without evaluations and checkpoints
+    data_wait_s: float = 0.0  # of that, spent waiting for data, after the first update
+    start_s: float = 0.0  # of the first update, with the start of the processes that load data
+    num_images: int = 0  # training images seen
     best_top1: float | None = None
     best_step: int | None = None
-    to_evaluate: bool = False
-    left_out: int = 0
-    bad_images: list[dict[str, str]] = field(default_factory=list)
-    checkpoints: dict[str, Any] = field(default_factory=dict)
+    to_evaluate: bool = False  # an evaluation was stopped, and is to be done again
+    left_out: int = 0  # updates not made, because loss or gradient were not finite
+    bad_images: list[dict[str, str]] = field(default_factory=list)  # that could not be read: name, reason, split
+    checkpoints: dict[str, Any] = field(default_factory=dict)  # their `CheckpointTally`
 
     def add_bad(self, name: str, reason: str, split: str) -> None:
         """Remember a bad picture, once."""
@@ -97,18 +84,15 @@ def write_summary(
 
 
 def note_failure(run: RunDirectory, sentence: str) -> None:
-    """Put into the summary that is there that the run failed, and why; a run that is finished stays so.
-
-    Raises:
-        OSError: it cannot be written.
+    """Put into the summary that is there that the run failed, and why; a run that is finished stays so. An OSError
+    where it cannot be written.
     """
-    found = run.summary()
-    if found and found.get("status") != "finished":
-        write_json(run.summary_file, {**found, "status": "failed", "error": sentence})
+    summary = run.summary()
+    if summary and summary.get("status") != "finished":
+        write_json(run.summary_file, {**summary, "status": "failed", "error": sentence})
 
 
-WRITE_S = 5.0
-"""Seconds that a file system is given to answer when the run has failed."""
+WRITE_S = 5.0  # seconds that a file system is given to answer when the run has failed
 
 
 def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
@@ -124,10 +108,8 @@ def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
 
 
 class Witness:
-    """Notes from outside why a run's processes failed: those that are killed cannot do so themselves.
-
-    Args:
-        run: that they are about to begin, or to go on with.
+    """Notes from outside why a run's processes failed: those that are killed cannot do so themselves. The processes are
+    about to begin the run, or to go on with it.
     """
 
     def __init__(self, run: RunDirectory) -> None:

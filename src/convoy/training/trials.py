@@ -32,41 +32,27 @@ from convoy.training.session import Session
 from convoy.training.step import TrainingStep, update_seconds
 
 SetUp = Callable[..., Session]
-_ENOUGH, _MOST = 3, 10
-"""How many measurements near the fastest are enough, and how many there are at most."""
-_LEAST_S = 0.1
-"""Seconds of a measurement: more than the slices in which a system hands out cores."""
+_ENOUGH, _MOST = 3, 10  # how many measurements near the fastest are enough, and how many there are at most
+_LEAST_S = 0.1  # of a measurement: more than the slices in which a system hands out cores
+# How many times as large batches are tried, but only small ones more than 4 times as large.
 _LARGER, _SMALL = (2, 4, 16), 64
-"""How many times as large batches are tried, but only small ones more than 4 times as large."""
-_LONGEST = timedelta(minutes=10)
-"""The time that one rank may take for a trial while others wait."""
-_FREE = 0.3
-"""Part of a core that other processes may use before there is a thread less for it."""
-_UPDATES = 2
-"""Updates that a measurement takes at least: one to warm up, and one that counts."""
+_LONGEST = timedelta(minutes=10)  # the time that one rank may take for a trial while others wait
+_FREE = 0.3  # part of a core that other processes may use before there is a thread less for it
+_UPDATES = 2  # updates that a measurement takes at least: one to warm up, and one that counts
+# Seconds before the first update: guesses, as nothing ends them.
 _PREPARING_S: dict[Cause, float] = {"compile": 30.0, "plan": 10.0}
-"""Seconds, about, that some changes take before their first update: guesses, as nothing ends them."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change to try.
+    """A change to try."""
 
-    Attributes:
-        cause: what it would mend.
-        arguments: arguments of the command line that make it.
-        settings: the recipe's fields that make it.
-        samples: how many times as many samples an update has with it.
-        another_training: whether it changes what is learned, or its last bits.
-        alone: whether one device tries it, with the cores of all.
-    """
-
-    cause: Cause
-    arguments: tuple[str, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
-    samples: int = 1
-    another_training: bool = False
-    alone: bool = False
+    cause: Cause  # what it would mend
+    arguments: tuple[str, ...]  # of the command line that make it
+    settings: dict[str, Any] = field(default_factory=dict)  # the recipe's fields that make it
+    samples: int = 1  # how many times as many samples an update has with it
+    another_training: bool = False  # it changes what is learned, or its last bits
+    alone: bool = False  # one device tries it, with the cores of all
 
     def of(self, recipe: Recipe) -> Recipe:
         """The recipe with the change."""
@@ -78,11 +64,8 @@ class Change:
 
 
 def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
-    """The changes that are worth trying, the likeliest to help first.
-
-    Args:
-        session: of the training as it is.
-        taken: how many of this rank's cores other processes keep busy.
+    """The changes of a session that are worth trying, the likeliest to help first; other processes keep `taken` of this
+    rank's cores busy.
     """
     recipe, ranks, device = session.recipe, session.ranks, session.device
     bits_may_change, sizes = not recipe.reproducible, session.quantities.sizes
@@ -131,18 +114,12 @@ def try_changes(
     taken: float = 0.0,
     wanted: bool = True,
 ) -> tuple[float | None, tuple[Trial, ...]]:
-    """Seconds of an update whose input is ready, and a trial of each change that goes. All ranks call it.
+    """Seconds of an update whose input is ready, and, where `wanted`, a trial of each change that goes; the session's
+    weights change. All ranks call it.
 
     Each gets an equal share of the time that is left, and what it needs less is left to the others. Where not even two
-    updates fit into it, it is not tried.
-
-    Args:
-        session: as it is; its weights change.
-        set_up: makes a session of another recipe, as `convoy.training.set_up.set_up`.
-        budget: the time for it.
-        update_s: seconds of an update, about.
-        taken: how many of a rank's cores other processes keep busy.
-        wanted: whether changes are tried.
+    updates fit into it, it is not tried. An update takes about `update_s`, and other processes keep `taken` of a rank's
+    cores busy.
     """
     step, tried = session.step(), list[Trial]()
     possible = list(changes(session, taken)) if wanted else []

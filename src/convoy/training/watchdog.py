@@ -30,37 +30,26 @@ from convoy.comm.position import GroupState, Ledger, Position, current, ledger, 
 from convoy.comm.ranks import Ranks
 from convoy.training.config import in_words
 
-TIMEOUT_S = 300.0
-"""Seconds without any movement that a run is given, unless the user says otherwise."""
+TIMEOUT_S = 300.0  # seconds without any movement that a run is given, unless the user says otherwise
 _LIMIT_S, _BEFORE = 600.0, 0.9
 
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank as another one sees it.
-
-    Attributes:
-        host: its name.
-        update, part, layer, collective: its position.
-        still_s: seconds since it moved, when it wrote that.
-        count: how often it has written.
-        silent_s: seconds since it wrote.
-        groups: what it has given its GPU to exchange, by the names of groups.
-        stage: of the network that it runs, from 1; 0 where there are none.
-        late: who has not delivered which samples, while it waits for some.
-    """
+    """A rank as another one sees it, by the update, part, layer and collective where it is."""
 
     host: str
     update: int
     part: str
     layer: str
     collective: str
-    still_s: float
-    count: int
-    silent_s: float = 0.0
+    still_s: float  # since it moved, when it wrote that
+    count: int  # how often it has written
+    silent_s: float = 0.0  # since it wrote
+    # What it has given its GPU to exchange, by names of groups.
     groups: dict[str, GroupState] = field(default_factory=dict)
-    stage: int = 0
-    late: str = ""
+    stage: int = 0  # of the network, from 1; 0: there are none
+    late: str = ""  # who has not delivered which samples, while it waits for some
 
     def name(self, rank: int) -> str:
         """The rank, with its stage and host."""
@@ -177,16 +166,12 @@ def say_and_end(sentence: str) -> None:
 
 
 class Watchdog:
-    """Watches over this rank while entered. All ranks make it, at the same time.
+    """Watches over this rank while entered. All ranks make it, at the same time, with the store by which they have met
+    (None on one device).
 
-    Args:
-        ranks: all ranks of the run.
-        store: by which they have met; None on one device.
-        end: is called with the sentence, from a thread; it should end the process.
-        timeout_s: seconds without movement.
-        position: of this process.
-        given: what its GPU was given to exchange.
-        patient: the run is still being set up: nothing ends but a rank that waits for others, until `begin`.
+    After `timeout_s` without movement a thread calls `end` with a sentence, which should end the process. `position` is
+    that of this process, `given` what its GPU was given to exchange. It is `patient` while the run is still being set
+    up: until `begin`, it ends only a rank that waits for others.
     """
 
     def __init__(

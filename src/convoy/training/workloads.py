@@ -22,8 +22,7 @@ from convoy.training.optimizers import create_optimizer, learning_rate
 from convoy.training.precision import lowered
 from convoy.training.recipe import Recipe
 
-CHANGE = "--image-size, the microbatches or the model"
-"""What a user could change where a network cannot be planned for."""
+CHANGE = "--image-size, the microbatches or the model"  # what a user could change where a network cannot be planned for
 
 
 def workload_of_recipe(
@@ -34,25 +33,16 @@ def workload_of_recipe(
     device: torch.device,
     group: Group = None,
 ) -> Workload:
-    """One weight update of a recipe on some number of devices.
-
-    Args:
-        recipe: how it is trained, settled; the data is not read.
-        model: its network, on `device`; it is left as it is.
-        image_shape: channels, height and width.
-        devices: on which it will run.
-        device: the one here.
-        group: of the ranks, where they run.
-
-    Raises:
-        ConvoyError: the network does not take such images, or cannot be seen as one graph.
+    """One weight update of a settled recipe on some number of devices; the data are not read, and the model is left as
+    it is, on this process's `device`. A ConvoyError where the network does not take such images (channels, height,
+    width), or cannot be seen as one graph.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
-    found = probed(model, recipe, image_shape, sizes, device, CHANGE)
-    sizes, _ = divisible_sizes(recipe, model, devices, found)
-    merge, _ = merged(recipe, found, sizes, device)
-    counts = counts_of_passes(recipe, model, sizes, merge, devices, found)
-    recorded = is_recorded(recipe, device, why_not_recorded(recipe, found, devices, device, group))
+    probe = probed(model, recipe, image_shape, sizes, device, CHANGE)
+    sizes, _ = divisible_sizes(recipe, model, devices, probe)
+    merge, _ = merged(recipe, probe, sizes, device)
+    counts = counts_of_passes(recipe, model, sizes, merge, devices, probe)
+    recorded = is_recorded(recipe, device, why_not_recorded(recipe, probe, devices, device, group))
     return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device, counts, recorded)
 
 
@@ -77,15 +67,8 @@ def is_recorded(recipe: Recipe, device: torch.device, why_not: str | None) -> bo
 def counts_of_passes(
     recipe: Recipe, model: nn.Module, sizes: tuple[int, ...], merge: int, devices: int, found: Probe
 ) -> tuple[int, ...]:
-    """Into how many passes through stages an update may be divided; none where the batch has given parts.
-
-    Args:
-        recipe: how it is trained; stages are out of the question where it is compiled.
-        model: its network.
-        sizes: samples of every microbatch.
-        merge: microbatches that a device takes in a pass.
-        devices: on which it will run.
-        found: what the network showed when it was tried.
+    """Into how many passes through stages an update may be divided, of `merge` microbatches at a time: none where the
+    batch has given parts, or the network is compiled.
     """
     asked = recipe.parallel.shares
     if devices == 1 or recipe.compile or (isinstance(asked, tuple) and len(asked) > 1):
