@@ -23,21 +23,15 @@ from convoy.errors import ConvoyError
 
 @dataclass
 class Batch:
-    """Pictures and labels of one update, or of a piece of an evaluation.
+    """Pictures and labels of one update, or of a piece of an evaluation."""
 
-    Attributes:
-        images: uint8 [samples, channels, height, width], or what becomes that on the device where the pictures lie.
-        labels: int64 [samples].
-        samples: int64 [samples], their numbers in the source.
-        epoch: 0-based; 0 in an evaluation.
-        bad: pictures that could not be read, as number and reason. In training the next good sample took their
-            place; in an evaluation they are missing.
-    """
-
+    # uint8 [samples, channels, height, width], or crops that become that on the device of the pictures
     images: Tensor | Crops
-    labels: Tensor
-    samples: Tensor
-    epoch: int = 0
+    labels: Tensor  # int64 [samples]
+    samples: Tensor  # int64 [samples], their numbers in the source
+    epoch: int = 0  # 0-based; 0 in an evaluation
+    # Number and reason of pictures that could not be read. In training the next good sample took their place; in an
+    # evaluation they are missing.
     bad: list[tuple[int, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -48,34 +42,20 @@ class Batch:
         return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
 
 
+# Pictures that are cut out at once, so that they are still in the processor's cache where they are copied again.
 _PIECE = 16
-"""Pictures that are cut out at once, so that they are still in the processor's cache where they are copied again."""
 
 
 @dataclass
 class Filled:
-    """What became of the samples of a batch, or of a part of one.
+    """The samples of a batch, or of a part of one, whose pictures were written, and those that could not be read."""
 
-    Attributes:
-        samples: int64 [n], whose pictures were written, one after the other.
-        bad: as in `Batch`.
-    """
-
-    samples: NDArray[np.int64]
-    bad: list[tuple[int, str]] = field(default_factory=list)
+    samples: NDArray[np.int64]  # int64 [n], in the order in which they were written
+    bad: list[tuple[int, str]] = field(default_factory=list)  # as in `Batch`
 
 
 class BatchMaker:
-    """Makes the batches of one source; a sample's picture depends on nothing but (seed, epoch, sample).
-
-    Args:
-        source: the pictures.
-        geometry: how they get their size.
-        channels: 1 = grey, 3 = RGB.
-        seed: of the augmentation.
-        skip_bad: pictures that cannot be read are left out instead of refused.
-        decoder: pillow or turbo.
-    """
+    """Makes the batches of one source; a sample's picture depends on nothing but (seed, epoch, sample)."""
 
     def __init__(
         self,
@@ -87,7 +67,7 @@ class BatchMaker:
         skip_bad: bool,
         decoder: str = "pillow",
     ) -> None:
-        """Raises ConvoyError when an augmentation or the decoder lacks its library."""
+        """`channels` is 1 (grey) or 3 (RGB), `decoder` pillow or turbo; ConvoyError where a library is missing."""
         self.source = source
         self.geometry = geometry
         self.channels = channels
@@ -95,16 +75,15 @@ class BatchMaker:
         self.skip_bad, self.decoder = skip_bad, decoder
         self.color = ColorAugment(geometry.augment, seed)
         crop, whole = geometry.augment.crop, self._in_memory(geometry.resize)
+        # Whether pictures of an evaluation need no work picture by picture: parts of pixels in memory.
         self.central = whole and geometry.margin % 2 == 0
-        """Whether pictures of an evaluation need no work picture by picture: parts of pixels in memory."""
+        # The same of training: crop and flip at most.
         self.vectorised = whole and not self.color.on and (crop == "pad" or (crop == "none" and self.central))
-        """The same of training: crop and flip at most."""
         method = geometry.augment.interpolation or "bilinear"
         self._turbo = Turbo(geometry.image_size, channels, method) if decoder == "turbo" else None
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of its pictures."""
         return self.channels, self.geometry.image_size, self.geometry.image_size
 
     def training(self, samples: NDArray[np.int64], epoch: int) -> Batch:
@@ -126,18 +105,11 @@ class BatchMaker:
         return self.central if epoch is None else self.vectorised
 
     def fill(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:
-        """Write the pictures of some samples [n] to `images` [n, channels, height, width].
+        """Write the pictures of some samples [n] to `images` [n, channels, height, width]; an `epoch` of None is an
+        evaluation.
 
-        A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it
-        is missing, and those after it move up.
-
-        Args:
-            images: where to write.
-            samples: which.
-            epoch: for which they are augmented; None resizes them and takes the center, as an evaluation does.
-
-        Raises:
-            ConvoyError: a picture cannot be read and bad ones are not skipped, or none can be read.
+        A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
+        missing, and those after it move up. Raises ConvoyError where bad ones are not skipped, or none can be read.
         """
         if self._at_once(epoch):
             used, found = self._chosen(samples, epoch)
@@ -297,15 +269,8 @@ class BatchMaker:
         labels: NDArray[np.int64] | None = None,
         pixels: Tensor | None = None,
     ) -> Batch:
-        """The batch of what was written.
-
-        Args:
-            rows: pictures, or places; there may be room for more.
-            filled: what was written.
-            epoch: of a training.
-            labels: where labels are to be written; None takes new memory.
-            pixels: on the device, where rows are places in them.
-        """
+        """The batch of what was written to the first of `rows`: pictures, or places in `pixels` where these lie on the
+        device. Labels are written to `labels`, or to new memory."""
         num = len(filled.samples)
         if labels is None:
             labels = self.source.labels[filled.samples]

@@ -11,26 +11,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from convoy.data.memory import SharedMemory
 
+# Batches beside those that are made: one is asked for while the one before is used, and, on a GPU, copies of the ones
+# before those may not have arrived.
 _IN_USE, _ON_THEIR_WAY = 2, 2
-"""Batches beside those that are made: one is asked for while the one before is used, and, on a GPU, copies of the ones
-before those may not have arrived."""
 
 
 class Buffers:
-    """What is written of batches: a row for each sample, and labels. A buffer is free when nobody has its batch.
-
-    Args:
-        ahead: batches that are made before they are asked for.
-        largest: number of samples of the largest batch.
-        shape: of a row.
-        dtype: of a row.
-        pin_memory: whether they are to lie in pinned memory, for a GPU.
-
-    Attributes:
-        samples: int64 [buffers, samples], the numbers of the samples that each is to get, then of those that it got.
-        free: buffers that nobody uses.
-        pinned: whether they lie in pinned memory.
-    """
+    """Memory for batches: a row for each sample, and labels. A buffer is free when nobody has its batch."""
 
     def __init__(
         self,

@@ -38,11 +38,8 @@ class _Kept:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary in a CIFAR file; keys as text, arrays of bytes as uint8.
-
-    Raises:
-        ConvoyError: the file is missing, cut off, no CIFAR pickle, or names anything but an array.
-    """
+    """The dictionary in a CIFAR file; keys as text, arrays of bytes as uint8. Raises ConvoyError for a damaged file, or
+    one that names anything but an array."""
     with reading(path):
         if path.stat().st_size > _MAX_BYTES:
             raise ConvoyError(f"{shown(path)} is larger than any CIFAR file: set data.path to a CIFAR folder")
@@ -64,12 +61,8 @@ def read_pickle(path: Path) -> dict[str, Any]:
 
 
 def _unpickled(data: bytes) -> Any:
-    """What a pickle of numbers, text, lists, tuples, dictionaries and arrays makes.
-
-    Raises:
-        pickle.UnpicklingError: it wants to do anything else.
-        Exception: it is cut off or no pickle.
-    """
+    """The value of a pickle of numbers, text, lists, tuples, dictionaries and arrays. Raises pickle.UnpicklingError
+    where it wants anything else, any Exception where it is cut off or no pickle."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -192,11 +185,8 @@ def find_cifar(path: Path) -> tuple[Path, _Layout] | None:
 
 
 def open_cifar(path: Path) -> Opened:
-    """Both splits in memory, 32x32 RGB; CIFAR-100 with its 100 fine labels.
-
-    Raises:
-        ConvoyError: a file is missing, damaged or dangerous, or a label is out of range.
-    """
+    """Both splits in memory, 32x32 RGB; CIFAR-100 with its 100 fine labels. Raises ConvoyError for a file that is
+    missing, damaged or dangerous."""
     found = find_cifar(path)
     if found is None:
         raise ConvoyError(

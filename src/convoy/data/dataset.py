@@ -37,49 +37,29 @@ _LUMA = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set that is ready to be loaded.
-
-    Attributes:
-        name: what to call it.
-        classes: names of the classes, by label.
-        train: the samples to train on.
-        test: the samples to evaluate on.
-        image_size: height and width of the net's input.
-        channels: 1 or 3, of the net's input.
-        mean: of each channel, pixels from 0 to 1.
-        std: of each channel, pixels from 0 to 1.
-        resize: short side of a picture before its center is taken.
-        notes: sentences for the user on how it was opened.
-        format: how its files are laid out, as `data.format` calls it; "class" is a folder of one class.
-        fingerprint: by what its files are known again, as JSON has it (`difference`); empty where there are none.
-    """
+    """A data set that is ready to be loaded."""
 
     name: str
-    classes: list[str]
+    classes: list[str]  # names, by label
     train: Source
     test: Source
-    image_size: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    resize: int
-    notes: tuple[str, ...] = ()
-    format: str = ""
+    image_size: int  # height and width of the network's input
+    channels: int  # 1 or 3, of the network's input
+    mean: tuple[float, ...]  # of each channel, pixels from 0 to 1
+    std: tuple[float, ...]  # of each channel, pixels from 0 to 1
+    resize: int  # short side of a picture before its center is taken
+    notes: tuple[str, ...] = ()  # sentences for the user on how it was opened
+    format: str = ""  # as `data.format` calls it; "class" is a folder of one class
+    # identifies its files (`difference`); empty where there are none
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
 
 def open_data(config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False) -> DataSet:
-    """Open the data set that a recipe's section describes.
+    """Open the data set that a recipe's section describes; raises ConvoyError where it or an option is wrong.
 
-    Args:
-        config: the section.
-        progress: is told of long work (what, done, of how many).
-        to_evaluate: nothing is to be trained on it. It may have a single class, or be the folder of one, and where it
-            has no split of its own, and the section asks for none, all samples are the test split (and the training
-            split, which is then the same object).
-
-    Raises:
-        ConvoyError: the data set is missing, incomplete, damaged or dangerous, or an option does not fit it.
+    With `to_evaluate` nothing is to be trained on it. It may then have a single class, or be the folder of one, and
+    where it has no split of its own, and the section asks for none, all samples are the test split (and the training
+    split, which is then the same object).
     """
     kind, opened = open_files(config, progress, to_evaluate=to_evaluate)
     if not to_evaluate and len(opened.classes) < 2:
@@ -118,7 +98,7 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
 
 
 def _fingerprint(kind: str, opened: Opened) -> dict[str, Any]:
-    """Of the samples as they lie in the files: what becomes of them is a function of the recipe."""
+    """The fingerprint of the samples as they lie in the files: what becomes of them is a function of the recipe."""
     test = opened.test.fingerprint() if opened.test is not None else {}
     classes = zlib.crc32("\n".join(opened.classes).encode("utf-8", "surrogatepass"))
     return {"format": kind, "classes": classes, "training": opened.train.fingerprint(), "test": test}
@@ -134,10 +114,11 @@ _MARKS = {
 
 
 def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = False) -> tuple[str, str, str] | None:
-    """What differs first between data of these fingerprints, in words, and what it is of each where that says anything.
+    """The first difference between data of two fingerprints, in words, and the values on both sides where these say
+    anything.
 
-    With `later` the first are those that a run goes on with: these may have come into another format, as a pack, which
-    keeps numbers and labels, and pictures may have been mended, in no more than half of the files.
+    With `later`, a run goes on with `data`. These may have come into another format, as a pack, which keeps numbers and
+    labels, and pictures may have been mended, in no more than half of the files.
     """
     alike = data["format"] == other["format"]
     if not alike and not later:
@@ -155,17 +136,15 @@ def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = 
 
 
 def num_changed(sizes: Sequence[int], before: Sequence[int]) -> int:
-    """How many of the same files have other sizes."""
+    """The number of files whose sizes differ."""
     return sum(one != two for one, two in zip(sizes, before, strict=False))
 
 
 def open_files(
     config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False
 ) -> tuple[str, Opened]:
-    """The format and the pictures of a data set as they lie in its files, before anything is split or read.
-
-    Args and errors are those of `open_data`.
-    """
+    """The format and the pictures of a data set as they lie in its files, before anything is split or read. Arguments
+    and errors are those of `open_data`."""
     if MNIST_MINI in (config.path, config.format):
         return MNIST_MINI, open_mnist_mini()
     path = existing(config.path)
@@ -197,7 +176,6 @@ def open_files(
 
 
 def _detect(path: Path) -> str:
-    """The format of a file or folder, by its names."""
     suffixes = {".parquet": "parquet", ".tar": "webdataset"}
     if path.is_file():
         if path.suffix in suffixes:
@@ -228,7 +206,8 @@ def _detect(path: Path) -> str:
 
 
 def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
-    """Puts into memory what belongs there; returns height, width and channels if all pictures share them there."""
+    """Decode small pictures of one size into memory, or choose the source to load from; returns the height, width and
+    channels that all pictures in memory share."""
     if isinstance(opened.train, PixelSource):
         height, width, channels = opened.train.pixels.shape[1:]
         return height, width, channels
@@ -262,7 +241,7 @@ def _split(opened: Opened, config: DataConfig, notes: list[str]) -> tuple[Source
 
 
 def _sizes(config: DataConfig, own: tuple[int, int, int] | None) -> tuple[int, int]:
-    """Side of the net's input, and short side before the center is taken."""
+    """Side of the network's input, and short side before the center is taken."""
     if own is not None:
         image_size = config.image_size or min(own[:2])
         resize = config.resize or image_size

@@ -60,11 +60,8 @@ class BadImage(Exception):  # noqa: N818 (a fact about a picture; the user meets
 
 
 def open_picture(data: bytes, name: str) -> Image.Image:
-    """The picture with only its header read, so that its size is known before it is decoded.
-
-    Raises BadImage for an empty file, for what is not a picture and for more than 89 megapixels (a file of a few
-    bytes can claim any size).
-    """
+    """The picture with only its header read, so that its size is known before it is decoded. Raises BadImage for an
+    empty file, no picture, or more than 89 megapixels, which a file of a few bytes can claim."""
     if not data:
         raise BadImage(name, "is an empty file")
     with _reasons(name):
@@ -201,12 +198,12 @@ def suffixes() -> frozenset[str]:
 
 
 def needs_package(ends: Iterable[str]) -> list[str]:
-    """The packages with which Pillow would read files whose names end so."""
+    """The packages with which Pillow would read files that end so."""
     return [name for name, (*_, known) in _PACKAGES.items() if not suffixes().issuperset(set(ends) & set(known))]
 
 
 def left_out(ends: Counter[str]) -> list[str]:
-    """A sentence on files that are no pictures by the ends of their names, or cannot be read; none without files."""
+    """A sentence on files that are no pictures, or cannot be read, by the ends of their names; none without files."""
     if not ends:
         return []
     kinds = [f"{number:,} {printable(end) or 'without an ending'}" for end, number in ends.most_common()]
@@ -218,7 +215,7 @@ def left_out(ends: Counter[str]) -> list[str]:
 
 @contextmanager
 def _reasons(name: str) -> Iterator[None]:
-    """Turns whatever Pillow says into BadImage; its warnings about odd but readable files are left out."""
+    """Turn whatever Pillow says into BadImage; its warnings about odd but readable files are left out."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -33,10 +33,7 @@ _WORD_ENDS = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
 
 @dataclass
 class Opened:
-    """The sources in the files of a format; `test` is None where the data has no split of its own.
-
-    `notes` are sentences for the user; `short_side` is what larger pictures were resized to, None for nothing.
-    """
+    """The sources in the files of a format."""
 
     name: str
     classes: list[str]
@@ -48,7 +45,7 @@ class Opened:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns a failure of the operating system into a ConvoyError that names the file."""
+    """Turn a failure of the operating system into a ConvoyError that names the file."""
     try:
         yield
     except FileNotFoundError:
@@ -61,7 +58,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turns a failure of the operating system, as a full disk, into a ConvoyError that names the folder."""
+    """Turn a failure of the operating system, such as a full disk, into a ConvoyError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -71,11 +68,8 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def keep_others_out(descriptor: int, refusal: str) -> None:
-    """Lock an open file or folder until it is closed; on a file system without locks nobody is kept out.
-
-    Raises:
-        ConvoyError: another process has locked it; says `refusal`.
-    """
+    """Lock an open file or folder until it is closed; raises ConvoyError with `refusal` where another process has
+    locked it. On a file system without locks nobody is kept out."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -86,7 +80,7 @@ def keep_others_out(descriptor: int, refusal: str) -> None:
 
 @contextmanager
 def unpacking(path: Path, mend: str) -> Iterator[None]:
-    """Turns damage found by gzip into a ConvoyError; `mend` says what to do."""
+    """Turn damage that gzip finds into a ConvoyError; `mend` says what to do."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -99,21 +93,19 @@ def shown(path: Path) -> str:
 
 
 def split_of(name: str) -> str | None:
-    """train, val or test, by the words of a name in any case, alone or with what a split is made of: `seg_train`,
-    `TestSet`, `validation images 2`, `hold-out`. None for a name without such a word, or with words of two splits."""
+    """train, val or test, by the words of a name in any case, alone or beside a noun: `seg_train`, `TestSet`,
+    `validation images 2`, `hold-out`. None for a name without such a word, or with words of two splits."""
     words = _WORD_ENDS.split(re.sub(r"(?i)(h[oe]ld)[\W_]+(?=out)", r"\1", name))
     found = {_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS}
     return found.pop() if len(found) == 1 else None
 
 
 def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
-    """The files with this suffix to train on, and those to test on, in the order of their names.
+    """The files with this suffix to train on and to test on, sorted by name; raises ConvoyError where that is not
+    clear.
 
-    The config says which are which by `train` and `test`, else the names of files, and of their folders, do. Those of
-    `val` come before those of `test`, whose labels are often withheld.
-
-    Raises:
-        ConvoyError: there are none, or only some of them name a split, or none is for training.
+    `config.train` and `config.test` say which is which, else the names of files and of their folders. Files of `val`
+    are preferred to those of `test`, whose labels are often withheld.
     """
     if path.is_file():
         return [path], []
@@ -147,7 +139,7 @@ def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], lis
 
 
 def _matches(file: Path, pattern: str) -> bool:
-    """Whether a file, or a folder that it lies in, is called so; `.` is any."""
+    """Whether a file, or a folder that it lies in, has this name; `.` is any."""
     return pattern == "." or any(part.match(pattern) for part in (file, *file.parents) if part.name)
 
 
@@ -155,18 +147,15 @@ _MAX_CLASSES = 1_000_000
 
 
 def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[str]) -> None:
-    """Give sources, each once, the labels that their classes have among those that are known, which are all of them."""
+    """Give each source once the labels of its `classes` in `known`, the list of all classes."""
     table = np.array([known.index(name) for name in classes], np.int64)
     for source in {id(source): source for source in sources}.values():
         source.labels = table[source.labels]
 
 
 def numbered_classes(path: Path, sources: Sequence[Source]) -> list[str]:
-    """Names "0", "1", … for labels that have none, up to the largest label of the first source, that to train on.
-
-    Raises:
-        ConvoyError: the largest label is too large to be one.
-    """
+    """Names "0", "1", … up to the largest label of the first source, the one to train on; raises ConvoyError where that
+    is too large."""
     largest = int(sources[0].labels.max())
     if largest >= _MAX_CLASSES:
         raise ConvoyError(f"{shown(path)} has label {largest}, out of range: classes are numbered from 0")
@@ -174,11 +163,7 @@ def numbered_classes(path: Path, sources: Sequence[Source]) -> list[str]:
 
 
 def check_range(path: Path, sources: Sequence[Source], classes: list[str]) -> None:
-    """Refuse labels that are no class, as where the test alone has them.
-
-    Raises:
-        ConvoyError: naming the first sample with such a label.
-    """
+    """Refuse labels that are no class, as where the test alone has them; the ConvoyError names the first sample."""
     for source in sources:
         wrong = np.flatnonzero((source.labels < 0) | (source.labels >= len(classes)))
         if len(wrong):

@@ -18,8 +18,7 @@ from convoy.data.sources import NUM_SIZES, EncodedSource, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
-MAX_PICTURE_BYTES = 2**30
-"""No picture of the size that is decoded has more."""
+MAX_PICTURE_BYTES = 2**30  # no picture of the size that is decoded has more
 _MOST_NAMES = 5
 
 
@@ -68,12 +67,9 @@ def find_folder(path: Path) -> bool:
 
 
 def open_folder(path: Path, config: DataConfig) -> Opened:
-    """The pictures in class folders; what else there is, but for hidden files, is left out, which a note says.
-
-    Raises:
-        ConvoyError: there are no class folders, which are to be trained on is not clear, a class has only pictures that
-            cannot be read, or the splits' classes differ.
-    """
+    """The pictures in class folders; a note says what else was left out, except hidden files. Raises ConvoyError where
+    there are no class folders, the split is not clear, a class has only pictures that cannot be read, or the splits'
+    classes differ."""
     notes: list[str] = []
     if config.train is None:
         train, test, notes = _splits(path)
@@ -113,11 +109,8 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
 
 
 def _splits(path: Path) -> tuple[Path, Path | None, list[str]]:
-    """The folders of class folders to train and to test on, None where one tree holds all, and sentences for the user.
-
-    Raises:
-        ConvoyError: names and contents do not say which they are.
-    """
+    """The folders of class folders to train and to test on (None where one tree holds all), and sentences for the user;
+    raises ConvoyError where names and contents do not say which they are."""
     folders = _folders(path)
     named = {folder: split for folder in folders if (split := split_of(folder.name)) is not None}
     if not named:
@@ -166,7 +159,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _unwrapped(folder: Path) -> Path:
-    """The folder of the same name within, where that is all that it holds, as some archives are unpacked."""
+    """The folder of the same name within, where that is all that it holds, as some archives unpack."""
     while [inner.name.lower() for inner in _folders(folder)] == [folder.name.lower()]:
         folder = _folders(folder)[0]
     return folder
@@ -184,7 +177,8 @@ def _folders(path: Path) -> list[Path]:
 def _scan(
     root: Path, split: Path, without: Path | None, others: Counter[str], empty: list[str]
 ) -> tuple[list[str], FolderSource]:
-    """The classes that have pictures, and these; counts what is left out by its kind, and names empty folders."""
+    """The classes that have pictures, and their source; counts other files in `others` by kind, and lists empty folders
+    in `empty`."""
     files: list[str] = []
     counts: dict[str, int] = {}
     for folder in _folders(split):
@@ -217,7 +211,7 @@ def open_class(path: Path) -> Opened | None:
 
 
 def pictures(folder: Path, others: Counter[str] | None = None) -> list[str]:
-    """All picture files below a folder, sorted, by the ends of their names; `others` counts other files by these."""
+    """All picture files below a folder, sorted; `others` counts the other files by the ends of their names."""
     found = []
     for file, end in _files(folder):
         if end in suffixes():
@@ -228,7 +222,7 @@ def pictures(folder: Path, others: Counter[str] | None = None) -> list[str]:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, str]]:
-    """All files below a folder but for hidden ones, with the ends of their names in lower case; links are followed, but
+    """All files below a folder except hidden ones, and the ends of their names in lower case; links are followed, but
     no folder is entered twice."""
     seen: set[tuple[int, int]] = set()
     open_folders = [str(folder)]

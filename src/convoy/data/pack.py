@@ -45,8 +45,8 @@ from convoy.errors import ConvoyError, MachineError
 from convoy.files import unwritable, write_atomically, write_json, write_text
 
 _TAR_BLOCK = 512
+# How the folder of notes is called from the moment on in which the pack is finished, until it is removed.
 _FINISHED = ".packed-"
-"""How the folder of notes is called from the moment on in which the pack is finished, until it is removed."""
 
 
 class _Stored(NamedTuple):
@@ -66,12 +66,9 @@ def pack(
     processes: int,
     tell: Callable[[str], object] = lambda sentence: None,
 ) -> dict[str, Statistics]:
-    """Write a data set of a format as a pack, or finish one that was interrupted; the statistics of each split.
-
-    Raises:
-        ConvoyError: a picture cannot be read, or the folder is taken, or holds an unfinished pack of something else.
-        MachineError: a process died.
-    """
+    """Write a data set as a pack, or finish one that was interrupted; returns the statistics of each split. Raises
+    ConvoyError for a picture that cannot be read, or a folder that holds something else; MachineError where a process
+    died."""
     sources = [opened.train, opened.test] if opened.test is not None else [opened.train]
     splits = dict(zip(SPLITS[0] if len(sources) == 2 else SPLITS[1], sources, strict=True))
     what = {
@@ -105,17 +102,13 @@ def pack(
 
 
 def _known_again(source: Source) -> dict[str, Any]:
-    """By what an interrupted pack knows its original again: not by sizes, as a picture may have been mended."""
+    """The marks by which an interrupted pack recognises its original: not sizes, as a picture may have been mended."""
     return {key: value for key, value in source.fingerprint().items() if key != "sizes"}
 
 
 @contextmanager
 def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
-    """A folder in which nobody else packs, and nothing else is packed.
-
-    Raises:
-        ConvoyError: otherwise.
-    """
+    """A folder in which nobody else packs, and nothing else is packed; raises ConvoyError where that is not so."""
     unfinished = folder / UNFINISHED
     if folder.exists() and not folder.is_dir():
         raise ConvoyError(f"{shown(folder)} is a file: name a folder for the pack")
@@ -146,7 +139,7 @@ _DIFFERENCES = {"options": "other options", "splits": "other pictures, names or 
 
 
 def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
-    """Begin, or see that what was begun is the same. Raises ConvoyError."""
+    """Begin, or see that the pack begun before is the same; raises ConvoyError."""
     begun, wanted = unfinished / "what.json", json.loads(json.dumps(what))
     if begun.exists():
         try:
@@ -198,7 +191,7 @@ class _Shard:
         return folder / UNFINISHED / f"{self.name}.npz"
 
     def known(self, folder: Path) -> Known | None:
-        """What was noted of it; None where it is to be written: it is not complete, or its notes are damaged."""
+        """The notes on a complete shard; None where it or its notes are incomplete or damaged."""
         if not (self._notes(folder).exists() and (folder / self.name).exists()):
             return None
         try:
@@ -210,7 +203,7 @@ class _Shard:
             return None
 
     def write(self, folder: Path, source: Source, labels: NDArray[np.int64], options: PackOptions) -> Known:
-        """Write the tar, and then what is known of it. Raises BadImage."""
+        """Write the tar, and then the notes on it. Raises BadImage."""
         offsets, sizes, sums = [], [], []
         statistics = Statistics()
 
@@ -252,7 +245,7 @@ def _write_shards(
     processes: int,
     tell: Callable[[str], object],
 ) -> dict[_Shard, Known]:
-    """Write those that are not complete, and say what is known of all."""
+    """Write the shards that are not complete, and return the notes on all."""
     known = {shard: found for shard in shards if (found := shard.known(folder)) is not None}
     left = [shard for shard in shards if shard not in known]
     total = sum(len(source) for source in splits.values())
@@ -305,7 +298,6 @@ _options = PackOptions()
 
 
 def _enter(splits: dict[str, Source], options: PackOptions) -> None:
-    """In a worker process."""
     global _options
     follow_parent()
     _splits.update(splits)
@@ -317,7 +309,7 @@ def _write(shard: _Shard, folder: Path, labels: NDArray[np.int64]) -> Known:
 
 
 def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored:
-    """A picture as the pack is to keep it: as it is where nothing is to be changed. Raises BadImage."""
+    """A picture as the pack keeps it, unchanged where `options` ask for nothing else. Raises BadImage."""
     name = source.name(sample)
     data = b""
     if isinstance(source, EncodedSource):
@@ -354,7 +346,7 @@ def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored
 
 
 def _plain(image: Image.Image) -> bytes:
-    """As PPM, or PGM where it is grey: a line of text, then the pixels."""
+    """PPM, or PGM for grey: a line of text, then the pixels."""
     kind = 5 if image.mode == "L" else 6
     return b"P%d\n%d %d\n255\n" % (kind, image.width, image.height) + image.tobytes()
 

@@ -22,24 +22,18 @@ from convoy.data.sources import Source
 
 INDEX, UNFINISHED = "index.safetensors", ".packing"
 VERSION = 1
+# Names in shards and index. `data` is of an original without a split, so that readers see no split in the name.
 SPLITS = (["train", "test"], ["data"])
-"""Names in shards and index. `data` is of an original without a split, so that readers see no split in the name."""
 PER_SHARD = 2048
 
 
 @dataclass(frozen=True)
 class PackOptions:
-    """How pictures are stored.
+    """How pictures are stored."""
 
-    Attributes:
-        short_side: larger pictures are resized to it, in pixels; None leaves all as they are.
-        raw: pixels (PPM) instead of picture files.
-        quality: of JPEG, for pictures that were resized, 1 to 95.
-    """
-
-    short_side: int | None = None
-    raw: bool = False
-    quality: int = 90
+    short_side: int | None = None  # larger pictures are resized to it, in pixels; None leaves all as they are
+    raw: bool = False  # pixels (PPM) instead of picture files
+    quality: int = 90  # of JPEG, 1 to 95, for pictures that were resized
 
     def __str__(self) -> str:
         side = f"short side at most {self.short_side}" if self.short_side else "size as in the original"
@@ -50,27 +44,17 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums over the pictures of a split, or of a part of one.
-
-    Attributes:
-        images: number of pictures.
-        original_bytes: bytes of the original's files; 0 where it keeps pixels.
-        stored_bytes: bytes of the pictures in the pack.
-        smallest: short side of the smallest picture of the original.
-        largest: long side of the largest picture of the original.
-        pixels: pixels of all stored pictures.
-        sums: for each channel the sum of the stored pixels, 0 to 255 (red, green, blue; alike where they are grey).
-        squares: for each channel the sum of their squares.
-    """
+    """Sums over the pictures of a split, or of a part of one."""
 
     images: int = 0
-    original_bytes: int = 0
-    stored_bytes: int = 0
-    smallest: int = 2**31
-    largest: int = 0
-    pixels: int = 0
+    original_bytes: int = 0  # of the original's files; 0 where it keeps pixels
+    stored_bytes: int = 0  # of the pictures in the pack
+    smallest: int = 2**31  # short side of the smallest picture of the original
+    largest: int = 0  # long side of the largest picture of the original
+    pixels: int = 0  # of all stored pictures
+    # of the stored pixels, 0 to 255: red, green, blue; alike where they are grey
     sums: tuple[int, int, int] = (0, 0, 0)
-    squares: tuple[int, int, int] = (0, 0, 0)
+    squares: tuple[int, int, int] = (0, 0, 0)  # sums of the squares of the same
 
     def __add__(self, other: "Statistics") -> "Statistics":
         def added(ours: tuple[int, int, int], theirs: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -106,7 +90,7 @@ class Statistics:
 
 
 class Known(NamedTuple):
-    """What is known of a complete shard: offset, size and CRC-32 of its pictures [n], and their statistics."""
+    """The notes on a complete shard: offset, size and CRC-32 of its pictures [n], and their statistics."""
 
     number: int
     offsets: NDArray[np.int64]

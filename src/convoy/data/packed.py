@@ -37,11 +37,9 @@ class PackedSource(TarSource):
 
     mend = "fetch the pack again, or pack again"
     is_packed = True
-    contents = 0
-    """The index's checksum of the checksums of all pictures."""
+    contents = 0  # the index's checksum of the checksums of all pictures
 
     def name(self, sample: int) -> str:
-        """The name that the sample has in the original."""
         return printable(self._names[sample])
 
     def _marks(self) -> dict[str, Any]:
@@ -52,35 +50,21 @@ _Name = Annotated[str, AfterValidator(printable)]
 
 
 class Pack(BaseModel, frozen=True):
-    """A pack.
-
-    Attributes:
-        path: its folder.
-        name: name of the original data set.
-        format: format of the original.
-        classes: names of the classes, by label.
-        options: how pictures are stored.
-        statistics: what its pictures add up to, by split: train and test, or data.
-        shards: their sizes in bytes, by name.
-        index: CRC-32 of the arrays in the index, by name.
-    """
+    """A pack on disk, as its index describes it."""
 
     path: Path
-    name: _Name
-    format: _Name
-    classes: list[_Name]
+    name: _Name  # of the original data set
+    format: _Name  # of the original
+    classes: list[_Name]  # by label
     options: PackOptions
-    statistics: dict[str, Statistics]
-    shards: dict[str, int]
-    index: dict[str, int]
+    statistics: dict[str, Statistics]  # by split: train and test, or data
+    shards: dict[str, int]  # sizes in bytes, by name
+    index: dict[str, int]  # CRC-32 of the arrays in the index, by name
 
     @classmethod
     def open(cls, path: Path, *, to_verify: bool = False) -> "Pack":
-        """Look at its index, and, unless it is to be verified, whether all shards are there.
-
-        Raises:
-            ConvoyError: the pack is not finished, or damaged, or of a later version.
-        """
+        """Read its index and, unless it is to be verified, see that all shards are there. Raises ConvoyError where the
+        pack is not finished, is damaged or of a later version."""
         if (path / UNFINISHED).exists():
             raise ConvoyError(
                 f"{shown(path)} is a pack that was interrupted: finish it by the same convoy data pack, or remove it"
@@ -155,7 +139,6 @@ class Pack(BaseModel, frozen=True):
         return source
 
     def opened(self) -> Opened:
-        """The data set. Raises ConvoyError."""
         first, *others = [self.source(split) for split in self.statistics]
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
         test, side = others[0] if others else None, self.options.short_side
@@ -174,8 +157,8 @@ def is_pack(path: Path) -> bool:
 
 
 def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
-    """A sentence for each shard that is missing or of another size, and, of the others, for each picture whose bytes
-    are not those that were packed; every one is read."""
+    """A sentence for each shard that is missing or of another size, and for each picture of the other shards whose
+    bytes are not those that were packed; every picture is read."""
     wrong = pack.wrong_shards()
     yield from wrong.values()
     done, total = 0, sum(each.images for each in pack.statistics.values())
@@ -193,14 +176,11 @@ def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
 
 
 def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
-    """Write the pictures of a pack as a folder for each class, below one for each split.
+    """Write the pictures of a pack as a folder for each class, below one for each split; returns their number.
 
-    Names of files are those of the original as far as these can be: they end as the format that is stored does, and
-    what stands in a name never leads out of the folder. Until all are written they lie in a new hidden folder, which
-    the next attempt removes if this one is killed. Returns how many pictures were written.
-
-    Raises:
-        ConvoyError: the folder is taken, or a picture is damaged.
+    Files have their original names as far as possible: they end as the stored format does, and nothing in a name leads
+    out of the folder. Until all are written they lie in a new hidden folder, which the next attempt removes if this one
+    is killed. Raises ConvoyError where the folder is taken or a picture damaged.
     """
     was_there = folder.exists()
     if was_there and (not folder.is_dir() or not all(map(_is_left_over, folder.iterdir()))):
@@ -223,7 +203,7 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
 
 
 def _is_left_over(entry: Path) -> bool:
-    """Whether an unpacking has made this folder: under no other name, through no link, and with its mark in it."""
+    """Whether an unpacking has made this folder: under such a name, through no link, and with its mark in it."""
     return entry.name.startswith(_UNPACKING) and not entry.is_symlink() and (entry / _MARK).is_file()
 
 
@@ -278,7 +258,7 @@ def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
 
 
 def _distinct(classes: list[str]) -> list[str]:
-    """A name of a folder for each class, with its number where some would be alike."""
+    """A folder name for each class, with its number where two would be the same."""
     names = [_plain_name(name) for name in classes]
     if all(names) and len({name.lower() for name in names}) == len(names):
         return names

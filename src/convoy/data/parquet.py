@@ -132,12 +132,8 @@ def _row_group(path: str, group: int, column: str) -> Any:
 
 
 def open_parquet(path: Path, config: DataConfig) -> Opened:
-    """One file, or a folder of files whose names say train, val or test.
-
-    Raises:
-        ConvoyError: a file is damaged, which columns are its pictures and labels is not clear, it differs from the
-            others, or a label occurs in the test alone.
-    """
+    """One file, or a folder of files whose names say train, val or test. Raises ConvoyError where a file is damaged or
+    differs from the rest, its columns are not clear, or a label occurs in the test alone."""
     splits = [files for files in shards(path, ".parquet", config) if files]
     with _arrow(splits[0][0]):
         layout = _Layout.of(splits[0][0], config)
@@ -238,7 +234,7 @@ class _Layout:
 
 @contextmanager
 def _arrow(path: Path) -> Iterator[None]:
-    """Turns a failure of Arrow or of the operating system into a ConvoyError that names the file."""
+    """Turn a failure of Arrow or of the operating system into a ConvoyError that names the file."""
     with reading(path):
         try:
             yield
@@ -258,11 +254,8 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
 
 
 def _column(file: Path, key: str, found: list[str], schema: pa.Schema, config: DataConfig) -> str:
-    """The column that is meant: the one that the recipe says, the only one found, or the only one that is called so.
-
-    Raises:
-        ConvoyError: it is not clear.
-    """
+    """The column that the recipe names, the only candidate in `found`, or the only one with a usual name; raises
+    ConvoyError where that is not clear."""
     said, columns = getattr(config, f"{key}_column"), ", ".join(map(printable, schema.names))
     if said is not None and said not in schema.names:
         raise ConvoyError(f"data.{key}_column is no column of {shown(file)}: its columns are {columns}")

@@ -14,11 +14,8 @@ _NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
 def forkserver(module: str) -> ForkServerContext:
-    """Workers come from a server process that has no threads: forking this one, which has some, could deadlock.
-
-    Args:
-        module: what the server imports, so that workers begin at once and share its memory.
-    """
+    """A server process without threads that forks workers: forking this one, which has some, could deadlock. The server
+    imports `module`, so that workers begin at once and share its memory."""
     # A socket's path has 107 characters at most, its 32 below the temporary directory. Python asks for that once, and
     # makes a folder there for this user alone.
     if len(os.fsencode(directory := tempfile.gettempdir())) > 107 - 32:
@@ -50,9 +47,8 @@ def follow_parent() -> None:
 
 
 def _start_tracker() -> None:
-    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of a
-    pool's queues. Its warning is silenced: it would stand among the messages on the killed process.
-    """
+    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of a pool's
+    queues. Its warning is silenced: it would stand among the messages on the killed process."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING
     try:

@@ -19,13 +19,11 @@ from convoy.data.transforms import CropBox
 from convoy.errors import ConvoyError
 
 Pixels = NDArray[np.uint8]
-Crop = Callable[[int, int], CropBox]
-"""From width and height of a picture to the part that is wanted."""
+Crop = Callable[[int, int], CropBox]  # from width and height of a picture to the part that is wanted
 
 _PLAIN = re.compile(rb"P([56])\n(\d{1,5}) (\d{1,5})\n255\n")
 _LARGEST_SCRATCH = 2**24
-_AREA_FROM = 2
-"""A part that is made so many times smaller is averaged, as two by two pixels would leave some out."""
+_AREA_FROM = 2  # a part that is made so many times smaller is averaged, as two by two pixels would leave some out
 
 
 def missing() -> list[str]:
@@ -34,13 +32,7 @@ def missing() -> list[str]:
 
 
 class Turbo:
-    """Parts of pictures, resized to a square.
-
-    Args:
-        image_size: side of the square.
-        channels: 1 = grey, 3 = RGB.
-        interpolation: nearest, bilinear, bicubic or lanczos.
-    """
+    """Crops of pictures, resized to a square of `image_size`, in 1 (grey) or 3 channels (RGB)."""
 
     def __init__(self, image_size: int, channels: int, interpolation: str) -> None:
         """Raises ConvoyError when simplejpeg or OpenCV is not installed."""
@@ -71,9 +63,7 @@ class Turbo:
 
     def write(self, data: bytes, name: str, crop: Crop, mirror: bool, planes: Pixels) -> None:
         """Decode a picture file, resize a part of it, and write that to uint8 [channels, image_size, image_size].
-
-        Raises BadImage.
-        """
+        Raises BadImage."""
         self.write_part(*self._decoded(data, name, crop), mirror, planes)
 
     def write_part(self, pixels: Pixels, box: CropBox, mirror: bool, planes: Pixels) -> None:
@@ -142,13 +132,13 @@ class Turbo:
         return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
 
     def _needed(self, width: int, height: int, box: CropBox) -> tuple[int, int]:
-        """Width and height from which on the short side of the box has image_size pixels."""
+        """Width and height of the picture from which on the short side of the box has image_size pixels."""
         factor = self._form[0] / min(box[2] - box[0], box[3] - box[1])
         return math.ceil(width * factor), math.ceil(height * factor)
 
 
 class _Buffers(threading.local):
-    """Pages that are there already: fresh memory would be fetched for every picture. Every thread has its own."""
+    """Memory that is kept by every thread: fresh pages would be fetched for every picture."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.square, self.mirrored = np.empty(shape, np.uint8), np.empty(shape, np.uint8)

@@ -86,12 +86,9 @@ class _Descriptor:
 
 
 def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) -> Opened:
-    """One tar, or a folder of tars whose names say train, val or test; class names from a `classes.txt` beside them.
-
-    Raises:
-        ConvoyError: a tar is compressed, cut off or damaged, a sample lacks its picture or its label, or names do not
-            say which belong together.
-    """
+    """One tar, or a folder of tars whose names say train, val or test; class names come from a `classes.txt` beside
+    them. Raises ConvoyError for a tar that is compressed or damaged, or a sample that lacks its picture or label or has
+    several."""
     others = Counter[str]()
     sources = [_open_split(files, progress, others) for files in shards(path, ".tar", config) if files]
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
@@ -125,7 +122,7 @@ def _open_split(files: list[Path], progress: Progress | None, others: Counter[st
 
 
 def _labeled(path: Path, others: Counter[str]) -> list[tuple[tarfile.TarInfo, int]]:
-    """The pictures of a tar and their labels; counts what is left out by its kind."""
+    """The pictures of a tar and their labels; counts the members that are left out by their kind."""
     kinds: dict[str, dict[str, tarfile.TarInfo]] = {"picture": {}, ".cls": {}, ".json": {}}
     try:
         with reading(path), tarfile.open(path, "r:") as tar:
@@ -168,11 +165,8 @@ def _labeled(path: Path, others: Counter[str]) -> list[tuple[tarfile.TarInfo, in
 def _pairs(
     pictures: dict[str, tarfile.TarInfo], labels: Collection[str], path: Path, others: Counter[str]
 ) -> Iterable[tuple[str, str]]:
-    """The keys of each sample's label and picture: the same up to their last dots, else up to their first ones.
-
-    Raises:
-        ConvoyError: a sample has no label, no picture, or several of which any may be meant.
-    """
+    """The keys of each sample's label and picture: the same up to their last dots, else up to their first ones. Raises
+    ConvoyError for a sample with no label, no picture, or several of either."""
     pairs: dict[str, str] = {}
     for key in sorted(pictures, key=lambda key: "." in key.rpartition("/")[2]):  # names with one dot first
         first = key.removesuffix(_after_first_dot(key))
@@ -205,11 +199,7 @@ def _after_first_dot(name: str) -> str:
 
 def _check_size(member: tarfile.TarInfo, path: Path) -> None:
     """Refuse a member that nobody could read: with fewer bytes than none (Python reads such a tar for ever), or a
-    picture that would fill the memory.
-
-    Raises:
-        ConvoyError: it is one.
-    """
+    picture that would fill the memory."""
     if member.size < 0 or (member.isreg() and member.size > MAX_PICTURE_BYTES):
         raise ConvoyError(
             f"{shown(path)} has {printable(member.name)} of {member.size} bytes, which is no picture: write the tar "

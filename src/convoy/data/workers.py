@@ -31,40 +31,33 @@ from convoy.data.processes import follow_parent, forkserver
 from convoy.errors import ConvoyError, MachineError
 
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
+# Batches, and samples, that are made before they are asked for, beside those that keep every worker busy.
 _AHEAD, _SAMPLES_AHEAD = 3, 512
-"""Batches, and samples, that are made before they are asked for, beside those that keep every worker busy."""
+# Of a piece: number of the batch, its buffer, first and last place in that (exclusive), and epoch, or -1 for none. The
+# workers read from one pipe. It has whole tasks only, as nobody writes or reads anything else, and what is as short is
+# written and read at once: no lock is needed, which a worker that dies could keep.
 _TASK = struct.Struct("5q")
-"""Of a piece: number of the batch, its buffer, first and last place in that (exclusive), and epoch, or -1 for none.
-
-The workers read from one pipe. It has whole tasks only, as nobody writes or reads anything else, and what is as short
-is written and read at once: no lock is needed, which a worker that dies could keep.
-"""
+# Pieces that are on their way. The smallest pipe takes so many, so that sending never waits for a worker.
 _MOST_SENT = 64
-"""Pieces that are on their way. The smallest pipe takes so many, so that sending never waits for a worker."""
+# Part of the time spent waiting from which on other workers start, and after how many batches that is looked at.
 _WAITED, _LOOK_EVERY = 0.01, 5
-"""Part of the time spent waiting from which on other workers start, and after how many batches that is looked at."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A batch to make.
+    """A batch to make."""
 
-    Attributes:
-        samples: int64 [n].
-        epoch: for which they are augmented; None for an evaluation.
-    """
-
-    samples: NDArray[np.int64]
-    epoch: int | None = None
+    samples: NDArray[np.int64]  # int64 [n]
+    epoch: int | None = None  # for which they are augmented; None for an evaluation
 
 
+# How many pictures of a piece were written, and which could not be read; or what went wrong.
 _Answer = tuple[int, list[tuple[int, str]]] | Exception
-"""How many pictures of a piece were written, and which could not be read; or what went wrong."""
 
 
 @dataclass
 class _Pending:
-    """A batch that is being made: its buffer, and what became of its pieces, by their starts."""
+    """A batch that is being made: its buffer, and the answers on its pieces, by their starts."""
 
     request: Request
     slot: int
@@ -76,22 +69,13 @@ class _Pending:
 
 
 def samples_ahead(batch: int) -> int:
-    """Samples that workers make before they are asked for: of three batches, and of more where these are small."""
+    """Samples that workers make before they are asked for: three batches, and more where these are small."""
     return max(_AHEAD * batch, _SAMPLES_AHEAD)
 
 
 class Workers:
-    """Makes batches in their order, by `most` processes, or by fewer to begin with.
-
-    Args:
-        maker: fills the buffers.
-        requests: the batches to make.
-        largest: number of samples of the largest batch.
-        most: number of processes.
-        first: processes that begin; others start while batches are waited for. None is all of them.
-        pin_memory: whether batches lie in pinned memory, for a GPU.
-        told: is told the number of processes, whenever others were started.
-    """
+    """Makes batches in their order, by `most` processes, `first` of which begin (None: all) and others start while
+    batches are waited for. `told` gets their number whenever more have started."""
 
     def __init__(
         self,
@@ -197,7 +181,7 @@ class Workers:
         return bool(self._pending)
 
     def _receive(self) -> None:
-        """Wait for a worker, and take all that there is to be said."""
+        """Wait for a worker, and take all answers that are there."""
         ready = self._poll.poll()
         while ready:
             for number, _ in ready:
@@ -267,8 +251,7 @@ def _died(why: object) -> MachineError:
     )
 
 
-_STATES = {"T": ", which is stopped,", "D": ", which waits for a file system,"}
-"""Of processes in `/proc/PID/stat`."""
+_STATES = {"T": ", which is stopped,", "D": ", which waits for a file system,"}  # of processes in `/proc/PID/stat`
 
 
 def _state(process: int | None) -> str:
@@ -290,7 +273,6 @@ def _work(
     held: SharedMemory,
     place: int,
 ) -> None:
-    """A worker process."""
     follow_parent()
     piece = _pieces(held)[place]
     torch.set_num_threads(1)
@@ -317,7 +299,7 @@ def _work(
 
 
 def _portable(error: Exception) -> Exception:
-    """An exception as it is to be raised in the training process."""
+    """An exception as the training process can raise it."""
     if lack_of_memory(error) is not None:
         return MachineError("a process that loads pictures ran out of memory: lower data.workers")
     if isinstance(error, ConvoyError):
