@@ -42,7 +42,7 @@ class Batch:
         return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
 
 
-# Pictures that are cut out at once, so that they are still in the processor's cache where they are copied again.
+# Pictures that are cropped at once: few enough to be in the processor's cache still when they are copied again.
 _PIECE = 16
 
 
@@ -75,9 +75,9 @@ class BatchMaker:
         self.skip_bad, self.decoder = skip_bad, decoder
         self.color = ColorAugment(geometry.augment, seed)
         crop, whole = geometry.augment.crop, self._in_memory(geometry.resize)
-        # Whether pictures of an evaluation need no work picture by picture: parts of pixels in memory.
+        # Whether an evaluation takes crops of pixels in memory, a batch at once.
         self.central = whole and geometry.margin % 2 == 0
-        # The same of training: crop and flip at most.
+        # Whether training does, with a crop and a flip at most.
         self.vectorised = whole and not self.color.on and (crop == "pad" or (crop == "none" and self.central))
         method = geometry.augment.interpolation or "bilinear"
         self._turbo = Turbo(geometry.image_size, channels, method) if decoder == "turbo" else None
@@ -105,8 +105,7 @@ class BatchMaker:
         return self.central if epoch is None else self.vectorised
 
     def fill(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:
-        """Write the pictures of some samples [n] to `images` [n, channels, height, width]; an `epoch` of None is an
-        evaluation.
+        """Write the pictures of some samples [n] to `images` [n, channels, height, width]; no `epoch` means evaluation.
 
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
         missing, and those after it move up. Raises ConvoyError where bad ones are not skipped, or none can be read.

@@ -36,6 +36,7 @@ class Buffers:
         self._labels = -(-self._rows // 8) * 8
         self._begin, self._size = 8 * num * largest, self._labels + 8 * largest
         self._memory = memory or SharedMemory(self._begin + num * self._size)
+        # [buffers, samples]: the samples that a buffer is to get, then those that it got
         self.samples = np.frombuffer(self._memory.bytes, np.int64, num * largest).reshape(num, largest)
         self.free = deque(range(num))
         self._out: dict[int, weakref.ref[NDArray[np.uint8]]] = {}

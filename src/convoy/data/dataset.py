@@ -114,8 +114,7 @@ _MARKS = {
 
 
 def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = False) -> tuple[str, str, str] | None:
-    """The first difference between data of two fingerprints, in words, and the values on both sides where these say
-    anything.
+    """The first difference between two fingerprints, in words, and the values on both sides where these say anything.
 
     With `later`, a run goes on with `data`. These may have come into another format, as a pack, which keeps numbers and
     labels, and pictures may have been mended, in no more than half of the files.

@@ -101,8 +101,7 @@ def split_of(name: str) -> str | None:
 
 
 def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
-    """The files with this suffix to train on and to test on, sorted by name; raises ConvoyError where that is not
-    clear.
+    """The files with this suffix to train on and to test on, sorted by name; raises ConvoyError if unclear.
 
     `config.train` and `config.test` say which is which, else the names of files and of their folders. Files of `val`
     are preferred to those of `test`, whose labels are often withheld.

@@ -24,7 +24,7 @@ from convoy.launch.cores import own_share
 from convoy.units import size
 
 _MAX_AUTOMATIC = 32
-_PART = 8  # the pictures of a data set take at most one of so many parts of a GPU's memory
+_PART = 8  # the pictures of a data set take at most an eighth of a GPU's memory
 
 
 def training_batches(
@@ -100,8 +100,7 @@ def first_workers(config: DataConfig, most: int) -> int:
 
 
 def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: float) -> list[str]:
-    """Copy pixels in memory to a GPU with `memory` bytes, split by split, where they fit; returns sentences about those
-    that stay.
+    """Copy pixels in memory to a GPU with `memory` bytes where they fit; returns sentences about those that stay.
 
     Only where batches are crops of them, and not where the recipe names a number of workers, which then make the
     batches.

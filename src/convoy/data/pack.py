@@ -45,7 +45,7 @@ from convoy.errors import ConvoyError, MachineError
 from convoy.files import unwritable, write_atomically, write_json, write_text
 
 _TAR_BLOCK = 512
-# How the folder of notes is called from the moment on in which the pack is finished, until it is removed.
+# Name of the folder of notes from the moment in which the pack is finished until it is removed.
 _FINISHED = ".packed-"
 
 

@@ -37,9 +37,9 @@ _AHEAD, _SAMPLES_AHEAD = 3, 512
 # workers read from one pipe. It has whole tasks only, as nobody writes or reads anything else, and what is as short is
 # written and read at once: no lock is needed, which a worker that dies could keep.
 _TASK = struct.Struct("5q")
-# Pieces that are on their way. The smallest pipe takes so many, so that sending never waits for a worker.
+# Pieces that are on their way: as many as the smallest pipe takes, so that sending never waits for a worker.
 _MOST_SENT = 64
-# Part of the time spent waiting from which on other workers start, and after how many batches that is looked at.
+# More workers start when this part of the time is spent waiting, which is checked after so many batches.
 _WAITED, _LOOK_EVERY = 0.01, 5
 
 
@@ -51,7 +51,7 @@ class Request:
     epoch: int | None = None  # for which they are augmented; None for an evaluation
 
 
-# How many pictures of a piece were written, and which could not be read; or what went wrong.
+# The number of pictures of a piece that were written, and those that could not be read; or the error.
 _Answer = tuple[int, list[tuple[int, str]]] | Exception
 
 

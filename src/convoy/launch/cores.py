@@ -11,10 +11,8 @@ from convoy.errors import ConvoyError
 
 PINNED = "CONVOY_CORES"
 _CPU = Path("/sys/devices/system/cpu")
-MEMBERSHIP = Path("/proc/self/cgroup")
-"""The file that says which groups the process is in."""
-ROOT = Path("/sys/fs/cgroup")
-"""Where their file systems are."""
+MEMBERSHIP = Path("/proc/self/cgroup")  # the file that says which groups the process is in
+ROOT = Path("/sys/fs/cgroup")  # where their file systems are
 
 
 def own_cores() -> list[int]:
@@ -25,8 +23,8 @@ def own_cores() -> list[int]:
 
 
 def share(cores: Sequence[int], num_ranks: int, place: int, per_device: int | None) -> list[int]:
-    """The cores of one of several ranks on a machine, which share `cores`: disjoint runs, evenly where nothing is said,
-    or one core in turn where there are too few."""
+    """The cores of one of several ranks on a machine, which share `cores`: disjoint runs, evenly where `per_device` is
+    None, or one core in turn where there are too few."""
     if per_device is None:
         per_device = len(cores) // num_ranks
         if per_device == 0:
@@ -49,8 +47,8 @@ def in_turns(num_ranks: int, num_cores: int) -> str | None:
 
 
 def take_share(gather: Callable[[Any], list[Any]], rank: int, per_device: int | None) -> list[int]:
-    """Pin this rank to its share of the cores of its machine, evenly where nothing is said; ranks that have cores of
-    their own already keep them. `gather` gives every rank the values of all."""
+    """Pin this rank to its share of the cores of its machine, evenly where `per_device` is None; ranks that already
+    have cores to themselves keep them. `gather` gives every rank the values of all."""
     own = own_cores()
     said = gather((_machine(), own))
     here = [other for other, (machine, _) in enumerate(said) if machine == said[rank][0]]
@@ -91,7 +89,7 @@ def folders(controller: str, membership: Path = MEMBERSHIP, root: Path = ROOT) -
 
 
 def cores_allowed(membership: Path = MEMBERSHIP, root: Path = ROOT) -> float:
-    """The number of cores whose time the process may use in a period; infinite where nobody says."""
+    """The number of cores whose time control groups let the process use; infinite where none sets a limit."""
     found = float("inf")
     for folder, version in folders("cpu", membership, root):
         if version == 2:
@@ -104,17 +102,17 @@ def cores_allowed(membership: Path = MEMBERSHIP, root: Path = ROOT) -> float:
 
 
 def own_share() -> float:
-    """How many cores' time this process and those that it starts may have.
+    """The number of cores whose time this process and those that it starts may use.
 
-    Of the cores that it may run on and of what control groups leave time for, its part where ranks of a host share
-    them; cores to which a rank is pinned are its own.
+    Of the cores that it may run on and the time that control groups leave, ranks of a host get equal parts; cores to
+    which a rank is pinned are its own.
     """
     local = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     return min(len(own_cores()) / (1 if PINNED in os.environ else local), cores_allowed() / local)
 
 
 def text_of(file: Path) -> str:
-    """What a file of the system says; nothing where it is not there."""
+    """The text of a file of the system; empty where it is not there."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

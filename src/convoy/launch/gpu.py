@@ -15,55 +15,43 @@ if TYPE_CHECKING:
     import torch
 
 _TIMEOUT_S = 5.0
-_SAMPLED_S = 1.1
-"""Utilization is that of the last second, at most."""
+_SAMPLED_S = 1.1  # utilization is that of the last second, at most
 _COUNTED = ("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown")
 _FIELDS = ("utilization.gpu",)
-_COUNTERS = tuple(f"clocks_event_reasons_counters.{name}" for name in _COUNTED)
-"""Which drivers before 2025 do not have."""
+_COUNTERS = tuple(f"clocks_event_reasons_counters.{name}" for name in _COUNTED)  # not in drivers before 2025
 
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that is no part of the run and computes on its GPU.
+    """A process that is no part of the run and computes on its GPU."""
 
-    Attributes:
-        name: of the program.
-        pid: its number.
-        used_bytes: of the GPU's memory; 0 where the driver does not say.
-    """
-
-    name: str
+    name: str  # of the program
     pid: int
-    used_bytes: int
+    used_bytes: int  # of the GPU's memory; 0 where the driver does not say
 
 
 @dataclass(frozen=True)
 class GpuLoad:
-    """What `nvidia-smi` says of a GPU.
+    """What `nvidia-smi` says of a GPU."""
 
-    Attributes:
-        throttled_s: seconds of the interval for which `sw_power_cap`, `sw_thermal_slowdown` and `hw_thermal_slowdown`
-            held; empty where the driver does not count them.
-        others: processes that compute on it and are no part of the run, those with the most memory first. Empty where
-            process numbers are not those of the driver, as in most containers.
-        others_busy: share of the time in which they compute, while the run does not.
-    """
-
+    # seconds of the interval, by `sw_power_cap`, `sw_thermal_slowdown` and `hw_thermal_slowdown`; empty where the
+    # driver does not count them
     throttled_s: Mapping[str, float]
+    # processes outside the run that compute on it, those with the most memory first; empty where process numbers are
+    # not those of the driver, as in most containers
     others: tuple[GpuProcess, ...]
-    others_busy: float
+    others_busy: float  # share of the time in which they compute, while the run does not
 
 
 class GpuWatch:
-    """Counts what happens to a GPU, from its making or the last reading on, if it is one that `nvidia-smi` knows."""
+    """Counts what happens to a GPU since it was made or last read, if `nvidia-smi` knows the GPU."""
 
     def __init__(self, device: "torch.device | None") -> None:
         self._name = _identifier(device)
         self._begin = _counters(self._name)
 
     def read(self, is_ours: Callable[[int], bool]) -> GpuLoad | None:
-        """What has happened since; None where nobody can say. Nothing of the run computes meanwhile; a function says
+        """What has happened since; None where nobody can say. Nothing of the run may compute meanwhile; `is_ours` says
         which processes are part of it."""
         begin, said = self._begin, _counters(self._name)
         if not said:
@@ -100,7 +88,7 @@ def number_of(text: str) -> float | None:
 
 
 def _identifier(device: "torch.device | None") -> str:
-    """The identifier of an NVIDIA GPU, whatever CUDA_VISIBLE_DEVICES says; empty where it is none."""
+    """The identifier of an NVIDIA GPU, whatever CUDA_VISIBLE_DEVICES says; empty for any other device."""
     if device is None or device.type != "cuda":
         return ""
     import torch

@@ -23,68 +23,49 @@ from convoy.terminal import printable
 if TYPE_CHECKING:
     import torch
 
-LEAST_CORES = 0.02
-"""Other processes that use less are not named."""
+LEAST_CORES = 0.02  # other processes that use less are not named
+# This variable, at 1, says that a machine is never quiet: what is timed beside other processes counts all the same.
 SHARED = "CONVOY_SHARED"
-"""This variable, at 1, says that a machine is never quiet: what is timed beside other processes counts all the same."""
+# The share of its cores' time that a run may lose to other processes, and the error of the kernel's counters.
 _DISTURBED, _TICKS_S = 0.1, 0.05
-"""The part of its cores' time that a run may lose to others, and what the kernel's counters may be off by."""
 _INTERPRETERS = ("python", "bash", "sh", "java", "node", "perl", "ruby")
 _KERNEL_THREAD = 0x0020_0000
 
 
 @dataclass(frozen=True)
 class OtherProcess:
-    """A process that is no part of the run.
+    """A process that is no part of the run."""
 
-    Attributes:
-        name: of the program, at most 15 characters, and of the script that it interprets.
-        pid: its number.
-        cores: how many of this process's cores it kept busy, on average. A process that may run on other cores as well
-            is counted by where its threads ran last.
-    """
-
-    name: str
+    name: str  # of the program, at most 15 characters, and of the script that it interprets
     pid: int
+    # of this process's cores, kept busy on average; a process that may also run elsewhere is counted by where its
+    # threads ran last
     cores: float
 
 
 @dataclass(frozen=True)
 class HostLoad:
-    """What the machine did in an interval, seen from one process.
+    """What the machine did in an interval, seen from one process; None where kernel or processor do not say."""
 
-    Attributes:
-        wall_s: length of the interval.
-        cpu_s: processor time of this process, all its threads together.
-        cores: how many cores it may use: as its affinity and the quotas of its control groups say.
-        waited_s: seconds for which its threads were ready to run but did not, summed over them: others had the core,
-            or a quota was used up. Threads that have ended are not counted. None where the kernel does not say.
-        throttled_s: seconds for which a quota of its control groups held them back, summed over cores. None where no
-            group counts it.
-        others: processes that are no part of the run and kept these cores busy, the busiest first.
-        others_cores: how many of these cores all that is no part of the run kept busy, also short-lived processes,
-            the kernel, and processes outside of the container. None where the kernel does not say.
-        run_cores: how many of them the rest of the run kept busy: data workers, other ranks.
-        swapped_bytes: swapped in and out on the machine in the interval, by any process.
-        memory_pressure_s: seconds for which all work of this process's control group, or of the machine where groups
-            do not say, waited for memory. None where the kernel does not say.
-        hot_s: seconds for which one of its cores was slowed because it was hot, the most of them; None where the
-            processor does not say.
-        gpu: of the device; None where it is no NVIDIA GPU.
-    """
-
-    wall_s: float
-    cpu_s: float
-    cores: float
+    wall_s: float  # length of the interval
+    cpu_s: float  # processor time of this process, all its threads together
+    cores: float  # that it may use, by its affinity and the quotas of its control groups
+    # seconds, summed over its living threads, in which they were ready to run but others had the core or a quota was
+    # used up
     waited_s: float | None
+    # seconds for which a quota of its control groups held them back, summed over cores; None where no group counts it
     throttled_s: float | None
-    others: tuple[OtherProcess, ...]
+    others: tuple[OtherProcess, ...]  # processes outside the run that kept these cores busy, the busiest first
+    # of these cores, kept busy by all that is outside the run, also short-lived processes, the kernel, and processes
+    # outside of the container
     others_cores: float | None
-    run_cores: float
-    swapped_bytes: int
+    run_cores: float  # of them, kept busy by the rest of the run: data workers, other ranks
+    swapped_bytes: int  # in and out on the machine, by any process
+    # seconds for which all work of this process's control group, or of the machine where groups do not say, waited for
+    # memory
     memory_pressure_s: float | None
-    hot_s: float | None
-    gpu: GpuLoad | None
+    hot_s: float | None  # seconds for which the core that was slowed most was slowed by heat
+    gpu: GpuLoad | None  # None where the device is no NVIDIA GPU
 
     @property
     def is_disturbed(self) -> bool:
@@ -94,22 +75,13 @@ class HostLoad:
 
 
 class HostWatch:
-    """Counts what the machine does, from its making or the last reading on.
+    """Counts what the machine does since it was made or last read.
 
     Making it and reading it take 2 ms each on a machine of 90 processes, 0.15 ms for ten more of them, 0.3 ms for ten
-    threads more, and with a GPU the time of `nvidia-smi` (not measured), which is started once or twice.
-
-    Args:
-        device: on which the run computes; a GPU is looked at as well.
-        ours: numbers of processes that belong to the run, as other ranks, besides those found: this process, all that
-            they started, and those that the same launcher started (by torch's, Convoy's or Slurm's variables).
-        machine: where the machine's `proc` and `sys` are.
-
-    Example:
-        >>> watch = HostWatch()
-        >>> load = watch.read()
-        >>> load.wall_s > 0
-        True
+    threads more, and with a GPU the time of `nvidia-smi` (not measured), which is started once or twice. `ours` are
+    processes of the run, such as other ranks, besides those that are recognised: this process, all that it started, and
+    those that the same launcher started (by torch's, Convoy's or Slurm's variables). `machine` is where the machine's
+    `proc` and `sys` are.
     """
 
     def __init__(
@@ -122,7 +94,6 @@ class HostWatch:
         self._begin = self._count()
 
     def read(self) -> HostLoad:
-        """What has happened since this was made, or read before."""
         begin, now = self._begin, self._count()
         self._begin = now
         cores, wall = own_cores(), now.time - begin.time
@@ -215,7 +186,7 @@ class HostWatch:
     def _elsewhere(
         self, begin: "_Counters", now: "_Counters", cores: list[int]
     ) -> tuple[tuple[OtherProcess, ...], float]:
-        """Processes that are no part of the run, and the seconds of some cores that the rest of the run took."""
+        """Processes that are no part of the run, and the seconds of `cores` that the rest of the run took."""
         family, wall = self._family(begin, now), now.time - begin.time
         others, run = [], 0.0
         for pid, process in now.processes.items():
@@ -239,7 +210,7 @@ class HostWatch:
         return " ".join([program, *script]).strip()
 
     def _share(self, pid: int, cores: list[int]) -> float:
-        """The share of a process's time that it spent on some cores."""
+        """The share of a process's time that it spent on `cores`."""
         found = re.search(r"^Cpus_allowed_list:\s*(\S+)", text_of(self._proc / str(pid) / "status"), re.MULTILINE)
         if found is None:
             return 1.0
@@ -257,7 +228,7 @@ class HostWatch:
         return here / everywhere if everywhere else 1.0
 
     def _family(self, begin: "_Counters", now: "_Counters") -> set[int]:
-        """This process, those named to be of the run, and all that they started."""
+        """This process, those that are named as the run's, and all that they started."""
         family = set(self._ours)
         parents = {(pid, process.parent) for count in (begin, now) for pid, process in count.processes.items()}
         while found := {pid for pid, parent in parents if parent in family} - family:
@@ -284,7 +255,7 @@ class _Process:
 
 @dataclass(frozen=True)
 class _Counters:
-    """What the counters say at one time: seconds, but for `swapped`, in bytes."""
+    """The counters at one time, in seconds; `swapped` in bytes."""
 
     time: float
     cpu: float
@@ -311,9 +282,9 @@ def beside_others(loads: Sequence[HostLoad]) -> list[str]:
 
 
 def _idle_times(stat: str) -> dict[int, float]:
-    """Seconds in which each core did nothing here: those that a hypervisor gave to other machines are among them.
+    """Seconds in which each core did nothing here; time that a hypervisor gave to other machines counts.
 
-    Idle time is measured, where busy time is sampled, which errs with what runs in step with the kernel's ticks.
+    Idle time is measured, while busy time is sampled, which errs with what runs in step with the kernel's ticks.
     """
     ticks = os.sysconf("SC_CLK_TCK")
     idle = {}
@@ -328,10 +299,8 @@ def _added(now: Mapping[int, float], begin: Mapping[int, float], cores: Iterable
 
 
 def _run_of(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """What the processes of one run have in common on a machine; None where nobody started several.
-
-    No two runs have the same port for their ranks to meet.
-    """
+    """The variables that the processes of one run have in common on a machine; None where nobody started several. No
+    two runs have the same port for their ranks to meet."""
     for names in ((FOLDER,), ("MASTER_ADDR", "MASTER_PORT"), ("SLURM_JOB_ID", "SLURM_STEP_ID")):
         if all(environment.get(name) for name in names):
             return (*names, *(environment[name] for name in names))

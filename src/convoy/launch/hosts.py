@@ -9,9 +9,9 @@ from typing import Literal
 from convoy import interfaces
 from convoy.errors import ConvoyError
 
+# `convoy` is c10d that listens on one address (`convoy.launch.torchrun`); the other two are torch's own, which listen
+# on all interfaces.
 Rendezvous = Literal["convoy", "c10d", "static"]
-"""`convoy` is c10d that listens on one address (`convoy.launch.torchrun`); the other two are torch's own, which
-listen on all interfaces."""
 
 _HOST = re.compile(r"(?P<bare>[^\[\]:,]+)|\[(?P<six>[0-9a-fA-F:.%\w]+)\]")
 
@@ -25,7 +25,7 @@ class Host:
 
     @staticmethod
     def parse(text: str, devices: int | None = None) -> "list[Host]":
-        """Hosts in a line, those of IPv6 in brackets: `node1,node2:4,[fe80::1]:2`; `devices` are for those that say no
+        """Hosts in a line, those of IPv6 in brackets: `node1,node2:4,[fe80::1]:2`; `devices` is for those without a
         number."""
         found = []
         for part in text.split(","):
@@ -47,46 +47,30 @@ class Host:
 
 @dataclass(frozen=True)
 class Command:
-    """A command to start on a host.
-
-    Attributes:
-        host: where.
-        arguments: the command line.
-        environment: variables that it needs.
-    """
+    """A command to start on a host, and the variables that it needs."""
 
     host: Host
     arguments: tuple[str, ...]
     environment: dict[str, str]
 
     def __str__(self) -> str:
-        """For a shell, in one line."""
+        """The command for a shell, in one line."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.arguments)])
 
 
 @dataclass(frozen=True)
 class HostGroup:
-    """Hosts that train together.
+    """Hosts that train together."""
 
-    Attributes:
-        hosts: the first one is where they meet.
-        run_id: the same on all of them, and another one for every run.
-        port: of the first host.
-        rendezvous: how they meet.
-        least: so many hosts are enough to begin, and to go on; None for all.
-        max_restarts: how often the ranks are started again when one has failed.
-        interface: of every host, through which the ranks talk; None for the one on the way to the first host.
-        secret: variables with what the hosts know each other by, or with the file that has it.
-    """
-
-    hosts: Sequence[Host]
-    run_id: str
-    port: int = 29_400
+    hosts: Sequence[Host]  # the first one is where they meet
+    run_id: str  # the same on all of them, and another one for every run
+    port: int = 29_400  # of the first host
     rendezvous: Rendezvous = "convoy"
-    least: int | None = None
-    max_restarts: int = 0
-    interface: str | None = None
+    least: int | None = None  # so many hosts are enough to begin, and to go on; None for all
+    max_restarts: int = 0  # of the ranks when one has failed
+    interface: str | None = None  # of every host, for the ranks; None for the one on the way to the first host
+    # variables with the secret by which the hosts know each other, or with its file
     secret: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -31,8 +31,7 @@ FORWARDED = {
     signal.SIGHUP: signal.SIGHUP,
 }
 
-SHUTDOWN_S = 5
-"""Seconds that torch's launcher leaves the ranks to end by themselves before it kills them."""
+SHUTDOWN_S = 5  # seconds that torch's launcher leaves the ranks to end by themselves before it kills them
 
 
 def start(
@@ -47,9 +46,8 @@ def start(
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR2 are handed on to every rank. When one rank fails all end, and its name and
     reason are printed, with `advice` where it was killed; unless it was a mistake of the user, all are started again as
-    often as `max_restarts` says. When this process ends, whatever ends it, so do the ranks.
-
-    The exit status is that of rank 0, 2 for a mistake of the user, 1 for any other failure.
+    often as `max_restarts` says. When this process ends, whatever ends it, so do the ranks. The exit status is that of
+    rank 0, 2 for a mistake of the user, 1 for any other failure.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -100,19 +98,13 @@ def start(
 
 
 class _Started:
-    """The ranks that were started, by the files in which each leaves its number. What was read is kept, as a file in
-    the temporary directory may be removed.
-
-    Attributes:
-        attempt: the newest one.
-        pids: its ranks, by their numbers.
-    """
+    """The ranks of the newest attempt, by the files in which each leaves its process number. Numbers are kept once
+    read, as a file in the temporary directory may be removed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.attempt, self.pids = folder, 0, dict[int, int]()
 
     def look(self) -> None:
-        """Read what there is."""
         newest = max((int(path.name.partition("-")[2]) for path in self.folder.glob("attempt-*")), default=0)
         if newest > self.attempt:
             self.attempt, self.pids = newest, {}
@@ -121,7 +113,7 @@ class _Started:
                 self.pids[int(place.name.partition("-")[2])] = int(place.read_text())
 
     def watch(self, done: threading.Event) -> None:
-        """Keep looking, and kill what still runs some time after a rank has failed, as one that is stopped does; torch
+        """Keep looking, and kill the ranks that still run some time after one has failed, as a stopped one does; torch
         would wait longer."""
         since: dict[int, float] = {}
         while not done.wait(0.1):
@@ -137,7 +129,6 @@ class _Started:
 
 @contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """The environment that the ranks inherit."""
     before = dict(os.environ)
     os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
@@ -154,7 +145,7 @@ def _environment(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _beside(watch: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run a function in a thread of its own until this context ends, which the event tells it."""
+    """Run a function in a thread of its own until this context ends and sets the event."""
     done = threading.Event()
     thread = threading.Thread(target=watch, args=(done,), daemon=True)
     thread.start()
@@ -166,7 +157,7 @@ def _beside(watch: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 def _tell_of_start(started: _Started, num_devices: int, done: threading.Event) -> None:
-    """Tell a terminal that ranks are started, which takes seconds, until they are there and speak for themselves."""
+    """Tell a terminal that ranks are starting, which takes seconds, until they speak for themselves."""
     with waiting_for(f"starting {num_devices} processes"):
         while not done.wait(0.05) and len(started.pids) < num_devices and not started.attempt:
             pass

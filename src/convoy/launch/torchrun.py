@@ -1,8 +1,6 @@
-"""Convoy's part in torchrun's agent, which loads this with all packages' entry points.
-
-It makes Convoy's rendezvous known, and says why ranks failed that left word (`convoy.failure.leave_word`): the cause,
-in a sentence, in the place of torchrun's pages. Other jobs end as they would without Convoy.
-"""
+"""Convoy's part in torchrun's agent, which loads this with all packages' entry points: its rendezvous, and one sentence
+on the cause in place of torchrun's pages when ranks that left word (`convoy.failure.leave_word`) have failed. Other
+jobs end as they would without Convoy."""
 
 import contextlib
 import logging
@@ -18,11 +16,11 @@ from convoy.errors import ConvoyError
 from convoy.failure import AGENTS, TRACEBACK, Failure, end_of, text_of, word_in
 
 BACKEND = "convoy"
+# Beginnings of torch's messages about ranks that failed, by logger.
 _PAGES = {
     "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
     "torch.distributed.elastic.multiprocessing.errors.error_handler": ("no error file defined",),
 }
-"""Beginnings of torch's messages about ranks that failed, by logger."""
 
 
 def entry_point() -> Callable[[Any], Any]:
@@ -46,7 +44,7 @@ def _make(params: Any) -> Any:
 
 
 def say_failures() -> None:
-    """Say what Convoy's ranks have left, in the place of torchrun's pages."""
+    """Print the word that Convoy's ranks have left in place of torchrun's pages."""
     before = sys.excepthook
     if getattr(before, "of_agent", False):
         return
@@ -96,7 +94,7 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def _error_files(record: logging.LogRecord) -> Iterator[str]:
-    """The files in which the ranks leave word, of the object of torch's that logs."""
+    """The files in which the ranks leave word, from the arguments of a log record or the torch object that logs it."""
     if isinstance(record.args, tuple):
         yield from (arg for arg in record.args if isinstance(arg, str) and arg.endswith("error.json"))
     frame = sys._getframe()

@@ -1,7 +1,5 @@
-"""From a name to a network: the registry, timm, torchvision, or a factory of the user's.
-
-Networks of the user's own: `package.module:factory`, a function or class that returns an `nn.Module`.
-"""
+"""From a name to a network: the registry, timm, torchvision, or `package.module:factory`, a function or class of the
+user's that returns an `nn.Module`."""
 
 import importlib
 import importlib.util
@@ -40,18 +38,14 @@ class Factory:
 
     @property
     def info(self) -> ModelInfo:
-        """The name; a factory says nothing else before it is called."""
         return ModelInfo(self.name, f"{self.name} (own factory)", None, None)
 
     def accepts(self, option: str) -> bool:
-        """Whether the signature of the factory takes the keyword `option`."""
         return takes(self.function(), option) is not None
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
-        """What the factory returns.
-
-        Raises ConvoyError where it fails, does not return a module, or ignores the asked classes or channels.
-        """
+        """The module that the factory returns; raises ConvoyError where it fails or ignores the classes or channels
+        asked for."""
         function = self.function()
         for option in options:
             if takes(function, option) is None:
@@ -66,7 +60,7 @@ class Factory:
         return model
 
     def _call(self, function: Callable[..., Any], sizes: dict[str, int], options: Mapping[str, Any]) -> Any:
-        """Call with the sizes, less those that **kwargs took and what lies behind it refused."""
+        """Call with the sizes, less those that **kwargs took and the code behind it refused."""
         while True:
             try:
                 return called(self.name, function, **(sizes | dict(options)))
@@ -76,7 +70,7 @@ class Factory:
                 del sizes[error.option]
 
     def function(self) -> Callable[..., Any]:
-        """What the name stands for; its module is imported."""
+        """The function or class of that name; its module is imported."""
         module, _, path = self.name.partition(":")
         found: Any = _user_module(self.name, module)
         for part in path.split("."):
@@ -142,7 +136,7 @@ def _is_own(code: str | None, file: Path) -> bool:
 
 
 def _add_current_folder() -> None:
-    """Modules in it can be imported, also later by those that are."""
+    """Let modules in the current folder be imported, also by those that are imported later."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -212,7 +206,7 @@ def describe(name: str) -> ModelInfo:
 
 
 def find(name: str) -> Registered | Timm | Torchvision | Factory:
-    """Where the network `name` comes from; raises ConvoyError for a name that is none of the four kinds."""
+    """The origin of the network `name`; raises ConvoyError for a name that is none of the four kinds."""
     check_name(name)
     if name in REGISTRY:
         return REGISTRY[name]

@@ -1,9 +1,7 @@
 """Networks of two libraries that are extras: `timm:NAME` and `torchvision:NAME`.
 
 Neither library is imported before a name asks for it, and nothing is downloaded: published weights are read from a
-file, by `load_weights`.
-
-Calling a constructor that somebody else wrote, so that its failure is one sentence.
+file, by `load_weights`. A failure of their constructors becomes one sentence.
 """
 
 import importlib
@@ -33,7 +31,7 @@ class UnknownOptionError(ConvoyError):
 
 
 def called(name: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """What `function` returns; raises ConvoyError naming `name` where it fails."""
+    """The result of `function`; raises ConvoyError naming `name` where it fails."""
     try:
         return function(*arguments, **keywords)
     except ConvoyError:
@@ -81,7 +79,7 @@ class Timm:
 
     @property
     def info(self) -> ModelInfo:
-        """Name, input and classes as timm's own table has them."""
+        """Name, input and classes from timm's own table."""
         config = _extra("timm").get_pretrained_cfg(self._model(), allow_unregistered=True)
         channels, height, width = config.input_size
         return ModelInfo(self.name, f"{self._model()} (timm)", (channels, height, width), config.num_classes)

@@ -48,7 +48,6 @@ class Registered:
 
     @property
     def factory(self) -> "Callable[..., nn.Module]":
-        """The network's class."""
         module, _, name = self.source.partition(".")
         found: Callable[..., nn.Module] = getattr(importlib.import_module(f"convoy.models.{module}"), name)
         return found
@@ -65,10 +64,8 @@ class Registered:
         return option in self.options
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> "nn.Module":
-        """The network; None stands for its own number of classes or channels.
-
-        Raises ConvoyError for an option that it does not have or of which it refuses the value.
-        """
+        """The network; None stands for its own number of classes or channels. Raises ConvoyError for an option that it
+        lacks, or whose value it refuses."""
         for option, value in options.items():
             self._check(option, value)
         assert self.info.input_shape is not None
@@ -142,12 +139,8 @@ def list_models() -> list[ModelInfo]:
 def check_name(name: str, here: bool = True) -> None:
     """Refuse a network's name that is none of the four kinds, as far as the name alone says it.
 
-    Args:
-        name: as for `create`.
-        here: whether it is to be built on this machine, which then needs the library that it is of.
-
-    Raises:
-        ConvoyError: the registry lacks it, it is incomplete, or the library that it is of is not installed.
+    With `here` it is to be built on this machine, which then needs its library. Raises ConvoyError where the registry
+    lacks it, it is incomplete, or that library is not installed.
     """
     if name in REGISTRY:
         return

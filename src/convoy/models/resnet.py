@@ -23,7 +23,6 @@ class BasicBlock(nn.Module):
         self.downsample = projection(in_channels, channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in_channels, H, W] to [N, channels, H / stride, W / stride]."""
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.bn2(self.conv2(x))
@@ -51,7 +50,6 @@ class Bottleneck(nn.Module):
         self.downsample = projection(in_channels, 4 * channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in_channels, H, W] to [N, 4 · channels, H / stride, W / stride]."""
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
@@ -106,7 +104,6 @@ class ResNet(nn.Module):
         self._initialize(zero_init_residual)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] to logits [N, num_classes]."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))

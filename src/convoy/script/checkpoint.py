@@ -139,37 +139,30 @@ def load(
 
 
 class _Thing:
-    """Something that is saved, by its name: here a value.
-
-    Attributes:
-        kind: of it, to people.
-        mend: what to do where another kind was saved.
-    """
+    """One of the values to save, by its name; subclasses are objects with a state."""
 
     kind = "a value"
-    mend = "give the object whose state was saved"
+    mend = "give the object whose state was saved"  # the advice where another kind was saved
 
     def __init__(self, name: str, thing: Any) -> None:
         self.name, self.thing = name, thing
 
     def about(self) -> dict[str, Any]:
-        """What is to be known of it beside its state."""
+        """What is to be known beside its state."""
         return {"kind": self.kind}
 
     def state(self, entries: Entries | None = None) -> Any:
-        """What is to be saved."""
         return self.thing
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
-        """See that a saved state fits."""
         raise ConvoyError(f"{self.name} is no object that takes a state: leave it away, convoy.load returns it")
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
-        """Take a saved state."""
+        """A plain value is returned by `convoy.load`, not loaded."""
 
 
 class _Object(_Thing):
-    """What has `state_dict` and `load_state_dict`."""
+    """An object with `state_dict` and `load_state_dict`."""
 
     kind = "the state of an object"
     mend = "give what was saved under this name"
@@ -194,7 +187,7 @@ class _Object(_Thing):
 
 
 class _Module(_Thing):
-    """A network, or what has some in it."""
+    """A network, or a module that contains some."""
 
     kind = "a network"
     mend = _Object.mend
@@ -269,7 +262,7 @@ def _things(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[st
 
 
 def _named(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> NamedOptimizer:
-    """An optimizer by the names of that module of which it has parameters."""
+    """An optimizer by the names of the module whose parameters it has."""
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     owner = next((name for name, module in modules.items() if own & set(module.parameters())), "net")
     return NamedOptimizer(modules[owner], optimizer, "the network" if owner == "net" else owner)
@@ -330,7 +323,7 @@ def _check_place(place: Path) -> None:
 
 
 def _identity(place: Path) -> Any:
-    """Whose checkpoint it is; None for one that is damaged."""
+    """The program that wrote the checkpoint; None for a damaged one."""
     try:
         return json.loads((place / RECORD).read_text(encoding="utf-8"))["identity"]
     except (OSError, ValueError, KeyError, TypeError):

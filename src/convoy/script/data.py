@@ -110,7 +110,6 @@ class BatchSampler(Sampler[list[int]]):
             yield list(samples[batch.start + own.start : batch.start + own.stop])
 
     def _parts(self, size: int) -> tuple[range, ...]:
-        """The positions in a batch that each sample rank has."""
         if self.shares is None:
             return balanced(size, self._places)
         return consecutive(proportional(size, self.shares))
@@ -226,11 +225,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _in_step(loader: Iterable[Any], groups: Groups) -> Iterator[Any]:
-    """The loader's batches, as many as on all other ranks.
-
-    Raises:
-        ConvoyError: other ranks get more or fewer of them, or the loader is known not to give every sample once.
-    """
+    """The loader's batches, as many as on all other ranks. Raises ConvoyError where ranks get different numbers of
+    them, or the loader is known not to give every sample once."""
     world = groups.of(groups.mesh.axes)
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, BatchSampler):
@@ -271,7 +267,7 @@ _END = object()
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """Tensors on the device, in whatever they stand."""
+    """Nested tensors on the device."""
     if isinstance(x, Tensor):
         return x.to(device, non_blocking=True)
     if isinstance(x, Mapping):
@@ -280,7 +276,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def _run(net: nn.Module, inputs: Any) -> tuple[int, Any]:
-    """How many samples there are, and the network's outputs."""
+    """The number of samples, and the network's outputs."""
     if isinstance(inputs, Tensor):
         return len(inputs), net(inputs)
     if isinstance(inputs, Mapping):

@@ -137,10 +137,8 @@ class _Ratio(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The whole of a parameter; back comes this rank's part of the gradient, which all ranks have.
-
-    It is added over the axes on which the parameter is copied, so that there one rank alone lets it through.
-    """
+    """The whole of a parameter; backward returns this rank's part of the gradient, which all ranks have. It is added
+    over the axes on which the parameter is copied, so that only one rank there lets it through."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, network: Network, name: str) -> Tensor:
@@ -164,11 +162,11 @@ def _whole(network: Network, name: str, parameter: nn.Parameter) -> Tensor:
 
 
 def _weight(network: Network, results: Sequence[Tensor]) -> float:
-    """What to multiply the gradient with so that it is that of a sum over the global batch.
+    """The factor of the gradient with which it is that of a sum over the global batch.
 
     Where a rank's loss counts as the mean over its own samples, the network's output scales its gradient by the rank's
-    share of the samples; here that is undone. The share is read off the graph, as the newest pass of the network need
-    not be the one that the values come from.
+    share of the samples; this factor undoes that. The share is read off the graph, as the newest pass of the network
+    need not be the one that the values come from.
     """
     if network.num_sample_ranks == 1 or not torch.is_grad_enabled():
         return 1.0

@@ -47,11 +47,7 @@ def print(*values: object, **options: Any) -> None:
 
 @contextmanager
 def together(network: Network) -> Iterator[None]:
-    """What one rank is refused within, all are, with the first rank's sentence. All ranks enter it.
-
-    Raises:
-        ConvoyError: one of them was refused.
-    """
+    """Run a block that fails on all ranks where one is refused, with the first rank's sentence. All ranks enter it."""
     group = network.groups.of(tuple(network.groups.mesh.axes))
     failure: Exception | None = None
     sentence = None
@@ -69,15 +65,7 @@ def together(network: Network) -> Iterator[None]:
 
 
 def alike(network: Network, facts: Mapping[str, str]) -> None:
-    """See that all ranks have the same facts. All ranks call it.
-
-    Args:
-        network: whose ranks they are.
-        facts: what is to be the same, by names that people understand.
-
-    Raises:
-        ConvoyError: names the first that is not.
-    """
+    """See that all ranks have the same facts; a ConvoyError names the first that is not the same. All ranks call it."""
     group = network.groups.of(tuple(network.groups.mesh.axes))
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()
     if len(set(gather_objects(digest, group))) == 1:

@@ -22,8 +22,8 @@ from convoy.script.ranks import alike, together
 from convoy.script.values import Whole
 
 _NOT_SAVED = ("params", PART)
+# What an optimizer keeps for every parameter: {name: {key: tensor or number}}.
 Entries = Mapping[str, Mapping[str, Any]]
-"""What an optimizer keeps for every parameter: {name: {key: tensor or number}}."""
 
 
 def state_dict(net: nn.Module) -> dict[str, Tensor]:
@@ -122,24 +122,18 @@ def load_optimizer_state_dict(net: nn.Module, optimizer: Optimizer, state: Mappi
 
 
 class Parts:
-    """The tensors of a module, of which this rank may hold parts: a parallelized network, a copy of one, or what has
-    such within it, like `torch.optim.swa_utils.AveragedModel`; a plain module is whole on every rank.
-
-    Attributes:
-        networks: the parallelized ones, by their places in the module.
-    """
+    """The tensors of a module, of which this rank may hold parts: a parallelized network, a copy of one, or a module
+    that has such within it, like `torch.optim.swa_utils.AveragedModel`; a plain module is whole on every rank."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         found = ((name, getattr(each, "_convoy", None)) for name, each in module.named_modules())
+        # the parallelized networks, by their places in the module
         self.networks: dict[str, Network] = {name: each for name, each in found if isinstance(each, Network)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers, in the order and under the names of `state_dict`.
-
-        Raises:
-            ConvoyError: a layer has extra state, which is no tensor.
-        """
+        """This rank's parameters and persistent buffers, in the order and under the names of `state_dict`. Raises
+        ConvoyError where a layer has extra state, which is no tensor."""
         named = [self._module.named_parameters, self._module.named_buffers]
         names = {name for each in named for name, _ in each(remove_duplicate=False)}
         state = self._module.state_dict()
@@ -149,7 +143,7 @@ class Parts:
         return {name: tensor for name, tensor in state.items() if name in names}
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of what lies as one of them does. All ranks call it."""
+        """The whole of a tensor that is divided as the one of this name. All ranks call it."""
         network, own = self._of(name)
         return tensor.detach().clone() if network is None else network.whole(own, tensor)
 
@@ -159,23 +153,19 @@ class Parts:
         return tensor if network is None else network.part(own, tensor)
 
     def shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """Of the whole, where this rank has `tensor`."""
+        """The shape of the whole, where this rank has `tensor`."""
         network, own = self._of(name)
         return tuple(tensor.shape) if network is None else network.entry(own)[0]
 
     def divided(self, name: str) -> bool:
-        """Whether ranks hold parts of it."""
+        """Whether ranks hold parts of the tensor of this name."""
         network, own = self._of(name)
         if network is None:
             return False
         return any(network.groups.mesh.sizes[axis] > 1 for axis in network.entry(own)[1].split_axes)
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """See that whole tensors fit.
-
-        Raises:
-            ConvoyError: names or shapes differ.
-        """
+        """See that whole tensors fit; a ConvoyError says where names or shapes differ."""
         own = self.tensors()
         wrong = sorted(set(own) ^ set(state))
         if wrong:
@@ -203,15 +193,8 @@ class Parts:
 
 
 class NamedOptimizer:
-    """An optimizer whose parameters go by the names that a module has for them.
-
-    Args:
-        module: the optimizer's parameters are some or all of its.
-        optimizer: of torch's interface; `ShardedOptimizer` too, whose state is then gathered.
-        what: names the module to people.
-
-    Raises:
-        ConvoyError: a parameter is not the module's.
+    """An optimizer whose parameters, some or all of a module's, go by the names that they have there. `what` names the
+    module in the ConvoyError for a parameter that is not the module's. The state of a `ShardedOptimizer` is gathered.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, what: str = "the network") -> None:
@@ -238,18 +221,12 @@ class NamedOptimizer:
         return {name: dict(state[index]) for index, name in numbered if state.get(index)}
 
     def like_parameter(self, name: str, value: Any) -> bool:
-        """Whether a value has a number for each of the parameter's, and so is divided as that is."""
+        """Whether a value has the parameter's shape, and so is divided as the parameter is."""
         return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self.parameters[name].shape
 
     def state(self, entries: Entries) -> dict[str, Any]:
-        """What `optimizer_state_dict` returns, but for those tensors that are still to be made whole.
-
-        Args:
-            entries: what this rank keeps.
-
-        Raises:
-            ConvoyError: something of a divided parameter has not its shape.
-        """
+        """The result of `optimizer_state_dict`, with divided tensors still to be made whole. Raises ConvoyError where a
+        value of a divided parameter has another shape than the parameter."""
         return {
             "state": {
                 name: {key: self._whole(name, key, value) for key, value in entry.items()}
@@ -262,11 +239,7 @@ class NamedOptimizer:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """See that a whole state fits.
-
-        Raises:
-            ConvoyError: names what does not.
-        """
+        """See that a whole state fits; a ConvoyError says what does not."""
         saved, entries = _sections(state)
         if len(saved) != len(self.names):
             raise ConvoyError(
@@ -289,7 +262,7 @@ class NamedOptimizer:
                 self._check_value(name, key, value)
 
     def load(self, entries: Entries, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Take this rank's parts of whole values, and the groups' options; what is not given stays."""
+        """Take this rank's parts of whole values, and the groups' options; a value that is missing stays."""
         numbers = itertools.count()
         state: dict[int, dict[str, Any]] = {}
         merged: list[dict[str, Any]] = []
@@ -315,7 +288,7 @@ class NamedOptimizer:
         return _copied(value)
 
     def _part(self, name: str, value: Any) -> Any:
-        """This rank's part of what is like a parameter, with its memory format; other things as they are."""
+        """This rank's part of a value like a parameter, in its memory format; any other value as it is."""
         parameter, value = self.parameters[name], received(value)
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != self._parts.shape(name, parameter):
             return _copied(value)

@@ -14,36 +14,23 @@ from torch import Tensor
 from convoy.checkpoint.files import TYPES
 from convoy.errors import ConvoyError
 
-_TAG = "$"
-"""The key of a JSON object that stands for something else than a dictionary with names for keys."""
+_TAG = "$"  # the key of a JSON object that stands for something else than a dictionary with names for keys
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of which ranks hold parts.
+    """A tensor of which ranks hold parts."""
 
-    Attributes:
-        make: gives the whole; all ranks call it.
-        shape: of the whole.
-    """
-
-    make: Callable[[], Tensor]
-    shape: tuple[int, ...]
+    make: Callable[[], Tensor]  # gives the whole; all ranks call it
+    shape: tuple[int, ...]  # of the whole
 
 
 class Packed:
-    """Something nested, taken apart: dictionaries, lists, tuples, numbers, strings, None, tensors.
+    """Nested dictionaries, lists, tuples, numbers, strings, None and tensors, taken apart; a ConvoyError names the
+    place of anything else.
 
-    Args:
-        tree: the whole of it.
-
-    Attributes:
-        values: it as JSON can hold it.
-        tensors: those in it, by their places: `net/conv.weight`. A slash in a key is `~1` there (RFC 6901).
-        leaves: all that is no tensor in one piece, as text by its place.
-
-    Raises:
-        ConvoyError: names the place of something that is none of these.
+    `values` are the tree as JSON can hold it, `tensors` those in it by their places, such as `net/conv.weight` (a slash
+    in a key is `~1` there, RFC 6901), and `leaves` all else, and the shapes of parts, as text by their places.
     """
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
@@ -57,11 +44,8 @@ class Packed:
             yield name, tensor.make() if isinstance(tensor, Whole) else tensor
 
     def facts(self, free: Collection[str]) -> dict[str, str]:
-        """What ranks can compare: all by its place, with checksums for tensors in one piece.
-
-        Args:
-            free: keys of what may differ, but for tensors.
-        """
+        """The facts that ranks can compare: all values by their places, with checksums of tensors in one piece. Values
+        under the keys `free` may differ, but tensors may not."""
         found = {place: text for place, text in self.leaves.items() if place.partition("/")[0] not in free}
         for place, value in self.tensors.items():
             if isinstance(value, Tensor):

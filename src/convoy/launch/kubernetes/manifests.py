@@ -13,19 +13,19 @@ import yaml
 from convoy.launch.kubernetes.training import DATA_PATH, RUN_PATH, Training
 from convoy.launch.torchrun import BACKEND
 
+# The container's name; Kubeflow's runtimes call theirs so too.
 CONTAINER = "node"
-"""The container's name; Kubeflow's runtimes call theirs so too."""
 PORT = 29500
+# How long a pod waits for the others, which may have to pull the image first, and for the first one to listen.
 JOIN_TIMEOUT_S, READ_TIMEOUT_S = 1800, 600
-"""How long a pod waits for the others, which may have to pull the image first, and for the first one to listen."""
+# Time for a checkpoint between the signal to stop and the end.
 GRACE_S = 120
-"""Between the signal to stop and the end: time for a checkpoint."""
+# Names the seconds after which torch's launcher kills its ranks by itself, 30 unless it is set.
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Names the seconds after which torch's launcher kills its ranks by itself, 30 unless it is set."""
 
 
 def pod(training: Training, master: str | None = None) -> dict[str, Any]:
-    """The whole specification of a pod; without a `master`, the first pod, Kubeflow sets the PET_* variables.
+    """The whole specification of a pod; without `master`, the first pod's name, Kubeflow sets the PET_* variables.
 
     The command is torch's elastic launcher, which PET_* variables tell of the pods, with rendezvous at the first pod:
     `convoy` is torch's c10d, in which launchers wait for one that is started again, on the pod's own address. Requests
@@ -115,7 +115,7 @@ def _environment(training: Training, master: str | None) -> list[dict[str, Any]]
 
 
 def escaped(text: str) -> str:
-    """A text in which Kubernetes finds no `$(VARIABLE)` to put a value for: `$$` stands for one `$`."""
+    """A text in which Kubernetes substitutes no `$(VARIABLE)`: `$$` stands for one `$`."""
     return text.replace("$", "$$")
 
 
@@ -125,10 +125,8 @@ _JOB_LABEL = "batch.kubernetes.io/job-name"
 
 
 def train_job(training: Training) -> list[dict[str, Any]]:
-    """A TrainJob of Kubeflow Trainer (v2.2 and later), which sets PET_* and starts a JobSet.
-
-    How often a pod is started again is the runtime's matter.
-    """
+    """A TrainJob of Kubeflow Trainer (v2.2 and later), which sets PET_* and starts a JobSet. The runtime decides how
+    often a pod is started again."""
     whole = pod(training)
     (container,) = whole["containers"]
     own = {key: container[key] for key in ("name", "securityContext", "volumeMounts")}
@@ -188,11 +186,11 @@ def indexed_job(training: Training) -> list[dict[str, Any]]:
     ]
 
 
+# By the kind of the job: the function that makes the documents to apply, in order.
 KINDS: dict[str, Callable[[Training], list[dict[str, Any]]]] = {
     "trainjob": train_job,
     "job": indexed_job,
 }
-"""Functions that make the documents to apply, in order, by the kind of the job."""
 
 
 def _network_policy(training: Training, label: str) -> dict[str, Any]:
