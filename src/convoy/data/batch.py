@@ -74,11 +74,11 @@ class BatchMaker:
         self.seed = seed
         self.skip_bad, self.decoder = skip_bad, decoder
         self.color = ColorAugment(geometry.augment, seed)
-        crop, whole = geometry.augment.crop, self._in_memory(geometry.resize)
+        crop, in_memory = geometry.augment.crop, self._in_memory(geometry.resize)
         # Whether an evaluation takes crops of pixels in memory, a batch at once.
-        self.central = whole and geometry.margin % 2 == 0
+        self.central = in_memory and geometry.margin % 2 == 0
         # Whether training does, with a crop and a flip at most.
-        self.vectorised = whole and not self.color.on and (crop == "pad" or (crop == "none" and self.central))
+        self.vectorised = in_memory and not self.color.on and (crop == "pad" or (crop == "none" and self.central))
         method = geometry.augment.interpolation or "bilinear"
         self._turbo = Turbo(geometry.image_size, channels, method) if decoder == "turbo" else None
 
@@ -178,7 +178,7 @@ class BatchMaker:
         """The places whose pixels in memory are those of pictures that could not be read."""
         bad = self.source.bad if isinstance(self.source, PixelSource) else {}
         pairs = zip(places.tolist(), samples.tolist(), strict=True) if bad else ()
-        return [(place, BadImage(self.source.name(one), bad[one])) for place, one in pairs if one in bad]
+        return [(place, BadImage(self.source.name(sample), bad[sample])) for place, sample in pairs if sample in bad]
 
     def _places(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.int64]:
         """What is cut out of pixels in memory for each sample: [n, 4], as in `Crops`."""
@@ -197,11 +197,11 @@ class BatchMaker:
     def _cut(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.uint8]:
         """The pictures of some samples at once, from pixels in memory: what `Crops` makes of their places."""
         pixels, side, augment = self._pixels[samples], self.geometry.image_size, self.geometry.augment
-        moved, turned = epoch is not None and augment.crop == "pad", epoch is not None and augment.flip
-        if not (moved or turned or self.geometry.margin):
+        has_crop, has_flip = epoch is not None and augment.crop == "pad", epoch is not None and augment.flip
+        if not (has_crop or has_flip or self.geometry.margin):
             return pixels.transpose(0, 3, 1, 2)
         _, left, top, mirrored = self._places(samples, epoch).T
-        pad = self.geometry.pad if moved else 0
+        pad = self.geometry.pad if has_crop else 0
         if pad:
             num, height, width, channels = pixels.shape
             padded = np.zeros((num, height + 2 * pad, width + 2 * pad, channels), np.uint8)
@@ -212,7 +212,7 @@ class BatchMaker:
             windows = sliding_window_view(pixels, (side, side), axis=(1, 2))
             planes = windows[np.arange(len(samples)), top + pad, left + pad]
         images = np.ascontiguousarray(planes)
-        if turned:
+        if has_flip:
             images[mirrored > 0] = images[mirrored > 0][..., ::-1]
         return images
 
@@ -222,16 +222,16 @@ class BatchMaker:
         """Writes the pictures of `samples` to `places` of `images`; returns the places that could not be filled."""
         draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
         failures = []
-        for place, sample, drawn, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):
+        for place, sample, row, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):
             try:
                 if self._turbo is not None and self.geometry.augment.crop != "pad":
-                    crop = partial(self.geometry.training_box, drawn)
+                    crop = partial(self.geometry.training_box, row)
                     self._write_part(self._turbo, images[place], sample, crop, flip)
                     if self.color.on:
                         image = Image.fromarray(_pixels_of(images[place]))
                         images[place] = _planes(self.color(image, epoch, sample), self.channels)
                     continue
-                image = self.geometry.crop(self.source.open(sample), self.source.name(sample), drawn)
+                image = self.geometry.crop(self.source.open(sample), self.source.name(sample), row)
             except BadImage as reason:
                 failures.append((place, reason))
                 continue

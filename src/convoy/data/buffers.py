@@ -69,13 +69,13 @@ class Buffers:
 
     def _pin(self) -> bool:
         """Pin the memory, so that copies to a GPU need not wait; whether that was possible."""
-        whole = np.frombuffer(self._memory.bytes, np.uint8)
+        block = np.frombuffer(self._memory.bytes, np.uint8)
         runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)) != 0:
+        if int(runtime.cudaHostRegister(block.ctypes.data, block.nbytes, 0)) != 0:
             with suppress(RuntimeError):  # or the next kernel would be blamed for it
                 torch.zeros(1, device="cuda")
             return False
-        weakref.finalize(self, runtime.cudaHostUnregister, whole.ctypes.data).atexit = False
+        weakref.finalize(self, runtime.cudaHostUnregister, block.ctypes.data).atexit = False
         return True
 
 

@@ -127,9 +127,9 @@ def _unpickled(data: bytes) -> Any:
     raise EOFError
 
 
-def _array(kept: _Kept) -> NDArray[np.uint8] | None:
+def _array(content: _Kept) -> NDArray[np.uint8] | None:
     """The array of bytes that the pickle means, or None if it is anything else."""
-    match kept.state:
+    match content.state:
         case (_, tuple() as shape, _Kept(arguments=(b"u1" | "u1", *_)), fortran, bytes() as data):
             fits = len(shape) <= _MOST_DIMS and all(type(n) is int and 0 <= n <= len(data) for n in shape)
             if fits and len(data) == int(np.prod(shape, dtype=object)):
@@ -187,13 +187,13 @@ def find_cifar(path: Path) -> tuple[Path, _Layout] | None:
 def open_cifar(path: Path) -> Opened:
     """Both splits in memory, 32x32 RGB; CIFAR-100 with its 100 fine labels. Raises ConvoyError for a file that is
     missing, damaged or dangerous."""
-    found = find_cifar(path)
-    if found is None:
+    location = find_cifar(path)
+    if location is None:
         raise ConvoyError(
             f"{shown(path)} holds no CIFAR files ({', '.join(layout.folder for layout in _LAYOUTS)}): unpack the "
             "archive and set data.path to its folder"
         )
-    folder, layout = found
+    folder, layout = location
     classes = _class_names(folder / layout.names, layout)
     train, test = ([_read(folder / name, layout) for name in names] for names in (layout.train, (layout.test,)))
     return Opened(layout.name, classes, _join(train, "training pictures"), _join(test, "test pictures"))

@@ -77,12 +77,12 @@ def open_picture(data: bytes, name: str) -> Image.Image:
         return image
 
 
-def suffix_of(image: Image.Image, own: str = "") -> str:
+def suffix_of(image: Image.Image, suffix: str = "") -> str:
     """The end of the name of the file that a picture was opened from: its own, where that is one of the format."""
     # Of several pictures in a JPEG file, as cameras write them, Pillow says MPO.
     usual = _FORMATS.get(image.format or "", ".jpg")
-    known = Image.registered_extensions()
-    return own if known.get(own.lower()) == known[usual] else usual
+    extensions = Image.registered_extensions()
+    return suffix if extensions.get(suffix.lower()) == extensions[usual] else usual
 
 
 def too_large(width: int, height: int) -> bool:
@@ -199,7 +199,7 @@ def suffixes() -> frozenset[str]:
 
 def needs_package(ends: Iterable[str]) -> list[str]:
     """The packages with which Pillow would read files that end so."""
-    return [name for name, (*_, known) in _PACKAGES.items() if not suffixes().issuperset(set(ends) & set(known))]
+    return [name for name, (*_, endings) in _PACKAGES.items() if not suffixes().issuperset(set(ends) & set(endings))]
 
 
 def left_out(ends: Counter[str]) -> list[str]:

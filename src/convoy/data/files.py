@@ -96,8 +96,8 @@ def split_of(name: str) -> str | None:
     """train, val or test, by the words of a name in any case, alone or beside a noun: `seg_train`, `TestSet`,
     `validation images 2`, `hold-out`. None for a name without such a word, or with words of two splits."""
     words = _WORD_ENDS.split(re.sub(r"(?i)(h[oe]ld)[\W_]+(?=out)", r"\1", name))
-    found = {_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS}
-    return found.pop() if len(found) == 1 else None
+    splits = {_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS}
+    return splits.pop() if len(splits) == 1 else None
 
 
 def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
@@ -108,22 +108,22 @@ def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], lis
     """
     if path.is_file():
         return [path], []
-    found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
-    if not found:
+    paths = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
+    if not paths:
         raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
     if config.train is not None:
         patterns = (config.train, config.test)
-        chosen = [[one for one in found if of and _matches(one.relative_to(path), of)] for of in patterns]
-        for key, pattern, files in zip(("train", "test"), patterns, chosen, strict=True):
+        groups = [[entry for entry in paths if of and _matches(entry.relative_to(path), of)] for of in patterns]
+        for key, pattern, files in zip(("train", "test"), patterns, groups, strict=True):
             if pattern and not files:
                 raise ConvoyError(f"data.{key}={pattern} is no {suffix} file below {shown(path)}")
-        return chosen[0], chosen[1]
+        return groups[0], groups[1]
     splits: dict[str, list[Path]] = {}
-    for file in found:
+    for file in paths:
         parts = map(split_of, reversed(file.relative_to(path).parts))
         splits.setdefault(next(filter(None, parts), "none"), []).append(file)
     if len(splits) == 1 and "none" in splits:
-        return found, []
+        return paths, []
     if "none" in splits:
         raise ConvoyError(
             f"{shown(splits['none'][0])} belongs to no split while other files of {shown(path)} do: "
@@ -155,18 +155,18 @@ def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[s
 def numbered_classes(path: Path, sources: Sequence[Source]) -> list[str]:
     """Names "0", "1", … up to the largest label of the first source, the one to train on; raises ConvoyError where that
     is too large."""
-    largest = int(sources[0].labels.max())
-    if largest >= _MAX_CLASSES:
-        raise ConvoyError(f"{shown(path)} has label {largest}, out of range: classes are numbered from 0")
-    return [str(number) for number in range(largest + 1)]
+    largest_label = int(sources[0].labels.max())
+    if largest_label >= _MAX_CLASSES:
+        raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
+    return [str(number) for number in range(largest_label + 1)]
 
 
 def check_range(path: Path, sources: Sequence[Source], classes: list[str]) -> None:
     """Refuse labels that are no class, as where the test alone has them; the ConvoyError names the first sample."""
     for source in sources:
-        wrong = np.flatnonzero((source.labels < 0) | (source.labels >= len(classes)))
-        if len(wrong):
-            sample = int(wrong[0])
+        bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(classes)))
+        if len(bad_samples):
+            sample = int(bad_samples[0])
             withheld = " (-1 marks a withheld label: use the validation split)" if source.labels[sample] == -1 else ""
             raise ConvoyError(
                 f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: the classes "

@@ -160,9 +160,11 @@ def _run(
     resident = maker.source.resident if at_once else None
     workers = workers if largest else 0
     if resident is not None or (pin_memory and at_once and not workers):
-        made = batches_by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
+        generator = batches_by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
     elif workers:
-        made = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told).batches()
+        generator = Workers(
+            maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told
+        ).batches()
     else:
         for request in requests:
             epoch = request.epoch
@@ -170,7 +172,7 @@ def _run(
                 batch = maker.evaluation(request.samples) if epoch is None else maker.training(request.samples, epoch)
             yield batch.pin_memory() if pin_memory else batch
         return
-    with closing(made) as batches:
+    with closing(generator) as batches:
         yield from batches
 
 

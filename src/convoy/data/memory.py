@@ -68,10 +68,10 @@ class SharedBytes:
     @classmethod
     def at(cls, block: bytes, ends: NDArray[np.int64]) -> "SharedBytes":
         """Pieces that lie one after the other, by their ends [n]."""
-        found = cls.__new__(cls)
-        found._memory = SharedMemory.of([block])
-        found._ends = SharedNumbers(np.concatenate([np.zeros(1, np.int64), ends]))
-        return found
+        instance = cls.__new__(cls)
+        instance._memory = SharedMemory.of([block])
+        instance._ends = SharedNumbers(np.concatenate([np.zeros(1, np.int64), ends]))
+        return instance
 
     def checksum(self) -> int:
         """CRC-32 of all pieces and their ends."""
@@ -94,9 +94,9 @@ class Names:
     @classmethod
     def of(cls, encoded: SharedBytes) -> "Names":
         """Strings in UTF-8."""
-        found = cls.__new__(cls)
-        found._names = encoded
-        return found
+        instance = cls.__new__(cls)
+        instance._names = encoded
+        return instance
 
     def checksum(self) -> int:
         """CRC-32 of all names in their order."""

@@ -51,18 +51,18 @@ def _open_split(folder: Path, split: str) -> PixelSource:
 
 
 def _candidates(folder: Path, name: str) -> list[Path]:
-    names = [f"{other}{end}" for other in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")]
-    return [folder / each for each in names if (folder / each).is_file()]
+    names = [f"{stem}{end}" for stem in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")]
+    return [folder / file_name for file_name in names if (folder / file_name).is_file()]
 
 
 def _find(folder: Path, name: str) -> Path:
-    found = _candidates(folder, name)
-    if not found:
+    candidates = _candidates(folder, name)
+    if not candidates:
         raise ConvoyError(
             f"{shown(folder)} lacks {name}.gz: an MNIST folder holds the pictures and labels of train and t10k, gzip "
             "or plain"
         )
-    return found[0]
+    return candidates[0]
 
 
 def read_idx(path: Path, magic: int) -> NDArray[np.uint8]:
@@ -134,6 +134,6 @@ def read_mnist_mini(path: Path) -> Opened:
     table = table.reshape(_NUM, -1)
     pixels = table[:, :-1].astype(np.uint8).reshape(_NUM, _SIDE, _SIDE, 1)
     labels = table[:, -1].astype(np.int64)
-    whole = PixelSource(pixels, labels, MNIST_MINI)
+    digits = PixelSource(pixels, labels, MNIST_MINI)
     train, test = stratified_split(labels, TEST_FRACTION, SPLIT_SEED)
-    return Opened(MNIST_MINI, MNIST_CLASSES, whole.subset(train), whole.subset(test))
+    return Opened(MNIST_MINI, MNIST_CLASSES, digits.subset(train), digits.subset(test))

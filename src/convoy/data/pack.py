@@ -85,16 +85,16 @@ def pack(
             for split, source in splits.items()
             for number, start in enumerate(range(0, len(source), PER_SHARD))
         ]
-        known = _write_shards(folder, splits, shards, options, progress, processes, tell)
+        notes = _write_shards(folder, splits, shards, options, progress, processes, tell)
         write_text(folder / CLASS_NAMES, "".join(f"{name}\n" for name in opened.classes))
         statistics: dict[str, Statistics] = {}
         arrays: dict[str, NDArray[Any]] = {}
         for split, source in splits.items():
-            own = [known[shard] for shard in shards if shard.split == split]
-            statistics[split] = reduce(lambda one, other: one + other, (each.statistics for each in own), Statistics())
-            arrays |= index_arrays(split, source, own)
+            parts = [notes[shard] for shard in shards if shard.split == split]
+            statistics[split] = reduce(Statistics.__add__, (item.statistics for item in parts), Statistics())
+            arrays |= index_arrays(split, source, parts)
         document = what | {
-            "statistics": {split: asdict(each) for split, each in statistics.items()},
+            "statistics": {split: asdict(item) for split, item in statistics.items()},
             "shards": {shard.name: (folder / shard.name).stat().st_size for shard in shards},
         }
         write_atomically(folder / INDEX, lambda path: path.write_bytes(index_file(arrays, document)))
@@ -140,21 +140,21 @@ _DIFFERENCES = {"options": "other options", "splits": "other pictures, names or 
 
 def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
     """Begin, or see that the pack begun before is the same; raises ConvoyError."""
-    begun, wanted = unfinished / "what.json", json.loads(json.dumps(what))
+    begun, plan = unfinished / "what.json", json.loads(json.dumps(what))
     if begun.exists():
         try:
-            before = dict(json.loads(begun.read_text(encoding="utf-8")))
+            old_plan = dict(json.loads(begun.read_text(encoding="utf-8")))
         except (ValueError, TypeError):
             raise ConvoyError(
                 f"{shown(folder)} holds an unfinished pack of something unknown ({shown(begun)} is damaged): remove it"
             ) from None
         if differ := " and ".join(
-            _DIFFERENCES.get(key, f"another {key}") for key in wanted if before.get(key) != wanted[key]
+            _DIFFERENCES.get(key, f"another {key}") for key in plan if old_plan.get(key) != plan[key]
         ):
-            begun_with = PackOptions(**before["options"]) if before.get("options") != wanted["options"] else None
-            said = differ if begun_with is None else f"{differ}: it was begun with {begun_with}"
+            begun_with = PackOptions(**old_plan["options"]) if old_plan.get("options") != plan["options"] else None
+            reason = differ if begun_with is None else f"{differ}: it was begun with {begun_with}"
             raise ConvoyError(
-                f"{shown(folder)} holds an unfinished pack of something else ({said}): finish it as it was begun, or "
+                f"{shown(folder)} holds an unfinished pack of something else ({reason}): finish it as it was begun, or "
                 "remove it"
             )
     elif (folder / INDEX).exists():  # since this process looked
@@ -196,9 +196,9 @@ class _Shard:
             return None
         try:
             with self._notes(folder).open("rb") as file, np.load(file) as notes:
-                found = json.loads(str(notes["statistics"]))
-                found |= {key: tuple(found[key]) for key in ("sums", "squares")}
-                return Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**found))
+                statistics = json.loads(str(notes["statistics"]))
+                statistics |= {key: tuple(statistics[key]) for key in ("sums", "squares")}
+                return Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**statistics))
         except (BadZipFile, EOFError, KeyError, TypeError, ValueError, zlib.error):
             return None
 
@@ -221,13 +221,13 @@ class _Shard:
 
         write_atomically(folder / self.name, fill)
         places = np.array(offsets, np.int64), np.array(sizes, np.int64)
-        known = Known(self.number, *places, np.array(sums, np.uint32), statistics)
+        notes = Known(self.number, *places, np.array(sums, np.uint32), statistics)
         with io.BytesIO() as file:
             text = np.array(json.dumps(asdict(statistics)))
-            np.savez(file, offsets=known.offsets, sizes=known.sizes, crc32=known.crc32, statistics=text)
+            np.savez(file, offsets=notes.offsets, sizes=notes.sizes, crc32=notes.crc32, statistics=text)
             content = file.getvalue()
         write_atomically(self._notes(folder), lambda path: path.write_bytes(content))
-        return known
+        return notes
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -246,19 +246,19 @@ def _write_shards(
     tell: Callable[[str], object],
 ) -> dict[_Shard, Known]:
     """Write the shards that are not complete, and return the notes on all."""
-    known = {shard: found for shard in shards if (found := shard.known(folder)) is not None}
-    left = [shard for shard in shards if shard not in known]
+    notes = {shard: note for shard in shards if (note := shard.known(folder)) is not None}
+    queue = [shard for shard in shards if shard not in notes]
     total = sum(len(source) for source in splits.values())
-    done = total - sum(len(shard.samples) for shard in left)
+    done = total - sum(len(shard.samples) for shard in queue)
     if done:
         tell(f"going on after {done:,} of {total:,} pictures")
     if progress:
         progress("packing", done, total)
-    if not left:
-        return known
-    others = set(multiprocessing.active_children())
+    if not queue:
+        return notes
+    siblings = set(multiprocessing.active_children())
     try:
-        pool = ProcessPoolExecutor(min(processes, len(left)), forkserver(__name__), _enter, (splits, options))
+        pool = ProcessPoolExecutor(min(processes, len(queue)), forkserver(__name__), _enter, (splits, options))
     except OSError as error:  # of the semaphores of its queues
         raise MachineError(
             f"processes that pack cannot be started ({error.strerror}): /dev/shm may be full; in a container, raise "
@@ -266,10 +266,10 @@ def _write_shards(
         ) from error
     try:
         labels = {split: source.labels for split, source in splits.items()}
-        futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in left}
+        futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in queue}
         for future in as_completed(futures):
             shard = futures[future]
-            known[shard] = future.result()
+            notes[shard] = future.result()
             done += len(shard.samples)
             if progress:
                 progress("packing", done, total)
@@ -287,10 +287,10 @@ def _write_shards(
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - others:
+        for process in set(multiprocessing.active_children()) - siblings:
             process.terminate()  # at once, not after the shard that it writes
         pool.shutdown()
-    return known
+    return notes
 
 
 _splits: dict[str, Source] = {}

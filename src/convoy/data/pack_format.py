@@ -57,8 +57,8 @@ class Statistics:
     squares: tuple[int, int, int] = (0, 0, 0)  # sums of the squares of the same
 
     def __add__(self, other: "Statistics") -> "Statistics":
-        def added(ours: tuple[int, int, int], theirs: tuple[int, int, int]) -> tuple[int, int, int]:
-            return ours[0] + theirs[0], ours[1] + theirs[1], ours[2] + theirs[2]
+        def added(sums: tuple[int, int, int], other_sums: tuple[int, int, int]) -> tuple[int, int, int]:
+            return sums[0] + other_sums[0], sums[1] + other_sums[1], sums[2] + other_sums[2]
 
         return Statistics(
             self.images + other.images,
@@ -79,14 +79,14 @@ class Statistics:
     @property
     def mean(self) -> tuple[float, ...]:
         """Mean of each channel, pixels from 0 to 1."""
-        return tuple(round(each / max(self.pixels, 1) / 255, 4) for each in self.sums[: self.channels])
+        return tuple(round(total / max(self.pixels, 1) / 255, 4) for total in self.sums[: self.channels])
 
     @property
     def std(self) -> tuple[float, ...]:
         """Standard deviation of each channel, pixels from 0 to 1."""
-        means = [each / max(self.pixels, 1) for each in self.sums[: self.channels]]
+        means = [total / max(self.pixels, 1) for total in self.sums[: self.channels]]
         pairs = zip(self.squares, means, strict=False)
-        return tuple(round(max(each / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for each, mean in pairs)
+        return tuple(round(max(total / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for total, mean in pairs)
 
 
 class Known(NamedTuple):
@@ -104,15 +104,15 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:06d}.tar"
 
 
-def index_arrays(split: str, source: Source, known: list[Known]) -> dict[str, NDArray[Any]]:
+def index_arrays(split: str, source: Source, notes: list[Known]) -> dict[str, NDArray[Any]]:
     """The arrays of a split: where its pictures lie, their labels, checksums and names."""
     names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
-    shards = np.repeat([each.number for each in known], [len(each.offsets) for each in known])
+    shards = np.repeat([shard.number for shard in notes], [len(shard.offsets) for shard in notes])
     return {
         f"{split}.shard": shards.astype(np.int32),
-        f"{split}.offset": np.concatenate([each.offsets for each in known]),
-        f"{split}.size": np.concatenate([each.sizes for each in known]).astype(np.int32),
-        f"{split}.crc32": np.concatenate([each.crc32 for each in known]),
+        f"{split}.offset": np.concatenate([shard.offsets for shard in notes]),
+        f"{split}.size": np.concatenate([shard.sizes for shard in notes]).astype(np.int32),
+        f"{split}.crc32": np.concatenate([shard.crc32 for shard in notes]),
         f"{split}.label": source.labels.astype(np.int32),
         f"{split}.name_end": np.cumsum([len(name) for name in names], dtype=np.int64),
         f"{split}.names": np.frombuffer(b"".join(names), np.uint8),

@@ -72,18 +72,18 @@ class Pack(BaseModel, frozen=True):
         index = path / INDEX
         try:
             with reading(index), safe_open(index, "np") as file:
-                found = json.loads((file.metadata() or {})["convoy.pack"])
-            if found["version"] > VERSION:
+                document = json.loads((file.metadata() or {})["convoy.pack"])
+            if document["version"] > VERSION:
                 raise ConvoyError(f"{shown(path)} was packed by a later version of Convoy: use that, or pack again")
-            pack = cls.model_validate(found | {"path": path})
+            pack = cls.model_validate(document | {"path": path})
             if list(pack.statistics) not in SPLITS or any(name != Path(name).name for name in pack.shards):
                 raise ValueError
         except ConvoyError:
             raise
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
             raise _damaged(index) from None
-        if not to_verify and (wrong := pack.wrong_shards()):
-            raise ConvoyError(next(iter(wrong.values())))
+        if not to_verify and (faults := pack.wrong_shards()):
+            raise ConvoyError(next(iter(faults.values())))
         return pack
 
     def __str__(self) -> str:
@@ -91,27 +91,27 @@ class Pack(BaseModel, frozen=True):
 
     def wrong_shards(self) -> dict[str, str]:
         """A sentence for each shard, by its name, that is missing or of another size than it was written with."""
-        wrong = {}
+        faults = {}
         for name, size in self.shards.items():
             if not (self.path / name).exists():
-                wrong[name] = f"{shown(self.path / name)} is missing: {PackedSource.mend}"
+                faults[name] = f"{shown(self.path / name)} is missing: {PackedSource.mend}"
                 continue
             try:
                 with reading(self.path / name):
                     now = (self.path / name).stat().st_size
             except ConvoyError as error:
-                wrong[name] = str(error)
+                faults[name] = str(error)
                 continue
             if now != size:
-                wrong[name] = f"{shown(self.path / name)} has {now:,} bytes instead of {size:,}: {PackedSource.mend}"
-        return wrong
+                faults[name] = f"{shown(self.path / name)} has {now:,} bytes instead of {size:,}: {PackedSource.mend}"
+        return faults
 
     def arrays(self, split: str, *names: str) -> list[NDArray[Any]]:
         """Arrays of a split in the index: shard, offset, size, crc32, label, names, name_end. Raises ConvoyError."""
         index = self.path / INDEX
         try:
             with reading(index), safe_open(index, "np") as file:
-                arrays = {name: file.get_tensor(name) for name in (f"{split}.{each}" for each in names)}
+                arrays = {name: file.get_tensor(name) for name in (f"{split}.{key}" for key in names)}
         except SafetensorError:
             arrays = {}
         lists = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
@@ -139,11 +139,11 @@ class Pack(BaseModel, frozen=True):
         return source
 
     def opened(self) -> Opened:
-        first, *others = [self.source(split) for split in self.statistics]
+        train, *rest = [self.source(split) for split in self.statistics]
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
-        test, side = others[0] if others else None, self.options.short_side
-        opened = Opened(self.name, self.classes, first, test, notes=(note,), short_side=side)
-        check_range(self.path, [first, *others], self.classes)
+        test, side = rest[0] if rest else None, self.options.short_side
+        opened = Opened(self.name, self.classes, train, test, notes=(note,), short_side=side)
+        check_range(self.path, [train, *rest], self.classes)
         return opened
 
 
@@ -159,14 +159,14 @@ def is_pack(path: Path) -> bool:
 def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
     """A sentence for each shard that is missing or of another size, and for each picture of the other shards whose
     bytes are not those that were packed; every picture is read."""
-    wrong = pack.wrong_shards()
-    yield from wrong.values()
-    done, total = 0, sum(each.images for each in pack.statistics.values())
+    faults = pack.wrong_shards()
+    yield from faults.values()
+    done, total = 0, sum(sums.images for sums in pack.statistics.values())
     for split in pack.statistics:
         source, (crc32, shard) = pack.source(split), pack.arrays(split, "crc32", "shard")
         for sample in range(len(source)):
             try:
-                if shard_name(split, shard[sample]) not in wrong and zlib.crc32(source.read(sample)) != crc32[sample]:
+                if shard_name(split, shard[sample]) not in faults and zlib.crc32(source.read(sample)) != crc32[sample]:
                     yield f"{source.place(sample)} is not what was packed: its checksum differs"
             except BadImage as bad:
                 yield str(bad)
@@ -227,14 +227,14 @@ def _alone(folder: Path) -> Iterator[Path]:
 
 
 def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
-    done, total = 0, sum(each.images for each in pack.statistics.values())
+    done, total = 0, sum(sums.images for sums in pack.statistics.values())
     folders = _distinct(pack.classes)
     for split in pack.statistics:
         source, (crc32,) = pack.source(split), pack.arrays(split, "crc32")
         below = folder if len(pack.statistics) == 1 else folder / split
         for name in folders:
             (below / name).mkdir(parents=True, exist_ok=True)
-        taken: set[tuple[int, str]] = set()
+        file_names: set[tuple[int, str]] = set()
         for sample, label in enumerate(source.labels.tolist()):
             try:
                 data = source.read(sample)
@@ -247,9 +247,9 @@ def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
             if f".{end.lower()}" not in suffixes():
                 stem, end = f"{stem}{dot}{end}", ""
             stem, suffix = _plain_name(stem), suffix_of(image, f".{end}")
-            while not stem or (label, f"{stem}{suffix}".lower()) in taken:
+            while not stem or (label, f"{stem}{suffix}".lower()) in file_names:
                 stem = f"{stem}-{sample:09d}".lstrip("-")
-            taken.add((label, f"{stem}{suffix}".lower()))
+            file_names.add((label, f"{stem}{suffix}".lower()))
             (below / folders[label] / f"{stem}{suffix}").write_bytes(data)
             done += 1
             if progress and (done % _EVERY == 0 or done == total):

@@ -145,8 +145,8 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
                 f"{shown(splits[-1][0])} has label {min(unknown)!r}, which no training sample has: mend that, or go "
                 "without its split by naming the files to train on (--set data.train=…)"
             )
-        for source, each in zip(sources, names, strict=True):
-            source.labels = np.searchsorted(np.array(classes), np.array(each)).astype(np.int64)
+        for source, label_names in zip(sources, names, strict=True):
+            source.labels = np.searchsorted(np.array(classes), np.array(label_names)).astype(np.int64)
     else:
         classes = layout.classes or numbered_classes(path, sources)
         check_range(path, sources, classes)
@@ -203,9 +203,9 @@ class _Layout:
             with _arrow(path):
                 file = pq.ParquetFile(path)
                 if not file.schema_arrow.equals(self.schema):
-                    there = ", ".join(map(printable, file.schema_arrow.names))
+                    have = ", ".join(map(printable, file.schema_arrow.names))
                     raise ConvoyError(
-                        f"{shown(path)} has other columns ({there}) than the first file, or other types: keep one data "
+                        f"{shown(path)} has other columns ({have}) than the first file, or other types: keep one data "
                         "set in the folder, or name its files by data.train"
                     )
                 column = file.read(columns=[self.label], use_threads=False).column(0)
@@ -253,24 +253,24 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
         return {}
 
 
-def _column(file: Path, key: str, found: list[str], schema: pa.Schema, config: DataConfig) -> str:
+def _column(file: Path, key: str, candidates: list[str], schema: pa.Schema, config: DataConfig) -> str:
     """The column that the recipe names, the only candidate in `found`, or the only one with a usual name; raises
     ConvoyError where that is not clear."""
-    said, columns = getattr(config, f"{key}_column"), ", ".join(map(printable, schema.names))
-    if said is not None and said not in schema.names:
+    request, columns = getattr(config, f"{key}_column"), ", ".join(map(printable, schema.names))
+    if request is not None and request not in schema.names:
         raise ConvoyError(f"data.{key}_column is no column of {shown(file)}: its columns are {columns}")
-    chosen = [said] if said is not None else found
+    matches = [request] if request is not None else candidates
     for names in ((key,), _NAMES[key]):
-        if len(chosen) > 1:
-            chosen = [name for name in chosen if name.lower() in names] or chosen
-    if len(chosen) == 1:
-        return chosen[0]
-    if not chosen:
+        if len(matches) > 1:
+            matches = [name for name in matches if name.lower() in names] or matches
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
         what = "pictures (binary, or a struct with `bytes`)" if key == "image" else f"labels ({', '.join(_NAMES[key])})"
         raise ConvoyError(
             f"{shown(file)} has no column of {what}: its columns are {columns}; set data.{key}_column to one"
         )
-    listed = ", ".join(map(printable, chosen))
+    listed = ", ".join(map(printable, matches))
     raise ConvoyError(
         f"{shown(file)} has several columns of {key}s: say which by --set data.{key}_column=…, of {listed}"
     )

@@ -49,12 +49,12 @@ def follow_parent() -> None:
 def _start_tracker() -> None:
     """Start Python's process that removes what this one leaves when it is killed: the named semaphores of a pool's
     queues. Its warning is silenced: it would stand among the messages on the killed process."""
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING
+    old_filters = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{old_filters},{_NO_WARNING}" if old_filters else _NO_WARNING
     try:
         resource_tracker.ensure_running()
     finally:
-        if before is None:
+        if old_filters is None:
             del os.environ["PYTHONWARNINGS"]
         else:
-            os.environ["PYTHONWARNINGS"] = before
+            os.environ["PYTHONWARNINGS"] = old_filters

@@ -113,11 +113,11 @@ class PixelSource(Source):
 
     def with_channels(self, channels: int) -> "PixelSource":
         """The same pictures in grey (1) or RGB (3), by Pillow's rule."""
-        num, height, width, own = self.pixels.shape
-        if own == channels:
+        num, height, width, depth = self.pixels.shape
+        if depth == channels:
             return self
-        strip = self.pixels.reshape(num * height, width, own)
-        image = in_channels(Image.fromarray(strip[:, :, 0] if own == 1 else strip), channels)
+        strip = self.pixels.reshape(num * height, width, depth)
+        image = in_channels(Image.fromarray(strip[:, :, 0] if depth == 1 else strip), channels)
         pixels = np.asarray(image).reshape(num, height, width, channels)
         return PixelSource(pixels, self.labels, self._name, self.bad)
 

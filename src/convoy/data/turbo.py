@@ -68,13 +68,13 @@ class Turbo:
 
     def write_part(self, pixels: Pixels, box: CropBox, mirror: bool, planes: Pixels) -> None:
         """The same from pixels: uint8 [height, width, 3] or [height, width]."""
-        cv2, size, own = self._cv2, self._form[0], self._own
+        cv2, size, buffers = self._cv2, self._form[0], self._own
         left, top = round(box[0]), round(box[1])
         right, bottom = max(round(box[2]), left + 1), max(round(box[3]), top + 1)
         smaller = max(right - left, bottom - top) / size
         method = cv2.INTER_AREA if smaller >= _AREA_FROM and self._method != cv2.INTER_NEAREST else self._method
-        cv2.resize(pixels[top:bottom, left:right], (size, size), dst=own.square, interpolation=method)
-        square = cv2.flip(own.square, 1, dst=own.mirrored) if mirror else own.square
+        cv2.resize(pixels[top:bottom, left:right], (size, size), dst=buffers.square, interpolation=method)
+        square = cv2.flip(buffers.square, 1, dst=buffers.mirrored) if mirror else buffers.square
         if self._form[1] == 1:
             planes[0] = square
         else:
@@ -115,18 +115,18 @@ class Turbo:
         box = crop(width, height)
         wide, high = self._needed(width, height, box)
         # By 2, 4 or 8: libjpeg-turbo also scales by 7/8 and the like, but slower than it decodes the whole picture.
-        factor = next((each for each in (8, 4, 2) if min(width / wide, height / high) >= each), 1)
+        factor = next((divisor for divisor in (8, 4, 2) if min(width / wide, height / high) >= divisor), 1)
         grey = self._form[1] == 1
         num_bytes = width * height * (1 if grey else 3)
-        own = self._own
-        if len(own.scratch) < num_bytes <= _LARGEST_SCRATCH:
-            own.scratch = np.empty(num_bytes, np.uint8)
+        buffers = self._own
+        if len(buffers.scratch) < num_bytes <= _LARGEST_SCRATCH:
+            buffers.scratch = np.empty(num_bytes, np.uint8)
         pixels = self._jpeg.decode_jpeg(
             data,
             "GRAY" if grey else "RGB",
             min_width=-(-width // factor),
             min_height=-(-height // factor),
-            buffer=own.scratch if num_bytes <= len(own.scratch) else None,
+            buffer=buffers.scratch if num_bytes <= len(buffers.scratch) else None,
         )
         pixels = pixels[:, :, 0] if grey else pixels
         return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)

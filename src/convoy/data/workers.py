@@ -145,11 +145,11 @@ class Workers:
         """Start so many processes more. Raises MachineError."""
         try:
             for _ in range(number):
-                results, theirs = self._context.Pipe(duplex=False)
-                given = self._maker, self._buffers, self._taken, theirs, self._held, self.num
-                process = self._context.Process(target=_work, args=given, name="convoy-pictures", daemon=True)
+                results, sender = self._context.Pipe(duplex=False)
+                arguments = self._maker, self._buffers, self._taken, sender, self._held, self.num
+                process = self._context.Process(target=_work, args=arguments, name="convoy-pictures", daemon=True)
                 process.start()
-                theirs.close()
+                sender.close()
                 self._processes[results] = process
                 for speaker in (results.fileno(), process.sentinel):
                     self._speakers[speaker] = results, process
@@ -212,19 +212,19 @@ class Workers:
 
     def _finished(self, pending: _Pending) -> Batch:
         """The batch in its buffer, or in a copy where the last free buffer would go; errors come with their batch."""
-        kept: list[int] = []
+        places: list[int] = []
         bad: list[tuple[int, str]] = []
         for start, answer in pending.pieces.items():
             assert answer is not None
             if isinstance(answer, Exception):
                 raise answer
-            kept += range(start, start + answer[0])
+            places += range(start, start + answer[0])
             bad += answer[1]
         request, slot = pending.request, pending.slot
         samples = self._buffers.samples[slot, : len(request.samples)].copy()
         images, labels = self._buffers.hand_out(slot, copied=not self._buffers.free)
-        if len(kept) < len(samples):  # of an evaluation, some of whose pictures cannot be read
-            images, samples = images[kept], samples[kept]
+        if len(places) < len(samples):  # of an evaluation, some of whose pictures cannot be read
+            images, samples = images[places], samples[places]
         batch = self._maker.batch(images, Filled(samples, bad), request.epoch, labels)
         return batch.pin_memory() if self._copies_pinned else batch
 
@@ -237,8 +237,8 @@ class Workers:
         self._waits += waited
         if self.num >= self._most or self._asked % _LOOK_EVERY:
             return
-        passed = time.perf_counter() - self._since
-        if self._waits > _WAITED * passed:
+        elapsed = time.perf_counter() - self._since
+        if self._waits > _WAITED * elapsed:
             self._start(min(self.num, self._most - self.num))
             self._told(self.num)
         self._waits, self._since = 0.0, time.perf_counter()

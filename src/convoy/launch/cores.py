@@ -49,14 +49,16 @@ def in_turns(num_ranks: int, num_cores: int) -> str | None:
 def take_share(gather: Callable[[Any], list[Any]], rank: int, per_device: int | None) -> list[int]:
     """Pin this rank to its share of the cores of its machine, evenly where `per_device` is None; ranks that already
     have cores to themselves keep them. `gather` gives every rank the values of all."""
-    own = own_cores()
-    said = gather((_machine(), own))
-    here = [other for other, (machine, _) in enumerate(said) if machine == said[rank][0]]
-    os.environ["LOCAL_WORLD_SIZE"] = str(len(here))
-    shared = all(said[other][1] == own for other in here)
-    own = share(own, len(here), here.index(rank), per_device) if shared else share(own, 1, 0, per_device or len(own))
-    pin(own)
-    return own
+    cores = own_cores()
+    answers = gather((_machine(), cores))
+    peers = [number for number, (machine, _) in enumerate(answers) if machine == answers[rank][0]]
+    os.environ["LOCAL_WORLD_SIZE"] = str(len(peers))
+    if all(answers[number][1] == cores for number in peers):
+        cores = share(cores, len(peers), peers.index(rank), per_device)
+    else:
+        cores = share(cores, 1, 0, per_device or len(cores))
+    pin(cores)
+    return cores
 
 
 def pin(cores: Sequence[int]) -> None:
@@ -90,15 +92,15 @@ def folders(controller: str, membership: Path = MEMBERSHIP, root: Path = ROOT) -
 
 def cores_allowed(membership: Path = MEMBERSHIP, root: Path = ROOT) -> float:
     """The number of cores whose time control groups let the process use; infinite where none sets a limit."""
-    found = float("inf")
+    limit = float("inf")
     for folder, version in folders("cpu", membership, root):
         if version == 2:
             words = text_of(folder / "cpu.max").split()
         else:
             words = [text_of(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
         if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
-            found = min(found, int(words[0]) / int(words[1]))
-    return found
+            limit = min(limit, int(words[0]) / int(words[1]))
+    return limit
 
 
 def own_share() -> float:

@@ -53,30 +53,30 @@ class GpuWatch:
     def read(self, is_ours: Callable[[int], bool]) -> GpuLoad | None:
         """What has happened since; None where nobody can say. Nothing of the run may compute meanwhile; `is_ours` says
         which processes are part of it."""
-        begin, said = self._begin, _counters(self._name)
-        if not said:
+        begin, counters = self._begin, _counters(self._name)
+        if not counters:
             return None
-        self._begin = said
+        self._begin = counters
         processes = {process.pid: process for process in _processes(self._name)}
         # where this process is not listed, numbers are of another name space
-        known = processes.items() if os.getpid() in processes else ()
-        others = sorted((one for pid, one in known if not is_ours(pid)), key=lambda one: -one.used_bytes)
-        if others:
+        listed = processes.items() if os.getpid() in processes else ()
+        strangers = sorted((entry for pid, entry in listed if not is_ours(pid)), key=lambda entry: -entry.used_bytes)
+        if strangers:
             time.sleep(_SAMPLED_S)
-        busy = number_of(_counters(self._name).get("utilization.gpu", "")) if others else None
+        busy = number_of(_counters(self._name).get("utilization.gpu", "")) if strangers else None
         return GpuLoad(
-            throttled_s=dict(_times(begin, said)),
-            others=tuple(others),
+            throttled_s=dict(_times(begin, counters)),
+            others=tuple(strangers),
             others_busy=(busy or 0.0) / 100,
         )
 
 
-def _times(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+def _times(old_counters: Mapping[str, str], counters: Mapping[str, str]) -> Iterator[tuple[str, float]]:
     """Seconds between two answers for which a clock was held down, by the reason."""
     for name, key in zip(_COUNTED, _COUNTERS, strict=True):
-        first, last = (number_of(said.get(key, "")) for said in (before, now))
-        if first is not None and last is not None:
-            yield name, (last - first) / 1e6
+        begin, end = (number_of(answer.get(key, "")) for answer in (old_counters, counters))
+        if begin is not None and end is not None:
+            yield name, (end - begin) / 1e6
 
 
 def number_of(text: str) -> float | None:

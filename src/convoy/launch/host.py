@@ -98,7 +98,7 @@ class HostWatch:
         self._begin = now
         cores, wall = own_cores(), now.time - begin.time
         cpu = now.cpu - begin.cpu
-        others, run = self._elsewhere(begin, now, cores)
+        strangers, run = self._elsewhere(begin, now, cores)
         busy = wall * len(cores) - _added(now.idle, begin.idle, cores)
         heat = [now.hot[core] - begin.hot[core] for core in cores if core in now.hot and core in begin.hot]
         throttled = [now.throttled[name] - begin.throttled.get(name, 0.0) for name in now.throttled]
@@ -113,7 +113,7 @@ class HostWatch:
             cores=min(len(cores), cores_allowed(self._proc / "self/cgroup", self._sys / "fs/cgroup")),
             waited_s=sum(waited) if waited else None,
             throttled_s=max(throttled, default=None),
-            others=others,
+            others=strangers,
             others_cores=max(busy - cpu - run, 0.0) / wall if any(now.idle.values()) else None,
             run_cores=run / wall,
             swapped_bytes=now.swapped - begin.swapped,
@@ -147,17 +147,17 @@ class HostWatch:
     def _throttled(self) -> Iterator[tuple[str, float]]:
         """Seconds of throttling, by control group."""
         for folder, _ in folders("cpu", self._proc / "self/cgroup", self._sys / "fs/cgroup"):
-            said = _lines(folder / "cpu.stat")
+            counters = _lines(folder / "cpu.stat")
             for name, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):
-                if name in said:
-                    yield str(folder), said[name] * unit
+                if name in counters:
+                    yield str(folder), counters[name] * unit
 
     def _pressure(self) -> float | None:
         groups = folders("memory", self._proc / "self/cgroup", self._sys / "fs/cgroup")
         for file in (*(folder / "memory.pressure" for folder, _ in groups), self._proc / "pressure/memory"):
-            found = re.search(r"^full .*\btotal=(\d+)", text_of(file), re.MULTILINE)
-            if found is not None:
-                return int(found[1]) / 1e6
+            total = re.search(r"^full .*\btotal=(\d+)", text_of(file), re.MULTILINE)
+            if total is not None:
+                return int(total[1]) / 1e6
         return None
 
     def _heat(self) -> Iterator[tuple[int, float]]:
@@ -188,18 +188,18 @@ class HostWatch:
     ) -> tuple[tuple[OtherProcess, ...], float]:
         """Processes that are no part of the run, and the seconds of `cores` that the rest of the run took."""
         family, wall = self._family(begin, now), now.time - begin.time
-        others, run = [], 0.0
+        strangers, run = [], 0.0
         for pid, process in now.processes.items():
             before = begin.processes.get(pid)
-            used = process.cpu - (before.cpu if before is not None and before.began == process.began else 0.0)
-            if pid == os.getpid() or process.is_kernel or used < LEAST_CORES * wall:
+            seconds = process.cpu - (before.cpu if before is not None and before.began == process.began else 0.0)
+            if pid == os.getpid() or process.is_kernel or seconds < LEAST_CORES * wall:
                 continue
-            used *= self._share(pid, cores)
+            seconds *= self._share(pid, cores)
             if self._is_ours(family, pid):
-                run += used
-            elif used >= LEAST_CORES * wall:
-                others.append(OtherProcess(printable(self._name(pid, process.name)), pid, used / wall))
-        return tuple(sorted(others, key=lambda other: -other.cores)), run
+                run += seconds
+            elif seconds >= LEAST_CORES * wall:
+                strangers.append(OtherProcess(printable(self._name(pid, process.name)), pid, seconds / wall))
+        return tuple(sorted(strangers, key=lambda other: -other.cores)), run
 
     def _name(self, pid: int, program: str) -> str:
         """`python train.py` or `python -m train` where an interpreter runs a script; otherwise the program's name."""
@@ -211,28 +211,28 @@ class HostWatch:
 
     def _share(self, pid: int, cores: list[int]) -> float:
         """The share of a process's time that it spent on `cores`."""
-        found = re.search(r"^Cpus_allowed_list:\s*(\S+)", text_of(self._proc / str(pid) / "status"), re.MULTILINE)
-        if found is None:
+        match = re.search(r"^Cpus_allowed_list:\s*(\S+)", text_of(self._proc / str(pid) / "status"), re.MULTILINE)
+        if match is None:
             return 1.0
-        ranges = [part.partition("-") for part in found[1].split(",")]
+        ranges = [part.partition("-") for part in match[1].split(",")]
         allowed = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
         if allowed <= set(cores) or not allowed & set(cores):
             return float(allowed <= set(cores))
-        here = everywhere = 0
+        on_cores = in_all = 0
         for thread in _names(self._proc / str(pid) / "task"):
             words = text_of(self._proc / str(pid) / "task" / thread / "stat").rpartition(")")[2].split()
             if len(words) > 36:
-                used = int(words[11]) + int(words[12])
-                everywhere += used
-                here += used * (int(words[36]) in cores)
-        return here / everywhere if everywhere else 1.0
+                ticks = int(words[11]) + int(words[12])
+                in_all += ticks
+                on_cores += ticks * (int(words[36]) in cores)
+        return on_cores / in_all if in_all else 1.0
 
     def _family(self, begin: "_Counters", now: "_Counters") -> set[int]:
         """This process, those that are named as the run's, and all that they started."""
         family = set(self._ours)
         parents = {(pid, process.parent) for count in (begin, now) for pid, process in count.processes.items()}
-        while found := {pid for pid, parent in parents if parent in family} - family:
-            family |= found
+        while children := {pid for pid, parent in parents if parent in family} - family:
+            family |= children
         return family
 
     def _is_ours(self, family: set[int], pid: int) -> bool:
@@ -273,10 +273,10 @@ def beside_others(loads: Sequence[HostLoad]) -> list[str]:
     disturbed = [load for load in loads if load.is_disturbed]
     if not disturbed:
         return []
-    most = max(disturbed, key=lambda load: load.others_cores or 0.0)
-    who = f", {most.others[0].name} (process {most.others[0].pid}) most" if most.others else ""
+    peak = max(disturbed, key=lambda load: load.others_cores or 0.0)
+    who = f", {peak.others[0].name} (process {peak.others[0].pid}) most" if peak.others else ""
     return [
-        f"other processes kept {most.others_cores:.2g} of {most.cores:g} cores busy{who}: what was measured meanwhile "
+        f"other processes kept {peak.others_cores:.2g} of {peak.cores:g} cores busy{who}: what was measured meanwhile "
         f"is not kept for later plans, as it would be wrong for the machine by itself ({SHARED}=1 keeps it)"
     ]
 

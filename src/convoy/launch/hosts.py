@@ -27,7 +27,7 @@ class Host:
     def parse(text: str, devices: int | None = None) -> "list[Host]":
         """Hosts in a line, those of IPv6 in brackets: `node1,node2:4,[fe80::1]:2`; `devices` is for those without a
         number."""
-        found = []
+        hosts = []
         for part in text.split(","):
             match = re.fullmatch(rf"(?:{_HOST.pattern})(?::(?P<devices>\d+))?", part.strip())
             if match is None or re.search(r"[\s/]", part.strip()):
@@ -37,12 +37,12 @@ class Host:
                 raise ConvoyError(f"{part} says no number of devices: write e.g. {part}:4, or --devices-per-host 4")
             if number < 1:
                 raise ConvoyError(f"{part} has {number} devices: write at least 1")
-            found.append(Host(match["bare"] or match["six"], number))
-        names = [host.name for host in found]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConvoyError(f"host {twice} is named twice: write {twice}:N with all of its devices")
-        return found
+            hosts.append(Host(match["bare"] or match["six"], number))
+        names = [host.name for host in hosts]
+        repeated_name = next((name for name in names if names.count(name) > 1), None)
+        if repeated_name is not None:
+            raise ConvoyError(f"host {repeated_name} is named twice: write {repeated_name}:N with all of its devices")
+        return hosts
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class _Started:
 
 @contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    before = dict(os.environ)
+    old_environment = dict(os.environ)
     os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     loopback = interfaces.loopback()
@@ -140,7 +140,7 @@ def _environment(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(old_environment)
 
 
 @contextmanager
@@ -189,10 +189,10 @@ def _forwarding(started: _Started) -> Iterator[None]:
         came = signal.Signals(number)
         threading.Thread(target=hand_on, args=(FORWARDED[came], came.name), daemon=True).start()
 
-    before = {number: signal.signal(number, note) for number in FORWARDED if not outlives(number)}
+    old_handlers = {number: signal.signal(number, note) for number in FORWARDED if not outlives(number)}
     try:
         yield
     finally:
         done.set()
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

@@ -22,9 +22,9 @@ def host_memory() -> int:
 def free_memory() -> int:
     """Bytes that processes here may still have: those that no process of the machine and no group has used up. Files
     that the system remembers count as free."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", text_of(_MEMINFO), re.MULTILINE)
-    there = 1024 * int(found[1]) if found else host_memory()
-    return max(0, min([there, *memory_left()]))
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", text_of(_MEMINFO), re.MULTILINE)
+    host_bytes = 1024 * int(match[1]) if match else host_memory()
+    return max(0, min([host_bytes, *memory_left()]))
 
 
 def memory_left(membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[int]:

@@ -57,10 +57,10 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace 
     which are set in the environment."""
     source = "torchrun"
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        found = slurm_variables(environment)
-        if found is None:
+        variables = slurm_variables(environment)
+        if variables is None:
             return None
-        environment.update(found)
+        environment.update(variables)
         source = "Slurm"
     launch = environment.get(FOLDER)
     rank, num_ranks = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
@@ -139,6 +139,6 @@ def _tasks_on_node(environment: Mapping[str, str], num_tasks: int) -> int:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text.isdecimal():
-        said = f"is {text!r}, but must be a whole number" if text else "is not set"
-        raise ConvoyError(f"{name} {said}: start the ranks with torchrun, srun or --devices")
+        problem = f"is {text!r}, but must be a whole number" if text else "is not set"
+        raise ConvoyError(f"{name} {problem}: start the ranks with torchrun, srun or --devices")
     return int(text)

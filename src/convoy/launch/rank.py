@@ -31,9 +31,9 @@ def follow(parent: int, folder: Path, rank: int, stop: Callable[[str], None]) ->
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    signals, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    signals, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)  # a loader's signals are not this process's
 
     def watch() -> None:
@@ -204,11 +204,11 @@ def _print(text: str) -> None:
 
 
 def _say_why(place: RankPlace, folder: Path) -> None:
-    before = folder.with_name(f"attempt-{place.restarts - 1}")
-    why = cause([*read_failures(before), *silent_ends(before)])
-    said = why.reason if why is not None else "a rank failed"
+    last_attempt = folder.with_name(f"attempt-{place.restarts - 1}")
+    why = cause([*read_failures(last_attempt), *silent_ends(last_attempt)])
+    sentence = why.reason if why is not None else "a rank failed"
     number = f"restart {place.restarts} of {place.max_restarts}"
-    print(f"{said}; all ranks start again ({number})", file=sys.stderr, flush=True)
+    print(f"{sentence}; all ranks start again ({number})", file=sys.stderr, flush=True)
 
 
 def _end(status: int) -> None:

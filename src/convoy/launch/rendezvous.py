@@ -47,14 +47,14 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
     key = interfaces.secret()
     store = _open(host, port, timedelta(seconds=params.get_as_int("read_timeout", 60) or 60))
     interface = interfaces.chosen()
-    own = interfaces.address_of(interface) if interface is not None else interfaces.towards(host)
+    own_address = interfaces.address_of(interface) if interface is not None else interfaces.towards(host)
     handler: DynamicRendezvousHandler = OneAddress.from_backend(
         params.run_id,
         store,
         Sealed(store, params.run_id, key),
         params.min_nodes,
         params.max_nodes,
-        params.local_addr or own,
+        params.local_addr or own_address,
         RendezvousTimeout(*(_timeout(params, name) for name in ("join", "last_call", "close", "heartbeat"))),
         keep_alive_interval=params.get_as_int("keep_alive_interval", 5) or 5,
         keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt", 3) or 3,
@@ -75,9 +75,9 @@ class OneHost(StaticTCPRendezvous):
         super().__init__("127.0.0.1", get_free_port(), 0, 1, params.run_id, timeout=0)
         self._backend_name, file = params.backend, params.get("file")
         if file is None:
-            made = ExitStack()
-            file = made.enter_context(private_folder()) / "store"
-            atexit.register(made.close)
+            stack = ExitStack()
+            file = stack.enter_context(private_folder()) / "store"
+            atexit.register(stack.close)
         os.environ[interfaces.STORE] = str(file)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -124,12 +124,12 @@ class Sealed(C10dRendezvousBackend):
         self._seal = partial(hmac.digest, key + b"/" + run_id.encode(), digest="sha256")
 
     def get_state(self) -> Any:
-        found = super().get_state()
-        return found and (self._opened(found[0]), found[1])
+        answer = super().get_state()
+        return answer and (self._opened(answer[0]), answer[1])
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
-        found = super().set_state(self._seal(state) + state, token)
-        return found and (self._opened(found[0]), *found[1:])
+        answer = super().set_state(self._seal(state) + state, token)
+        return answer and (self._opened(answer[0]), *answer[1:])
 
     def _call_store(self, *call: Any, **named: Any) -> Any:
         try:

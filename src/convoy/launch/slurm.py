@@ -17,10 +17,10 @@ _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,2})(?::(?P<minutes>\d{2}
 
 def minutes_of(text: str) -> int:
     """A time in minutes, rounded up, from `90m`, `8h`, `1d12h`, or as Slurm writes it: `8:00:00`, `1-12`."""
-    said = text.strip().lower()
-    parts = re.findall(r"(\d+)([dhm])", said)
-    match = _SLURM.fullmatch(said)
-    if parts and "".join(number + unit for number, unit in parts) == said:
+    words = text.strip().lower()
+    parts = re.findall(r"(\d+)([dhm])", words)
+    match = _SLURM.fullmatch(words)
+    if parts and "".join(number + unit for number, unit in parts) == words:
         total = sum(int(number) * _UNITS[unit] for number, unit in parts)
     elif match is not None and (match["days"] or match["seconds"]):
         days, hours, minutes, seconds = (int(match[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
@@ -175,6 +175,6 @@ def submit(script: Path) -> str:
         raise ConvoyError(f"there is no sbatch here: submit {script} on a host of the cluster, by sbatch {script}")
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise ConvoyError(f"sbatch does not take {script}: {said}")
+        message = " ".join((done.stderr or done.stdout).split())
+        raise ConvoyError(f"sbatch does not take {script}: {message}")
     return done.stdout.strip().partition(";")[0]

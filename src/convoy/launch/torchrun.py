@@ -45,8 +45,8 @@ def _make(params: Any) -> Any:
 
 def say_failures() -> None:
     """Print the word that Convoy's ranks have left in place of torchrun's pages."""
-    before = sys.excepthook
-    if getattr(before, "of_agent", False):
+    old_hook = sys.excepthook
+    if getattr(old_hook, "of_agent", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
@@ -57,7 +57,7 @@ def say_failures() -> None:
         elif isinstance(error, ConvoyError) and not os.environ.get(TRACEBACK):
             text = f"convoy: {error}"
         if text is None:
-            before(kind, error, trace)
+            old_hook(kind, error, trace)
         else:
             print(text, file=sys.stderr, flush=True)
 

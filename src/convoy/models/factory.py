@@ -50,13 +50,17 @@ class Factory:
         for option in options:
             if takes(function, option) is None:
                 raise UnknownOptionError(self.name, option, parameters(function))
-        asked = {"num_classes": num_classes, "in_channels": in_channels}
-        sizes = {key: value for key, value in asked.items() if value is not None and takes(function, key)}
+        request = {"num_classes": num_classes, "in_channels": in_channels}
+        sizes = {key: value for key, value in request.items() if value is not None and takes(function, key)}
         model = self._call(function, sizes, options)
         if not isinstance(model, nn.Module):
             raise ConvoyError(f"{self.name} returned {type(model).__name__}: it has to return an nn.Module")
         model = unwrapped(model)
-        _check_sizes(self.name, model, {key: asked[key] for key in asked if takes(function, key) != "explicitly"})
+        _check_sizes(
+            self.name,
+            model,
+            {key: request[key] for key in request if takes(function, key) != "explicitly"},
+        )
         return model
 
     def _call(self, function: Callable[..., Any], sizes: dict[str, int], options: Mapping[str, Any]) -> Any:
@@ -72,17 +76,17 @@ class Factory:
     def function(self) -> Callable[..., Any]:
         """The function or class of that name; its module is imported."""
         module, _, path = self.name.partition(":")
-        found: Any = _user_module(self.name, module)
+        member: Any = _user_module(self.name, module)
         for part in path.split("."):
-            if not hasattr(found, part):
-                near = did_you_mean(part, [name for name in dir(found) if not name.startswith("_")])
+            if not hasattr(member, part):
+                near = did_you_mean(part, [name for name in dir(member) if not name.startswith("_")])
                 raise ConvoyError(f"{self.name}: {module} has no {part!r}{near}")
-            found = getattr(found, part)
-        if not callable(found):
+            member = getattr(member, part)
+        if not callable(member):
             raise ConvoyError(
-                f"{self.name} is of type {type(found).__name__}: name a function or class that returns an nn.Module"
+                f"{self.name} is of type {type(member).__name__}: name a function or class that returns an nn.Module"
             )
-        function: Callable[..., Any] = found
+        function: Callable[..., Any] = member
         return function
 
 
@@ -124,22 +128,22 @@ def _is_own(code: str | None, file: Path) -> bool:
     """
     if code is None:
         return False
-    here, path, folder = (each.resolve() for each in (Path.cwd(), Path(code), file.parent))
+    cwd, path, folder = (location.resolve() for location in (Path.cwd(), Path(code), file.parent))
     installed = str(path).startswith(INSTALLED) or code.startswith(INSTALLED)
-    if installed or not path.is_relative_to(here) or (file.name == CONFIG and here.is_relative_to(folder)):
+    if installed or not path.is_relative_to(cwd) or (file.name == CONFIG and cwd.is_relative_to(folder)):
         return False
-    for parent in path.parents[: len(path.parts) - len(here.parts)]:
+    for parent in path.parents[: len(path.parts) - len(cwd.parts)]:
         if parent.name in ("site-packages", "dist-packages") or any(parent.glob("*.dist-info")):
             return False
-    brought = folder.relative_to(here).parts[:1] if folder.is_relative_to(here) else ()
-    return not brought or not path.is_relative_to(here / brought[0])
+    top = folder.relative_to(cwd).parts[:1] if folder.is_relative_to(cwd) else ()
+    return not top or not path.is_relative_to(cwd / top[0])
 
 
 def _add_current_folder() -> None:
     """Let modules in the current folder be imported, also by those that are imported later."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    cwd = str(Path.cwd())
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
     importlib.invalidate_caches()
 
 
@@ -158,10 +162,10 @@ def _user_module(name: str, module: str) -> ModuleType:
         raise ConvoyError(f"{name}: importing {module} failed with {reason(error)}") from error
 
 
-def _check_sizes(name: str, model: nn.Module, asked: Mapping[str, int | None]) -> None:
+def _check_sizes(name: str, model: nn.Module, request: Mapping[str, int | None]) -> None:
     """Compare the network with what was asked for, as far as its first and last layers tell."""
     stem = first_convolution(model)
-    channels, num_classes = asked.get("in_channels"), asked.get("num_classes")
+    channels, num_classes = request.get("in_channels"), request.get("num_classes")
     if channels and stem and stem.in_channels not in (0, channels):  # 0 in a lazy convolution
         raise ConvoyError(
             f"{name} reads images of {stem.in_channels} channel{'s' * (stem.in_channels > 1)} where the data has "

@@ -59,11 +59,11 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def takes(function: Callable[..., Any], keyword: str) -> str | None:
     """How `function` takes `keyword`: "explicitly", through "**kwargs", or not at all (None)."""
-    known = parameters(function)
+    signature = parameters(function)
     kinds = inspect.Parameter
-    if keyword in known and known[keyword].kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY):
+    if keyword in signature and signature[keyword].kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY):
         return "explicitly"
-    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in known.values()):
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in signature.values()):
         return "**kwargs"
     return None
 
@@ -92,9 +92,9 @@ class Timm:
         """The network with fresh weights; None stands for its own number of classes or channels."""
         _refuse_downloads(self.name, options)
         sizes = {"num_classes": num_classes, "in_chans": in_channels}
-        given = {key: value for key, value in sizes.items() if value is not None}
+        requested_sizes = {key: value for key, value in sizes.items() if value is not None}
         create = _extra("timm").create_model
-        model: nn.Module = called(self.name, create, self._model(), pretrained=False, **given, **options)
+        model: nn.Module = called(self.name, create, self._model(), pretrained=False, **requested_sizes, **options)
         return model
 
     def _builds_with(self, option: str) -> bool:
@@ -150,11 +150,11 @@ class Torchvision:
         for option in options:
             if option not in accepted:
                 raise UnknownOptionError(self.name, option, accepted)
-        given: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+        arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
         if "init_weights" in accepted and self._model() in ("googlenet", "inception_v3"):  # they warn unless told
-            given["init_weights"] = True
+            arguments["init_weights"] = True
         builder = _extra("torchvision.models").get_model_builder(self._model())
-        model: nn.Module = called(self.name, builder, weights=None, **(given | dict(options)))
+        model: nn.Module = called(self.name, builder, weights=None, **(arguments | dict(options)))
         return model
 
     def _options(self) -> list[str]:

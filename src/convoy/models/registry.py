@@ -49,15 +49,15 @@ class Registered:
     @property
     def factory(self) -> "Callable[..., nn.Module]":
         module, _, name = self.source.partition(".")
-        found: Callable[..., nn.Module] = getattr(importlib.import_module(f"convoy.models.{module}"), name)
-        return found
+        constructor: Callable[..., nn.Module] = getattr(importlib.import_module(f"convoy.models.{module}"), name)
+        return constructor
 
     @property
     def options(self) -> dict[str, Any]:
         """The options a user may set, with their defaults."""
         parameters = inspect.signature(self.factory).parameters.values()
-        taken = {"num_classes", "in_channels", *self.fixed}
-        return {parameter.name: parameter.default for parameter in parameters if parameter.name not in taken}
+        fixed_names = {"num_classes", "in_channels", *self.fixed}
+        return {parameter.name: parameter.default for parameter in parameters if parameter.name not in fixed_names}
 
     def accepts(self, option: str) -> bool:
         """Whether `option` may be given to `build`."""
@@ -78,8 +78,8 @@ class Registered:
         except ValueError as error:
             if isinstance(error, ConvoyError) or not options:
                 raise
-            given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-            raise ConvoyError(f"{self.info.name} refuses {given}: {error}") from error
+            setting = ", ".join(f"{option}={value!r}" for option, value in options.items())
+            raise ConvoyError(f"{self.info.name} refuses {setting}: {error}") from error
 
     def _check(self, option: str, value: object) -> None:
         name, accepted = self.info.name, self.options

@@ -123,9 +123,9 @@ def stage(
     block: type[BasicBlock] | type[Bottleneck], in_channels: int, channels: int, num_blocks: int, stride: int
 ) -> nn.Sequential:
     """`num_blocks` blocks, the first of which changes the channels and, with a stride of 2, halves height and width."""
-    first = block(in_channels, channels, stride)
-    others = [block(channels * block.expansion, channels, 1) for _ in range(num_blocks - 1)]
-    return nn.Sequential(first, *others)
+    first_block = block(in_channels, channels, stride)
+    further_blocks = [block(channels * block.expansion, channels, 1) for _ in range(num_blocks - 1)]
+    return nn.Sequential(first_block, *further_blocks)
 
 
 def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:

@@ -106,8 +106,8 @@ class BatchSampler(Sampler[list[int]]):
         samples = self._order.samples(self._epoch).tolist() if self.shuffle else range(self.num_samples)
         for batch in self._batches[self._start :]:
             parts = self._parts(len(batch))
-            own = parts[self._place]
-            yield list(samples[batch.start + own.start : batch.start + own.stop])
+            positions = parts[self._place]
+            yield list(samples[batch.start + positions.start : batch.start + positions.stop])
 
     def _parts(self, size: int) -> tuple[range, ...]:
         if self.shares is None:
@@ -115,8 +115,8 @@ class BatchSampler(Sampler[list[int]]):
         return consecutive(proportional(size, self.shares))
 
     def _check(self, groups: Groups) -> None:
-        own = (self.num_samples, self.global_batch, self.shuffle, self.seed, self.drop_last, self.shares)
-        numbers = [zlib.crc32(repr(own).encode()), self.num_samples]
+        arguments = (self.num_samples, self.global_batch, self.shuffle, self.seed, self.drop_last, self.shares)
+        numbers = [zlib.crc32(repr(arguments).encode()), self.num_samples]
         rows = gather_ints(numbers, groups.of(groups.mesh.axes))
         for other, row in enumerate(rows):
             if row != rows[groups.rank]:
@@ -271,8 +271,8 @@ def _moved(x: Any, device: torch.device) -> Any:
     if isinstance(x, Tensor):
         return x.to(device, non_blocking=True)
     if isinstance(x, Mapping):
-        return {name: _moved(each, device) for name, each in x.items()}
-    return [_moved(each, device) for each in x] if isinstance(x, (tuple, list)) else x
+        return {name: _moved(value, device) for name, value in x.items()}
+    return [_moved(value, device) for value in x] if isinstance(x, (tuple, list)) else x
 
 
 def _run(net: nn.Module, inputs: Any) -> tuple[int, Any]:

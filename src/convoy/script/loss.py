@@ -94,9 +94,9 @@ def penalty(
     parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in parameters):
-            known = ", ".join([*list(parameters)[:3], *(["…"] if len(parameters) > 3 else [])]) or "none"
+            listing = ", ".join([*list(parameters)[:3], *(["…"] if len(parameters) > 3 else [])]) or "none"
             raise ConvoyError(
-                f"penalty: no trainable parameter is called {pattern!r}: their names are the plain network's: {known}"
+                f"penalty: no trainable parameter is called {pattern!r}: their names are the plain network's: {listing}"
             )
     weights = {
         name: _whole(network, name, parameter)

@@ -87,10 +87,10 @@ def optimizer_state_dict(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     network = network_of(net)
     agree("convoy.optimizer_state_dict", network.groups)
     with together(network):
-        named = NamedOptimizer(network.model, optimizer)
-    entries = named.entries()
+        adapter = NamedOptimizer(network.model, optimizer)
+    entries = adapter.entries()
     with together(network):
-        state = named.state(entries)
+        state = adapter.state(entries)
     alike(network, {f"optimizer/{name}": " ".join(entry) for name, entry in state["state"].items()})
     for entry in state["state"].values():
         entry |= {key: value.make() for key, value in entry.items() if isinstance(value, Whole)}
@@ -116,9 +116,9 @@ def load_optimizer_state_dict(net: nn.Module, optimizer: Optimizer, state: Mappi
     network = network_of(net)
     agree("convoy.load_optimizer_state_dict", network.groups)
     with together(network):
-        named = NamedOptimizer(network.model, optimizer)
-        named.check(state)
-    named.load(state["state"], state["param_groups"])
+        adapter = NamedOptimizer(network.model, optimizer)
+        adapter.check(state)
+    adapter.load(state["state"], state["param_groups"])
 
 
 class Parts:
@@ -127,15 +127,15 @@ class Parts:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        found = ((name, getattr(each, "_convoy", None)) for name, each in module.named_modules())
+        parts = ((name, getattr(part, "_convoy", None)) for name, part in module.named_modules())
         # the parallelized networks, by their places in the module
-        self.networks: dict[str, Network] = {name: each for name, each in found if isinstance(each, Network)}
+        self.networks: dict[str, Network] = {name: part for name, part in parts if isinstance(part, Network)}
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers, in the order and under the names of `state_dict`. Raises
         ConvoyError where a layer has extra state, which is no tensor."""
-        named = [self._module.named_parameters, self._module.named_buffers]
-        names = {name for each in named for name, _ in each(remove_duplicate=False)}
+        methods = [self._module.named_parameters, self._module.named_buffers]
+        names = {name for method in methods for name, _ in method(remove_duplicate=False)}
         state = self._module.state_dict()
         extra = next((name for name in state if name.rpartition(".")[2] == "_extra_state"), None)
         if extra is not None:
@@ -144,45 +144,45 @@ class Parts:
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of a tensor that is divided as the one of this name. All ranks call it."""
-        network, own = self._of(name)
-        return tensor.detach().clone() if network is None else network.whole(own, tensor)
+        network, own_name = self._of(name)
+        return tensor.detach().clone() if network is None else network.whole(own_name, tensor)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a whole; it may share the whole's memory."""
-        network, own = self._of(name)
-        return tensor if network is None else network.part(own, tensor)
+        network, own_name = self._of(name)
+        return tensor if network is None else network.part(own_name, tensor)
 
     def shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         """The shape of the whole, where this rank has `tensor`."""
-        network, own = self._of(name)
-        return tuple(tensor.shape) if network is None else network.entry(own)[0]
+        network, own_name = self._of(name)
+        return tuple(tensor.shape) if network is None else network.entry(own_name)[0]
 
     def divided(self, name: str) -> bool:
         """Whether ranks hold parts of the tensor of this name."""
-        network, own = self._of(name)
+        network, own_name = self._of(name)
         if network is None:
             return False
-        return any(network.groups.mesh.sizes[axis] > 1 for axis in network.entry(own)[1].split_axes)
+        return any(network.groups.mesh.sizes[axis] > 1 for axis in network.entry(own_name)[1].split_axes)
 
     def check(self, state: Mapping[str, Tensor]) -> None:
         """See that whole tensors fit; a ConvoyError says where names or shapes differ."""
-        own = self.tensors()
-        wrong = sorted(set(own) ^ set(state))
-        if wrong:
-            where = "the network" if wrong[0] in own else "the state"
-            raise ConvoyError(f"{wrong[0]} is only in {where}: load a state of the same network")
+        tensors = self.tensors()
+        strays = sorted(set(tensors) ^ set(state))
+        if strays:
+            where = "the network" if strays[0] in tensors else "the state"
+            raise ConvoyError(f"{strays[0]} is only in {where}: load a state of the same network")
         for name, tensor in state.items():
-            shape = self.shape(name, own[name])
+            shape = self.shape(name, tensors[name])
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
-                found = list(tensor.shape) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-                raise ConvoyError(f"{name} is {found} in the state, but {list(shape)} in the network")
+                actual = list(tensor.shape) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+                raise ConvoyError(f"{name} is {actual} in the state, but {list(shape)} in the network")
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's parts of whole tensors that fit."""
-        own = self.tensors()
+        tensors = self.tensors()
         for name, tensor in state.items():
-            own[name].copy_(self.part(name, received(tensor)))
+            tensors[name].copy_(self.part(name, received(tensor)))
 
     def _of(self, name: str) -> tuple[Network | None, str]:
         prefixes = [prefix for prefix in self.networks if not prefix or name.startswith(f"{prefix}.")]
@@ -247,11 +247,11 @@ class NamedOptimizer:
                 "groups that it had when it was saved"
             )
         for number, (group, names) in enumerate(zip(saved, self.names, strict=True)):
-            wrong = sorted(set(group["params"]) ^ set(names))
-            if wrong:
-                where = "the optimizer's" if wrong[0] in names else "the state's"
+            stray = sorted(set(group["params"]) ^ set(names))
+            if stray:
+                where = "the optimizer's" if stray[0] in names else "the state's"
                 raise ConvoyError(
-                    f"{wrong[0]} is only in {where} group {number}: make the optimizer with the parameters that it had "
+                    f"{stray[0]} is only in {where} group {number}: make the optimizer with the parameters that it had "
                     "when it was saved"
                 )
             self._check_kind(set(group) - set(_NOT_SAVED), number)
@@ -266,10 +266,10 @@ class NamedOptimizer:
         numbers = itertools.count()
         state: dict[int, dict[str, Any]] = {}
         merged: list[dict[str, Any]] = []
-        for names, own, saved in zip(self.names, self.optimizer.param_groups, groups, strict=True):
+        for names, group, saved in zip(self.names, self.optimizer.param_groups, groups, strict=True):
             indices = [next(numbers) for _ in names]
             options = {key: _copied(value) for key, value in saved.items() if key not in _NOT_SAVED}
-            merged.append({**own, **options, "params": indices})
+            merged.append({**group, **options, "params": indices})
             for index, name in zip(indices, names, strict=True):
                 if entries.get(name):
                     state[index] = {key: self._part(name, value) for key, value in entries[name].items()}
@@ -296,8 +296,8 @@ class NamedOptimizer:
 
     def _check_kind(self, saved: set[str], number: int) -> None:
         """Options come and go with versions of torch; where both sides have their own, the optimizer is another."""
-        own = set(self.optimizer.defaults)
-        lost, new = sorted(own - saved), sorted(saved - set(self.optimizer.param_groups[number]) - {"initial_lr"})
+        options = set(self.optimizer.defaults)
+        lost, new = sorted(options - saved), sorted(saved - set(self.optimizer.param_groups[number]) - {"initial_lr"})
         if lost and new:
             raise ConvoyError(
                 f"the state's group {number} has {new[0]} and no {lost[0]}, so it is not of "
@@ -310,11 +310,11 @@ class NamedOptimizer:
             return
         elementwise = type(self.optimizer) in (*ELEMENTWISE, ShardedOptimizer)
         if elementwise or self._parts.divided(name):
-            found = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            actual = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
             mend = (
                 "load a state of the same network" if elementwise else "load it under a plan that divides samples alone"
             )
-            raise ConvoyError(f"{key} of {name} is {found} in the state, but {name} is {list(shape)}: load {mend}")
+            raise ConvoyError(f"{key} of {name} is {actual} in the state, but {name} is {list(shape)}: load {mend}")
 
 
 def _is_number(value: Any) -> bool:

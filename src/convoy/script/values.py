@@ -46,12 +46,12 @@ class Packed:
     def facts(self, free: Collection[str]) -> dict[str, str]:
         """The facts that ranks can compare: all values by their places, with checksums of tensors in one piece. Values
         under the keys `free` may differ, but tensors may not."""
-        found = {place: text for place, text in self.leaves.items() if place.partition("/")[0] not in free}
+        facts = {place: text for place, text in self.leaves.items() if place.partition("/")[0] not in free}
         for place, value in self.tensors.items():
             if isinstance(value, Tensor):
                 content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                found[place] = f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()}"
-        return found
+                facts[place] = f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()}"
+        return facts
 
     def _packed(self, place: str, value: Any) -> Any:
         if isinstance(value, Whole | Tensor):
@@ -70,17 +70,19 @@ class Packed:
             return float(value) if math.isfinite(value) else {_TAG: "float", "text": str(float(value))}
         if value is None or type(value) in (bool, int, str):
             return value
-        kept = "save what can be, or an object with state_dict and load_state_dict under a name of its own"
-        raise ConvoyError(f"{place} is a {type(value).__name__}, which a checkpoint cannot hold: {kept}")
+        advice = "save what can be, or an object with state_dict and load_state_dict under a name of its own"
+        raise ConvoyError(f"{place} is a {type(value).__name__}, which a checkpoint cannot hold: {advice}")
 
     def _dictionary(self, place: str, value: Mapping[Any, Any]) -> Any:
-        odd = next((key for key in value if type(key) not in (str, int, float, bool, type(None))), None)
-        if odd is not None:
-            raise ConvoyError(f"{place} has the key {odd!r}, which a checkpoint cannot hold: make it text or a number")
+        bad_key = next((key for key in value if type(key) not in (str, int, float, bool, type(None))), None)
+        if bad_key is not None:
+            raise ConvoyError(
+                f"{place} has the key {bad_key!r}, which a checkpoint cannot hold: make it text or a number"
+            )
         items = [self._packed(_join(place, str(key)), item) for key, item in value.items()]
         self.leaves[place] = f"{type(value).__name__} of {len(items)}"
-        named = all(type(key) is str for key in value) and _TAG not in value and type(value) is not Counter
-        if named:
+        has_names = all(type(key) is str for key in value) and _TAG not in value and type(value) is not Counter
+        if has_names:
             return dict(zip(value, items, strict=True))
         keys = [self._packed(_join(place, f"key of {key}"), key) for key in value]
         kind = "counter" if type(value) is Counter else "dict"
@@ -117,8 +119,8 @@ def unpacked(values: Any, tensors: Mapping[str, Tensor]) -> Any:
     items = unpacked(values["items"], tensors)
     if kind == "tuple":
         return tuple(items)
-    found = dict(zip(unpacked(values["keys"], tensors), items, strict=True))
-    return Counter(found) if kind == "counter" else found
+    mapping = dict(zip(unpacked(values["keys"], tensors), items, strict=True))
+    return Counter(mapping) if kind == "counter" else mapping
 
 
 def _join(place: str, key: str) -> str:

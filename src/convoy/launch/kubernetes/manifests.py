@@ -95,13 +95,13 @@ def _environment(training: Training, master: str | None) -> list[dict[str, Any]]
     """Variables of the container, secrets by reference; with a master also the PET_* variables."""
     values = {"HOME": "/tmp"} | ({} if _SHUTDOWN in training.environment else {_SHUTDOWN: str(GRACE_S - 10)})
     values |= {name: escaped(value) for name, value in training.environment.items()}
-    own = [{"name": name, "value": value} for name, value in values.items()]
+    variables = [{"name": name, "value": value} for name, value in values.items()]
     secrets = [
-        {"name": one.name, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
-        for one in training.secrets
+        {"name": variable.name, "valueFrom": {"secretKeyRef": {"name": variable.secret, "key": variable.key}}}
+        for variable in training.secrets
     ]
     if master is None:
-        return [*own, *secrets]
+        return [*variables, *secrets]
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
         {"name": "PET_NNODES", "value": str(training.num_nodes)},
@@ -109,7 +109,7 @@ def _environment(training: Training, master: str | None) -> list[dict[str, Any]]
         {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         {"name": "PET_MASTER_ADDR", "value": master},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
-        *own,
+        *variables,
         *secrets,
     ]
 
@@ -127,10 +127,14 @@ _JOB_LABEL = "batch.kubernetes.io/job-name"
 def train_job(training: Training) -> list[dict[str, Any]]:
     """A TrainJob of Kubeflow Trainer (v2.2 and later), which sets PET_* and starts a JobSet. The runtime decides how
     often a pod is started again."""
-    whole = pod(training)
-    (container,) = whole["containers"]
-    own = {key: container[key] for key in ("name", "securityContext", "volumeMounts")}
-    patch = {"securityContext": whole["securityContext"], "containers": [own], "volumes": whole["volumes"]}
+    pod_spec = pod(training)
+    (container,) = pod_spec["containers"]
+    container_patch = {key: container[key] for key in ("name", "securityContext", "volumeMounts")}
+    patch = {
+        "securityContext": pod_spec["securityContext"],
+        "containers": [container_patch],
+        "volumes": pod_spec["volumes"],
+    }
     job_patch = {"name": _REPLICATED, "template": {"spec": {"template": {"spec": patch}}}}
     spec = {
         "runtimeRef": {

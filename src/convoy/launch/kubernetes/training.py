@@ -167,9 +167,9 @@ class Training:
                     f"Secret and give --env-from-secret {name}=SECRET/KEY"
                 )
             _check_text(f"--env {name}", value)
-        twice = [name for name in secret if secret.count(name) > 1 or name in self.environment]
-        if twice:
-            raise ConvoyError(f"the variable {twice[0]} is given twice: leave one away")
+        repeated_names = [name for name in secret if secret.count(name) > 1 or name in self.environment]
+        if repeated_names:
+            raise ConvoyError(f"the variable {repeated_names[0]} is given twice: leave one away")
 
     def _check_arguments(self) -> None:
         for argument in self.arguments:
