@@ -106,10 +106,8 @@ class BatchMaker:
 
     def fill(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:
         """Write the pictures of some samples [n] to `images` [n, channels, height, width]; no `epoch` means evaluation.
-
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
-        missing, and those after it move up. Raises ConvoyError where bad ones are not skipped, or none can be read.
-        """
+        missing, and those after it move up. Raises ConvoyError where bad ones are not skipped, or none can be read."""
         if self._at_once(epoch):
             used, found = self._chosen(samples, epoch)
             for start in range(0, len(used), _PIECE):
@@ -135,7 +133,7 @@ class BatchMaker:
         return Filled(used, bad)
 
     def _chosen(self, samples: NDArray[np.int64], epoch: int | None) -> tuple[NDArray[np.int64], list[tuple[int, str]]]:
-        """The samples whose pixels are taken, and those that could not be read when they were put into memory."""
+        """The samples whose pixels are used, and those that could not be read when they were put into memory."""
         if epoch is not None:
             return self._readable(samples, self._known_bad)
         if not isinstance(self.source, PixelSource) or not self.source.bad:
@@ -181,7 +179,7 @@ class BatchMaker:
         return [(place, BadImage(self.source.name(sample), bad[sample])) for place, sample in pairs if sample in bad]
 
     def _places(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.int64]:
-        """What is cut out of pixels in memory for each sample: [n, 4], as in `Crops`."""
+        """The crops of pixels in memory for some samples: [n, 4], as in `Crops`."""
         places = np.zeros((len(samples), 4), np.int64)
         places[:, 0] = samples
         if epoch is None or self.geometry.augment.crop == "none":
@@ -195,7 +193,7 @@ class BatchMaker:
         return places
 
     def _cut(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.uint8]:
-        """The pictures of some samples at once, from pixels in memory: what `Crops` makes of their places."""
+        """The crops of some samples at once, from pixels in memory: what `Crops` makes of their places."""
         pixels, side, augment = self._pixels[samples], self.geometry.image_size, self.geometry.augment
         has_crop, has_flip = epoch is not None and augment.crop == "pad", epoch is not None and augment.flip
         if not (has_crop or has_flip or self.geometry.margin):
@@ -219,7 +217,7 @@ class BatchMaker:
     def _write(
         self, images: NDArray[np.uint8], places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int
     ) -> list[tuple[int, BadImage]]:
-        """Writes the pictures of `samples` to `places` of `images`; returns the places that could not be filled."""
+        """Write the pictures of `samples` to `places` of `images`, and return the places that could not be filled."""
         draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
         failures = []
         for place, sample, row, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):

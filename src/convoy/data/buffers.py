@@ -58,7 +58,7 @@ class Buffers:
         return self._parts(self._bytes(slot))
 
     def hand_out(self, slot: int, copied: bool) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The same, free again when nothing refers to either any more, or at once where a copy is handed out."""
+        """The same, free again once nothing refers to either, or at once where a copy is handed out."""
         content, free = self._bytes(slot), self.free
         if copied:
             content = content.copy()
@@ -68,7 +68,7 @@ class Buffers:
         return self._parts(content)
 
     def _pin(self) -> bool:
-        """Pin the memory, so that copies to a GPU need not wait; whether that was possible."""
+        """Pin the memory where that is possible, so that copies to a GPU need not wait."""
         block = np.frombuffer(self._memory.bytes, np.uint8)
         runtime: Any = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(block.ctypes.data, block.nbytes, 0)) != 0:

@@ -31,7 +31,7 @@ _ARRAY = {"numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconst
 
 @dataclass
 class _Kept:
-    """An array or a dtype, by what a pickle calls it with, and the state that it gives it."""
+    """An array or a dtype, by the arguments with which a pickle calls it and the state that it gives it."""
 
     arguments: Any
     state: Any = None
@@ -128,7 +128,7 @@ def _unpickled(data: bytes) -> Any:
 
 
 def _array(content: _Kept) -> NDArray[np.uint8] | None:
-    """The array of bytes that the pickle means, or None if it is anything else."""
+    """The array of bytes that the pickle means, or None for anything else."""
     match content.state:
         case (_, tuple() as shape, _Kept(arguments=(b"u1" | "u1", *_)), fortran, bytes() as data):
             fits = len(shape) <= _MOST_DIMS and all(type(n) is int and 0 <= n <= len(data) for n in shape)

@@ -113,13 +113,10 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def finish_picture(image: Image.Image, name: str, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """The decoded picture: 8 bit, mode L (grey) or RGB, upright, on white where it was transparent.
-
-    With `at_least` (width, height of the upright picture) a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size as
-    long as it stays that large, which is much faster and depends on nothing but the file and that size.
-
-    Raises BadImage for pictures that are cut off, broken, or of 32 bits a channel.
-    """
+    """The decoded picture: 8 bit, mode L (grey) or RGB, upright, on white where it was transparent. With `at_least`
+    (width, height of the upright picture) a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size as long as it stays that
+    large, which is much faster and depends on nothing but the file and that size. Raises BadImage for pictures that are
+    cut off, broken, or of 32 bits a channel."""
     with _reasons(name):
         orientation = _orientation(image)
         if at_least is not None and image.format == "JPEG":

@@ -68,8 +68,8 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def keep_others_out(descriptor: int, refusal: str) -> None:
-    """Lock an open file or folder until it is closed; raises ConvoyError with `refusal` where another process has
-    locked it. On a file system without locks nobody is kept out."""
+    """Lock an open file or folder until it is closed; a ConvoyError says `refusal` where another process holds the
+    lock. On a file system without locks nobody is kept out."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -102,10 +102,8 @@ def split_of(name: str) -> str | None:
 
 def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
     """The files with this suffix to train on and to test on, sorted by name; raises ConvoyError if unclear.
-
     `config.train` and `config.test` say which is which, else the names of files and of their folders. Files of `val`
-    are preferred to those of `test`, whose labels are often withheld.
-    """
+    are preferred to those of `test`, whose labels are often withheld."""
     if path.is_file():
         return [path], []
     paths = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))

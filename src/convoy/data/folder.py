@@ -200,10 +200,8 @@ def _scan(
 
 
 def open_class(path: Path) -> Opened | None:
-    """A folder of pictures without class folders, as a data set of the one class that the folder is named after.
-
-    None where the folder holds other folders, or no pictures.
-    """
+    """A folder of pictures without class folders, as a data set of the one class that the folder is named after. None
+    where the folder holds other folders, or no pictures."""
     leftovers = Counter[str]()
     files = [] if next(iter(_folders(path)), None) else pictures(path, leftovers)
     if not files:

@@ -62,11 +62,9 @@ def training_batches(
 def evaluation_batches(
     data: DataSet, config: DataConfig, *, batch: int, part: int = 0, num_parts: int = 1, pin_memory: bool = False
 ) -> Generator[Batch, None, None]:
-    """Every sample of the test split exactly once, in order, resized and cut in the center.
-
-    The last batch may be smaller. `num_parts` ranks take turns at the batches; all get equally many, so that the last
-    ones may be empty. Raises the same errors as `training_batches`.
-    """
+    """Every sample of the test split exactly once, in order, resized and cut in the center. The last batch may be
+    smaller. `num_parts` ranks take turns at the batches; all get equally many, so that the last ones may be empty.
+    Raises the same errors as `training_batches`."""
     if batch < 1:
         raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
     maker = batch_maker(data, config, data.test, seed=0)
@@ -79,11 +77,9 @@ def evaluation_batches(
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
-    """The number of worker processes, and why.
-
-    0 where a batch is taken from memory at once; else one per core of this process's share, up to 32, which is what one
-    GPU can use up. Cores are those that the process may run on, or as many as control groups leave time for.
-    """
+    """The number of worker processes, and why. 0 where a batch is taken from memory at once; else one per core of this
+    process's share, up to 32, which is what one GPU can use up. Cores are those that the process may run on, or as many
+    as control groups leave time for."""
     if data.train.resident is not None:
         return 0, f"pictures lie on the GPU ({size(data.train.resident.nbytes)}), which cuts them out"
     if config.workers is not None:
@@ -100,11 +96,8 @@ def first_workers(config: DataConfig, most: int) -> int:
 
 
 def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: float) -> list[str]:
-    """Copy pixels in memory to a GPU with `memory` bytes where they fit; returns sentences about those that stay.
-
-    Only where batches are crops of them, and not where the recipe names a number of workers, which then make the
-    batches.
-    """
+    """Copy pixels in memory to a GPU with `memory` bytes where they fit; returns sentences about those that stay. Only
+    where batches are crops of them, and not where the recipe names a number of workers, which then make the batches."""
     notes, room = list[str](), memory / _PART
     for source, what in ((data.train, "training"), (data.test, "test")):
         maker = batch_maker(data, config, source, seed=0)

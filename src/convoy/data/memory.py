@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 
 
 class SharedMemory:
-    """A block of memory, zero to begin with; handing it to a worker process hands over the memory itself.
-
-    It lies in an anonymous file (memfd): it has no name, ends with its last process, takes up only what was written
-    to, and is not bound by the size of /dev/shm, which containers keep small.
-    """
+    """A block of memory, zero to begin with; handing it to a worker process hands over the memory itself. It lies in an
+    anonymous file (memfd): it has no name, ends with its last process, takes up only what was written to, and is not
+    bound by the size of /dev/shm, which containers keep small."""
 
     def __init__(self, num_bytes: int) -> None:
         self._own(_anonymous_file())
@@ -74,7 +72,6 @@ class SharedBytes:
         return instance
 
     def checksum(self) -> int:
-        """CRC-32 of all pieces and their ends."""
         return zlib.crc32(self._ends.array.data, zlib.crc32(self._memory.bytes))
 
     def __len__(self) -> int:
@@ -99,7 +96,6 @@ class Names:
         return instance
 
     def checksum(self) -> int:
-        """CRC-32 of all names in their order."""
         return self._names.checksum()
 
     def __len__(self) -> int:
@@ -127,7 +123,6 @@ class SharedNumbers:
 
 
 def _anonymous_file() -> int:
-    """The descriptor of a file without a name."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("convoy-pictures")
     with tempfile.TemporaryFile() as file:

@@ -50,8 +50,6 @@ _FINISHED = ".packed-"
 
 
 class _Stored(NamedTuple):
-    """A picture as the pack keeps it."""
-
     data: bytes
     suffix: str
     statistics: Statistics
@@ -139,7 +137,6 @@ _DIFFERENCES = {"options": "other options", "splits": "other pictures, names or 
 
 
 def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
-    """Begin, or see that the pack begun before is the same; raises ConvoyError."""
     begun, plan = unfinished / "what.json", json.loads(json.dumps(what))
     if begun.exists():
         try:
@@ -245,7 +242,6 @@ def _write_shards(
     processes: int,
     tell: Callable[[str], object],
 ) -> dict[_Shard, Known]:
-    """Write the shards that are not complete, and return the notes on all."""
     notes = {shard: note for shard in shards if (note := shard.known(folder)) is not None}
     queue = [shard for shard in shards if shard not in notes]
     total = sum(len(source) for source in splits.values())

@@ -90,7 +90,7 @@ class Pack(BaseModel, frozen=True):
         return f"a pack of {self.name} ({self.format}; {self.options})"
 
     def wrong_shards(self) -> dict[str, str]:
-        """A sentence for each shard, by its name, that is missing or of another size than it was written with."""
+        """A sentence for each shard that is missing or has another size than it was written with, by its name."""
         faults = {}
         for name, size in self.shards.items():
             if not (self.path / name).exists():
@@ -120,7 +120,6 @@ class Pack(BaseModel, frozen=True):
         return list(arrays.values())
 
     def source(self, split: str) -> PackedSource:
-        """The pictures of a split. Raises ConvoyError."""
         *parts, label, names, ends = self.arrays(split, "shard", "offset", "size", "label", "names", "name_end")
         lengths, ends = {len(array) for array in (*parts, label, ends)}, ends.astype(np.int64)
         places = np.stack(parts, axis=1).astype(np.int64) if len(lengths) == 1 else np.zeros((0, 3), np.int64)
@@ -176,12 +175,10 @@ def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
 
 
 def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
-    """Write the pictures of a pack as a folder for each class, below one for each split; returns their number.
-
-    Files have their original names as far as possible: they end as the stored format does, and nothing in a name leads
-    out of the folder. Until all are written they lie in a new hidden folder, which the next attempt removes if this one
-    is killed. Raises ConvoyError where the folder is taken or a picture damaged.
-    """
+    """Write the pictures of a pack as a folder for each class, below one for each split; returns their number. Files
+    have their original names as far as possible: they end as the stored format does, and nothing in a name leads out of
+    the folder. Until all are written they lie in a new hidden folder, which the next attempt removes if this one is
+    killed. Raises ConvoyError where the folder is taken or a picture damaged."""
     was_there = folder.exists()
     if was_there and (not folder.is_dir() or not all(map(_is_left_over, folder.iterdir()))):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
@@ -266,6 +263,6 @@ def _distinct(classes: list[str]) -> list[str]:
 
 
 def _plain_name(name: str) -> str:
-    """A name without what would make it a path, or hidden, or longer than file systems take."""
+    """A name without anything that would make it a path, or hidden, or longer than file systems take."""
     plain = re.sub(r"[/\\\0]", "_", name).lstrip(".").strip()
     return plain.encode("utf-8", "replace")[:_LONGEST].decode("utf-8", "ignore")

@@ -86,7 +86,6 @@ class ParquetSource(EncodedSource):
         return {"names": zlib.crc32(self._groups.data), "sizes": sizes}  # rows have numbers alone
 
     def name(self, sample: int) -> str:
-        """The file and the row in it (from 0)."""
         file, _, _, row = self._place(sample)
         return f"{self._names[file]}, row {row}"
 
@@ -277,7 +276,7 @@ def _column(file: Path, key: str, candidates: list[str], schema: pa.Schema, conf
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type of what a dictionary stands for."""
+    """The type of the values that a dictionary type encodes."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 

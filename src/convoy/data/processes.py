@@ -29,10 +29,8 @@ def forkserver(module: str) -> ForkServerContext:
 
 
 def follow_parent() -> None:
-    """In a worker: end with the process that asked for it, however that ended, and not by a signal to its group.
-
-    The process that workers are forked from has left the group, unless another library had started it before.
-    """
+    """In a worker: end with the process that asked for it, however that ended, and not by a signal to its group. The
+    process that workers are forked from has left the group, unless another library had started it before."""
     end_with_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -22,9 +22,7 @@ Progress = Callable[[str, int, int], None]  # called during long work with its n
 
 class Source(ABC):
     """Labelled pictures, numbered from 0: `labels` are int64 [N]; `mend` says what to do about one that is bad.
-
-    `is_packed` says whether they come from a pack.
-    """
+    `is_packed` says whether they come from a pack."""
 
     labels: NDArray[np.int64]
     mend = "mend or remove it"
@@ -44,18 +42,15 @@ class Source(ABC):
         """The sample's name in messages: a file name, or a file and a number in it."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """The marks by which the samples are recognised, as JSON; no picture file is read.
-
-        The number of `samples`, CRC-32 of their `labels` and, where there are any, of their `names` in their order; and
-        either that of the `contents` of all, or the `sizes` of a few files (-1: cannot be seen).
-        """
+        """The marks by which the samples are recognised, as JSON; no picture file is read. The number of `samples`,
+        CRC-32 of their `labels` and, where there are any, of their `names` in their order; and either that of the
+        `contents` of all, or the `sizes` of a few files (-1: cannot be seen)."""
         return {"samples": len(self), "labels": zlib.crc32(self.labels.astype(np.int64).data), **self._marks()}
 
     def _marks(self) -> dict[str, Any]:
         return {}
 
     def names(self, samples: NDArray[np.int64]) -> str:
-        """Some samples, in a message."""
         shown, more = ", ".join(self.name(int(sample)) for sample in samples[:3]), len(samples) - 3
         return f"{shown} and {more} more" if more > 0 else shown
 
@@ -73,10 +68,8 @@ class Source(ABC):
 
 
 class PixelSource(Source):
-    """Pictures of one size in memory: `pixels` is uint8 [N, H, W, C] with C of 1 or 3.
-
-    `bad` names the samples whose pixels could not be read (they are black here), with the reason.
-    """
+    """Pictures of one size in memory: `pixels` is uint8 [N, H, W, C] with C of 1 or 3. `bad` names the samples whose
+    pixels could not be read (they are black here), with the reason."""
 
     def __init__(
         self,
@@ -112,7 +105,6 @@ class PixelSource(Source):
         return {"contents": zlib.crc32(np.ascontiguousarray(self.pixels).data)}
 
     def with_channels(self, channels: int) -> "PixelSource":
-        """The same pictures in grey (1) or RGB (3), by Pillow's rule."""
         num, height, width, depth = self.pixels.shape
         if depth == channels:
             return self
@@ -179,11 +171,9 @@ _PROGRESS_EVERY = 2000
 
 
 def common_format(*sources: EncodedSource) -> tuple[int, int, int] | None:
-    """Height, width and channels of the pictures if they are small, of one size and few enough to keep in memory.
-
-    Looks at some pictures of each source; None where they differ, have a side of more than 64 pixels, or take more than
-    1 GiB.
-    """
+    """Height, width and channels of the pictures if they are small, of one size and few enough to keep in memory. Looks
+    at some pictures of each source; None where they differ, have a side of more than 64 pixels, or take more than 1
+    GiB."""
     sizes, modes, readable = set(), set(), 0
     for source in sources:
         for sample in spread(len(source), _NUM_PROBES):

@@ -18,11 +18,9 @@ _MOST_THREADS = 4
 def batches_by_threads(
     maker: BatchMaker, requests: Iterator[Request], largest: int, *, pixels: Tensor | None, pin_memory: bool
 ) -> Generator[Batch, None, None]:
-    """Batches in their order, each made by one thread; closing the generator ends the threads.
-
-    With `pixels` on a device only the places of crops are made, and the device cuts them out. Raises ConvoyError as
-    `BatchMaker.fill` does.
-    """
+    """Batches in their order, each made by one thread; closing the generator ends the threads. With `pixels` on a
+    device only the places of crops are made, and the device cuts them out. Raises ConvoyError as `BatchMaker.fill`
+    does."""
     shape, dtype = (maker.shape, "uint8") if pixels is None else ((4,), "int64")
     write = maker.fill if pixels is None else maker.fill_places
     buffers = Buffers(_AHEAD, largest, shape, dtype, pin_memory=pin_memory)

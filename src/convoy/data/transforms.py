@@ -46,7 +46,6 @@ class Geometry:
 
     @property
     def pad(self) -> int:
-        """Pixels added on each side before crop=pad."""
         return DEFAULT_PAD if self.augment.pad is None else self.augment.pad
 
     def center(self, image: Image.Image, name: str) -> Image.Image:
@@ -146,7 +145,6 @@ class ColorAugment:
         return bool(self._config.rand_augment or self._config.color_jitter or self._config.pca_noise)
 
     def __call__(self, image: Image.Image, epoch: int, sample: int) -> Image.Image:
-        """The picture (L or RGB) with its colors changed."""
         numbers = np.array([sample], np.int64)
         if self._config.rand_augment_numbers:
             key = int(keys(self._seed, Purpose.RAND_AUGMENT, epoch, numbers)[0])
@@ -171,11 +169,9 @@ def jitter(image: Image.Image, strength: float, draws: NDArray[np.float64]) -> I
 
 
 def pca_noise(image: Image.Image, deviation: float, draws: NDArray[np.float64]) -> Image.Image:
-    """Adds one color to the whole RGB picture, along the main directions of ImageNet's colors.
-
-    Krizhevsky, Sutskever, Hinton, 2012: the eigenvectors times their eigenvalues times normal numbers with the given
-    standard deviation (0.1 there). `draws` are three numbers in [0, 1).
-    """
+    """Adds one color to the whole RGB picture, along the main directions of ImageNet's colors. Krizhevsky, Sutskever,
+    Hinton, 2012: the eigenvectors times their eigenvalues times normal numbers with the given standard deviation (0.1
+    there). `draws` are three numbers in [0, 1)."""
     shift = _PCA_VECTORS @ (_PCA_VALUES * normals(draws) * deviation) * 255
     table = np.arange(256)[None, :] + shift[:, None]
     return image.point(np.rint(table).clip(0, 255).astype(int).ravel().tolist())

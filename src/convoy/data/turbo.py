@@ -81,7 +81,7 @@ class Turbo:
             cv2.split(square, list(planes))
 
     def _decoded(self, data: bytes, name: str, crop: Crop) -> tuple[Pixels, CropBox]:
-        """A picture, perhaps decoded smaller, and the wanted part of it."""
+        """A picture, perhaps decoded smaller, and the box of its crop."""
         if data[:2] == b"\xff\xd8" and not oriented(data):
             try:
                 return self._jpeg_decoded(data, crop)

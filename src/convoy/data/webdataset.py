@@ -50,7 +50,6 @@ class TarSource(EncodedSource):
         return self.place(sample)
 
     def place(self, sample: int) -> str:
-        """The tar and the member in it."""
         shard = Path(self._files[self._places.array[sample, 0]]).name
         return f"{printable(shard)}/{printable(self._names[sample])}"
 
@@ -78,7 +77,7 @@ class TarSource(EncodedSource):
 
 
 class _Descriptor:
-    """An open file, closed when nobody has it any more."""
+    """An open file that closes when nobody refers to it."""
 
     def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -192,7 +191,6 @@ def _pairs(
 
 
 def _after_first_dot(name: str) -> str:
-    """The end of a member's name, from the first dot of its base name on."""
     _, dot, end = name.rpartition("/")[2].partition(".")
     return dot + end
 

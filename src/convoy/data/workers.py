@@ -110,7 +110,6 @@ class Workers:
 
     @property
     def num(self) -> int:
-        """Processes that run."""
         return len(self._processes)
 
     def batches(self) -> Generator[Batch, None, None]:
@@ -130,7 +129,6 @@ class Workers:
             self.close()
 
     def close(self) -> None:
-        """End the processes."""
         processes, self._processes, self._poll = self._processes, {}, select.poll()
         for process in processes.values():
             process.kill()  # they have nothing to put in order, and SIGTERM may be ignored
@@ -142,7 +140,6 @@ class Workers:
         self._tasks.close()
 
     def _start(self, number: int) -> None:
-        """Start so many processes more. Raises MachineError."""
         try:
             for _ in range(number):
                 results, sender = self._context.Pipe(duplex=False)
@@ -158,7 +155,7 @@ class Workers:
             raise _died(error) from error
 
     def _send(self) -> bool:
-        """Hand out work for the batches to come; whether there is any batch left."""
+        """Hand out work for the batches to come; returns whether any batch is left."""
         low = len(self._pending) <= self._ahead // 2  # several at once, so that workers are woken up seldom
         while low and len(self._pending) < self._ahead and self._buffers.free:
             request = next(self._requests, None)
@@ -200,7 +197,7 @@ class Workers:
         self._send()
 
     def _late(self) -> str:
-        """Who holds the batch up, and the samples that it was asked for, in words."""
+        """A sentence on who holds the batch up, and with which samples."""
         sentences = []
         for process, (number, start, end) in zip(self._processes.values(), _pieces(self._held), strict=False):
             state = _STATES.get(_state(process.pid), "")

@@ -104,11 +104,8 @@ def cores_allowed(membership: Path = MEMBERSHIP, root: Path = ROOT) -> float:
 
 
 def own_share() -> float:
-    """The number of cores whose time this process and those that it starts may use.
-
-    Of the cores that it may run on and the time that control groups leave, ranks of a host get equal parts; cores to
-    which a rank is pinned are its own.
-    """
+    """The number of cores whose time this process and those that it starts may use. Of the cores that it may run on and
+    the time that control groups leave, ranks of a host get equal parts; cores to which a rank is pinned are its own."""
     local = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     return min(len(own_cores()) / (1 if PINNED in os.environ else local), cores_allowed() / local)
 

@@ -138,14 +138,12 @@ class HostWatch:
         )
 
     def _waits(self) -> Iterator[tuple[str, float]]:
-        """Seconds on a run queue, by thread."""
         for thread in _names(self._proc / "self/task"):
             words = text_of(self._proc / "self/task" / thread / "schedstat").split()
             if len(words) == 3 and words[0] != "0":  # kernels that do not count say 0
                 yield thread, int(words[1]) / 1e9
 
     def _throttled(self) -> Iterator[tuple[str, float]]:
-        """Seconds of throttling, by control group."""
         for folder, _ in folders("cpu", self._proc / "self/cgroup", self._sys / "fs/cgroup"):
             counters = _lines(folder / "cpu.stat")
             for name, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):
@@ -210,7 +208,6 @@ class HostWatch:
         return " ".join([program, *script]).strip()
 
     def _share(self, pid: int, cores: list[int]) -> float:
-        """The share of a process's time that it spent on `cores`."""
         match = re.search(r"^Cpus_allowed_list:\s*(\S+)", text_of(self._proc / str(pid) / "status"), re.MULTILINE)
         if match is None:
             return 1.0
@@ -282,10 +279,8 @@ def beside_others(loads: Sequence[HostLoad]) -> list[str]:
 
 
 def _idle_times(stat: str) -> dict[int, float]:
-    """Seconds in which each core did nothing here; time that a hypervisor gave to other machines counts.
-
-    Idle time is measured, while busy time is sampled, which errs with what runs in step with the kernel's ticks.
-    """
+    """Seconds in which each core did nothing here; time that a hypervisor gave to other machines counts. Idle time is
+    measured, while busy time is sampled, which errs with what runs in step with the kernel's ticks."""
     ticks = os.sysconf("SC_CLK_TCK")
     idle = {}
     for name, numbers in re.findall(r"^cpu(\d+) ([\d ]+)$", stat, re.MULTILINE):
@@ -308,7 +303,6 @@ def _run_of(environment: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _lines(file: Path) -> dict[str, int]:
-    """The whole numbers of a file of lines `name number`."""
     words = (line.split() for line in text_of(file).splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}
 

@@ -54,7 +54,6 @@ class Command:
     environment: dict[str, str]
 
     def __str__(self) -> str:
-        """The command for a shell, in one line."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.arguments)])
 

@@ -76,11 +76,9 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace 
 
 
 def job(environment: Mapping[str, str] = os.environ) -> str:
-    """The name of the launcher of this process, which stays the same when ranks are started again.
-
-    For torch's elastic launcher that is the identifier of the job (`--rdzv-id`), or the agent itself where the user
-    gave none; for Slurm the number of the job, which a requeued one keeps. Empty where nobody restarts anything.
-    """
+    """The name of the launcher of this process, which stays the same when ranks are started again. For torch's elastic
+    launcher that is the identifier of the job (`--rdzv-id`), or the agent itself where the user gave none; for Slurm
+    the number of the job, which a requeued one keeps. Empty where nobody restarts anything."""
     if "TORCHELASTIC_RUN_ID" in environment:
         name = environment["TORCHELASTIC_RUN_ID"]
         return f"torchrun:{name}" if name != "none" else f"agent:{socket.gethostname()}:{os.getppid()}"

@@ -85,12 +85,10 @@ Hang = Callable[[str], None]  # ends this rank, from any thread, with a sentence
 
 @contextmanager
 def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
-    """Run as the rank at a place. An exception that leaves this context is reported and ends the process.
-
-    A rank that `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; any
-    other prints it itself. Warnings of ranks other than 0 bear their number. The function that is yielded ends the rank
-    where its main thread cannot; `saves` says whether a rank that is asked to stop may be expected to save something.
-    """
+    """Run as the rank at a place. An exception that leaves this context is reported and ends the process. A rank that
+    `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; any other prints it
+    itself. Warnings of ranks other than 0 bear their number. The function that is yielded ends the rank where its main
+    thread cannot; `saves` says whether a rank that is asked to stop may be expected to save something."""
     if place.num_ranks > 1 and place.rank > 0:
         _prefix_warnings(place.rank)
     folder = Path(place.folder) if place.folder else None
@@ -153,10 +151,8 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Call
 
 def ended(place: RankPlace, status: int) -> int:
     """The status of this process after a run that ended in good order; the run's status goes to the starting process.
-
     Every rank calls it, after rank 0 has written everything: torch's launcher takes everything but 0 as a failure. Each
-    of torchrun's agents judges the ranks of its own host alone, while srun takes the highest status.
-    """
+    of torchrun's agents judges the ranks of its own host alone, while srun takes the highest status."""
     if place.folder is None:
         return 0 if place.source == "Slurm" and place.rank > 0 else status
     folder = Path(place.folder)

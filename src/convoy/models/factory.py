@@ -28,11 +28,9 @@ from convoy.terminal import did_you_mean
 
 @dataclass(frozen=True)
 class Factory:
-    """A function or class of the user's, `package.module:factory`, that returns an `nn.Module`.
-
-    It gets `num_classes` and `in_channels` where its signature has them; where it has not, the network it returns must
-    already have what was asked for.
-    """
+    """A function or class of the user's, `package.module:factory`, that returns an `nn.Module`. It gets `num_classes`
+    and `in_channels` where its signature has them; where it has not, the network it returns must already have what was
+    asked for."""
 
     name: str
 
@@ -74,7 +72,6 @@ class Factory:
                 del sizes[error.option]
 
     def function(self) -> Callable[..., Any]:
-        """The function or class of that name; its module is imported."""
         module, _, path = self.name.partition(":")
         member: Any = _user_module(self.name, module)
         for part in path.split("."):
@@ -91,11 +88,9 @@ class Factory:
 
 
 def check_own(name: str, file: Path) -> None:
-    """Refuse a network that the file of a run or recipe names where building it would run code from elsewhere.
-
-    What lies below the current folder is the user's own: such modules are imported to see what they name. Installed
-    packages are not, wherever they lie, as some have functions that run what they are given.
-    """
+    """Refuse a network that the file of a run or recipe names where building it would run code from elsewhere. What
+    lies below the current folder is the user's own: such modules are imported to see what they name. Installed packages
+    are not, wherever they lie, as some have functions that run what they are given."""
     network = find(name)
     if not isinstance(network, Factory):
         return
@@ -122,10 +117,8 @@ def check_own(name: str, file: Path) -> None:
 
 
 def _is_own(code: str | None, file: Path) -> bool:
-    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe.
-
-    What was unpacked comes in one folder: nothing in that below the current one which has the run is the user's own.
-    """
+    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe. What
+    was unpacked comes in one folder: nothing in that below the current one which has the run is the user's own."""
     if code is None:
         return False
     cwd, path, folder = (location.resolve() for location in (Path.cwd(), Path(code), file.parent))
@@ -140,7 +133,6 @@ def _is_own(code: str | None, file: Path) -> bool:
 
 
 def _add_current_folder() -> None:
-    """Let modules in the current folder be imported, also by those that are imported later."""
     cwd = str(Path.cwd())
     if cwd not in sys.path:
         sys.path.insert(0, cwd)
@@ -148,7 +140,6 @@ def _add_current_folder() -> None:
 
 
 def _user_module(name: str, module: str) -> ModuleType:
-    """Import `module`, from the current folder too."""
     _add_current_folder()
     try:
         return importlib.import_module(module)
@@ -197,10 +188,8 @@ def create(name: str, *, num_classes: int | None = None, in_channels: int | None
 
 
 def accepts(name: str, option: str) -> bool:
-    """Whether the network `name` takes the keyword `option`; raises ConvoyError for an unknown name.
-
-    A network of timm or torchvision is built on the meta device to find out.
-    """
+    """Whether the network `name` takes the keyword `option`; raises ConvoyError for an unknown name. A network of timm
+    or torchvision is built on the meta device to find out."""
     return find(name).accepts(option)
 
 

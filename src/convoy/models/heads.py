@@ -6,11 +6,9 @@ from torch import nn
 
 
 def classifier_names(model: nn.Module) -> list[str]:
-    """Names of the modules that turn features into classes, in the model's order.
-
-    That is what timm says of its networks; elsewhere the last linear layer, or the last convolution where there is none
-    (SqueezeNet), and the same of each auxiliary head (a child whose name begins with "aux": GoogLeNet, Inception).
-    """
+    """Names of the modules that turn features into classes, in the model's order. That is what timm says of its
+    networks; elsewhere the last linear layer, or the last convolution where there is none (SqueezeNet), and the same of
+    each auxiliary head (a child whose name begins with "aux": GoogLeNet, Inception)."""
     config: Any = getattr(model, "pretrained_cfg", None)
     entry = config.get("classifier") if isinstance(config, dict) else None
     if entry:

@@ -79,7 +79,6 @@ class Timm:
 
     @property
     def info(self) -> ModelInfo:
-        """Name, input and classes from timm's own table."""
         config = _extra("timm").get_pretrained_cfg(self._model(), allow_unregistered=True)
         channels, height, width = config.input_size
         return ModelInfo(self.name, f"{self._model()} (timm)", (channels, height, width), config.num_classes)
@@ -132,10 +131,8 @@ class Torchvision:
         return ModelInfo(self.name, f"{self._model()} (torchvision)", (3, size, size), classes)
 
     def accepts(self, option: str) -> bool:
-        """Whether the builder or the class it names takes the keyword `option`.
-
-        Some of torchvision's classes swallow whatever they do not know (`**kwargs`); that does not count.
-        """
+        """Whether the builder or the class it names takes the keyword `option`. Some of torchvision's classes swallow
+        whatever they do not know (`**kwargs`); that does not count."""
         return option in self._options()
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:

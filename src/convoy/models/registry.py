@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a network before it is built.
-
-    `title` is the network and its paper in one line; `input_shape` is (channels, height, width) of the images it was
-    made for and `num_classes` its default. Both are None for a factory of the user's, of which nothing is known.
-    """
+    """What is known of a network before it is built. `title` is the network and its paper in one line; `input_shape` is
+    (channels, height, width) of the images it was made for and `num_classes` its default. Both are None for a factory
+    of the user's, of which nothing is known."""
 
     name: str
     title: str
@@ -37,10 +35,8 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Registered:
-    """A line of the table: the network's class, and what its name already says (`fixed` arguments).
-
-    The class is written `module.Class`, below this package: it is imported when it is asked for, and torch with it.
-    """
+    """A line of the table: the network's class, and what its name already says (`fixed` arguments). The class is
+    written `module.Class`, below this package: it is imported when it is asked for, and torch with it."""
 
     info: ModelInfo
     source: str
@@ -54,13 +50,11 @@ class Registered:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options a user may set, with their defaults."""
         parameters = inspect.signature(self.factory).parameters.values()
         fixed_names = {"num_classes", "in_channels", *self.fixed}
         return {parameter.name: parameter.default for parameter in parameters if parameter.name not in fixed_names}
 
     def accepts(self, option: str) -> bool:
-        """Whether `option` may be given to `build`."""
         return option in self.options
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> "nn.Module":
@@ -137,11 +131,9 @@ def list_models() -> list[ModelInfo]:
 
 
 def check_name(name: str, here: bool = True) -> None:
-    """Refuse a network's name that is none of the four kinds, as far as the name alone says it.
-
-    With `here` it is to be built on this machine, which then needs its library. Raises ConvoyError where the registry
-    lacks it, it is incomplete, or that library is not installed.
-    """
+    """Refuse a network's name that is none of the four kinds, as far as the name alone says it. With `here` it is to be
+    built on this machine, which then needs its library. Raises ConvoyError where the registry lacks it, it is
+    incomplete, or that library is not installed."""
     if name in REGISTRY:
         return
     origin, colon, rest = name.partition(":")
@@ -163,7 +155,6 @@ def check_name(name: str, here: bool = True) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module could be imported, in the current folder too."""
     if module in sys.modules or importlib.util.find_spec(module) is not None:
         return True
     return importlib.machinery.PathFinder.find_spec(module, [str(Path.cwd())]) is not None

@@ -162,8 +162,6 @@ class _Thing:
 
 
 class _Object(_Thing):
-    """An object with `state_dict` and `load_state_dict`."""
-
     kind = "the state of an object"
     mend = "give what was saved under this name"
 
@@ -244,7 +242,6 @@ def _is_cut(thing: _Thing | None) -> bool:
 
 
 def _things(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[str, Any]) -> dict[str, _Thing]:
-    """All that is saved or loaded, by name."""
     named_things = {"optimizer": optimizer, "scheduler": scheduler}
     all_things = {**{name: thing for name, thing in named_things.items() if thing is not None}, **anything}
     for name in _OWN[1:]:

@@ -267,7 +267,6 @@ _END = object()
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """Nested tensors on the device."""
     if isinstance(x, Tensor):
         return x.to(device, non_blocking=True)
     if isinstance(x, Mapping):
@@ -276,7 +275,6 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def _run(net: nn.Module, inputs: Any) -> tuple[int, Any]:
-    """The number of samples, and the network's outputs."""
     if isinstance(inputs, Tensor):
         return len(inputs), net(inputs)
     if isinstance(inputs, Mapping):

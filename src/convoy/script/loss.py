@@ -162,12 +162,10 @@ def _whole(network: Network, name: str, parameter: nn.Parameter) -> Tensor:
 
 
 def _weight(network: Network, results: Sequence[Tensor]) -> float:
-    """The factor of the gradient with which it is that of a sum over the global batch.
-
-    Where a rank's loss counts as the mean over its own samples, the network's output scales its gradient by the rank's
-    share of the samples; this factor undoes that. The share is read off the graph, as the newest pass of the network
-    need not be the one that the values come from.
-    """
+    """The factor of the gradient with which it is that of a sum over the global batch. Where a rank's loss counts as
+    the mean over its own samples, the network's output scales its gradient by the rank's share of the samples; this
+    factor undoes that. The share is read off the graph, as the newest pass of the network need not be the one that the
+    values come from."""
     if network.num_sample_ranks == 1 or not torch.is_grad_enabled():
         return 1.0
     shares = set()

@@ -153,12 +153,10 @@ class Parts:
         return tensor if network is None else network.part(own_name, tensor)
 
     def shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """The shape of the whole, where this rank has `tensor`."""
         network, own_name = self._of(name)
         return tuple(tensor.shape) if network is None else network.entry(own_name)[0]
 
     def divided(self, name: str) -> bool:
-        """Whether ranks hold parts of the tensor of this name."""
         network, own_name = self._of(name)
         if network is None:
             return False
@@ -179,7 +177,6 @@ class Parts:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts of whole tensors that fit."""
         tensors = self.tensors()
         for name, tensor in state.items():
             tensors[name].copy_(self.part(name, received(tensor)))

@@ -27,11 +27,9 @@ class Whole:
 
 class Packed:
     """Nested dictionaries, lists, tuples, numbers, strings, None and tensors, taken apart; a ConvoyError names the
-    place of anything else.
-
-    `values` are the tree as JSON can hold it, `tensors` those in it by their places, such as `net/conv.weight` (a slash
-    in a key is `~1` there, RFC 6901), and `leaves` all else, and the shapes of parts, as text by their places.
-    """
+    place of anything else. `values` are the tree as JSON can hold it, `tensors` those in it by their places, such as
+    `net/conv.weight` (a slash in a key is `~1` there, RFC 6901), and `leaves` all else, and the shapes of parts, as
+    text by their places."""
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self.tensors: dict[str, Tensor | Whole] = {}

@@ -25,12 +25,10 @@ _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def pod(training: Training, master: str | None = None) -> dict[str, Any]:
-    """The whole specification of a pod; without `master`, the first pod's name, Kubeflow sets the PET_* variables.
-
-    The command is torch's elastic launcher, which PET_* variables tell of the pods, with rendezvous at the first pod:
+    """The whole specification of a pod; without `master`, the first pod's name, Kubeflow sets the PET_* variables. The
+    command is torch's elastic launcher, which PET_* variables tell of the pods, with rendezvous at the first pod:
     `convoy` is torch's c10d, in which launchers wait for one that is started again, on the pod's own address. Requests
-    equal the limits: the pod gets what it asks for and is the last to be evicted.
-    """
+    equal the limits: the pod gets what it asks for and is the last to be evicted."""
     nodes = [] if training.least_nodes is None else [f"--nnodes={training.least_nodes}:{training.num_nodes}"]
     amounts = {"cpu": training.cpu, "memory": training.memory}
     if training.accelerator is not None:
