@@ -58,14 +58,7 @@ class BatchMaker:
     """Makes the batches of one source; a sample's picture depends on nothing but (seed, epoch, sample)."""
 
     def __init__(
-        self,
-        source: Source,
-        geometry: Geometry,
-        channels: int,
-        *,
-        seed: int,
-        skip_bad: bool,
-        decoder: str = "pillow",
+        self, source: Source, geometry: Geometry, channels: int, *, seed: int, skip_bad: bool, decoder: str = "pillow"
     ) -> None:
         """`channels` is 1 (grey) or 3 (RGB), `decoder` pillow or turbo; ConvoyError where a library is missing."""
         self.source = source
@@ -109,11 +102,11 @@ class BatchMaker:
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
         missing, and those after it move up. Raises ConvoyError where bad ones are not skipped, or none can be read."""
         if self._at_once(epoch):
-            used, found = self._chosen(samples, epoch)
+            used, failures = self._chosen(samples, epoch)
             for start in range(0, len(used), _PIECE):
                 piece = used[start : start + _PIECE]
                 images[start : start + len(piece)] = self._cut(piece, epoch)
-            return Filled(used, found)
+            return Filled(used, failures)
         if epoch is not None:
             return Filled(*self._readable(samples, lambda places, used: self._write(images, places, used, epoch)))
         good: list[int] = []

@@ -96,8 +96,8 @@ def first_workers(config: DataConfig, most: int) -> int:
 
 
 def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: float) -> list[str]:
-    """Copy pixels in memory to a GPU with `memory` bytes where they fit; returns sentences about those that stay. Only
-    where batches are crops of them, and not where the recipe names a number of workers, which then make the batches."""
+    """Copy pixels in memory to a GPU with `memory` bytes where they fit; returns sentences about those that stay.
+    Pixels stay where batches are no mere crops of them, or the recipe names workers, which then make the batches."""
     notes, room = list[str](), memory / _PART
     for source, what in ((data.train, "training"), (data.test, "test")):
         maker = batch_maker(data, config, source, seed=0)
@@ -153,11 +153,10 @@ def _run(
     resident = maker.source.resident if at_once else None
     workers = workers if largest else 0
     if resident is not None or (pin_memory and at_once and not workers):
-        generator = batches_by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
+        stream = batches_by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
     elif workers:
-        generator = Workers(
-            maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told
-        ).batches()
+        pool = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told)
+        stream = pool.batches()
     else:
         for request in requests:
             epoch = request.epoch
@@ -165,7 +164,7 @@ def _run(
                 batch = maker.evaluation(request.samples) if epoch is None else maker.training(request.samples, epoch)
             yield batch.pin_memory() if pin_memory else batch
         return
-    with closing(generator) as batches:
+    with closing(stream) as batches:
         yield from batches
 
 

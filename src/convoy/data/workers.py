@@ -33,7 +33,7 @@ from convoy.errors import ConvoyError, MachineError
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
 # Batches, and samples, that are made before they are asked for, beside those that keep every worker busy.
 _AHEAD, _SAMPLES_AHEAD = 3, 512
-# Of a piece: number of the batch, its buffer, first and last place in that (exclusive), and epoch, or -1 for none. The
+# A piece: number of the batch, its buffer, first and last place in that (exclusive), and epoch, or -1 for none. The
 # workers read from one pipe. It has whole tasks only, as nobody writes or reads anything else, and what is as short is
 # written and read at once: no lock is needed, which a worker that dies could keep.
 _TASK = struct.Struct("5q")

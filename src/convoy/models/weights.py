@@ -182,10 +182,10 @@ def _kind(tensor: Tensor) -> str:
     return shape if tensor.is_floating_point() else f"{shape} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _some(items: Iterable[str], most: int = 3) -> str:
+def _some(items: Iterable[str]) -> str:
     listed = list(items)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(listed[:3]) + more
 
 
 def _list(items: list[str]) -> str:
