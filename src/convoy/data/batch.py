@@ -25,7 +25,7 @@ from convoy.errors import ConvoyError
 class Batch:
     """Pictures and labels of one update, or of a piece of an evaluation."""
 
-    # uint8 [samples, channels, height, width], or crops that become that on the device of the pictures
+    # uint8 [samples, channels, height, width], or crops from which the device makes that
     images: Tensor | Crops
     labels: Tensor  # int64 [samples]
     samples: Tensor  # int64 [samples], their numbers in the source

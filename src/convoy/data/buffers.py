@@ -11,8 +11,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from convoy.data.memory import SharedMemory
 
-# Batches beside those that are made: one is asked for while the one before is used, and, on a GPU, copies of the ones
-# before those may not have arrived.
+# Batches that have been handed out: one is asked for while the one before is used, and, on a GPU, the copies of earlier
+# ones may still be on their way.
 _IN_USE, _ON_THEIR_WAY = 2, 2
 
 

@@ -99,7 +99,7 @@ def _unpickled(data: bytes) -> Any:
                 if kind.startswith("APPEND"):
                     target.extend(items)
                     continue
-                # Other keys are hashed, which takes for ever where tuples of the same tuples lie within each other.
+                # Hashing other keys takes for ever where tuples nest the same tuples.
                 if not all(type(key) in (str, bytes) for key in items[::2]):
                     raise pickle.UnpicklingError("has a key that is no text")
                 target.update(zip(items[::2], items[1::2], strict=True))

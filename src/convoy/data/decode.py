@@ -79,7 +79,7 @@ def open_picture(data: bytes, name: str) -> Image.Image:
 
 def suffix_of(image: Image.Image, suffix: str = "") -> str:
     """The end of the name of the file that a picture was opened from: its own, where that is one of the format."""
-    # Of several pictures in a JPEG file, as cameras write them, Pillow says MPO.
+    # Pillow calls a JPEG file of several pictures, as cameras write them, MPO.
     usual = _FORMATS.get(image.format or "", ".jpg")
     extensions = Image.registered_extensions()
     return suffix if extensions.get(suffix.lower()) == extensions[usual] else usual
@@ -138,7 +138,7 @@ def _eight_bit(image: Image.Image, name: str) -> Image.Image:
     sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     if image.mode in ("I", "F") and not sixteen:
         raise BadImage(name, "has 32 bits a channel, and how bright that is meant to be is unknown: save it as 8 bit")
-    # In strips, as what lies between is up to 24 times as large as the picture; every pixel is converted by itself.
+    # In strips, as intermediate values take up to 24 times the memory of the picture; pixels are independent.
     rows, convert = max(1, _STRIP // image.width), _scaled if sixteen else _flat
     if rows >= image.height:
         return convert(image)

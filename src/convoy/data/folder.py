@@ -18,7 +18,7 @@ from convoy.data.sources import NUM_SIZES, EncodedSource, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
-MAX_PICTURE_BYTES = 2**30  # no picture of the size that is decoded has more
+MAX_PICTURE_BYTES = 2**30  # more than any picture that is small enough to be decoded
 _MOST_NAMES = 5
 
 
@@ -45,7 +45,7 @@ class FolderSource(EncodedSource):
 def picture_bytes(path: str, name: str) -> bytes:
     """The bytes of a picture file, which messages call `name`. Raises BadImage."""
     try:
-        # not waiting for somebody who writes into a pipe; pathlib would cost time, picture by picture
+        # O_NONBLOCK: do not wait for a writer of a pipe. No pathlib, which costs time for every picture.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):

@@ -121,7 +121,7 @@ def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: fl
 
 
 def _brought(source: PixelSource, device: torch.device) -> Tensor:
-    with warnings.catch_warnings():  # pixels of files are not to be written to, and are not
+    with warnings.catch_warnings():  # pixels of files are read-only, and nobody writes to them
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(source.pixels).to(device, copy=True)
 

@@ -27,7 +27,7 @@ class SharedMemory:
     def of(cls, pieces: Iterable[Any]) -> "SharedMemory":
         """A block of these pieces, one after the other."""
         block = cls.__new__(cls)
-        block._own(_anonymous_file())  # before what may fail, as the pieces may be read from a file
+        block._own(_anonymous_file())  # first, as reading the pieces may fail
         with os.fdopen(os.dup(block._fd), "wb", buffering=2**20) as file:
             file.writelines(pieces)
         block._map()

@@ -154,7 +154,7 @@ def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
                 f"{shown(folder)} holds an unfinished pack of something else ({reason}): finish it as it was begun, or "
                 "remove it"
             )
-    elif (folder / INDEX).exists():  # since this process looked
+    elif (folder / INDEX).exists():  # finished since this process looked
         with suppress(OSError):  # something else is in it
             (unfinished / "lock").unlink()
             unfinished.rmdir()
@@ -255,7 +255,7 @@ def _write_shards(
     siblings = set(multiprocessing.active_children())
     try:
         pool = ProcessPoolExecutor(min(processes, len(queue)), forkserver(__name__), _enter, (splits, options))
-    except OSError as error:  # of the semaphores of its queues
+    except OSError as error:  # from the semaphores of its queues
         raise MachineError(
             f"processes that pack cannot be started ({error.strerror}): /dev/shm may be full; in a container, raise "
             "--shm-size"

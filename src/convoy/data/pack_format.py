@@ -52,9 +52,9 @@ class Statistics:
     smallest: int = 2**31  # short side of the smallest picture of the original
     largest: int = 0  # long side of the largest picture of the original
     pixels: int = 0  # of all stored pictures
-    # of the stored pixels, 0 to 255: red, green, blue; alike where they are grey
+    # of the stored pixels, 0 to 255: red, green, blue, which are equal for grey
     sums: tuple[int, int, int] = (0, 0, 0)
-    squares: tuple[int, int, int] = (0, 0, 0)  # sums of the squares of the same
+    squares: tuple[int, int, int] = (0, 0, 0)  # of the same, squared
 
     def __add__(self, other: "Statistics") -> "Statistics":
         def added(sums: tuple[int, int, int], other_sums: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -212,7 +212,7 @@ def _alone(folder: Path) -> Iterator[Path]:
         keep_others_out(descriptor, f"another process unpacks into {shown(folder)}: wait for it, or end it")
         for entry in filter(_is_left_over, folder.iterdir()):
             shutil.rmtree(entry)
-        # Nobody knows the name before, so nobody can have put a link or a folder of theirs there.
+        # The name is random, so nobody can have put a link or a folder there before.
         unfinished = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder))
         try:
             (unfinished / _MARK).touch()

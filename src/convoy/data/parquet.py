@@ -83,7 +83,7 @@ class ParquetSource(EncodedSource):
 
     def _marks(self) -> dict[str, Any]:
         sizes = [self._sizes[group] for group in spread(len(self._sizes), NUM_SIZES)]
-        return {"names": zlib.crc32(self._groups.data), "sizes": sizes}  # rows have numbers alone
+        return {"names": zlib.crc32(self._groups.data), "sizes": sizes}  # rows have no names but their numbers
 
     def name(self, sample: int) -> str:
         file, _, _, row = self._place(sample)

@@ -17,7 +17,7 @@ from convoy.errors import ConvoyError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Progress = Callable[[str, int, int], None]  # called during long work with its name, how many are done, and of how many
+Progress = Callable[[str, int, int], None]  # called with the name of long work, the number done, and the total
 
 
 class Source(ABC):
@@ -27,7 +27,7 @@ class Source(ABC):
     labels: NDArray[np.int64]
     mend = "mend or remove it"
     is_packed = False
-    # Pixels of all pictures, uint8 [N, H, W, C], on the device that trains, if they were brought there.
+    # Pixels of all pictures, uint8 [N, H, W, C], if they were copied to the device that trains.
     resident: "Tensor | None" = None
 
     def __len__(self) -> int:
@@ -163,7 +163,7 @@ def spread(number: int, most: int) -> list[int]:
     return samples
 
 
-NUM_SIZES = 64  # files whose sizes a fingerprint has
+NUM_SIZES = 64  # files whose sizes a fingerprint contains
 _MAX_SIDE = 64
 _MAX_BYTES = 2**30
 _NUM_PROBES = 16

@@ -19,11 +19,11 @@ from convoy.data.transforms import CropBox
 from convoy.errors import ConvoyError
 
 Pixels = NDArray[np.uint8]
-Crop = Callable[[int, int], CropBox]  # from width and height of a picture to the part that is wanted
+Crop = Callable[[int, int], CropBox]  # the box to crop from a picture of this width and height
 
 _PLAIN = re.compile(rb"P([56])\n(\d{1,5}) (\d{1,5})\n255\n")
 _LARGEST_SCRATCH = 2**24
-_AREA_FROM = 2  # a part that is made so many times smaller is averaged, as two by two pixels would leave some out
+_AREA_FROM = 2  # from this reduction on pixels are averaged, as interpolation of two by two would skip some
 
 
 def missing() -> list[str]:
@@ -86,7 +86,7 @@ class Turbo:
             try:
                 return self._jpeg_decoded(data, crop)
             except ValueError:
-                pass  # what libjpeg-turbo complains about, Pillow reads, or says why not
+                pass  # Pillow reads what libjpeg-turbo rejects, or says why it cannot
         elif (plain := self._plain(data)) is not None:
             return plain, crop(plain.shape[1], plain.shape[0])
         image = open_picture(data, name)

@@ -31,7 +31,7 @@ from convoy.data.processes import follow_parent, forkserver
 from convoy.errors import ConvoyError, MachineError
 
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
-# Batches, and samples, that are made before they are asked for, beside those that keep every worker busy.
+# Batches and samples that are made ahead, besides those that keep every worker busy.
 _AHEAD, _SAMPLES_AHEAD = 3, 512
 # A piece: number of the batch, its buffer, first and last place in that (exclusive), and epoch, or -1 for none. The
 # workers read from one pipe. It has whole tasks only, as nobody writes or reads anything else, and what is as short is
@@ -102,9 +102,9 @@ class Workers:
         self._context = forkserver(__name__)
         self._taken, self._tasks = self._context.Pipe(duplex=False)
         self._processes: dict[connection.Connection, BaseProcess] = {}
-        # Of each process the piece that it makes: number of the batch, first and last place; all 0 where it has none.
+        # The piece that each process makes: number of the batch, first and last place; all 0 where it has none.
         self._held = SharedMemory(most * 3 * 8)
-        # One for all waits: those of multiprocessing set up a selector each time.
+        # One poll object for all waits: those of multiprocessing set up a selector each time.
         self._poll, self._speakers = select.poll(), dict[int, tuple[connection.Connection, BaseProcess]]()
         self._asked, self._waits, self._since = 0, 0.0, time.perf_counter()
 
@@ -131,7 +131,7 @@ class Workers:
     def close(self) -> None:
         processes, self._processes, self._poll = self._processes, {}, select.poll()
         for process in processes.values():
-            process.kill()  # they have nothing to put in order, and SIGTERM may be ignored
+            process.kill()  # there is nothing to clean up, and SIGTERM may be ignored
         for results, process in processes.items():
             process.join()
             process.close()
@@ -220,7 +220,7 @@ class Workers:
         request, slot = pending.request, pending.slot
         samples = self._buffers.samples[slot, : len(request.samples)].copy()
         images, labels = self._buffers.hand_out(slot, copied=not self._buffers.free)
-        if len(places) < len(samples):  # of an evaluation, some of whose pictures cannot be read
+        if len(places) < len(samples):  # an evaluation, some of whose pictures cannot be read
             images, samples = images[places], samples[places]
         batch = self._maker.batch(images, Filled(samples, bad), request.epoch, labels)
         return batch.pin_memory() if self._copies_pinned else batch
@@ -228,7 +228,7 @@ class Workers:
     def _adapt(self, waited: float) -> None:
         """Start other processes where batches are waited for."""
         self._asked += 1
-        if self._asked == 1:  # which was waited for in any case
+        if self._asked == 1:  # the first batch is waited for in any case
             self._since = time.perf_counter()
             return
         self._waits += waited

@@ -58,7 +58,7 @@ class GpuWatch:
             return None
         self._begin = counters
         processes = {process.pid: process for process in _processes(self._name)}
-        # where this process is not listed, numbers are of another name space
+        # if this process is not listed, numbers belong to another name space
         listed = processes.items() if os.getpid() in processes else ()
         strangers = sorted((entry for pid, entry in listed if not is_ours(pid)), key=lambda entry: -entry.used_bytes)
         if strangers:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 LEAST_CORES = 0.02  # other processes that use less are not named
-# This variable, at 1, says that a machine is never quiet: what is timed beside other processes counts all the same.
+# This variable, at 1, says that a machine is never quiet: times taken beside other processes are kept all the same.
 SHARED = "CONVOY_SHARED"
 # The share of its cores' time that a run may lose to other processes, and the error of the kernel's counters.
 _DISTURBED, _TICKS_S = 0.1, 0.05
@@ -38,8 +38,8 @@ class OtherProcess:
 
     name: str  # of the program, at most 15 characters, and of the script that it interprets
     pid: int
-    # of this process's cores, kept busy on average; a process that may also run elsewhere is counted by where its
-    # threads ran last
+    # number of this process's cores that it kept busy, on average; a process that may also run elsewhere is counted by
+    # where its threads ran last
     cores: float
 
 
@@ -49,17 +49,17 @@ class HostLoad:
 
     wall_s: float  # length of the interval
     cpu_s: float  # processor time of this process, all its threads together
-    cores: float  # that it may use, by its affinity and the quotas of its control groups
+    cores: float  # number that it may use, by its affinity and the quotas of its control groups
     # seconds, summed over its living threads, in which they were ready to run but others had the core or a quota was
     # used up
     waited_s: float | None
     # seconds for which a quota of its control groups held them back, summed over cores; None where no group counts it
     throttled_s: float | None
     others: tuple[OtherProcess, ...]  # processes outside the run that kept these cores busy, the busiest first
-    # of these cores, kept busy by all that is outside the run, also short-lived processes, the kernel, and processes
+    # number of these cores that all outside the run kept busy: also short-lived processes, the kernel, and processes
     # outside of the container
     others_cores: float | None
-    run_cores: float  # of them, kept busy by the rest of the run: data workers, other ranks
+    run_cores: float  # number of them that the rest of the run kept busy: data workers, other ranks
     swapped_bytes: int  # in and out on the machine, by any process
     # seconds for which all work of this process's control group, or of the machine where groups do not say, waited for
     # memory
@@ -103,7 +103,7 @@ class HostWatch:
         heat = [now.hot[core] - begin.hot[core] for core in cores if core in now.hot and core in begin.hot]
         throttled = [now.throttled[name] - begin.throttled.get(name, 0.0) for name in now.throttled]
         waited = [
-            # a number that is lower than before is of a new thread
+            # a number that is lower than before belongs to a new thread
             number - (before if (before := begin.waited.get(name, 0.0)) <= number else 0.0)
             for name, number in now.waited.items()
         ]
@@ -171,7 +171,7 @@ class HostWatch:
         for name in _names(self._proc):
             if not name.isdecimal():
                 continue
-            # text_of, but for hundreds of files
+            # as text_of, but faster for hundreds of files
             with contextlib.suppress(OSError), open(f"{self._proc}/{name}/stat", "rb") as file:  # noqa: PTH123
                 before, _, after = file.read().decode(errors="replace").rpartition(")")
                 words = after.split()

@@ -9,8 +9,7 @@ from typing import Literal
 from convoy import interfaces
 from convoy.errors import ConvoyError
 
-# `convoy` is c10d that listens on one address (`convoy.launch.torchrun`); the other two are torch's own, which listen
-# on all interfaces.
+# `convoy` is c10d that listens on one address (`convoy.launch.torchrun`); torch's own two listen on all interfaces.
 Rendezvous = Literal["convoy", "c10d", "static"]
 
 _HOST = re.compile(r"(?P<bare>[^\[\]:,]+)|\[(?P<six>[0-9a-fA-F:.%\w]+)\]")
@@ -66,7 +65,7 @@ class HostGroup:
     run_id: str  # the same on all of them, and another one for every run
     port: int = 29_400  # of the first host
     rendezvous: Rendezvous = "convoy"
-    least: int | None = None  # so many hosts are enough to begin, and to go on; None for all
+    least: int | None = None  # hosts that are enough to begin and to go on; None for all
     max_restarts: int = 0  # of the ranks when one has failed
     interface: str | None = None  # of every host, for the ranks; None for the one on the way to the first host
     # variables with the secret by which the hosts know each other, or with its file

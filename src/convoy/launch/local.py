@@ -55,7 +55,7 @@ def start(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     register()
-    for name in ("", ".agent.server.api"):  # which has a level of its own
+    for name in ("", ".agent.server.api"):  # the second has a level of its own
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     with private_folder() as folder:
         started = _Started(folder)
@@ -80,7 +80,7 @@ def start(
             except ChildFailedError as error:
                 for rank, failed in error.failures.items():
                     if not folder.exists() and (failed.exitcode > 0 or failed.exitcode == -signal.SIGTERM):
-                        status = max(status, failed.exitcode, 1)  # it has said why, or was ended with one that has
+                        status = max(status, failed.exitcode, 1)  # it has said why, or was ended with a rank that has
                         continue
                     sentence = "; ".join(filter(None, (f"it {end_of(failed.exitcode)}", advice())))
                     silent.append(Failure(rank, "killed", sentence, "", time.time()))
@@ -109,7 +109,7 @@ class _Started:
         if newest > self.attempt:
             self.attempt, self.pids = newest, {}
         for place in self.folder.glob(f"attempt-{self.attempt}/pid-*"):
-            with contextlib.suppress(OSError, ValueError):  # of what is being written
+            with contextlib.suppress(OSError, ValueError):  # a file that is being written
                 self.pids[int(place.name.partition("-")[2])] = int(place.read_text())
 
     def watch(self, done: threading.Event) -> None:
@@ -175,7 +175,7 @@ def _forwarding(started: _Started) -> Iterator[None]:
         told: set[tuple[int, int]] = set()
         while not done.wait(0.02):  # also to those of the next attempt, where one of these has just failed
             started.look()
-            for rank, pid in list(started.pids.items()):  # which another thread fills
+            for rank, pid in list(started.pids.items()):  # a copy, as another thread fills it
                 if (started.attempt, rank) not in told:
                     told.add((started.attempt, rank))
                     with contextlib.suppress(OSError):

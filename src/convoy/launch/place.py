@@ -38,9 +38,9 @@ class RankPlace:
     rank: int
     num_ranks: int
     source: str  # its launcher, for sentences: `--devices`, `torchrun` or `Slurm`
-    # of this attempt, where ranks leave word for `convoy.launch.start`; None where others started them
+    # where ranks of this attempt leave word for `convoy.launch.start`; None where it did not start them
     folder: str | None = None
-    job: str = ""  # the same when ranks are started again; empty where nobody restarts them
+    job: str = ""  # its name, the same when ranks are started again; empty where nobody restarts them
     restarts: int = 0  # so far
     max_restarts: int = 0
 

@@ -34,7 +34,7 @@ def follow(parent: int, folder: Path, rank: int, stop: Callable[[str], None]) ->
     signals, sender = os.pipe()
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_forget)  # a loader's signals are not this process's
+    os.register_at_fork(after_in_child=_forget)  # signals of a loader's workers are not for this process
 
     def watch() -> None:
         since, stopped, terminated = None, 0, False
@@ -136,7 +136,7 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Call
             show(lost)
 
     folder.mkdir(exist_ok=True)
-    with contextlib.suppress(OSError):  # where memory lacks a rank is to be ended, and not who can say so
+    with contextlib.suppress(OSError):  # for lack of memory a rank is to be killed, not the process that can report it
         Path("/proc/self/oom_score_adj").write_text(_ENDED_FIRST)
     follow(int(os.environ[PARENT]), folder, place.rank, stop)
     sys.unraisablehook = unraisable
@@ -162,7 +162,7 @@ def ended(place: RankPlace, status: int) -> int:
             temporary = folder / "status.tmp"
             temporary.write_text(str(status))
             temporary.replace(folder / "status")
-        except OSError:  # no room for it: the starting process sees that of this one
+        except OSError:  # no room for it: the starting process sees this status
             return status
     return 0
 

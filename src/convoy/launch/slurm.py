@@ -94,13 +94,13 @@ class SlurmJob:
 
     arguments: Sequence[str]  # of `convoy train`, without `--out` and `--resume`
     out: str | None  # on a file system that all nodes share; None for a new run directory for each job
-    python: str  # that has Convoy, on every node
+    python: str  # the interpreter that has Convoy, on every node
     name: str
     nodes: int = 1
     devices_per_node: int = 1  # ranks, each a task, and on GPUs each a GPU
     gpus: bool = True
     cores_per_device: int | None = None  # None for Slurm's default
-    time: str = "1h"  # that the job may take at once, as a person writes it
+    time: str = "1h"  # limit of the job before it is queued again, as a person writes it
     save_before: int = 120  # seconds before its end at which the run is saved and queued again
     max_restarts: int = 3  # of the ranks, in the same job, when one has failed
     interface: str | None = None  # of every node, for the ranks; None for the one on the way to the first node

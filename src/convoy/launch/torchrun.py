@@ -33,7 +33,7 @@ def register() -> None:
     """Do by hand what the entry point does in an installed package."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    with contextlib.suppress(ValueError):  # it is known
+    with contextlib.suppress(ValueError):  # it is registered
         rendezvous_handler_registry.register(BACKEND, _make)
 
 
@@ -52,7 +52,7 @@ def say_failures() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
         text = None
         if kind.__name__ == "ChildFailedError":
-            with contextlib.suppress(Exception):  # another torch than is known here: its own pages are better than none
+            with contextlib.suppress(Exception):  # an unknown version of torch: its own pages are better than none
                 text = _text(error)
         elif isinstance(error, ConvoyError) and not os.environ.get(TRACEBACK):
             text = f"convoy: {error}"
@@ -75,7 +75,7 @@ def _text(error: BaseException) -> str | None:
     silent = [
         Failure(rank, "killed", f"it {end_of(failed.exitcode)}", "", time.time())
         for rank, failed in failures.items()
-        if words[rank] is None and failed.exitcode != -signal.SIGTERM  # which is how the agent ends the others
+        if words[rank] is None and failed.exitcode != -signal.SIGTERM  # with which the agent ends the other ranks
     ]
     return text_of([word for word in words.values() if word is not None], silent)
 

@@ -13,14 +13,14 @@ import yaml
 from convoy.launch.kubernetes.training import DATA_PATH, RUN_PATH, Training
 from convoy.launch.torchrun import BACKEND
 
-# The container's name; Kubeflow's runtimes call theirs so too.
+# The container's name, as in Kubeflow's runtimes.
 CONTAINER = "node"
 PORT = 29500
 # How long a pod waits for the others, which may have to pull the image first, and for the first one to listen.
 JOIN_TIMEOUT_S, READ_TIMEOUT_S = 1800, 600
 # Time for a checkpoint between the signal to stop and the end.
 GRACE_S = 120
-# Names the seconds after which torch's launcher kills its ranks by itself, 30 unless it is set.
+# The variable with the seconds after which torch's launcher kills its ranks, 30 by default.
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -117,7 +117,7 @@ def escaped(text: str) -> str:
     return text.replace("$", "$$")
 
 
-_REPLICATED = "node"  # Kubeflow's runtimes call their job so too
+_REPLICATED = "node"  # as in Kubeflow's runtimes
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 _JOB_LABEL = "batch.kubernetes.io/job-name"
 
