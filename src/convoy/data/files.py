@@ -143,9 +143,9 @@ def _matches(file: Path, pattern: str) -> bool:
 _MAX_CLASSES = 1_000_000
 
 
-def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[str]) -> None:
-    """Give each source once the labels of its `classes` in `known`, the list of all classes."""
-    table = np.array([known.index(name) for name in classes], np.int64)
+def relabel(sources: Iterable[Source], classes: Sequence[str], all_classes: Sequence[str]) -> None:
+    """Give each source once the labels of its `classes` in `all_classes`."""
+    table = np.array([all_classes.index(name) for name in classes], np.int64)
     for source in {id(source): source for source in sources}.values():
         source.labels = table[source.labels]
 

@@ -77,8 +77,8 @@ class ParquetSource(EncodedSource):
 
     def _place(self, sample: int) -> tuple[int, int, int, int]:
         """File, row group, row in the group, row in the file."""
-        found = int(np.searchsorted(self._groups[:, 3], sample, side="right")) - 1
-        file, group, first_row, first_sample = self._groups[found].tolist()
+        index = int(np.searchsorted(self._groups[:, 3], sample, side="right")) - 1
+        file, group, first_row, first_sample = self._groups[index].tolist()
         return file, group, sample - first_sample, first_row + sample - first_sample
 
     def _marks(self) -> dict[str, Any]:
@@ -184,9 +184,9 @@ class _Layout:
                 f"column {printable(label)} of {shown(file)} is {kind}, but a label is a whole number or a name"
             )
         notes = tuple(
-            f"{printable(chosen)} is taken of the columns {', '.join(map(printable, found))}: data.{key}_column chooses"
-            for key, chosen, found in (("image", image, images), ("label", label, labels))
-            if len(found) > 1 and getattr(config, f"{key}_column") is None
+            f"{printable(column)} is taken of the columns {', '.join(map(printable, names))}: data.{key}_column chooses"
+            for key, column, names in (("image", image, images), ("label", label, labels))
+            if len(names) > 1 and getattr(config, f"{key}_column") is None
         )
         names = features.get(label, {}).get("names")
         classes = [printable(str(name)) for name in names] if isinstance(names, list) and names else None

@@ -66,13 +66,13 @@ def save(
     agree("convoy.save", network.groups)
     with together(network):
         things = _things(net, optimizer, scheduler, anything)
-    entries = {name: each.named.entries() for name, each in things.items() if isinstance(each, _Optimizer)}
+    entries = {name: thing.named.entries() for name, thing in things.items() if isinstance(thing, _Optimizer)}
     with together(network):
-        packed = Packed({name: each.state(entries.get(name)) for name, each in things.items()})
-    about = {name: each.about() for name, each in things.items()}
+        packed = Packed({name: thing.state(entries.get(name)) for name, thing in things.items()})
+    about = {name: thing.about() for name, thing in things.items()}
     if network.groups.mesh.num_devices > 1:
-        facts = packed.facts([name for name, each in things.items() if type(each) is _Thing])
-        alike(network, facts | {f"{name} itself": json.dumps(each, sort_keys=True) for name, each in about.items()})
+        facts = packed.facts([name for name, thing in things.items() if type(thing) is _Thing])
+        alike(network, facts | {f"{name} itself": json.dumps(thing, sort_keys=True) for name, thing in about.items()})
     _write(Path(path), network, packed, {"about": about, "state": packed.values})
 
 

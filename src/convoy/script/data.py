@@ -194,8 +194,8 @@ def evaluate(
             inputs, targets = (_moved(part, device) for part in batch)
             size, outputs = _run(net, inputs)
             num_samples += size
-            found = measure(outputs, targets)
-            for name, values in found.items() if isinstance(found, Mapping) else [(None, found)]:
+            measures = measure(outputs, targets)
+            for name, values in measures.items() if isinstance(measures, Mapping) else [(None, measures)]:
                 if not isinstance(values, Tensor) or values.shape != (size,):
                     what = f"shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
                     raise ConvoyError(
