@@ -23,21 +23,15 @@ from convoy.errors import ConvoyError
 
 @dataclass
 class Batch:
-    """Pictures and labels of one update, or of a piece of an evaluation.
+    """Pictures and labels of one update, or of a piece of an evaluation."""
 
-    Attributes:
-        images: uint8 [samples, channels, height, width], or what becomes that on the device where the pictures lie.
-        labels: int64 [samples].
-        samples: int64 [samples], their numbers in the source.
-        epoch: 0-based; 0 in an evaluation.
-        bad: pictures that could not be read, as number and reason. In training the next good sample took their
-            place; in an evaluation they are missing.
-    """
-
+    # uint8 [samples, channels, height, width], or crops from which the device makes that
     images: Tensor | Crops
-    labels: Tensor
-    samples: Tensor
-    epoch: int = 0
+    labels: Tensor  # int64 [samples]
+    samples: Tensor  # int64 [samples], their numbers in the source
+    epoch: int = 0  # 0-based; 0 in an evaluation
+    # Number and reason of pictures that could not be read. In training the next good sample took their place; in an
+    # evaluation they are missing.
     bad: list[tuple[int, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -48,63 +42,41 @@ class Batch:
         return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
 
 
+# Pictures that are cropped at once: few enough to be in the processor's cache still when they are copied again.
 _PIECE = 16
-"""Pictures that are cut out at once, so that they are still in the processor's cache where they are copied again."""
 
 
 @dataclass
 class Filled:
-    """What became of the samples of a batch, or of a part of one.
+    """The samples of a batch, or of a part of one, whose pictures were written, and those that could not be read."""
 
-    Attributes:
-        samples: int64 [n], whose pictures were written, one after the other.
-        bad: as in `Batch`.
-    """
-
-    samples: NDArray[np.int64]
-    bad: list[tuple[int, str]] = field(default_factory=list)
+    samples: NDArray[np.int64]  # int64 [n], in the order in which they were written
+    bad: list[tuple[int, str]] = field(default_factory=list)  # as in `Batch`
 
 
 class BatchMaker:
-    """Makes the batches of one source; a sample's picture depends on nothing but (seed, epoch, sample).
-
-    Args:
-        source: the pictures.
-        geometry: how they get their size.
-        channels: 1 = grey, 3 = RGB.
-        seed: of the augmentation.
-        skip_bad: pictures that cannot be read are left out instead of refused.
-        decoder: pillow or turbo.
-    """
+    """Makes the batches of one source; a sample's picture depends on nothing but (seed, epoch, sample)."""
 
     def __init__(
-        self,
-        source: Source,
-        geometry: Geometry,
-        channels: int,
-        *,
-        seed: int,
-        skip_bad: bool,
-        decoder: str = "pillow",
+        self, source: Source, geometry: Geometry, channels: int, *, seed: int, skip_bad: bool, decoder: str = "pillow"
     ) -> None:
-        """Raises ConvoyError when an augmentation or the decoder lacks its library."""
+        """`channels` is 1 (grey) or 3 (RGB), `decoder` pillow or turbo; ConvoyError where a library is missing."""
         self.source = source
         self.geometry = geometry
         self.channels = channels
         self.seed = seed
         self.skip_bad, self.decoder = skip_bad, decoder
         self.color = ColorAugment(geometry.augment, seed)
-        crop, whole = geometry.augment.crop, self._in_memory(geometry.resize)
-        self.central = whole and geometry.margin % 2 == 0
-        """Whether pictures of an evaluation need no work picture by picture: parts of pixels in memory."""
-        self.vectorised = whole and not self.color.on and (crop == "pad" or (crop == "none" and self.central))
-        """The same of training: crop and flip at most."""
+        crop, in_memory = geometry.augment.crop, self._in_memory(geometry.resize)
+        # Whether an evaluation takes crops of pixels in memory, a batch at once.
+        self.central = in_memory and geometry.margin % 2 == 0
+        # Whether training does, with a crop and a flip at most.
+        self.vectorised = in_memory and not self.color.on and (crop == "pad" or (crop == "none" and self.central))
         method = geometry.augment.interpolation or "bilinear"
         self._turbo = Turbo(geometry.image_size, channels, method) if decoder == "turbo" else None
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of its pictures."""
         return self.channels, self.geometry.image_size, self.geometry.image_size
 
     def training(self, samples: NDArray[np.int64], epoch: int) -> Batch:
@@ -126,25 +98,15 @@ class BatchMaker:
         return self.central if epoch is None else self.vectorised
 
     def fill(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:
-        """Write the pictures of some samples [n] to `images` [n, channels, height, width].
-
-        A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it
-        is missing, and those after it move up.
-
-        Args:
-            images: where to write.
-            samples: which.
-            epoch: for which they are augmented; None resizes them and takes the center, as an evaluation does.
-
-        Raises:
-            ConvoyError: a picture cannot be read and bad ones are not skipped, or none can be read.
-        """
+        """Write the pictures of some samples [n] to `images` [n, channels, height, width]; no `epoch` means evaluation.
+        A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
+        missing, and those after it move up. Raises ConvoyError where bad ones are not skipped, or none can be read."""
         if self._at_once(epoch):
-            used, found = self._chosen(samples, epoch)
+            used, failures = self._chosen(samples, epoch)
             for start in range(0, len(used), _PIECE):
                 piece = used[start : start + _PIECE]
                 images[start : start + len(piece)] = self._cut(piece, epoch)
-            return Filled(used, found)
+            return Filled(used, failures)
         if epoch is not None:
             return Filled(*self._readable(samples, lambda places, used: self._write(images, places, used, epoch)))
         good: list[int] = []
@@ -164,7 +126,7 @@ class BatchMaker:
         return Filled(used, bad)
 
     def _chosen(self, samples: NDArray[np.int64], epoch: int | None) -> tuple[NDArray[np.int64], list[tuple[int, str]]]:
-        """The samples whose pixels are taken, and those that could not be read when they were put into memory."""
+        """The samples whose pixels are used, and those that could not be read when they were put into memory."""
         if epoch is not None:
             return self._readable(samples, self._known_bad)
         if not isinstance(self.source, PixelSource) or not self.source.bad:
@@ -207,10 +169,10 @@ class BatchMaker:
         """The places whose pixels in memory are those of pictures that could not be read."""
         bad = self.source.bad if isinstance(self.source, PixelSource) else {}
         pairs = zip(places.tolist(), samples.tolist(), strict=True) if bad else ()
-        return [(place, BadImage(self.source.name(one), bad[one])) for place, one in pairs if one in bad]
+        return [(place, BadImage(self.source.name(sample), bad[sample])) for place, sample in pairs if sample in bad]
 
     def _places(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.int64]:
-        """What is cut out of pixels in memory for each sample: [n, 4], as in `Crops`."""
+        """The crops of pixels in memory for some samples: [n, 4], as in `Crops`."""
         places = np.zeros((len(samples), 4), np.int64)
         places[:, 0] = samples
         if epoch is None or self.geometry.augment.crop == "none":
@@ -224,13 +186,13 @@ class BatchMaker:
         return places
 
     def _cut(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.uint8]:
-        """The pictures of some samples at once, from pixels in memory: what `Crops` makes of their places."""
+        """The crops of some samples at once, from pixels in memory: what `Crops` makes of their places."""
         pixels, side, augment = self._pixels[samples], self.geometry.image_size, self.geometry.augment
-        moved, turned = epoch is not None and augment.crop == "pad", epoch is not None and augment.flip
-        if not (moved or turned or self.geometry.margin):
+        has_crop, has_flip = epoch is not None and augment.crop == "pad", epoch is not None and augment.flip
+        if not (has_crop or has_flip or self.geometry.margin):
             return pixels.transpose(0, 3, 1, 2)
         _, left, top, mirrored = self._places(samples, epoch).T
-        pad = self.geometry.pad if moved else 0
+        pad = self.geometry.pad if has_crop else 0
         if pad:
             num, height, width, channels = pixels.shape
             padded = np.zeros((num, height + 2 * pad, width + 2 * pad, channels), np.uint8)
@@ -241,26 +203,26 @@ class BatchMaker:
             windows = sliding_window_view(pixels, (side, side), axis=(1, 2))
             planes = windows[np.arange(len(samples)), top + pad, left + pad]
         images = np.ascontiguousarray(planes)
-        if turned:
+        if has_flip:
             images[mirrored > 0] = images[mirrored > 0][..., ::-1]
         return images
 
     def _write(
         self, images: NDArray[np.uint8], places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int
     ) -> list[tuple[int, BadImage]]:
-        """Writes the pictures of `samples` to `places` of `images`; returns the places that could not be filled."""
+        """Write the pictures of `samples` to `places` of `images`, and return the places that could not be filled."""
         draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
         failures = []
-        for place, sample, drawn, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):
+        for place, sample, row, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):
             try:
                 if self._turbo is not None and self.geometry.augment.crop != "pad":
-                    crop = partial(self.geometry.training_box, drawn)
+                    crop = partial(self.geometry.training_box, row)
                     self._write_part(self._turbo, images[place], sample, crop, flip)
                     if self.color.on:
                         image = Image.fromarray(_pixels_of(images[place]))
                         images[place] = _planes(self.color(image, epoch, sample), self.channels)
                     continue
-                image = self.geometry.crop(self.source.open(sample), self.source.name(sample), drawn)
+                image = self.geometry.crop(self.source.open(sample), self.source.name(sample), row)
             except BadImage as reason:
                 failures.append((place, reason))
                 continue
@@ -297,15 +259,8 @@ class BatchMaker:
         labels: NDArray[np.int64] | None = None,
         pixels: Tensor | None = None,
     ) -> Batch:
-        """The batch of what was written.
-
-        Args:
-            rows: pictures, or places; there may be room for more.
-            filled: what was written.
-            epoch: of a training.
-            labels: where labels are to be written; None takes new memory.
-            pixels: on the device, where rows are places in them.
-        """
+        """The batch of what was written to the first of `rows`: pictures, or places in `pixels` where these lie on the
+        device. Labels are written to `labels`, or to new memory."""
         num = len(filled.samples)
         if labels is None:
             labels = self.source.labels[filled.samples]

@@ -11,26 +11,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from convoy.data.memory import SharedMemory
 
+# Batches that have been handed out: one is asked for while the one before is used, and, on a GPU, the copies of earlier
+# ones may still be on their way.
 _IN_USE, _ON_THEIR_WAY = 2, 2
-"""Batches beside those that are made: one is asked for while the one before is used, and, on a GPU, copies of the ones
-before those may not have arrived."""
 
 
 class Buffers:
-    """What is written of batches: a row for each sample, and labels. A buffer is free when nobody has its batch.
-
-    Args:
-        ahead: batches that are made before they are asked for.
-        largest: number of samples of the largest batch.
-        shape: of a row.
-        dtype: of a row.
-        pin_memory: whether they are to lie in pinned memory, for a GPU.
-
-    Attributes:
-        samples: int64 [buffers, samples], the numbers of the samples that each is to get, then of those that it got.
-        free: buffers that nobody uses.
-        pinned: whether they lie in pinned memory.
-    """
+    """Memory for batches: a row for each sample, and labels. A buffer is free when nobody has its batch."""
 
     def __init__(
         self,
@@ -49,6 +36,7 @@ class Buffers:
         self._labels = -(-self._rows // 8) * 8
         self._begin, self._size = 8 * num * largest, self._labels + 8 * largest
         self._memory = memory or SharedMemory(self._begin + num * self._size)
+        # [buffers, samples]: the samples that a buffer is to get, then those that it got
         self.samples = np.frombuffer(self._memory.bytes, np.int64, num * largest).reshape(num, largest)
         self.free = deque(range(num))
         self._out: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
@@ -70,7 +58,7 @@ class Buffers:
         return self._parts(self._bytes(slot))
 
     def hand_out(self, slot: int, copied: bool) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The same, free again when nothing refers to either any more, or at once where a copy is handed out."""
+        """The same, free again once nothing refers to either, or at once where a copy is handed out."""
         content, free = self._bytes(slot), self.free
         if copied:
             content = content.copy()
@@ -80,14 +68,14 @@ class Buffers:
         return self._parts(content)
 
     def _pin(self) -> bool:
-        """Pin the memory, so that copies to a GPU need not wait; whether that was possible."""
-        whole = np.frombuffer(self._memory.bytes, np.uint8)
+        """Pin the memory where that is possible, so that copies to a GPU need not wait."""
+        block = np.frombuffer(self._memory.bytes, np.uint8)
         runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(whole.ctypes.data, whole.nbytes, 0)) != 0:
+        if int(runtime.cudaHostRegister(block.ctypes.data, block.nbytes, 0)) != 0:
             with suppress(RuntimeError):  # or the next kernel would be blamed for it
                 torch.zeros(1, device="cuda")
             return False
-        weakref.finalize(self, runtime.cudaHostUnregister, whole.ctypes.data).atexit = False
+        weakref.finalize(self, runtime.cudaHostUnregister, block.ctypes.data).atexit = False
         return True
 
 

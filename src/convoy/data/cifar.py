@@ -31,18 +31,15 @@ _ARRAY = {"numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconst
 
 @dataclass
 class _Kept:
-    """An array or a dtype, by what a pickle calls it with, and the state that it gives it."""
+    """An array or a dtype, by the arguments with which a pickle calls it and the state that it gives it."""
 
     arguments: Any
     state: Any = None
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary in a CIFAR file; keys as text, arrays of bytes as uint8.
-
-    Raises:
-        ConvoyError: the file is missing, cut off, no CIFAR pickle, or names anything but an array.
-    """
+    """The dictionary in a CIFAR file; keys as text, arrays of bytes as uint8. Raises ConvoyError for a damaged file, or
+    one that names anything but an array."""
     with reading(path):
         if path.stat().st_size > _MAX_BYTES:
             raise ConvoyError(f"{shown(path)} is larger than any CIFAR file: set data.path to a CIFAR folder")
@@ -64,12 +61,8 @@ def read_pickle(path: Path) -> dict[str, Any]:
 
 
 def _unpickled(data: bytes) -> Any:
-    """What a pickle of numbers, text, lists, tuples, dictionaries and arrays makes.
-
-    Raises:
-        pickle.UnpicklingError: it wants to do anything else.
-        Exception: it is cut off or no pickle.
-    """
+    """The value of a pickle of numbers, text, lists, tuples, dictionaries and arrays. Raises pickle.UnpicklingError
+    where it wants anything else, any Exception where it is cut off or no pickle."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -106,7 +99,7 @@ def _unpickled(data: bytes) -> Any:
                 if kind.startswith("APPEND"):
                     target.extend(items)
                     continue
-                # Other keys are hashed, which takes for ever where tuples of the same tuples lie within each other.
+                # Hashing other keys takes for ever where tuples nest the same tuples.
                 if not all(type(key) in (str, bytes) for key in items[::2]):
                     raise pickle.UnpicklingError("has a key that is no text")
                 target.update(zip(items[::2], items[1::2], strict=True))
@@ -134,9 +127,9 @@ def _unpickled(data: bytes) -> Any:
     raise EOFError
 
 
-def _array(kept: _Kept) -> NDArray[np.uint8] | None:
-    """The array of bytes that the pickle means, or None if it is anything else."""
-    match kept.state:
+def _array(content: _Kept) -> NDArray[np.uint8] | None:
+    """The array of bytes that the pickle means, or None for anything else."""
+    match content.state:
         case (_, tuple() as shape, _Kept(arguments=(b"u1" | "u1", *_)), fortran, bytes() as data):
             fits = len(shape) <= _MOST_DIMS and all(type(n) is int and 0 <= n <= len(data) for n in shape)
             if fits and len(data) == int(np.prod(shape, dtype=object)):
@@ -192,18 +185,15 @@ def find_cifar(path: Path) -> tuple[Path, _Layout] | None:
 
 
 def open_cifar(path: Path) -> Opened:
-    """Both splits in memory, 32x32 RGB; CIFAR-100 with its 100 fine labels.
-
-    Raises:
-        ConvoyError: a file is missing, damaged or dangerous, or a label is out of range.
-    """
-    found = find_cifar(path)
-    if found is None:
+    """Both splits in memory, 32x32 RGB; CIFAR-100 with its 100 fine labels. Raises ConvoyError for a file that is
+    missing, damaged or dangerous."""
+    location = find_cifar(path)
+    if location is None:
         raise ConvoyError(
             f"{shown(path)} holds no CIFAR files ({', '.join(layout.folder for layout in _LAYOUTS)}): unpack the "
             "archive and set data.path to its folder"
         )
-    folder, layout = found
+    folder, layout = location
     classes = _class_names(folder / layout.names, layout)
     train, test = ([_read(folder / name, layout) for name in names] for names in (layout.train, (layout.test,)))
     return Opened(layout.name, classes, _join(train, "training pictures"), _join(test, "test pictures"))

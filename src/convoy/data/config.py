@@ -104,7 +104,6 @@ class MixConfig(_Section):
 
     @property
     def on(self) -> bool:
-        """Whether samples are mixed at all."""
         return self.mixup > 0 or self.cutmix > 0
 
 

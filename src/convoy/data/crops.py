@@ -8,16 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Crops:
-    """What is to be cut out of pictures, in place of the uint8 [samples, channels, side, side] that `to` makes of it.
+    """Crops of pictures on the device, which `to` makes uint8 [samples, channels, side, side]."""
 
-    Attributes:
-        pixels: uint8 [pictures, height, width, channels].
-        places: int64 [samples, 4]: picture, left and upper end of the part, which may lie outside and is black there,
-            and 1 where it is mirrored.
-        side: of the part.
-    """
-
-    pixels: Tensor
+    pixels: Tensor  # uint8 [pictures, height, width, channels]
+    # int64 [samples, 4]: picture, left and upper end of the crop (black where it lies outside), 1 where mirrored
     places: Tensor
     side: int
 
@@ -31,7 +25,7 @@ class Crops:
         return replace(self, places=self.places.pin_memory())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Tensor:
-        """Cut them out where the pictures lie; what is to be cut out is sent there."""
+        """Cut the crops out where the pictures lie; only their places are sent there."""
         picture, left, top, mirrored = self.places.to(self.pixels.device, non_blocking=non_blocking).unbind(1)
         height, width = self.pixels.shape[1:3]
         across = torch.arange(self.side, device=self.pixels.device)

@@ -37,50 +37,28 @@ _LUMA = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set that is ready to be loaded.
-
-    Attributes:
-        name: what to call it.
-        classes: names of the classes, by label.
-        train: the samples to train on.
-        test: the samples to evaluate on.
-        image_size: height and width of the net's input.
-        channels: 1 or 3, of the net's input.
-        mean: of each channel, pixels from 0 to 1.
-        std: of each channel, pixels from 0 to 1.
-        resize: short side of a picture before its center is taken.
-        notes: sentences for the user on how it was opened.
-        format: how its files are laid out, as `data.format` calls it; "class" is a folder of one class.
-        fingerprint: by what its files are known again, as JSON has it (`difference`); empty where there are none.
-    """
+    """A data set that is ready to be loaded."""
 
     name: str
-    classes: list[str]
+    classes: list[str]  # names, by label
     train: Source
     test: Source
-    image_size: int
-    channels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    resize: int
-    notes: tuple[str, ...] = ()
-    format: str = ""
+    image_size: int  # height and width of the network's input
+    channels: int  # 1 or 3, of the network's input
+    mean: tuple[float, ...]  # of each channel, pixels from 0 to 1
+    std: tuple[float, ...]  # of each channel, pixels from 0 to 1
+    resize: int  # short side of a picture before its center is taken
+    notes: tuple[str, ...] = ()  # sentences for the user on how it was opened
+    format: str = ""  # as `data.format` calls it; "class" is a folder of one class
+    # identifies its files (`difference`); empty where there are none
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
 
 def open_data(config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False) -> DataSet:
-    """Open the data set that a recipe's section describes.
-
-    Args:
-        config: the section.
-        progress: is told of long work (what, done, of how many).
-        to_evaluate: nothing is to be trained on it. It may have a single class, or be the folder of one, and where it
-            has no split of its own, and the section asks for none, all samples are the test split (and the training
-            split, which is then the same object).
-
-    Raises:
-        ConvoyError: the data set is missing, incomplete, damaged or dangerous, or an option does not fit it.
-    """
+    """Open the data set that a recipe's section describes; raises ConvoyError where it or an option is wrong. With
+    `to_evaluate` nothing is to be trained on it. It may then have a single class, or be the folder of one, and where it
+    has no split of its own, and the section asks for none, all samples are the test split (and the training split,
+    which is then the same object)."""
     kind, opened = open_files(config, progress, to_evaluate=to_evaluate)
     if not to_evaluate and len(opened.classes) < 2:
         only = f" ({opened.classes[0]})" if opened.classes else ""
@@ -92,7 +70,7 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         if opened.test is not None and getattr(config, option) is not None:
             raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
     fingerprint = _fingerprint(kind, opened)
-    own = _settle(opened, config.bad_images == "skip", progress)
+    shape = _settle(opened, config.bad_images == "skip", progress)
     notes = list(opened.notes)
     if to_evaluate and opened.test is None and config.validation_fraction is None and config.split_seed is None:
         opened.test = opened.train
@@ -100,25 +78,25 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
     if untrained := [opened.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
         more = f" and {len(untrained) - 3:,} more" if len(untrained) > 3 else ""
         notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the test has")
-    channels = config.channels or (own[2] if own else 3)
+    channels = config.channels or (shape[2] if shape else 3)
     if isinstance(train, PixelSource) and isinstance(test, PixelSource):
         whole = test is train
         train = train.with_channels(channels)
         test = train if whole else test.with_channels(channels)
-    image_size, resize = _sizes(config, own)
+    image_size, resize = _sizes(config, shape)
     if opened.short_side is not None and opened.short_side < resize:
         notes.append(
             f"pictures are enlarged to {resize} pixels, as the pack keeps short sides of at most {opened.short_side}: "
             f"for more of what the original has, pack it with --short-side {resize}"
         )
-    mean, std = _statistics(config, opened, own, channels)
-    _check_augmentation(config, opened.name, image_size, resize, channels, own)
+    mean, std = _statistics(config, opened, shape, channels)
+    _check_augmentation(config, opened.name, image_size, resize, channels, shape)
     form = image_size, channels, mean, std, resize
     return DataSet(opened.name, opened.classes, train, test, *form, tuple(notes), kind, fingerprint)
 
 
 def _fingerprint(kind: str, opened: Opened) -> dict[str, Any]:
-    """Of the samples as they lie in the files: what becomes of them is a function of the recipe."""
+    """The fingerprint of the samples as they lie in the files: what becomes of them is a function of the recipe."""
     test = opened.test.fingerprint() if opened.test is not None else {}
     classes = zlib.crc32("\n".join(opened.classes).encode("utf-8", "surrogatepass"))
     return {"format": kind, "classes": classes, "training": opened.train.fingerprint(), "test": test}
@@ -134,15 +112,13 @@ _MARKS = {
 
 
 def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = False) -> tuple[str, str, str] | None:
-    """What differs first between data of these fingerprints, in words, and what it is of each where that says anything.
-
-    With `later` the first are those that a run goes on with: these may have come into another format, as a pack, which
-    keeps numbers and labels, and pictures may have been mended, in no more than half of the files.
-    """
-    alike = data["format"] == other["format"]
-    if not alike and not later:
+    """The first difference between two fingerprints, in words, and the values on both sides where these say anything.
+    With `later`, a run goes on with `data`. These may have come into another format, as a pack, which keeps numbers and
+    labels, and pictures may have been mended, in no more than half of the files."""
+    same_format = data["format"] == other["format"]
+    if not same_format and not later:
         return "the format", data["format"], other["format"]
-    for key in _MARKS if alike else ("samples", "labels"):
+    for key in _MARKS if same_format else ("samples", "labels"):
         for split in ("training", "test"):
             one, two = data[split].get(key), other[split].get(key)
             if one != two and not (later and key == "sizes" and 2 * num_changed(one, two) <= len(two)):
@@ -154,25 +130,23 @@ def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = 
     return None
 
 
-def num_changed(sizes: Sequence[int], before: Sequence[int]) -> int:
-    """How many of the same files have other sizes."""
-    return sum(one != two for one, two in zip(sizes, before, strict=False))
+def num_changed(sizes: Sequence[int], old_sizes: Sequence[int]) -> int:
+    """The number of files whose sizes differ."""
+    return sum(size != old_size for size, old_size in zip(sizes, old_sizes, strict=False))
 
 
 def open_files(
     config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False
 ) -> tuple[str, Opened]:
-    """The format and the pictures of a data set as they lie in its files, before anything is split or read.
-
-    Args and errors are those of `open_data`.
-    """
+    """The format and the pictures of a data set as they lie in its files, before anything is split or read. Arguments
+    and errors are those of `open_data`."""
     if MNIST_MINI in (config.path, config.format):
         return MNIST_MINI, open_mnist_mini()
     path = existing(config.path)
     if not path.is_dir() and not path.is_file():
         raise ConvoyError(f"data set {shown(path)} is neither a file nor a folder: set data.path to one")
-    if to_evaluate and path.is_dir() and config.format == "auto" and (one := open_class(path)) is not None:
-        return "class", one
+    if to_evaluate and path.is_dir() and config.format == "auto" and (folder := open_class(path)) is not None:
+        return "class", folder
     kind = config.format if config.format != "auto" else _detect(path)
     if path.is_file() and kind not in ("parquet", "webdataset"):
         raise ConvoyError(
@@ -197,7 +171,6 @@ def open_files(
 
 
 def _detect(path: Path) -> str:
-    """The format of a file or folder, by its names."""
     suffixes = {".parquet": "parquet", ".tar": "webdataset"}
     if path.is_file():
         if path.suffix in suffixes:
@@ -228,23 +201,24 @@ def _detect(path: Path) -> str:
 
 
 def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
-    """Puts into memory what belongs there; returns height, width and channels if all pictures share them there."""
+    """Decode small pictures of one size into memory, or choose the source to load from; returns the height, width and
+    channels that all pictures in memory share."""
     if isinstance(opened.train, PixelSource):
         height, width, channels = opened.train.pixels.shape[1:]
         return height, width, channels
     encoded = [source for source in (opened.train, opened.test) if isinstance(source, EncodedSource)]
-    own = common_format(*encoded)
+    shape = common_format(*encoded)
     settled: list[Source] = []
     for source, split in zip(encoded, ("training", "test"), strict=False):
-        pixels = decode_all(source, own, split, skip_bad, progress) if own is not None else None
+        pixels = decode_all(source, shape, split, skip_bad, progress) if shape is not None else None
         if pixels is None:
-            own = None
+            shape = None
             break
         settled.append(pixels)
-    if own is None:
+    if shape is None:
         settled = [source.settled(progress) for source in encoded]
     opened.train, opened.test = settled[0], settled[1] if len(settled) > 1 else None
-    return own
+    return shape
 
 
 def _split(opened: Opened, config: DataConfig, notes: list[str]) -> tuple[Source, Source]:
@@ -253,18 +227,18 @@ def _split(opened: Opened, config: DataConfig, notes: list[str]) -> tuple[Source
     source = opened.train
     if len(source) < 2:
         raise ConvoyError(f"{opened.name} has only {len(source)} picture: it cannot be split into training and test")
-    kept, held = stratified_split(source.labels, fraction, seed)
+    train, test = stratified_split(source.labels, fraction, seed)
     notes.append(
-        f"{opened.name} has no split of its own: {len(held)} of its {len(source)} samples are held out for the test "
+        f"{opened.name} has no split of its own: {len(test)} of its {len(source)} samples are held out for the test "
         f"(validation_fraction {fraction:g}, split_seed {seed})"
     )
-    return source.subset(kept), source.subset(held)
+    return source.subset(train), source.subset(test)
 
 
-def _sizes(config: DataConfig, own: tuple[int, int, int] | None) -> tuple[int, int]:
-    """Side of the net's input, and short side before the center is taken."""
-    if own is not None:
-        image_size = config.image_size or min(own[:2])
+def _sizes(config: DataConfig, shape: tuple[int, int, int] | None) -> tuple[int, int]:
+    """Side of the network's input, and short side before the center is taken."""
+    if shape is not None:
+        image_size = config.image_size or min(shape[:2])
         resize = config.resize or image_size
     else:
         image_size = config.image_size or PHOTOGRAPH_SIZE
@@ -277,11 +251,9 @@ def _sizes(config: DataConfig, own: tuple[int, int, int] | None) -> tuple[int, i
     return image_size, resize
 
 
-def _statistics(config: DataConfig, opened: Opened, own: tuple[int, int, int] | None, channels: int) -> Statistics:
-    """Mean and standard deviation of each channel: the section's, those of a known data set, else ImageNet's.
-
-    Grey from RGB weighs the three numbers as luma does.
-    """
+def _statistics(config: DataConfig, opened: Opened, shape: tuple[int, int, int] | None, channels: int) -> Statistics:
+    """Mean and standard deviation of each channel: the section's, those of a known data set, else ImageNet's. Grey from
+    RGB weighs the three numbers as luma does."""
     if config.mean is not None and config.std is not None:
         if len(config.mean) != channels:
             raise ConvoyError(
@@ -289,21 +261,21 @@ def _statistics(config: DataConfig, opened: Opened, own: tuple[int, int, int] | 
                 f"{channels} channels: give {channels}, or set data.channels={len(config.mean)}"
             )
         return config.mean, config.std
-    known, num_classes = IMAGENET, len(opened.classes)
-    if own == (28, 28, 1) and num_classes == 10:
-        known = MNIST
-    elif own == (32, 32, 3) and num_classes in (10, 100):
-        known = CIFAR10 if num_classes == 10 else CIFAR100
-    if len(known[0]) == channels:
-        return known
+    table, num_classes = IMAGENET, len(opened.classes)
+    if shape == (28, 28, 1) and num_classes == 10:
+        table = MNIST
+    elif shape == (32, 32, 3) and num_classes in (10, 100):
+        table = CIFAR10 if num_classes == 10 else CIFAR100
+    if len(table[0]) == channels:
+        return table
     if channels == 3:
-        return known[0] * 3, known[1] * 3
-    mean, std = (round(sum(w * x for w, x in zip(_LUMA, part, strict=True)), 4) for part in known)
+        return table[0] * 3, table[1] * 3
+    mean, std = (round(sum(w * x for w, x in zip(_LUMA, part, strict=True)), 4) for part in table)
     return (mean,), (std,)
 
 
 def _check_augmentation(
-    config: DataConfig, name: str, image_size: int, resize: int, channels: int, own: tuple[int, int, int] | None
+    config: DataConfig, name: str, image_size: int, resize: int, channels: int, shape: tuple[int, int, int] | None
 ) -> None:
     augment = config.augment
     for option in ("pca_noise", "rand_augment"):
@@ -312,7 +284,7 @@ def _check_augmentation(
                 f"data.augment.{option} needs colors, but the pictures of {name} are grey: leave it out or set "
                 "data.channels=3"
             )
-    unchanged = own is not None and own[:2] == (image_size, image_size) == (resize, resize)
+    unchanged = shape is not None and shape[:2] == (image_size, image_size) == (resize, resize)
     if augment.interpolation is not None and augment.crop != "random-resized" and unchanged:
         raise ConvoyError(
             f"data.augment.interpolation would be ignored: the pictures of {name} have {image_size}x{image_size} "

@@ -60,11 +60,8 @@ class BadImage(Exception):  # noqa: N818 (a fact about a picture; the user meets
 
 
 def open_picture(data: bytes, name: str) -> Image.Image:
-    """The picture with only its header read, so that its size is known before it is decoded.
-
-    Raises BadImage for an empty file, for what is not a picture and for more than 89 megapixels (a file of a few
-    bytes can claim any size).
-    """
+    """The picture with only its header read, so that its size is known before it is decoded. Raises BadImage for an
+    empty file, no picture, or more than 89 megapixels, which a file of a few bytes can claim."""
     if not data:
         raise BadImage(name, "is an empty file")
     with _reasons(name):
@@ -80,12 +77,12 @@ def open_picture(data: bytes, name: str) -> Image.Image:
         return image
 
 
-def suffix_of(image: Image.Image, own: str = "") -> str:
+def suffix_of(image: Image.Image, suffix: str = "") -> str:
     """The end of the name of the file that a picture was opened from: its own, where that is one of the format."""
-    # Of several pictures in a JPEG file, as cameras write them, Pillow says MPO.
+    # Pillow calls a JPEG file of several pictures, as cameras write them, MPO.
     usual = _FORMATS.get(image.format or "", ".jpg")
-    known = Image.registered_extensions()
-    return own if known.get(own.lower()) == known[usual] else usual
+    extensions = Image.registered_extensions()
+    return suffix if extensions.get(suffix.lower()) == extensions[usual] else usual
 
 
 def too_large(width: int, height: int) -> bool:
@@ -116,13 +113,10 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def finish_picture(image: Image.Image, name: str, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """The decoded picture: 8 bit, mode L (grey) or RGB, upright, on white where it was transparent.
-
-    With `at_least` (width, height of the upright picture) a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size as
-    long as it stays that large, which is much faster and depends on nothing but the file and that size.
-
-    Raises BadImage for pictures that are cut off, broken, or of 32 bits a channel.
-    """
+    """The decoded picture: 8 bit, mode L (grey) or RGB, upright, on white where it was transparent. With `at_least`
+    (width, height of the upright picture) a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size as long as it stays that
+    large, which is much faster and depends on nothing but the file and that size. Raises BadImage for pictures that are
+    cut off, broken, or of 32 bits a channel."""
     with _reasons(name):
         orientation = _orientation(image)
         if at_least is not None and image.format == "JPEG":
@@ -144,7 +138,7 @@ def _eight_bit(image: Image.Image, name: str) -> Image.Image:
     sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     if image.mode in ("I", "F") and not sixteen:
         raise BadImage(name, "has 32 bits a channel, and how bright that is meant to be is unknown: save it as 8 bit")
-    # In strips, as what lies between is up to 24 times as large as the picture; every pixel is converted by itself.
+    # In strips, as intermediate values take up to 24 times the memory of the picture; pixels are independent.
     rows, convert = max(1, _STRIP // image.width), _scaled if sixteen else _flat
     if rows >= image.height:
         return convert(image)
@@ -201,12 +195,12 @@ def suffixes() -> frozenset[str]:
 
 
 def needs_package(ends: Iterable[str]) -> list[str]:
-    """The packages with which Pillow would read files whose names end so."""
-    return [name for name, (*_, known) in _PACKAGES.items() if not suffixes().issuperset(set(ends) & set(known))]
+    """The packages with which Pillow would read files that end so."""
+    return [name for name, (*_, endings) in _PACKAGES.items() if not suffixes().issuperset(set(ends) & set(endings))]
 
 
 def left_out(ends: Counter[str]) -> list[str]:
-    """A sentence on files that are no pictures by the ends of their names, or cannot be read; none without files."""
+    """A sentence on files that are no pictures, or cannot be read, by the ends of their names; none without files."""
     if not ends:
         return []
     kinds = [f"{number:,} {printable(end) or 'without an ending'}" for end, number in ends.most_common()]
@@ -218,7 +212,7 @@ def left_out(ends: Counter[str]) -> list[str]:
 
 @contextmanager
 def _reasons(name: str) -> Iterator[None]:
-    """Turns whatever Pillow says into BadImage; its warnings about odd but readable files are left out."""
+    """Turn whatever Pillow says into BadImage; its warnings about odd but readable files are left out."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

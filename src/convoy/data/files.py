@@ -33,10 +33,7 @@ _WORD_ENDS = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
 
 @dataclass
 class Opened:
-    """The sources in the files of a format; `test` is None where the data has no split of its own.
-
-    `notes` are sentences for the user; `short_side` is what larger pictures were resized to, None for nothing.
-    """
+    """The sources in the files of a format."""
 
     name: str
     classes: list[str]
@@ -48,7 +45,7 @@ class Opened:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns a failure of the operating system into a ConvoyError that names the file."""
+    """Turn a failure of the operating system into a ConvoyError that names the file."""
     try:
         yield
     except FileNotFoundError:
@@ -61,7 +58,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turns a failure of the operating system, as a full disk, into a ConvoyError that names the folder."""
+    """Turn a failure of the operating system, such as a full disk, into a ConvoyError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -71,11 +68,8 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def keep_others_out(descriptor: int, refusal: str) -> None:
-    """Lock an open file or folder until it is closed; on a file system without locks nobody is kept out.
-
-    Raises:
-        ConvoyError: another process has locked it; says `refusal`.
-    """
+    """Lock an open file or folder until it is closed; a ConvoyError says `refusal` where another process holds the
+    lock. On a file system without locks nobody is kept out."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -86,7 +80,7 @@ def keep_others_out(descriptor: int, refusal: str) -> None:
 
 @contextmanager
 def unpacking(path: Path, mend: str) -> Iterator[None]:
-    """Turns damage found by gzip into a ConvoyError; `mend` says what to do."""
+    """Turn damage that gzip finds into a ConvoyError; `mend` says what to do."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -99,40 +93,35 @@ def shown(path: Path) -> str:
 
 
 def split_of(name: str) -> str | None:
-    """train, val or test, by the words of a name in any case, alone or with what a split is made of: `seg_train`,
-    `TestSet`, `validation images 2`, `hold-out`. None for a name without such a word, or with words of two splits."""
+    """train, val or test, by the words of a name in any case, alone or beside a noun: `seg_train`, `TestSet`,
+    `validation images 2`, `hold-out`. None for a name without such a word, or with words of two splits."""
     words = _WORD_ENDS.split(re.sub(r"(?i)(h[oe]ld)[\W_]+(?=out)", r"\1", name))
-    found = {_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS}
-    return found.pop() if len(found) == 1 else None
+    splits = {_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS}
+    return splits.pop() if len(splits) == 1 else None
 
 
 def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
-    """The files with this suffix to train on, and those to test on, in the order of their names.
-
-    The config says which are which by `train` and `test`, else the names of files, and of their folders, do. Those of
-    `val` come before those of `test`, whose labels are often withheld.
-
-    Raises:
-        ConvoyError: there are none, or only some of them name a split, or none is for training.
-    """
+    """The files with this suffix to train on and to test on, sorted by name; raises ConvoyError if unclear.
+    `config.train` and `config.test` say which is which, else the names of files and of their folders. Files of `val`
+    are preferred to those of `test`, whose labels are often withheld."""
     if path.is_file():
         return [path], []
-    found = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
-    if not found:
+    paths = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
+    if not paths:
         raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
     if config.train is not None:
         patterns = (config.train, config.test)
-        chosen = [[one for one in found if of and _matches(one.relative_to(path), of)] for of in patterns]
-        for key, pattern, files in zip(("train", "test"), patterns, chosen, strict=True):
+        groups = [[entry for entry in paths if of and _matches(entry.relative_to(path), of)] for of in patterns]
+        for key, pattern, files in zip(("train", "test"), patterns, groups, strict=True):
             if pattern and not files:
                 raise ConvoyError(f"data.{key}={pattern} is no {suffix} file below {shown(path)}")
-        return chosen[0], chosen[1]
+        return groups[0], groups[1]
     splits: dict[str, list[Path]] = {}
-    for file in found:
+    for file in paths:
         parts = map(split_of, reversed(file.relative_to(path).parts))
         splits.setdefault(next(filter(None, parts), "none"), []).append(file)
     if len(splits) == 1 and "none" in splits:
-        return found, []
+        return paths, []
     if "none" in splits:
         raise ConvoyError(
             f"{shown(splits['none'][0])} belongs to no split while other files of {shown(path)} do: "
@@ -147,42 +136,35 @@ def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], lis
 
 
 def _matches(file: Path, pattern: str) -> bool:
-    """Whether a file, or a folder that it lies in, is called so; `.` is any."""
+    """Whether a file, or a folder that it lies in, has this name; `.` is any."""
     return pattern == "." or any(part.match(pattern) for part in (file, *file.parents) if part.name)
 
 
 _MAX_CLASSES = 1_000_000
 
 
-def relabel(sources: Iterable[Source], classes: Sequence[str], known: Sequence[str]) -> None:
-    """Give sources, each once, the labels that their classes have among those that are known, which are all of them."""
-    table = np.array([known.index(name) for name in classes], np.int64)
+def relabel(sources: Iterable[Source], classes: Sequence[str], all_classes: Sequence[str]) -> None:
+    """Give each source once the labels of its `classes` in `all_classes`."""
+    table = np.array([all_classes.index(name) for name in classes], np.int64)
     for source in {id(source): source for source in sources}.values():
         source.labels = table[source.labels]
 
 
 def numbered_classes(path: Path, sources: Sequence[Source]) -> list[str]:
-    """Names "0", "1", … for labels that have none, up to the largest label of the first source, that to train on.
-
-    Raises:
-        ConvoyError: the largest label is too large to be one.
-    """
-    largest = int(sources[0].labels.max())
-    if largest >= _MAX_CLASSES:
-        raise ConvoyError(f"{shown(path)} has label {largest}, out of range: classes are numbered from 0")
-    return [str(number) for number in range(largest + 1)]
+    """Names "0", "1", … up to the largest label of the first source, the one to train on; raises ConvoyError where that
+    is too large."""
+    largest_label = int(sources[0].labels.max())
+    if largest_label >= _MAX_CLASSES:
+        raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
+    return [str(number) for number in range(largest_label + 1)]
 
 
 def check_range(path: Path, sources: Sequence[Source], classes: list[str]) -> None:
-    """Refuse labels that are no class, as where the test alone has them.
-
-    Raises:
-        ConvoyError: naming the first sample with such a label.
-    """
+    """Refuse labels that are no class, as where the test alone has them; the ConvoyError names the first sample."""
     for source in sources:
-        wrong = np.flatnonzero((source.labels < 0) | (source.labels >= len(classes)))
-        if len(wrong):
-            sample = int(wrong[0])
+        bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(classes)))
+        if len(bad_samples):
+            sample = int(bad_samples[0])
             withheld = " (-1 marks a withheld label: use the validation split)" if source.labels[sample] == -1 else ""
             raise ConvoyError(
                 f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: the classes "

@@ -18,8 +18,7 @@ from convoy.data.sources import NUM_SIZES, EncodedSource, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
-MAX_PICTURE_BYTES = 2**30
-"""No picture of the size that is decoded has more."""
+MAX_PICTURE_BYTES = 2**30  # more than any picture that is small enough to be decoded
 _MOST_NAMES = 5
 
 
@@ -35,7 +34,7 @@ class FolderSource(EncodedSource):
         return printable(self._files[sample])
 
     def _marks(self) -> dict[str, Any]:
-        paths = [os.path.join(self._root, self._files[each]) for each in spread(len(self), NUM_SIZES)]  # noqa: PTH118
+        paths = [os.path.join(self._root, self._files[i]) for i in spread(len(self), NUM_SIZES)]  # noqa: PTH118
         with reading(Path(self._root)):
             return {"names": self._files.checksum(), "sizes": [os.stat(path).st_size for path in paths]}  # noqa: PTH116
 
@@ -46,7 +45,7 @@ class FolderSource(EncodedSource):
 def picture_bytes(path: str, name: str) -> bytes:
     """The bytes of a picture file, which messages call `name`. Raises BadImage."""
     try:
-        # not waiting for somebody who writes into a pipe; pathlib would cost time, picture by picture
+        # O_NONBLOCK: do not wait for a writer of a pipe. No pathlib, which costs time for every picture.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -68,22 +67,19 @@ def find_folder(path: Path) -> bool:
 
 
 def open_folder(path: Path, config: DataConfig) -> Opened:
-    """The pictures in class folders; what else there is, but for hidden files, is left out, which a note says.
-
-    Raises:
-        ConvoyError: there are no class folders, which are to be trained on is not clear, a class has only pictures that
-            cannot be read, or the splits' classes differ.
-    """
+    """The pictures in class folders; a note says what else was left out, except hidden files. Raises ConvoyError where
+    there are no class folders, the split is not clear, a class has only pictures that cannot be read, or the splits'
+    classes differ."""
     notes: list[str] = []
     if config.train is None:
         train, test, notes = _splits(path)
     else:
         train, test = path / config.train, path / config.test if config.test is not None else None
-        if not all(one.is_dir() and one.resolve().is_relative_to(path.resolve()) for one in (train, test or train)):
-            there = _listed([each.name for each in _folders(path)]) or "none"
-            raise ConvoyError(f"data.train or data.test is no folder below {shown(path)}, which holds {there}")
-    others, empty = Counter[str](), list[str]()
-    classes, source = _scan(path, train, test, others, empty)
+        if not all(top.is_dir() and top.resolve().is_relative_to(path.resolve()) for top in (train, test or train)):
+            listing = _listed([child.name for child in _folders(path)]) or "none"
+            raise ConvoyError(f"data.train or data.test is no folder below {shown(path)}, which holds {listing}")
+    leftovers, empty = Counter[str](), list[str]()
+    classes, source = _scan(path, train, test, leftovers, empty)
     if not classes:
         raise ConvoyError(
             f"{shown(train)} holds no class folders with pictures: put those of each class into a folder of its own"
@@ -92,35 +88,32 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
         notes.append(f"left out: {_listed(empty)} without pictures")
     held_out = None
     if test is not None:
-        held, held_out = _scan(path, test, None, others, [])
-        for name in held:
+        test_names, held_out = _scan(path, test, None, leftovers, [])
+        for name in test_names:
             if name not in classes:
                 raise ConvoyError(
                     f"{shown(test / name)} is a class that {train.name}/ does not have pictures of: add some there or "
                     "remove it here"
                 )
-        if not held:
+        if not test_names:
             raise ConvoyError(
                 f"{shown(test)} holds no class folders with pictures: make one for each class as in {train.name}/, or "
                 f"go without by --set data.train={printable(str(train.relative_to(path)))}"
             )
-        relabel([held_out], held, classes)
+        relabel([held_out], test_names, classes)
     for folder in {path, train, test or train}:
         beside = (entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith("."))
-        others.update(f"{end} beside the class folders" for end in beside if end in suffixes())
+        leftovers.update(f"{end} beside the class folders" for end in beside if end in suffixes())
     names = [printable(name) for name in classes]
-    return Opened(path.resolve().name, names, source, held_out, notes=(*notes, *left_out(others)))
+    return Opened(path.resolve().name, names, source, held_out, notes=(*notes, *left_out(leftovers)))
 
 
 def _splits(path: Path) -> tuple[Path, Path | None, list[str]]:
-    """The folders of class folders to train and to test on, None where one tree holds all, and sentences for the user.
-
-    Raises:
-        ConvoyError: names and contents do not say which they are.
-    """
+    """The folders of class folders to train and to test on (None where one tree holds all), and sentences for the user;
+    raises ConvoyError where names and contents do not say which they are."""
     folders = _folders(path)
-    named = {folder: split for folder in folders if (split := split_of(folder.name)) is not None}
-    if not named:
+    splits = {folder: split for folder in folders if (split := split_of(folder.name)) is not None}
+    if not splits:
         shared = _inner(folders[0]) if folders else set[str]()
         if len(folders) == 1 and "train" in map(split_of, shared):
             return _splits(folders[0])
@@ -129,34 +122,36 @@ def _splits(path: Path) -> tuple[Path, Path | None, list[str]]:
         if len(folders) > 1 and len(shared) > 1:
             raise _unclear(path, folders)
         return path, None, []
-    train = [folder for folder in named if named[folder] == "train"]
-    held = [folder for folder in named if named[folder] == "val"] or [each for each in named if each not in train]
-    unnamed = [
-        folder for folder in folders if folder not in named and any(end in suffixes() for _, end in _files(folder))
+    train = [folder for folder in splits if splits[folder] == "train"]
+    tests = [folder for folder in splits if splits[folder] == "val"] or [
+        child for child in splits if child not in train
     ]
-    within = {name for folder in named for name in _inner(folder)}
-    alike = within and any(folder.name in within or _inner(folder) & within for folder in unnamed)
-    if unnamed and not alike and (not train or not (within or held)):
-        classes = _listed([folder.name for folder in named])
+    unnamed = [
+        folder for folder in folders if folder not in splits and any(end in suffixes() for _, end in _files(folder))
+    ]
+    within = {name for folder in splits for name in _inner(folder)}
+    overlap = within and any(folder.name in within or _inner(folder) & within for folder in unnamed)
+    if unnamed and not overlap and (not train or not (within or tests)):
+        classes = _listed([folder.name for folder in splits])
         return path, None, [f"{classes} is a class here, not a split (--set data.train=… says otherwise)"]
     if not train and not unnamed:
         raise ConvoyError(
-            f"{shown(path)} has {held[0].name}/ but no train/: put the training pictures into train/, or set data.path "
-            f"to {shown(held[0])} to split that"
+            f"{shown(path)} has {tests[0].name}/ but no train/: put the training pictures into train/, or set "
+            f"data.path to {shown(tests[0])} to split that"
         )
-    if len(train) != 1 or len(held) > 1 or alike or (unnamed and not held):
+    if len(train) != 1 or len(tests) > 1 or overlap or (unnamed and not tests):
         raise _unclear(path, folders)
-    unused = [folder.name for folder in folders if folder not in (*train, *held)]
+    unused = [folder.name for folder in folders if folder not in (*train, *tests)]
     notes = [f"left out: {_listed(unused)}"] if unused else []
-    return _unwrapped(train[0]), _unwrapped(held[0]) if held else None, notes
+    return _unwrapped(train[0]), _unwrapped(tests[0]) if tests else None, notes
 
 
 def _unclear(path: Path, folders: list[Path]) -> ConvoyError:
     names = [folder.name for folder in folders]
-    one, other = (printable(name) for name in (names * 2)[:2])
+    first_name, second_name = (printable(name) for name in (names * 2)[:2])
     return ConvoyError(
         f"{shown(path)} holds {_listed(names)}, and which to train on is not clear: say so, as by --set "
-        f"data.train={one} --set data.test={other}, or --set data.train=. where each is a class"
+        f"data.train={first_name} --set data.test={second_name}, or --set data.train=. where each is a class"
     )
 
 
@@ -166,7 +161,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _unwrapped(folder: Path) -> Path:
-    """The folder of the same name within, where that is all that it holds, as some archives are unpacked."""
+    """The folder of the same name within, where that is all that it holds, as some archives unpack."""
     while [inner.name.lower() for inner in _folders(folder)] == [folder.name.lower()]:
         folder = _folders(folder)[0]
     return folder
@@ -182,53 +177,52 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _scan(
-    root: Path, split: Path, without: Path | None, others: Counter[str], empty: list[str]
+    root: Path, split: Path, without: Path | None, leftovers: Counter[str], empty: list[str]
 ) -> tuple[list[str], FolderSource]:
-    """The classes that have pictures, and these; counts what is left out by its kind, and names empty folders."""
+    """The classes that have pictures, and their source; counts other files in `others` by kind, and lists empty folders
+    in `empty`."""
     files: list[str] = []
     counts: dict[str, int] = {}
     for folder in _folders(split):
         if folder == without:
             continue
         kinds = Counter[str]()
-        if found := pictures(folder, kinds):
-            counts[folder.name] = len(found)
+        if paths := pictures(folder, kinds):
+            counts[folder.name] = len(paths)
         elif needs_package(kinds):
             raise ConvoyError(f"{shown(folder)} is a class without pictures that can be read ({left_out(kinds)[0]})")
         else:
             empty.append(folder.name)
-        files.extend(found)
-        others.update(kinds)
+        files.extend(paths)
+        leftovers.update(kinds)
     labels = np.repeat(np.arange(len(counts)), list(counts.values())).astype(np.int64)
     return list(counts), FolderSource(root, files, labels)
 
 
 def open_class(path: Path) -> Opened | None:
-    """A folder of pictures without class folders, as a data set of the one class that the folder is named after.
-
-    None where the folder holds other folders, or no pictures.
-    """
-    others = Counter[str]()
-    files = [] if next(iter(_folders(path)), None) else pictures(path, others)
+    """A folder of pictures without class folders, as a data set of the one class that the folder is named after. None
+    where the folder holds other folders, or no pictures."""
+    leftovers = Counter[str]()
+    files = [] if next(iter(_folders(path)), None) else pictures(path, leftovers)
     if not files:
         return None
     name, source = path.resolve().name, FolderSource(path, files, np.zeros(len(files), np.int64))
-    return Opened(name, [printable(name)], source, notes=tuple(left_out(others)))
+    return Opened(name, [printable(name)], source, notes=tuple(left_out(leftovers)))
 
 
 def pictures(folder: Path, others: Counter[str] | None = None) -> list[str]:
-    """All picture files below a folder, sorted, by the ends of their names; `others` counts other files by these."""
-    found = []
+    """All picture files below a folder, sorted; `others` counts the other files by the ends of their names."""
+    picture_files = []
     for file, end in _files(folder):
         if end in suffixes():
-            found.append(file)
+            picture_files.append(file)
         elif others is not None:
             others[end] += 1
-    return sorted(found)
+    return sorted(picture_files)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, str]]:
-    """All files below a folder but for hidden ones, with the ends of their names in lower case; links are followed, but
+    """All files below a folder except hidden ones, and the ends of their names in lower case; links are followed, but
     no folder is entered twice."""
     seen: set[tuple[int, int]] = set()
     open_folders = [str(folder)]

@@ -24,8 +24,7 @@ from convoy.launch.cores import own_share
 from convoy.units import size
 
 _MAX_AUTOMATIC = 32
-_PART = 8
-"""The pictures of a data set take at most one of so many parts of a GPU's memory."""
+_PART = 8  # the pictures of a data set take at most an eighth of a GPU's memory
 
 
 def training_batches(
@@ -42,24 +41,10 @@ def training_batches(
 ) -> Generator[Batch, None, None]:
     """The batches of updates `first_update` to `first_update + num_updates - 1` of the run, across its epochs.
 
-    Batch k depends on (seed, k) alone, so starting at k is resuming at k. Close the generator
-    (`contextlib.closing`) or drop it to end its worker processes.
-
-    Args:
-        data: what `open_data` returned for this configuration.
-        config: the recipe's section.
-        order: which samples belong to which update.
-        first_update: counted from 0 over the whole run.
-        num_updates: how many batches to make.
-        seed: of the augmentation.
-        positions: which samples of every batch; None = all of them.
-        pin_memory: put the batches into pinned memory (for a GPU).
-        told: is told how many worker processes there are, whenever others were started.
-
-    Raises:
-        ConvoyError: a picture cannot be read and bad ones are not skipped, or an augmentation or the decoder lacks its
-            library.
-        MachineError: a worker process died, or lacks memory.
+    Batch k depends on (seed, k) alone, so starting at k is resuming at k. `positions` are those of this rank in every
+    batch, None all; `told` gets the number of worker processes whenever more have started. Close the generator
+    (`contextlib.closing`) or drop it to end them. Raises ConvoyError for a picture that cannot be read or a missing
+    library, MachineError where a worker process died or lacks memory.
     """
     maker = batch_maker(data, config, data.train, seed)
     part = slice(None) if positions is None else slice(positions.start, positions.stop)
@@ -77,23 +62,9 @@ def training_batches(
 def evaluation_batches(
     data: DataSet, config: DataConfig, *, batch: int, part: int = 0, num_parts: int = 1, pin_memory: bool = False
 ) -> Generator[Batch, None, None]:
-    """Every sample of the test split exactly once, in order, resized and cut in the center.
-
-    The last batch may be smaller. Several parts take turns at the batches. All get equally many, so that the last ones
-    may be empty.
-
-    Args:
-        data: what `open_data` returned for this configuration.
-        config: the recipe's section.
-        batch: samples in a batch.
-        part: which part, from 0.
-        num_parts: how many there are.
-        pin_memory: put the batches into pinned memory (for a GPU).
-
-    Raises:
-        ConvoyError: a picture cannot be read and bad ones are not skipped.
-        MachineError: a worker process died, or lacks memory.
-    """
+    """Every sample of the test split exactly once, in order, resized and cut in the center. The last batch may be
+    smaller. `num_parts` ranks take turns at the batches; all get equally many, so that the last ones may be empty.
+    Raises the same errors as `training_batches`."""
     if batch < 1:
         raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
     maker = batch_maker(data, config, data.test, seed=0)
@@ -106,11 +77,9 @@ def evaluation_batches(
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
-    """How many worker processes to use, and why.
-
-    None where a batch is taken from memory at once; else a core of this process's share for each, up to 32: what one
-    GPU can use up. Cores are those that the process may run on, or as many as control groups leave time for.
-    """
+    """The number of worker processes, and why. 0 where a batch is taken from memory at once; else one per core of this
+    process's share, up to 32, which is what one GPU can use up. Cores are those that the process may run on, or as many
+    as control groups leave time for."""
     if data.train.resident is not None:
         return 0, f"pictures lie on the GPU ({size(data.train.resident.nbytes)}), which cuts them out"
     if config.workers is not None:
@@ -122,24 +91,13 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
 
 
 def first_workers(config: DataConfig, most: int) -> int:
-    """How many of the worker processes of a training begin; others start while batches are waited for."""
+    """How many worker processes a training begins with; more start while batches are waited for."""
     return most if config.workers is not None else -(-most // 2)
 
 
 def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: float) -> list[str]:
-    """Keep pictures on a GPU whose batches are parts of pixels in memory, split by split, where they fit.
-
-    Not where the recipe names a number of workers, which are then to make the batches.
-
-    Args:
-        device: where to.
-        data: what `open_data` returned for this configuration.
-        config: the recipe's section.
-        memory: bytes that the GPU has for this process.
-
-    Returns:
-        Sentences about what stays in the host's memory.
-    """
+    """Copy pixels in memory to a GPU with `memory` bytes where they fit; returns sentences about those that stay.
+    Pixels stay where batches are no mere crops of them, or the recipe names workers, which then make the batches."""
     notes, room = list[str](), memory / _PART
     for source, what in ((data.train, "training"), (data.test, "test")):
         maker = batch_maker(data, config, source, seed=0)
@@ -163,13 +121,13 @@ def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: fl
 
 
 def _brought(source: PixelSource, device: torch.device) -> Tensor:
-    with warnings.catch_warnings():  # pixels of files are not to be written to, and are not
+    with warnings.catch_warnings():  # pixels of files are read-only, and nobody writes to them
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(source.pixels).to(device, copy=True)
 
 
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
-    """What makes the batches of one of the splits. Raises ConvoyError as `BatchMaker`."""
+    """The maker of the batches of one of the splits; raises ConvoyError as `BatchMaker` does."""
     geometry = Geometry(data.image_size, data.resize, config.augment)
     return BatchMaker(
         source,
@@ -191,13 +149,14 @@ def _run(
     pin_memory: bool,
     told: Callable[[int], None],
 ) -> Generator[Batch, None, None]:
-    """The batches of some requests, made by worker processes, or by threads beside a GPU, or by this one."""
+    """The batches of some requests, made by worker processes, by threads beside a GPU, or by this process."""
     resident = maker.source.resident if at_once else None
     workers = workers if largest else 0
     if resident is not None or (pin_memory and at_once and not workers):
-        made = batches_by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
+        stream = batches_by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
     elif workers:
-        made = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told).batches()
+        pool = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told)
+        stream = pool.batches()
     else:
         for request in requests:
             epoch = request.epoch
@@ -205,7 +164,7 @@ def _run(
                 batch = maker.evaluation(request.samples) if epoch is None else maker.training(request.samples, epoch)
             yield batch.pin_memory() if pin_memory else batch
         return
-    with closing(made) as batches:
+    with closing(stream) as batches:
         yield from batches
 
 

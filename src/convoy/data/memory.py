@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 
 
 class SharedMemory:
-    """A block of memory, zero to begin with; handing it to a worker process hands over the memory itself.
-
-    It lies in an anonymous file (memfd): it has no name, ends with its last process, takes up only what was written
-    to, and is not bound by the size of /dev/shm, which containers keep small.
-    """
+    """A block of memory, zero to begin with; handing it to a worker process hands over the memory itself. It lies in an
+    anonymous file (memfd): it has no name, ends with its last process, takes up only what was written to, and is not
+    bound by the size of /dev/shm, which containers keep small."""
 
     def __init__(self, num_bytes: int) -> None:
         self._own(_anonymous_file())
@@ -27,9 +25,9 @@ class SharedMemory:
 
     @classmethod
     def of(cls, pieces: Iterable[Any]) -> "SharedMemory":
-        """A block with these bytes, one after the other."""
+        """A block of these pieces, one after the other."""
         block = cls.__new__(cls)
-        block._own(_anonymous_file())  # before what may fail, as the pieces may be read from a file
+        block._own(_anonymous_file())  # first, as reading the pieces may fail
         with os.fdopen(os.dup(block._fd), "wb", buffering=2**20) as file:
             file.writelines(pieces)
         block._map()
@@ -68,13 +66,12 @@ class SharedBytes:
     @classmethod
     def at(cls, block: bytes, ends: NDArray[np.int64]) -> "SharedBytes":
         """Pieces that lie one after the other, by their ends [n]."""
-        found = cls.__new__(cls)
-        found._memory = SharedMemory.of([block])
-        found._ends = SharedNumbers(np.concatenate([np.zeros(1, np.int64), ends]))
-        return found
+        instance = cls.__new__(cls)
+        instance._memory = SharedMemory.of([block])
+        instance._ends = SharedNumbers(np.concatenate([np.zeros(1, np.int64), ends]))
+        return instance
 
     def checksum(self) -> int:
-        """CRC-32 of all pieces and their ends."""
         return zlib.crc32(self._ends.array.data, zlib.crc32(self._memory.bytes))
 
     def __len__(self) -> int:
@@ -94,12 +91,11 @@ class Names:
     @classmethod
     def of(cls, encoded: SharedBytes) -> "Names":
         """Strings in UTF-8."""
-        found = cls.__new__(cls)
-        found._names = encoded
-        return found
+        instance = cls.__new__(cls)
+        instance._names = encoded
+        return instance
 
     def checksum(self) -> int:
-        """CRC-32 of all names in their order."""
         return self._names.checksum()
 
     def __len__(self) -> int:
@@ -127,7 +123,6 @@ class SharedNumbers:
 
 
 def _anonymous_file() -> int:
-    """The descriptor of a file without a name."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("convoy-pictures")
     with tempfile.TemporaryFile() as file:

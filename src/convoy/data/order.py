@@ -50,11 +50,8 @@ def normals(uniform: NDArray[np.float64]) -> list[float]:
 
 
 class Order:
-    """The order of samples over a whole run.
-
-    Every epoch is a new permutation of all samples, cut into global batches; the last incomplete batch is left out,
-    and as the permutation changes, not always the same samples are.
-    """
+    """The order of samples over a whole run. Every epoch is a new permutation of all samples, cut into global batches;
+    the last incomplete batch is left out, and as the permutation changes, not always the same samples are."""
 
     def __init__(self, num_samples: int, batch: int, seed: int) -> None:
         """Raises ConvoyError when a batch needs more samples than there are."""
@@ -89,11 +86,9 @@ class Order:
 def stratified_split(
     labels: NDArray[np.int64], fraction: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices to train on and to hold out, both ascending; at least one sample in each.
-
-    Samples are lined up class by class, shuffled within a class, and every (1/fraction)-th is held out. So the
-    number held out is exact, and a class of n samples gives n·fraction of them, rounded up or down.
-    """
+    """Indices to train on and to hold out, both ascending; at least one sample in each. Samples are lined up class by
+    class, shuffled within a class, and every (1/fraction)-th is held out. So the number held out is exact, and a class
+    of n samples gives n·fraction of them, rounded up or down."""
     num = len(labels)
     num_test = min(max(round(num * fraction), 1), num - 1)
     line = np.lexsort((keys(seed, Purpose.SPLIT, 0, np.arange(num)), labels))

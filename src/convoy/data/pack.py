@@ -45,13 +45,11 @@ from convoy.errors import ConvoyError, MachineError
 from convoy.files import unwritable, write_atomically, write_json, write_text
 
 _TAR_BLOCK = 512
+# Name of the folder of notes from the moment in which the pack is finished until it is removed.
 _FINISHED = ".packed-"
-"""How the folder of notes is called from the moment on in which the pack is finished, until it is removed."""
 
 
 class _Stored(NamedTuple):
-    """A picture as the pack keeps it."""
-
     data: bytes
     suffix: str
     statistics: Statistics
@@ -66,12 +64,9 @@ def pack(
     processes: int,
     tell: Callable[[str], object] = lambda sentence: None,
 ) -> dict[str, Statistics]:
-    """Write a data set of a format as a pack, or finish one that was interrupted; the statistics of each split.
-
-    Raises:
-        ConvoyError: a picture cannot be read, or the folder is taken, or holds an unfinished pack of something else.
-        MachineError: a process died.
-    """
+    """Write a data set as a pack, or finish one that was interrupted; returns the statistics of each split. Raises
+    ConvoyError for a picture that cannot be read, or a folder that holds something else; MachineError where a process
+    died."""
     sources = [opened.train, opened.test] if opened.test is not None else [opened.train]
     splits = dict(zip(SPLITS[0] if len(sources) == 2 else SPLITS[1], sources, strict=True))
     what = {
@@ -88,16 +83,16 @@ def pack(
             for split, source in splits.items()
             for number, start in enumerate(range(0, len(source), PER_SHARD))
         ]
-        known = _write_shards(folder, splits, shards, options, progress, processes, tell)
+        notes = _write_shards(folder, splits, shards, options, progress, processes, tell)
         write_text(folder / CLASS_NAMES, "".join(f"{name}\n" for name in opened.classes))
         statistics: dict[str, Statistics] = {}
         arrays: dict[str, NDArray[Any]] = {}
         for split, source in splits.items():
-            own = [known[shard] for shard in shards if shard.split == split]
-            statistics[split] = reduce(lambda one, other: one + other, (each.statistics for each in own), Statistics())
-            arrays |= index_arrays(split, source, own)
+            parts = [notes[shard] for shard in shards if shard.split == split]
+            statistics[split] = reduce(Statistics.__add__, (item.statistics for item in parts), Statistics())
+            arrays |= index_arrays(split, source, parts)
         document = what | {
-            "statistics": {split: asdict(each) for split, each in statistics.items()},
+            "statistics": {split: asdict(item) for split, item in statistics.items()},
             "shards": {shard.name: (folder / shard.name).stat().st_size for shard in shards},
         }
         write_atomically(folder / INDEX, lambda path: path.write_bytes(index_file(arrays, document)))
@@ -105,17 +100,13 @@ def pack(
 
 
 def _known_again(source: Source) -> dict[str, Any]:
-    """By what an interrupted pack knows its original again: not by sizes, as a picture may have been mended."""
+    """The marks by which an interrupted pack recognises its original: not sizes, as a picture may have been mended."""
     return {key: value for key, value in source.fingerprint().items() if key != "sizes"}
 
 
 @contextmanager
 def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
-    """A folder in which nobody else packs, and nothing else is packed.
-
-    Raises:
-        ConvoyError: otherwise.
-    """
+    """A folder in which nobody else packs, and nothing else is packed; raises ConvoyError where that is not so."""
     unfinished = folder / UNFINISHED
     if folder.exists() and not folder.is_dir():
         raise ConvoyError(f"{shown(folder)} is a file: name a folder for the pack")
@@ -146,25 +137,24 @@ _DIFFERENCES = {"options": "other options", "splits": "other pictures, names or 
 
 
 def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
-    """Begin, or see that what was begun is the same. Raises ConvoyError."""
-    begun, wanted = unfinished / "what.json", json.loads(json.dumps(what))
+    begun, plan = unfinished / "what.json", json.loads(json.dumps(what))
     if begun.exists():
         try:
-            before = dict(json.loads(begun.read_text(encoding="utf-8")))
+            old_plan = dict(json.loads(begun.read_text(encoding="utf-8")))
         except (ValueError, TypeError):
             raise ConvoyError(
                 f"{shown(folder)} holds an unfinished pack of something unknown ({shown(begun)} is damaged): remove it"
             ) from None
         if differ := " and ".join(
-            _DIFFERENCES.get(key, f"another {key}") for key in wanted if before.get(key) != wanted[key]
+            _DIFFERENCES.get(key, f"another {key}") for key in plan if old_plan.get(key) != plan[key]
         ):
-            begun_with = PackOptions(**before["options"]) if before.get("options") != wanted["options"] else None
-            said = differ if begun_with is None else f"{differ}: it was begun with {begun_with}"
+            begun_with = PackOptions(**old_plan["options"]) if old_plan.get("options") != plan["options"] else None
+            reason = differ if begun_with is None else f"{differ}: it was begun with {begun_with}"
             raise ConvoyError(
-                f"{shown(folder)} holds an unfinished pack of something else ({said}): finish it as it was begun, or "
+                f"{shown(folder)} holds an unfinished pack of something else ({reason}): finish it as it was begun, or "
                 "remove it"
             )
-    elif (folder / INDEX).exists():  # since this process looked
+    elif (folder / INDEX).exists():  # finished since this process looked
         with suppress(OSError):  # something else is in it
             (unfinished / "lock").unlink()
             unfinished.rmdir()
@@ -198,19 +188,19 @@ class _Shard:
         return folder / UNFINISHED / f"{self.name}.npz"
 
     def known(self, folder: Path) -> Known | None:
-        """What was noted of it; None where it is to be written: it is not complete, or its notes are damaged."""
+        """The notes on a complete shard; None where it or its notes are incomplete or damaged."""
         if not (self._notes(folder).exists() and (folder / self.name).exists()):
             return None
         try:
             with self._notes(folder).open("rb") as file, np.load(file) as notes:
-                found = json.loads(str(notes["statistics"]))
-                found |= {key: tuple(found[key]) for key in ("sums", "squares")}
-                return Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**found))
+                statistics = json.loads(str(notes["statistics"]))
+                statistics |= {key: tuple(statistics[key]) for key in ("sums", "squares")}
+                return Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**statistics))
         except (BadZipFile, EOFError, KeyError, TypeError, ValueError, zlib.error):
             return None
 
     def write(self, folder: Path, source: Source, labels: NDArray[np.int64], options: PackOptions) -> Known:
-        """Write the tar, and then what is known of it. Raises BadImage."""
+        """Write the tar, and then the notes on it. Raises BadImage."""
         offsets, sizes, sums = [], [], []
         statistics = Statistics()
 
@@ -228,13 +218,13 @@ class _Shard:
 
         write_atomically(folder / self.name, fill)
         places = np.array(offsets, np.int64), np.array(sizes, np.int64)
-        known = Known(self.number, *places, np.array(sums, np.uint32), statistics)
+        notes = Known(self.number, *places, np.array(sums, np.uint32), statistics)
         with io.BytesIO() as file:
             text = np.array(json.dumps(asdict(statistics)))
-            np.savez(file, offsets=known.offsets, sizes=known.sizes, crc32=known.crc32, statistics=text)
+            np.savez(file, offsets=notes.offsets, sizes=notes.sizes, crc32=notes.crc32, statistics=text)
             content = file.getvalue()
         write_atomically(self._notes(folder), lambda path: path.write_bytes(content))
-        return known
+        return notes
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -252,31 +242,30 @@ def _write_shards(
     processes: int,
     tell: Callable[[str], object],
 ) -> dict[_Shard, Known]:
-    """Write those that are not complete, and say what is known of all."""
-    known = {shard: found for shard in shards if (found := shard.known(folder)) is not None}
-    left = [shard for shard in shards if shard not in known]
+    notes = {shard: note for shard in shards if (note := shard.known(folder)) is not None}
+    queue = [shard for shard in shards if shard not in notes]
     total = sum(len(source) for source in splits.values())
-    done = total - sum(len(shard.samples) for shard in left)
+    done = total - sum(len(shard.samples) for shard in queue)
     if done:
         tell(f"going on after {done:,} of {total:,} pictures")
     if progress:
         progress("packing", done, total)
-    if not left:
-        return known
-    others = set(multiprocessing.active_children())
+    if not queue:
+        return notes
+    siblings = set(multiprocessing.active_children())
     try:
-        pool = ProcessPoolExecutor(min(processes, len(left)), forkserver(__name__), _enter, (splits, options))
-    except OSError as error:  # of the semaphores of its queues
+        pool = ProcessPoolExecutor(min(processes, len(queue)), forkserver(__name__), _enter, (splits, options))
+    except OSError as error:  # from the semaphores of its queues
         raise MachineError(
             f"processes that pack cannot be started ({error.strerror}): /dev/shm may be full; in a container, raise "
             "--shm-size"
         ) from error
     try:
         labels = {split: source.labels for split, source in splits.items()}
-        futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in left}
+        futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in queue}
         for future in as_completed(futures):
             shard = futures[future]
-            known[shard] = future.result()
+            notes[shard] = future.result()
             done += len(shard.samples)
             if progress:
                 progress("packing", done, total)
@@ -294,10 +283,10 @@ def _write_shards(
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - others:
+        for process in set(multiprocessing.active_children()) - siblings:
             process.terminate()  # at once, not after the shard that it writes
         pool.shutdown()
-    return known
+    return notes
 
 
 _splits: dict[str, Source] = {}
@@ -305,7 +294,6 @@ _options = PackOptions()
 
 
 def _enter(splits: dict[str, Source], options: PackOptions) -> None:
-    """In a worker process."""
     global _options
     follow_parent()
     _splits.update(splits)
@@ -317,7 +305,7 @@ def _write(shard: _Shard, folder: Path, labels: NDArray[np.int64]) -> Known:
 
 
 def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored:
-    """A picture as the pack is to keep it: as it is where nothing is to be changed. Raises BadImage."""
+    """A picture as the pack keeps it, unchanged where `options` ask for nothing else. Raises BadImage."""
     name = source.name(sample)
     data = b""
     if isinstance(source, EncodedSource):
@@ -354,7 +342,7 @@ def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored
 
 
 def _plain(image: Image.Image) -> bytes:
-    """As PPM, or PGM where it is grey: a line of text, then the pixels."""
+    """PPM, or PGM for grey: a line of text, then the pixels."""
     kind = 5 if image.mode == "L" else 6
     return b"P%d\n%d %d\n255\n" % (kind, image.width, image.height) + image.tobytes()
 

@@ -22,24 +22,18 @@ from convoy.data.sources import Source
 
 INDEX, UNFINISHED = "index.safetensors", ".packing"
 VERSION = 1
+# Names in shards and index. `data` is of an original without a split, so that readers see no split in the name.
 SPLITS = (["train", "test"], ["data"])
-"""Names in shards and index. `data` is of an original without a split, so that readers see no split in the name."""
 PER_SHARD = 2048
 
 
 @dataclass(frozen=True)
 class PackOptions:
-    """How pictures are stored.
+    """How pictures are stored."""
 
-    Attributes:
-        short_side: larger pictures are resized to it, in pixels; None leaves all as they are.
-        raw: pixels (PPM) instead of picture files.
-        quality: of JPEG, for pictures that were resized, 1 to 95.
-    """
-
-    short_side: int | None = None
-    raw: bool = False
-    quality: int = 90
+    short_side: int | None = None  # larger pictures are resized to it, in pixels; None leaves all as they are
+    raw: bool = False  # pixels (PPM) instead of picture files
+    quality: int = 90  # of JPEG, 1 to 95, for pictures that were resized
 
     def __str__(self) -> str:
         side = f"short side at most {self.short_side}" if self.short_side else "size as in the original"
@@ -50,31 +44,21 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums over the pictures of a split, or of a part of one.
-
-    Attributes:
-        images: number of pictures.
-        original_bytes: bytes of the original's files; 0 where it keeps pixels.
-        stored_bytes: bytes of the pictures in the pack.
-        smallest: short side of the smallest picture of the original.
-        largest: long side of the largest picture of the original.
-        pixels: pixels of all stored pictures.
-        sums: for each channel the sum of the stored pixels, 0 to 255 (red, green, blue; alike where they are grey).
-        squares: for each channel the sum of their squares.
-    """
+    """Sums over the pictures of a split, or of a part of one."""
 
     images: int = 0
-    original_bytes: int = 0
-    stored_bytes: int = 0
-    smallest: int = 2**31
-    largest: int = 0
-    pixels: int = 0
+    original_bytes: int = 0  # of the original's files; 0 where it keeps pixels
+    stored_bytes: int = 0  # of the pictures in the pack
+    smallest: int = 2**31  # short side of the smallest picture of the original
+    largest: int = 0  # long side of the largest picture of the original
+    pixels: int = 0  # of all stored pictures
+    # of the stored pixels, 0 to 255: red, green, blue, which are equal for grey
     sums: tuple[int, int, int] = (0, 0, 0)
-    squares: tuple[int, int, int] = (0, 0, 0)
+    squares: tuple[int, int, int] = (0, 0, 0)  # of the same, squared
 
     def __add__(self, other: "Statistics") -> "Statistics":
-        def added(ours: tuple[int, int, int], theirs: tuple[int, int, int]) -> tuple[int, int, int]:
-            return ours[0] + theirs[0], ours[1] + theirs[1], ours[2] + theirs[2]
+        def added(sums: tuple[int, int, int], other_sums: tuple[int, int, int]) -> tuple[int, int, int]:
+            return sums[0] + other_sums[0], sums[1] + other_sums[1], sums[2] + other_sums[2]
 
         return Statistics(
             self.images + other.images,
@@ -95,18 +79,18 @@ class Statistics:
     @property
     def mean(self) -> tuple[float, ...]:
         """Mean of each channel, pixels from 0 to 1."""
-        return tuple(round(each / max(self.pixels, 1) / 255, 4) for each in self.sums[: self.channels])
+        return tuple(round(total / max(self.pixels, 1) / 255, 4) for total in self.sums[: self.channels])
 
     @property
     def std(self) -> tuple[float, ...]:
         """Standard deviation of each channel, pixels from 0 to 1."""
-        means = [each / max(self.pixels, 1) for each in self.sums[: self.channels]]
+        means = [total / max(self.pixels, 1) for total in self.sums[: self.channels]]
         pairs = zip(self.squares, means, strict=False)
-        return tuple(round(max(each / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for each, mean in pairs)
+        return tuple(round(max(total / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for total, mean in pairs)
 
 
 class Known(NamedTuple):
-    """What is known of a complete shard: offset, size and CRC-32 of its pictures [n], and their statistics."""
+    """The notes on a complete shard: offset, size and CRC-32 of its pictures [n], and their statistics."""
 
     number: int
     offsets: NDArray[np.int64]
@@ -120,15 +104,15 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:06d}.tar"
 
 
-def index_arrays(split: str, source: Source, known: list[Known]) -> dict[str, NDArray[Any]]:
+def index_arrays(split: str, source: Source, notes: list[Known]) -> dict[str, NDArray[Any]]:
     """The arrays of a split: where its pictures lie, their labels, checksums and names."""
     names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
-    shards = np.repeat([each.number for each in known], [len(each.offsets) for each in known])
+    shards = np.repeat([shard.number for shard in notes], [len(shard.offsets) for shard in notes])
     return {
         f"{split}.shard": shards.astype(np.int32),
-        f"{split}.offset": np.concatenate([each.offsets for each in known]),
-        f"{split}.size": np.concatenate([each.sizes for each in known]).astype(np.int32),
-        f"{split}.crc32": np.concatenate([each.crc32 for each in known]),
+        f"{split}.offset": np.concatenate([shard.offsets for shard in notes]),
+        f"{split}.size": np.concatenate([shard.sizes for shard in notes]).astype(np.int32),
+        f"{split}.crc32": np.concatenate([shard.crc32 for shard in notes]),
         f"{split}.label": source.labels.astype(np.int32),
         f"{split}.name_end": np.cumsum([len(name) for name in names], dtype=np.int64),
         f"{split}.names": np.frombuffer(b"".join(names), np.uint8),

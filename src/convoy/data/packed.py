@@ -37,11 +37,9 @@ class PackedSource(TarSource):
 
     mend = "fetch the pack again, or pack again"
     is_packed = True
-    contents = 0
-    """The index's checksum of the checksums of all pictures."""
+    contents = 0  # the index's checksum of the checksums of all pictures
 
     def name(self, sample: int) -> str:
-        """The name that the sample has in the original."""
         return printable(self._names[sample])
 
     def _marks(self) -> dict[str, Any]:
@@ -52,35 +50,21 @@ _Name = Annotated[str, AfterValidator(printable)]
 
 
 class Pack(BaseModel, frozen=True):
-    """A pack.
-
-    Attributes:
-        path: its folder.
-        name: name of the original data set.
-        format: format of the original.
-        classes: names of the classes, by label.
-        options: how pictures are stored.
-        statistics: what its pictures add up to, by split: train and test, or data.
-        shards: their sizes in bytes, by name.
-        index: CRC-32 of the arrays in the index, by name.
-    """
+    """A pack on disk, as its index describes it."""
 
     path: Path
-    name: _Name
-    format: _Name
-    classes: list[_Name]
+    name: _Name  # of the original data set
+    format: _Name  # of the original
+    classes: list[_Name]  # by label
     options: PackOptions
-    statistics: dict[str, Statistics]
-    shards: dict[str, int]
-    index: dict[str, int]
+    statistics: dict[str, Statistics]  # by split: train and test, or data
+    shards: dict[str, int]  # sizes in bytes, by name
+    index: dict[str, int]  # CRC-32 of the arrays in the index, by name
 
     @classmethod
     def open(cls, path: Path, *, to_verify: bool = False) -> "Pack":
-        """Look at its index, and, unless it is to be verified, whether all shards are there.
-
-        Raises:
-            ConvoyError: the pack is not finished, or damaged, or of a later version.
-        """
+        """Read its index and, unless it is to be verified, see that all shards are there. Raises ConvoyError where the
+        pack is not finished, is damaged or of a later version."""
         if (path / UNFINISHED).exists():
             raise ConvoyError(
                 f"{shown(path)} is a pack that was interrupted: finish it by the same convoy data pack, or remove it"
@@ -88,46 +72,46 @@ class Pack(BaseModel, frozen=True):
         index = path / INDEX
         try:
             with reading(index), safe_open(index, "np") as file:
-                found = json.loads((file.metadata() or {})["convoy.pack"])
-            if found["version"] > VERSION:
+                document = json.loads((file.metadata() or {})["convoy.pack"])
+            if document["version"] > VERSION:
                 raise ConvoyError(f"{shown(path)} was packed by a later version of Convoy: use that, or pack again")
-            pack = cls.model_validate(found | {"path": path})
+            pack = cls.model_validate(document | {"path": path})
             if list(pack.statistics) not in SPLITS or any(name != Path(name).name for name in pack.shards):
                 raise ValueError
         except ConvoyError:
             raise
         except (SafetensorError, KeyError, ValueError, TypeError, AttributeError):
             raise _damaged(index) from None
-        if not to_verify and (wrong := pack.wrong_shards()):
-            raise ConvoyError(next(iter(wrong.values())))
+        if not to_verify and (faults := pack.wrong_shards()):
+            raise ConvoyError(next(iter(faults.values())))
         return pack
 
     def __str__(self) -> str:
         return f"a pack of {self.name} ({self.format}; {self.options})"
 
     def wrong_shards(self) -> dict[str, str]:
-        """A sentence for each shard, by its name, that is missing or of another size than it was written with."""
-        wrong = {}
+        """A sentence for each shard that is missing or has another size than it was written with, by its name."""
+        faults = {}
         for name, size in self.shards.items():
             if not (self.path / name).exists():
-                wrong[name] = f"{shown(self.path / name)} is missing: {PackedSource.mend}"
+                faults[name] = f"{shown(self.path / name)} is missing: {PackedSource.mend}"
                 continue
             try:
                 with reading(self.path / name):
                     now = (self.path / name).stat().st_size
             except ConvoyError as error:
-                wrong[name] = str(error)
+                faults[name] = str(error)
                 continue
             if now != size:
-                wrong[name] = f"{shown(self.path / name)} has {now:,} bytes instead of {size:,}: {PackedSource.mend}"
-        return wrong
+                faults[name] = f"{shown(self.path / name)} has {now:,} bytes instead of {size:,}: {PackedSource.mend}"
+        return faults
 
     def arrays(self, split: str, *names: str) -> list[NDArray[Any]]:
         """Arrays of a split in the index: shard, offset, size, crc32, label, names, name_end. Raises ConvoyError."""
         index = self.path / INDEX
         try:
             with reading(index), safe_open(index, "np") as file:
-                arrays = {name: file.get_tensor(name) for name in (f"{split}.{each}" for each in names)}
+                arrays = {name: file.get_tensor(name) for name in (f"{split}.{key}" for key in names)}
         except SafetensorError:
             arrays = {}
         lists = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
@@ -136,7 +120,6 @@ class Pack(BaseModel, frozen=True):
         return list(arrays.values())
 
     def source(self, split: str) -> PackedSource:
-        """The pictures of a split. Raises ConvoyError."""
         *parts, label, names, ends = self.arrays(split, "shard", "offset", "size", "label", "names", "name_end")
         lengths, ends = {len(array) for array in (*parts, label, ends)}, ends.astype(np.int64)
         places = np.stack(parts, axis=1).astype(np.int64) if len(lengths) == 1 else np.zeros((0, 3), np.int64)
@@ -155,12 +138,11 @@ class Pack(BaseModel, frozen=True):
         return source
 
     def opened(self) -> Opened:
-        """The data set. Raises ConvoyError."""
-        first, *others = [self.source(split) for split in self.statistics]
+        train, *rest = [self.source(split) for split in self.statistics]
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
-        test, side = others[0] if others else None, self.options.short_side
-        opened = Opened(self.name, self.classes, first, test, notes=(note,), short_side=side)
-        check_range(self.path, [first, *others], self.classes)
+        test, side = rest[0] if rest else None, self.options.short_side
+        opened = Opened(self.name, self.classes, train, test, notes=(note,), short_side=side)
+        check_range(self.path, [train, *rest], self.classes)
         return opened
 
 
@@ -174,16 +156,16 @@ def is_pack(path: Path) -> bool:
 
 
 def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
-    """A sentence for each shard that is missing or of another size, and, of the others, for each picture whose bytes
-    are not those that were packed; every one is read."""
-    wrong = pack.wrong_shards()
-    yield from wrong.values()
-    done, total = 0, sum(each.images for each in pack.statistics.values())
+    """A sentence for each shard that is missing or of another size, and for each picture of the other shards whose
+    bytes are not those that were packed; every picture is read."""
+    faults = pack.wrong_shards()
+    yield from faults.values()
+    done, total = 0, sum(sums.images for sums in pack.statistics.values())
     for split in pack.statistics:
         source, (crc32, shard) = pack.source(split), pack.arrays(split, "crc32", "shard")
         for sample in range(len(source)):
             try:
-                if shard_name(split, shard[sample]) not in wrong and zlib.crc32(source.read(sample)) != crc32[sample]:
+                if shard_name(split, shard[sample]) not in faults and zlib.crc32(source.read(sample)) != crc32[sample]:
                     yield f"{source.place(sample)} is not what was packed: its checksum differs"
             except BadImage as bad:
                 yield str(bad)
@@ -193,15 +175,10 @@ def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
 
 
 def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
-    """Write the pictures of a pack as a folder for each class, below one for each split.
-
-    Names of files are those of the original as far as these can be: they end as the format that is stored does, and
-    what stands in a name never leads out of the folder. Until all are written they lie in a new hidden folder, which
-    the next attempt removes if this one is killed. Returns how many pictures were written.
-
-    Raises:
-        ConvoyError: the folder is taken, or a picture is damaged.
-    """
+    """Write the pictures of a pack as a folder for each class, below one for each split; returns their number. Files
+    have their original names as far as possible: they end as the stored format does, and nothing in a name leads out of
+    the folder. Until all are written they lie in a new hidden folder, which the next attempt removes if this one is
+    killed. Raises ConvoyError where the folder is taken or a picture damaged."""
     was_there = folder.exists()
     if was_there and (not folder.is_dir() or not all(map(_is_left_over, folder.iterdir()))):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
@@ -223,7 +200,7 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
 
 
 def _is_left_over(entry: Path) -> bool:
-    """Whether an unpacking has made this folder: under no other name, through no link, and with its mark in it."""
+    """Whether an unpacking has made this folder: under such a name, through no link, and with its mark in it."""
     return entry.name.startswith(_UNPACKING) and not entry.is_symlink() and (entry / _MARK).is_file()
 
 
@@ -235,7 +212,7 @@ def _alone(folder: Path) -> Iterator[Path]:
         keep_others_out(descriptor, f"another process unpacks into {shown(folder)}: wait for it, or end it")
         for entry in filter(_is_left_over, folder.iterdir()):
             shutil.rmtree(entry)
-        # Nobody knows the name before, so nobody can have put a link or a folder of theirs there.
+        # The name is random, so nobody can have put a link or a folder there before.
         unfinished = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder))
         try:
             (unfinished / _MARK).touch()
@@ -247,14 +224,14 @@ def _alone(folder: Path) -> Iterator[Path]:
 
 
 def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
-    done, total = 0, sum(each.images for each in pack.statistics.values())
+    done, total = 0, sum(sums.images for sums in pack.statistics.values())
     folders = _distinct(pack.classes)
     for split in pack.statistics:
         source, (crc32,) = pack.source(split), pack.arrays(split, "crc32")
         below = folder if len(pack.statistics) == 1 else folder / split
         for name in folders:
             (below / name).mkdir(parents=True, exist_ok=True)
-        taken: set[tuple[int, str]] = set()
+        file_names: set[tuple[int, str]] = set()
         for sample, label in enumerate(source.labels.tolist()):
             try:
                 data = source.read(sample)
@@ -267,9 +244,9 @@ def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
             if f".{end.lower()}" not in suffixes():
                 stem, end = f"{stem}{dot}{end}", ""
             stem, suffix = _plain_name(stem), suffix_of(image, f".{end}")
-            while not stem or (label, f"{stem}{suffix}".lower()) in taken:
+            while not stem or (label, f"{stem}{suffix}".lower()) in file_names:
                 stem = f"{stem}-{sample:09d}".lstrip("-")
-            taken.add((label, f"{stem}{suffix}".lower()))
+            file_names.add((label, f"{stem}{suffix}".lower()))
             (below / folders[label] / f"{stem}{suffix}").write_bytes(data)
             done += 1
             if progress and (done % _EVERY == 0 or done == total):
@@ -278,7 +255,7 @@ def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
 
 
 def _distinct(classes: list[str]) -> list[str]:
-    """A name of a folder for each class, with its number where some would be alike."""
+    """A folder name for each class, with its number where two would be the same."""
     names = [_plain_name(name) for name in classes]
     if all(names) and len({name.lower() for name in names}) == len(names):
         return names
@@ -286,6 +263,6 @@ def _distinct(classes: list[str]) -> list[str]:
 
 
 def _plain_name(name: str) -> str:
-    """A name without what would make it a path, or hidden, or longer than file systems take."""
+    """A name without anything that would make it a path, or hidden, or longer than file systems take."""
     plain = re.sub(r"[/\\\0]", "_", name).lstrip(".").strip()
     return plain.encode("utf-8", "replace")[:_LONGEST].decode("utf-8", "ignore")

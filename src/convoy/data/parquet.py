@@ -77,16 +77,15 @@ class ParquetSource(EncodedSource):
 
     def _place(self, sample: int) -> tuple[int, int, int, int]:
         """File, row group, row in the group, row in the file."""
-        found = int(np.searchsorted(self._groups[:, 3], sample, side="right")) - 1
-        file, group, first_row, first_sample = self._groups[found].tolist()
+        index = int(np.searchsorted(self._groups[:, 3], sample, side="right")) - 1
+        file, group, first_row, first_sample = self._groups[index].tolist()
         return file, group, sample - first_sample, first_row + sample - first_sample
 
     def _marks(self) -> dict[str, Any]:
         sizes = [self._sizes[group] for group in spread(len(self._sizes), NUM_SIZES)]
-        return {"names": zlib.crc32(self._groups.data), "sizes": sizes}  # rows have numbers alone
+        return {"names": zlib.crc32(self._groups.data), "sizes": sizes}  # rows have no names but their numbers
 
     def name(self, sample: int) -> str:
-        """The file and the row in it (from 0)."""
         file, _, _, row = self._place(sample)
         return f"{self._names[file]}, row {row}"
 
@@ -132,12 +131,8 @@ def _row_group(path: str, group: int, column: str) -> Any:
 
 
 def open_parquet(path: Path, config: DataConfig) -> Opened:
-    """One file, or a folder of files whose names say train, val or test.
-
-    Raises:
-        ConvoyError: a file is damaged, which columns are its pictures and labels is not clear, it differs from the
-            others, or a label occurs in the test alone.
-    """
+    """One file, or a folder of files whose names say train, val or test. Raises ConvoyError where a file is damaged or
+    differs from the rest, its columns are not clear, or a label occurs in the test alone."""
     splits = [files for files in shards(path, ".parquet", config) if files]
     with _arrow(splits[0][0]):
         layout = _Layout.of(splits[0][0], config)
@@ -149,8 +144,8 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
                 f"{shown(splits[-1][0])} has label {min(unknown)!r}, which no training sample has: mend that, or go "
                 "without its split by naming the files to train on (--set data.train=…)"
             )
-        for source, each in zip(sources, names, strict=True):
-            source.labels = np.searchsorted(np.array(classes), np.array(each)).astype(np.int64)
+        for source, label_names in zip(sources, names, strict=True):
+            source.labels = np.searchsorted(np.array(classes), np.array(label_names)).astype(np.int64)
     else:
         classes = layout.classes or numbered_classes(path, sources)
         check_range(path, sources, classes)
@@ -189,9 +184,9 @@ class _Layout:
                 f"column {printable(label)} of {shown(file)} is {kind}, but a label is a whole number or a name"
             )
         notes = tuple(
-            f"{printable(chosen)} is taken of the columns {', '.join(map(printable, found))}: data.{key}_column chooses"
-            for key, chosen, found in (("image", image, images), ("label", label, labels))
-            if len(found) > 1 and getattr(config, f"{key}_column") is None
+            f"{printable(column)} is taken of the columns {', '.join(map(printable, names))}: data.{key}_column chooses"
+            for key, column, names in (("image", image, images), ("label", label, labels))
+            if len(names) > 1 and getattr(config, f"{key}_column") is None
         )
         names = features.get(label, {}).get("names")
         classes = [printable(str(name)) for name in names] if isinstance(names, list) and names else None
@@ -207,9 +202,9 @@ class _Layout:
             with _arrow(path):
                 file = pq.ParquetFile(path)
                 if not file.schema_arrow.equals(self.schema):
-                    there = ", ".join(map(printable, file.schema_arrow.names))
+                    have = ", ".join(map(printable, file.schema_arrow.names))
                     raise ConvoyError(
-                        f"{shown(path)} has other columns ({there}) than the first file, or other types: keep one data "
+                        f"{shown(path)} has other columns ({have}) than the first file, or other types: keep one data "
                         "set in the folder, or name its files by data.train"
                     )
                 column = file.read(columns=[self.label], use_threads=False).column(0)
@@ -238,7 +233,7 @@ class _Layout:
 
 @contextmanager
 def _arrow(path: Path) -> Iterator[None]:
-    """Turns a failure of Arrow or of the operating system into a ConvoyError that names the file."""
+    """Turn a failure of Arrow or of the operating system into a ConvoyError that names the file."""
     with reading(path):
         try:
             yield
@@ -257,34 +252,31 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
         return {}
 
 
-def _column(file: Path, key: str, found: list[str], schema: pa.Schema, config: DataConfig) -> str:
-    """The column that is meant: the one that the recipe says, the only one found, or the only one that is called so.
-
-    Raises:
-        ConvoyError: it is not clear.
-    """
-    said, columns = getattr(config, f"{key}_column"), ", ".join(map(printable, schema.names))
-    if said is not None and said not in schema.names:
+def _column(file: Path, key: str, candidates: list[str], schema: pa.Schema, config: DataConfig) -> str:
+    """The column that the recipe names, the only candidate in `found`, or the only one with a usual name; raises
+    ConvoyError where that is not clear."""
+    request, columns = getattr(config, f"{key}_column"), ", ".join(map(printable, schema.names))
+    if request is not None and request not in schema.names:
         raise ConvoyError(f"data.{key}_column is no column of {shown(file)}: its columns are {columns}")
-    chosen = [said] if said is not None else found
+    matches = [request] if request is not None else candidates
     for names in ((key,), _NAMES[key]):
-        if len(chosen) > 1:
-            chosen = [name for name in chosen if name.lower() in names] or chosen
-    if len(chosen) == 1:
-        return chosen[0]
-    if not chosen:
+        if len(matches) > 1:
+            matches = [name for name in matches if name.lower() in names] or matches
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
         what = "pictures (binary, or a struct with `bytes`)" if key == "image" else f"labels ({', '.join(_NAMES[key])})"
         raise ConvoyError(
             f"{shown(file)} has no column of {what}: its columns are {columns}; set data.{key}_column to one"
         )
-    listed = ", ".join(map(printable, chosen))
+    listed = ", ".join(map(printable, matches))
     raise ConvoyError(
         f"{shown(file)} has several columns of {key}s: say which by --set data.{key}_column=…, of {listed}"
     )
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type of what a dictionary stands for."""
+    """The type of the values that a dictionary type encodes."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 

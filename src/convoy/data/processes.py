@@ -14,11 +14,8 @@ _NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
 def forkserver(module: str) -> ForkServerContext:
-    """Workers come from a server process that has no threads: forking this one, which has some, could deadlock.
-
-    Args:
-        module: what the server imports, so that workers begin at once and share its memory.
-    """
+    """A server process without threads that forks workers: forking this one, which has some, could deadlock. The server
+    imports `module`, so that workers begin at once and share its memory."""
     # A socket's path has 107 characters at most, its 32 below the temporary directory. Python asks for that once, and
     # makes a folder there for this user alone.
     if len(os.fsencode(directory := tempfile.gettempdir())) > 107 - 32:
@@ -32,10 +29,8 @@ def forkserver(module: str) -> ForkServerContext:
 
 
 def follow_parent() -> None:
-    """In a worker: end with the process that asked for it, however that ended, and not by a signal to its group.
-
-    The process that workers are forked from has left the group, unless another library had started it before.
-    """
+    """In a worker: end with the process that asked for it, however that ended, and not by a signal to its group. The
+    process that workers are forked from has left the group, unless another library had started it before."""
     end_with_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -50,15 +45,14 @@ def follow_parent() -> None:
 
 
 def _start_tracker() -> None:
-    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of a
-    pool's queues. Its warning is silenced: it would stand among the messages on the killed process.
-    """
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = f"{before},{_NO_WARNING}" if before else _NO_WARNING
+    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of a pool's
+    queues. Its warning is silenced: it would stand among the messages on the killed process."""
+    old_filters = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = f"{old_filters},{_NO_WARNING}" if old_filters else _NO_WARNING
     try:
         resource_tracker.ensure_running()
     finally:
-        if before is None:
+        if old_filters is None:
             del os.environ["PYTHONWARNINGS"]
         else:
-            os.environ["PYTHONWARNINGS"] = before
+            os.environ["PYTHONWARNINGS"] = old_filters

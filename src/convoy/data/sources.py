@@ -17,21 +17,18 @@ from convoy.errors import ConvoyError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Progress = Callable[[str, int, int], None]
-"""Called during long work with its name, how many are done, and of how many."""
+Progress = Callable[[str, int, int], None]  # called with the name of long work, the number done, and the total
 
 
 class Source(ABC):
     """Labelled pictures, numbered from 0: `labels` are int64 [N]; `mend` says what to do about one that is bad.
-
-    `is_packed` says whether they come from a pack.
-    """
+    `is_packed` says whether they come from a pack."""
 
     labels: NDArray[np.int64]
     mend = "mend or remove it"
     is_packed = False
+    # Pixels of all pictures, uint8 [N, H, W, C], if they were copied to the device that trains.
     resident: "Tensor | None" = None
-    """Pixels of all pictures, uint8 [N, H, W, C], on the device that trains, if they were brought there."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -45,18 +42,15 @@ class Source(ABC):
         """The sample's name in messages: a file name, or a file and a number in it."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """By what the samples are known again, as JSON has it; no picture file is read.
-
-        The number of `samples`, CRC-32 of their `labels` and, where there are any, of their `names` in their order;
-        and either that of the `contents` of all, or the `sizes` of a few files (-1: not to be seen).
-        """
+        """The marks by which the samples are recognised, as JSON; no picture file is read. The number of `samples`,
+        CRC-32 of their `labels` and, where there are any, of their `names` in their order; and either that of the
+        `contents` of all, or the `sizes` of a few files (-1: cannot be seen)."""
         return {"samples": len(self), "labels": zlib.crc32(self.labels.astype(np.int64).data), **self._marks()}
 
     def _marks(self) -> dict[str, Any]:
         return {}
 
     def names(self, samples: NDArray[np.int64]) -> str:
-        """Some samples, in a message."""
         shown, more = ", ".join(self.name(int(sample)) for sample in samples[:3]), len(samples) - 3
         return f"{shown} and {more} more" if more > 0 else shown
 
@@ -74,10 +68,8 @@ class Source(ABC):
 
 
 class PixelSource(Source):
-    """Pictures of one size in memory: `pixels` is uint8 [N, H, W, C] with C of 1 or 3.
-
-    `bad` names the samples whose pixels could not be read (they are black here), with the reason.
-    """
+    """Pictures of one size in memory: `pixels` is uint8 [N, H, W, C] with C of 1 or 3. `bad` names the samples whose
+    pixels could not be read (they are black here), with the reason."""
 
     def __init__(
         self,
@@ -113,12 +105,11 @@ class PixelSource(Source):
         return {"contents": zlib.crc32(np.ascontiguousarray(self.pixels).data)}
 
     def with_channels(self, channels: int) -> "PixelSource":
-        """The same pictures in grey (1) or RGB (3), by Pillow's rule."""
-        num, height, width, own = self.pixels.shape
-        if own == channels:
+        num, height, width, depth = self.pixels.shape
+        if depth == channels:
             return self
-        strip = self.pixels.reshape(num * height, width, own)
-        image = in_channels(Image.fromarray(strip[:, :, 0] if own == 1 else strip), channels)
+        strip = self.pixels.reshape(num * height, width, depth)
+        image = in_channels(Image.fromarray(strip[:, :, 0] if depth == 1 else strip), channels)
         pixels = np.asarray(image).reshape(num, height, width, channels)
         return PixelSource(pixels, self.labels, self._name, self.bad)
 
@@ -167,13 +158,12 @@ class _Subset(EncodedSource):
 
 
 def spread(number: int, most: int) -> list[int]:
-    """At most so many samples, evenly spread."""
+    """At most `most` samples, evenly spread."""
     samples: list[int] = np.linspace(0, number - 1, min(most, number)).astype(int).tolist()
     return samples
 
 
-NUM_SIZES = 64
-"""Files whose sizes a fingerprint has."""
+NUM_SIZES = 64  # files whose sizes a fingerprint contains
 _MAX_SIDE = 64
 _MAX_BYTES = 2**30
 _NUM_PROBES = 16
@@ -181,10 +171,9 @@ _PROGRESS_EVERY = 2000
 
 
 def common_format(*sources: EncodedSource) -> tuple[int, int, int] | None:
-    """Height, width and channels of the pictures if they are small, of one size and few enough to keep in memory.
-
-    Looks at some pictures of each source; None where they differ, or are larger than 64 pixels, or than 1 GiB in all.
-    """
+    """Height, width and channels of the pictures if they are small, of one size and few enough to keep in memory. Looks
+    at some pictures of each source; None where they differ, have a side of more than 64 pixels, or take more than 1
+    GiB."""
     sizes, modes, readable = set(), set(), 0
     for source in sources:
         for sample in spread(len(source), _NUM_PROBES):
@@ -207,11 +196,8 @@ def common_format(*sources: EncodedSource) -> tuple[int, int, int] | None:
 def decode_all(
     source: EncodedSource, form: tuple[int, int, int], what: str, skip_bad: bool, progress: Progress | None
 ) -> PixelSource | None:
-    """All pictures of a split, of this height, width and channels, as pixels, or None if one has another size.
-
-    Raises:
-        ConvoyError: a picture cannot be read, and `skip_bad` is not set, which keeps it as a bad one.
-    """
+    """All pictures of a split as pixels of this height, width and channels, or None if one has another size. With
+    `skip_bad` those that cannot be read are kept as bad ones; without it they raise ConvoyError."""
     height, width, channels = form
     pixels = np.zeros((len(source), height, width, channels), np.uint8)
     bad = {}
@@ -232,6 +218,6 @@ def decode_all(
 
 
 def refusal(bad: BadImage, source: Source) -> ConvoyError:
-    """The refusal of a picture when bad ones are not to be skipped."""
+    """The error for a picture that cannot be read when bad ones are not to be skipped."""
     skip = "set data.bad_images=skip (--bad-images skip); convoy data PATH --check names all of them"
     return ConvoyError(f"{bad}: {source.mend}, or {skip}")

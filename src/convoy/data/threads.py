@@ -11,26 +11,16 @@ from convoy.data.buffers import Buffers
 from convoy.data.workers import Request
 from convoy.launch.cores import own_share
 
-_AHEAD = 3
-"""Batches that are made before they are asked for."""
+_AHEAD = 3  # batches that are made before they are asked for
 _MOST_THREADS = 4
 
 
 def batches_by_threads(
     maker: BatchMaker, requests: Iterator[Request], largest: int, *, pixels: Tensor | None, pin_memory: bool
 ) -> Generator[Batch, None, None]:
-    """Batches in their order, each made by one thread. Closing the generator ends the threads.
-
-    Args:
-        maker: fills the buffers.
-        requests: the batches to make.
-        largest: number of samples of the largest batch.
-        pixels: on a device, which cuts the pictures out of them; None copies them here.
-        pin_memory: whether batches lie in pinned memory, for a GPU.
-
-    Raises:
-        ConvoyError: as `BatchMaker.fill`.
-    """
+    """Batches in their order, each made by one thread; closing the generator ends the threads. With `pixels` on a
+    device only the places of crops are made, and the device cuts them out. Raises ConvoyError as `BatchMaker.fill`
+    does."""
     shape, dtype = (maker.shape, "uint8") if pixels is None else ((4,), "int64")
     write = maker.fill if pixels is None else maker.fill_places
     buffers = Buffers(_AHEAD, largest, shape, dtype, pin_memory=pin_memory)

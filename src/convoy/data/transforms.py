@@ -24,23 +24,16 @@ DEFAULT_SCALE = (0.08, 1.0)
 DEFAULT_RATIO = (3 / 4, 4 / 3)
 _ATTEMPTS = 10
 
-CropBox = tuple[float, float, float, float]
-"""Left, upper, right and lower end of a part of a picture."""
+CropBox = tuple[float, float, float, float]  # left, upper, right and lower end of a part of a picture
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How pictures get the size of the net's input.
+    """How pictures get the size of the network's input."""
 
-    Attributes:
-        image_size: side of the result.
-        resize: short side before the center, or crop=pad's piece, is taken.
-        augment: what training does.
-    """
-
-    image_size: int
-    resize: int
-    augment: AugmentConfig
+    image_size: int  # side of the result
+    resize: int  # short side before the center, or crop=pad's piece, is taken
+    augment: AugmentConfig  # for training
 
     @property
     def _resample(self) -> Image.Resampling:
@@ -53,7 +46,6 @@ class Geometry:
 
     @property
     def pad(self) -> int:
-        """Pixels added on each side before crop=pad."""
         return DEFAULT_PAD if self.augment.pad is None else self.augment.pad
 
     def center(self, image: Image.Image, name: str) -> Image.Image:
@@ -68,14 +60,14 @@ class Geometry:
         return left, top, left + side, top + side
 
     def training_box(self, draws: NDArray[np.float64], width: int, height: int) -> CropBox:
-        """The same of `crop`, unless that is `pad`."""
+        """The same of training's crop, unless that is `pad`."""
         assert self.augment.crop != "pad"
         if self.augment.crop == "none":
             return self.center_box(width, height)
         return self._random_box(width, height, draws)
 
     def draws(self, seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The random numbers in [0, 1) that `crop` needs for each sample: [n, some]."""
+        """The random numbers in [0, 1) that `crop` needs: [n, 0, 2 or 22], a row for each sample."""
         num = {"none": 0, "pad": 2, "random-resized": 2 * _ATTEMPTS + 2}[self.augment.crop]
         return uniforms(seed, Purpose.CROP, epoch, samples, num)
 
@@ -150,11 +142,9 @@ class ColorAugment:
 
     @property
     def on(self) -> bool:
-        """Whether anything is changed at all."""
         return bool(self._config.rand_augment or self._config.color_jitter or self._config.pca_noise)
 
     def __call__(self, image: Image.Image, epoch: int, sample: int) -> Image.Image:
-        """The picture (L or RGB) with its colors changed."""
         numbers = np.array([sample], np.int64)
         if self._config.rand_augment_numbers:
             key = int(keys(self._seed, Purpose.RAND_AUGMENT, epoch, numbers)[0])
@@ -169,13 +159,8 @@ class ColorAugment:
 
 
 def jitter(image: Image.Image, strength: float, draws: NDArray[np.float64]) -> Image.Image:
-    """Brightness, contrast and saturation times a factor from 1 - strength to 1 + strength, in random order.
-
-    Args:
-        image: L or RGB; grey has no saturation to change.
-        strength: 0 to 1.
-        draws: six numbers in [0, 1): the factors, then the order.
-    """
+    """Multiply brightness, contrast and saturation by 1 - strength to 1 + strength, in random order; grey has no
+    saturation. `draws` are six numbers in [0, 1): the factors, then the order."""
     enhancers: list[Any] = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
     for which in np.argsort(draws[3:], kind="stable").tolist():
         if image.mode == "RGB" or which != 2:
@@ -184,11 +169,9 @@ def jitter(image: Image.Image, strength: float, draws: NDArray[np.float64]) -> I
 
 
 def pca_noise(image: Image.Image, deviation: float, draws: NDArray[np.float64]) -> Image.Image:
-    """Adds one color to the whole RGB picture, along the main directions of ImageNet's colors.
-
-    Krizhevsky, Sutskever, Hinton, 2012: the eigenvectors times their eigenvalues times normal numbers with the given
-    standard deviation (0.1 there). `draws` are three numbers in [0, 1).
-    """
+    """Adds one color to the whole RGB picture, along the main directions of ImageNet's colors. Krizhevsky, Sutskever,
+    Hinton, 2012: the eigenvectors times their eigenvalues times normal numbers with the given standard deviation (0.1
+    there). `draws` are three numbers in [0, 1)."""
     shift = _PCA_VECTORS @ (_PCA_VALUES * normals(draws) * deviation) * 255
     table = np.arange(256)[None, :] + shift[:, None]
     return image.point(np.rint(table).clip(0, 255).astype(int).ravel().tolist())
@@ -222,20 +205,13 @@ def mix(
 ) -> tuple[Tensor, Tensor]:
     """Mix each sample with its partner: the one at the same place from the microbatch's end.
 
-    mixup (Zhang et al., 2018): images and labels are λ of the one and 1 - λ of the other. CutMix (Yun et al., 2019):
-    a rectangle of 1 - λ of the area comes from the partner, and λ is corrected where it is cut off at the border.
-    λ has the distribution Beta(alpha, alpha). With both on, each microbatch gets one or the other.
+    mixup (Zhang et al., 2018): images and labels are λ of the one and 1 - λ of the other. CutMix (Yun et al., 2019): a
+    rectangle of 1 - λ of the area comes from the partner, and λ is corrected where it is cut off at the border. λ has
+    the distribution Beta(alpha, alpha). With both on, each microbatch gets one or the other.
 
-    Args:
-        images: float [samples, channels, height, width]; not changed.
-        labels: int64 [samples].
-        num_classes: length of the targets.
-        config: the two alphas.
-        sizes: samples of each microbatch, in order; they add up to the number of images.
-        keys: a whole number for each microbatch, which alone decides its λ and rectangle.
-
-    Returns:
-        The mixed images, and targets [samples, classes] of the images' type whose rows add up to 1.
+    `images` are float [samples, channels, height, width] and stay as they are; `sizes` are those of the microbatches,
+    and one of `keys` decides λ and rectangle of each. Returns images and targets [samples, classes] whose rows add up
+    to 1.
     """
     assert sum(sizes) == len(images) == len(labels) and len(sizes) == len(keys)
     targets = F.one_hot(labels, num_classes).to(images.dtype)
@@ -272,14 +248,7 @@ def _mix_one(images: Tensor, targets: Tensor, config: MixConfig, key: int) -> tu
 
 
 class Normalize:
-    """(images / 255 - mean) / std for each channel, on the device where the images are, in float32.
-
-    Args:
-        mean: of each channel, pixels from 0 to 1.
-        std: of each channel, pixels from 0 to 1.
-        device: where the images will be.
-        memory_format: of the result.
-    """
+    """(images / 255 - mean) / std for each channel, on the device where the images are, in float32."""
 
     def __init__(
         self,

@@ -19,13 +19,11 @@ from convoy.data.transforms import CropBox
 from convoy.errors import ConvoyError
 
 Pixels = NDArray[np.uint8]
-Crop = Callable[[int, int], CropBox]
-"""From width and height of a picture to the part that is wanted."""
+Crop = Callable[[int, int], CropBox]  # the box to crop from a picture of this width and height
 
 _PLAIN = re.compile(rb"P([56])\n(\d{1,5}) (\d{1,5})\n255\n")
 _LARGEST_SCRATCH = 2**24
-_AREA_FROM = 2
-"""A part that is made so many times smaller is averaged, as two by two pixels would leave some out."""
+_AREA_FROM = 2  # from this reduction on pixels are averaged, as interpolation of two by two would skip some
 
 
 def missing() -> list[str]:
@@ -34,13 +32,7 @@ def missing() -> list[str]:
 
 
 class Turbo:
-    """Parts of pictures, resized to a square.
-
-    Args:
-        image_size: side of the square.
-        channels: 1 = grey, 3 = RGB.
-        interpolation: nearest, bilinear, bicubic or lanczos.
-    """
+    """Crops of pictures, resized to a square of `image_size`, in 1 (grey) or 3 channels (RGB)."""
 
     def __init__(self, image_size: int, channels: int, interpolation: str) -> None:
         """Raises ConvoyError when simplejpeg or OpenCV is not installed."""
@@ -71,32 +63,30 @@ class Turbo:
 
     def write(self, data: bytes, name: str, crop: Crop, mirror: bool, planes: Pixels) -> None:
         """Decode a picture file, resize a part of it, and write that to uint8 [channels, image_size, image_size].
-
-        Raises BadImage.
-        """
+        Raises BadImage."""
         self.write_part(*self._decoded(data, name, crop), mirror, planes)
 
     def write_part(self, pixels: Pixels, box: CropBox, mirror: bool, planes: Pixels) -> None:
         """The same from pixels: uint8 [height, width, 3] or [height, width]."""
-        cv2, size, own = self._cv2, self._form[0], self._own
+        cv2, size, buffers = self._cv2, self._form[0], self._own
         left, top = round(box[0]), round(box[1])
         right, bottom = max(round(box[2]), left + 1), max(round(box[3]), top + 1)
         smaller = max(right - left, bottom - top) / size
         method = cv2.INTER_AREA if smaller >= _AREA_FROM and self._method != cv2.INTER_NEAREST else self._method
-        cv2.resize(pixels[top:bottom, left:right], (size, size), dst=own.square, interpolation=method)
-        square = cv2.flip(own.square, 1, dst=own.mirrored) if mirror else own.square
+        cv2.resize(pixels[top:bottom, left:right], (size, size), dst=buffers.square, interpolation=method)
+        square = cv2.flip(buffers.square, 1, dst=buffers.mirrored) if mirror else buffers.square
         if self._form[1] == 1:
             planes[0] = square
         else:
             cv2.split(square, list(planes))
 
     def _decoded(self, data: bytes, name: str, crop: Crop) -> tuple[Pixels, CropBox]:
-        """A picture, perhaps decoded smaller, and the wanted part of it."""
+        """A picture, perhaps decoded smaller, and the box of its crop."""
         if data[:2] == b"\xff\xd8" and not oriented(data):
             try:
                 return self._jpeg_decoded(data, crop)
             except ValueError:
-                pass  # what libjpeg-turbo complains about, Pillow reads, or says why not
+                pass  # Pillow reads what libjpeg-turbo rejects, or says why it cannot
         elif (plain := self._plain(data)) is not None:
             return plain, crop(plain.shape[1], plain.shape[0])
         image = open_picture(data, name)
@@ -125,30 +115,30 @@ class Turbo:
         box = crop(width, height)
         wide, high = self._needed(width, height, box)
         # By 2, 4 or 8: libjpeg-turbo also scales by 7/8 and the like, but slower than it decodes the whole picture.
-        factor = next((each for each in (8, 4, 2) if min(width / wide, height / high) >= each), 1)
+        factor = next((divisor for divisor in (8, 4, 2) if min(width / wide, height / high) >= divisor), 1)
         grey = self._form[1] == 1
         num_bytes = width * height * (1 if grey else 3)
-        own = self._own
-        if len(own.scratch) < num_bytes <= _LARGEST_SCRATCH:
-            own.scratch = np.empty(num_bytes, np.uint8)
+        buffers = self._own
+        if len(buffers.scratch) < num_bytes <= _LARGEST_SCRATCH:
+            buffers.scratch = np.empty(num_bytes, np.uint8)
         pixels = self._jpeg.decode_jpeg(
             data,
             "GRAY" if grey else "RGB",
             min_width=-(-width // factor),
             min_height=-(-height // factor),
-            buffer=own.scratch if num_bytes <= len(own.scratch) else None,
+            buffer=buffers.scratch if num_bytes <= len(buffers.scratch) else None,
         )
         pixels = pixels[:, :, 0] if grey else pixels
         return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
 
     def _needed(self, width: int, height: int, box: CropBox) -> tuple[int, int]:
-        """Width and height from which on the short side of the box has image_size pixels."""
+        """Width and height of the picture from which on the short side of the box has image_size pixels."""
         factor = self._form[0] / min(box[2] - box[0], box[3] - box[1])
         return math.ceil(width * factor), math.ceil(height * factor)
 
 
 class _Buffers(threading.local):
-    """Pages that are there already: fresh memory would be fetched for every picture. Every thread has its own."""
+    """Memory that is kept by every thread: fresh pages would be fetched for every picture."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.square, self.mirrored = np.empty(shape, np.uint8), np.empty(shape, np.uint8)

@@ -50,7 +50,6 @@ class TarSource(EncodedSource):
         return self.place(sample)
 
     def place(self, sample: int) -> str:
-        """The tar and the member in it."""
         shard = Path(self._files[self._places.array[sample, 0]]).name
         return f"{printable(shard)}/{printable(self._names[sample])}"
 
@@ -78,7 +77,7 @@ class TarSource(EncodedSource):
 
 
 class _Descriptor:
-    """An open file, closed when nobody has it any more."""
+    """An open file that closes when nobody refers to it."""
 
     def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -86,14 +85,11 @@ class _Descriptor:
 
 
 def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) -> Opened:
-    """One tar, or a folder of tars whose names say train, val or test; class names from a `classes.txt` beside them.
-
-    Raises:
-        ConvoyError: a tar is compressed, cut off or damaged, a sample lacks its picture or its label, or names do not
-            say which belong together.
-    """
-    others = Counter[str]()
-    sources = [_open_split(files, progress, others) for files in shards(path, ".tar", config) if files]
+    """One tar, or a folder of tars whose names say train, val or test; class names come from a `classes.txt` beside
+    them. Raises ConvoyError for a tar that is compressed or damaged, or a sample that lacks its picture or label or has
+    several."""
+    leftovers = Counter[str]()
+    sources = [_open_split(files, progress, leftovers) for files in shards(path, ".tar", config) if files]
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
     if names.is_file():
         with reading(names):
@@ -103,14 +99,14 @@ def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) 
         classes = numbered_classes(path, sources)
     check_range(path, sources, classes)
     name = path.stem if path.is_file() else path.resolve().name
-    return Opened(name, classes, *sources, notes=tuple(left_out(others)))
+    return Opened(name, classes, *sources, notes=tuple(left_out(leftovers)))
 
 
-def _open_split(files: list[Path], progress: Progress | None, others: Counter[str]) -> TarSource:
+def _open_split(files: list[Path], progress: Progress | None, leftovers: Counter[str]) -> TarSource:
     samples: list[tuple[str, int, int, int, int]] = []
     for number, file in enumerate(files):
         samples += [
-            (member.name, number, member.offset_data, member.size, label) for member, label in _labeled(file, others)
+            (member.name, number, member.offset_data, member.size, label) for member, label in _labeled(file, leftovers)
         ]
         if progress:
             progress("indexing tars", number + 1, len(files))
@@ -124,8 +120,8 @@ def _open_split(files: list[Path], progress: Progress | None, others: Counter[st
     )
 
 
-def _labeled(path: Path, others: Counter[str]) -> list[tuple[tarfile.TarInfo, int]]:
-    """The pictures of a tar and their labels; counts what is left out by its kind."""
+def _labeled(path: Path, leftovers: Counter[str]) -> list[tuple[tarfile.TarInfo, int]]:
+    """The pictures of a tar and their labels; counts the members that are left out by their kind."""
     kinds: dict[str, dict[str, tarfile.TarInfo]] = {"picture": {}, ".cls": {}, ".json": {}}
     try:
         with reading(path), tarfile.open(path, "r:") as tar:
@@ -135,9 +131,9 @@ def _labeled(path: Path, others: Counter[str]) -> list[tuple[tarfile.TarInfo, in
                 kind = "picture" if end.lower() in suffixes() else end.lower()
                 if not member.isreg() or member.sparse is not None or key.rpartition("/")[2].startswith("."):
                     if kind in kinds:
-                        others[f"{end} that is hidden, a link or no whole file"] += 1
+                        leftovers[f"{end} that is hidden, a link or no whole file"] += 1
                 elif kind not in kinds:
-                    others[_after_first_dot(member.name)] += 1
+                    leftovers[_after_first_dot(member.name)] += 1
                 elif key in kinds[kind]:
                     what = "pictures" if kind == "picture" else f"members {kind} of"
                     raise ConvoyError(f"{shown(path)} has two {what} {printable(key)}: give them other names")
@@ -146,9 +142,9 @@ def _labeled(path: Path, others: Counter[str]) -> list[tuple[tarfile.TarInfo, in
             pictures, labels, documents = kinds.values()
             alone = {key: member for key, member in documents.items() if key not in labels}
             labels |= {key: member for key, member in alone.items() if _label(tar, member, path) is not None}
-            pairs = _pairs(pictures, labels, path, others)
-            found = [(pictures[key], _label(tar, labels[by], path)) for by, key in pairs]
-            return [(member, label) for member, label in found if label is not None]
+            pairs = _pairs(pictures, labels, path, leftovers)
+            labeled = [(pictures[key], _label(tar, labels[by], path)) for by, key in pairs]
+            return [(member, label) for member, label in labeled if label is not None]
     except ConvoyError:
         raise
     except (tarfile.TarError, MemoryError, ValueError, OverflowError) as error:
@@ -166,18 +162,15 @@ def _labeled(path: Path, others: Counter[str]) -> list[tuple[tarfile.TarInfo, in
 
 
 def _pairs(
-    pictures: dict[str, tarfile.TarInfo], labels: Collection[str], path: Path, others: Counter[str]
+    pictures: dict[str, tarfile.TarInfo], labels: Collection[str], path: Path, leftovers: Counter[str]
 ) -> Iterable[tuple[str, str]]:
-    """The keys of each sample's label and picture: the same up to their last dots, else up to their first ones.
-
-    Raises:
-        ConvoyError: a sample has no label, no picture, or several of which any may be meant.
-    """
+    """The keys of each sample's label and picture: the same up to their last dots, else up to their first ones. Raises
+    ConvoyError for a sample with no label, no picture, or several of either."""
     pairs: dict[str, str] = {}
     for key in sorted(pictures, key=lambda key: "." in key.rpartition("/")[2]):  # names with one dot first
-        first = key.removesuffix(_after_first_dot(key))
-        by = key if key in labels else first
-        if by not in labels and key == first:
+        short_key = key.removesuffix(_after_first_dot(key))
+        by = key if key in labels else short_key
+        if by not in labels and key == short_key:
             raise ConvoyError(
                 f"{shown(path)} has no label for {printable(pictures[key].name)}: a sample needs {printable(key)}.cls "
                 'with a whole number, or .json with "label"'
@@ -188,7 +181,7 @@ def _pairs(
                 f"{printable(by)}, as a name ends at its first dot"
             )
         if by not in labels or by in pairs:
-            others[_after_first_dot(pictures[key].name)] += 1
+            leftovers[_after_first_dot(pictures[key].name)] += 1
         else:
             pairs[by] = key
     for key in labels:
@@ -198,18 +191,13 @@ def _pairs(
 
 
 def _after_first_dot(name: str) -> str:
-    """The end of a member's name, from the first dot of its base name on."""
     _, dot, end = name.rpartition("/")[2].partition(".")
     return dot + end
 
 
 def _check_size(member: tarfile.TarInfo, path: Path) -> None:
     """Refuse a member that nobody could read: with fewer bytes than none (Python reads such a tar for ever), or a
-    picture that would fill the memory.
-
-    Raises:
-        ConvoyError: it is one.
-    """
+    picture that would fill the memory."""
     if member.size < 0 or (member.isreg() and member.size > MAX_PICTURE_BYTES):
         raise ConvoyError(
             f"{shown(path)} has {printable(member.name)} of {member.size} bytes, which is no picture: write the tar "

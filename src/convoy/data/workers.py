@@ -31,40 +31,33 @@ from convoy.data.processes import follow_parent, forkserver
 from convoy.errors import ConvoyError, MachineError
 
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
+# Batches and samples that are made ahead, besides those that keep every worker busy.
 _AHEAD, _SAMPLES_AHEAD = 3, 512
-"""Batches, and samples, that are made before they are asked for, beside those that keep every worker busy."""
+# A piece: number of the batch, its buffer, first and last place in that (exclusive), and epoch, or -1 for none. The
+# workers read from one pipe. It has whole tasks only, as nobody writes or reads anything else, and what is as short is
+# written and read at once: no lock is needed, which a worker that dies could keep.
 _TASK = struct.Struct("5q")
-"""Of a piece: number of the batch, its buffer, first and last place in that (exclusive), and epoch, or -1 for none.
-
-The workers read from one pipe. It has whole tasks only, as nobody writes or reads anything else, and what is as short
-is written and read at once: no lock is needed, which a worker that dies could keep.
-"""
+# Pieces that are on their way: as many as the smallest pipe takes, so that sending never waits for a worker.
 _MOST_SENT = 64
-"""Pieces that are on their way. The smallest pipe takes so many, so that sending never waits for a worker."""
+# More workers start when this part of the time is spent waiting, which is checked after so many batches.
 _WAITED, _LOOK_EVERY = 0.01, 5
-"""Part of the time spent waiting from which on other workers start, and after how many batches that is looked at."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A batch to make.
+    """A batch to make."""
 
-    Attributes:
-        samples: int64 [n].
-        epoch: for which they are augmented; None for an evaluation.
-    """
-
-    samples: NDArray[np.int64]
-    epoch: int | None = None
+    samples: NDArray[np.int64]  # int64 [n]
+    epoch: int | None = None  # for which they are augmented; None for an evaluation
 
 
+# The number of pictures of a piece that were written, and those that could not be read; or the error.
 _Answer = tuple[int, list[tuple[int, str]]] | Exception
-"""How many pictures of a piece were written, and which could not be read; or what went wrong."""
 
 
 @dataclass
 class _Pending:
-    """A batch that is being made: its buffer, and what became of its pieces, by their starts."""
+    """A batch that is being made: its buffer, and the answers on its pieces, by their starts."""
 
     request: Request
     slot: int
@@ -76,22 +69,13 @@ class _Pending:
 
 
 def samples_ahead(batch: int) -> int:
-    """Samples that workers make before they are asked for: of three batches, and of more where these are small."""
+    """Samples that workers make before they are asked for: three batches, and more where these are small."""
     return max(_AHEAD * batch, _SAMPLES_AHEAD)
 
 
 class Workers:
-    """Makes batches in their order, by `most` processes, or by fewer to begin with.
-
-    Args:
-        maker: fills the buffers.
-        requests: the batches to make.
-        largest: number of samples of the largest batch.
-        most: number of processes.
-        first: processes that begin; others start while batches are waited for. None is all of them.
-        pin_memory: whether batches lie in pinned memory, for a GPU.
-        told: is told the number of processes, whenever others were started.
-    """
+    """Makes batches in their order, by `most` processes, `first` of which begin (None: all) and others start while
+    batches are waited for. `told` gets their number whenever more have started."""
 
     def __init__(
         self,
@@ -118,15 +102,14 @@ class Workers:
         self._context = forkserver(__name__)
         self._taken, self._tasks = self._context.Pipe(duplex=False)
         self._processes: dict[connection.Connection, BaseProcess] = {}
-        # Of each process the piece that it makes: number of the batch, first and last place; all 0 where it has none.
+        # The piece that each process makes: number of the batch, first and last place; all 0 where it has none.
         self._held = SharedMemory(most * 3 * 8)
-        # One for all waits: those of multiprocessing set up a selector each time.
+        # One poll object for all waits: those of multiprocessing set up a selector each time.
         self._poll, self._speakers = select.poll(), dict[int, tuple[connection.Connection, BaseProcess]]()
         self._asked, self._waits, self._since = 0, 0.0, time.perf_counter()
 
     @property
     def num(self) -> int:
-        """Processes that run."""
         return len(self._processes)
 
     def batches(self) -> Generator[Batch, None, None]:
@@ -146,10 +129,9 @@ class Workers:
             self.close()
 
     def close(self) -> None:
-        """End the processes."""
         processes, self._processes, self._poll = self._processes, {}, select.poll()
         for process in processes.values():
-            process.kill()  # they have nothing to put in order, and SIGTERM may be ignored
+            process.kill()  # there is nothing to clean up, and SIGTERM may be ignored
         for results, process in processes.items():
             process.join()
             process.close()
@@ -158,14 +140,13 @@ class Workers:
         self._tasks.close()
 
     def _start(self, number: int) -> None:
-        """Start so many processes more. Raises MachineError."""
         try:
             for _ in range(number):
-                results, theirs = self._context.Pipe(duplex=False)
-                given = self._maker, self._buffers, self._taken, theirs, self._held, self.num
-                process = self._context.Process(target=_work, args=given, name="convoy-pictures", daemon=True)
+                results, sender = self._context.Pipe(duplex=False)
+                arguments = self._maker, self._buffers, self._taken, sender, self._held, self.num
+                process = self._context.Process(target=_work, args=arguments, name="convoy-pictures", daemon=True)
                 process.start()
-                theirs.close()
+                sender.close()
                 self._processes[results] = process
                 for speaker in (results.fileno(), process.sentinel):
                     self._speakers[speaker] = results, process
@@ -174,7 +155,7 @@ class Workers:
             raise _died(error) from error
 
     def _send(self) -> bool:
-        """Hand out work for the batches to come; whether there is any batch left."""
+        """Hand out work for the batches to come; returns whether any batch is left."""
         low = len(self._pending) <= self._ahead // 2  # several at once, so that workers are woken up seldom
         while low and len(self._pending) < self._ahead and self._buffers.free:
             request = next(self._requests, None)
@@ -197,7 +178,7 @@ class Workers:
         return bool(self._pending)
 
     def _receive(self) -> None:
-        """Wait for a worker, and take all that there is to be said."""
+        """Wait for a worker, and take all answers that are there."""
         ready = self._poll.poll()
         while ready:
             for number, _ in ready:
@@ -216,7 +197,7 @@ class Workers:
         self._send()
 
     def _late(self) -> str:
-        """Who holds the batch up, and the samples that it was asked for, in words."""
+        """A sentence on who holds the batch up, and with which samples."""
         sentences = []
         for process, (number, start, end) in zip(self._processes.values(), _pieces(self._held), strict=False):
             state = _STATES.get(_state(process.pid), "")
@@ -228,33 +209,33 @@ class Workers:
 
     def _finished(self, pending: _Pending) -> Batch:
         """The batch in its buffer, or in a copy where the last free buffer would go; errors come with their batch."""
-        kept: list[int] = []
+        places: list[int] = []
         bad: list[tuple[int, str]] = []
         for start, answer in pending.pieces.items():
             assert answer is not None
             if isinstance(answer, Exception):
                 raise answer
-            kept += range(start, start + answer[0])
+            places += range(start, start + answer[0])
             bad += answer[1]
         request, slot = pending.request, pending.slot
         samples = self._buffers.samples[slot, : len(request.samples)].copy()
         images, labels = self._buffers.hand_out(slot, copied=not self._buffers.free)
-        if len(kept) < len(samples):  # of an evaluation, some of whose pictures cannot be read
-            images, samples = images[kept], samples[kept]
+        if len(places) < len(samples):  # an evaluation, some of whose pictures cannot be read
+            images, samples = images[places], samples[places]
         batch = self._maker.batch(images, Filled(samples, bad), request.epoch, labels)
         return batch.pin_memory() if self._copies_pinned else batch
 
     def _adapt(self, waited: float) -> None:
         """Start other processes where batches are waited for."""
         self._asked += 1
-        if self._asked == 1:  # which was waited for in any case
+        if self._asked == 1:  # the first batch is waited for in any case
             self._since = time.perf_counter()
             return
         self._waits += waited
         if self.num >= self._most or self._asked % _LOOK_EVERY:
             return
-        passed = time.perf_counter() - self._since
-        if self._waits > _WAITED * passed:
+        elapsed = time.perf_counter() - self._since
+        if self._waits > _WAITED * elapsed:
             self._start(min(self.num, self._most - self.num))
             self._told(self.num)
         self._waits, self._since = 0.0, time.perf_counter()
@@ -267,8 +248,7 @@ def _died(why: object) -> MachineError:
     )
 
 
-_STATES = {"T": ", which is stopped,", "D": ", which waits for a file system,"}
-"""Of processes in `/proc/PID/stat`."""
+_STATES = {"T": ", which is stopped,", "D": ", which waits for a file system,"}  # of processes in `/proc/PID/stat`
 
 
 def _state(process: int | None) -> str:
@@ -290,7 +270,6 @@ def _work(
     held: SharedMemory,
     place: int,
 ) -> None:
-    """A worker process."""
     follow_parent()
     piece = _pieces(held)[place]
     torch.set_num_threads(1)
@@ -317,7 +296,7 @@ def _work(
 
 
 def _portable(error: Exception) -> Exception:
-    """An exception as it is to be raised in the training process."""
+    """An exception as the training process can raise it."""
     if lack_of_memory(error) is not None:
         return MachineError("a process that loads pictures ran out of memory: lower data.workers")
     if isinstance(error, ConvoyError):

@@ -11,10 +11,8 @@ from convoy.errors import ConvoyError
 
 PINNED = "CONVOY_CORES"
 _CPU = Path("/sys/devices/system/cpu")
-MEMBERSHIP = Path("/proc/self/cgroup")
-"""The file that says which groups the process is in."""
-ROOT = Path("/sys/fs/cgroup")
-"""Where their file systems are."""
+MEMBERSHIP = Path("/proc/self/cgroup")  # the file that says which groups the process is in
+ROOT = Path("/sys/fs/cgroup")  # where their file systems are
 
 
 def own_cores() -> list[int]:
@@ -25,8 +23,8 @@ def own_cores() -> list[int]:
 
 
 def share(cores: Sequence[int], num_ranks: int, place: int, per_device: int | None) -> list[int]:
-    """The cores of one of several ranks on a machine, which share `cores`: disjoint runs, evenly where nothing is said,
-    or one core in turn where there are too few."""
+    """The cores of one of several ranks on a machine, which share `cores`: disjoint runs, evenly where `per_device` is
+    None, or one core in turn where there are too few."""
     if per_device is None:
         per_device = len(cores) // num_ranks
         if per_device == 0:
@@ -49,16 +47,18 @@ def in_turns(num_ranks: int, num_cores: int) -> str | None:
 
 
 def take_share(gather: Callable[[Any], list[Any]], rank: int, per_device: int | None) -> list[int]:
-    """Pin this rank to its share of the cores of its machine, evenly where nothing is said; ranks that have cores of
-    their own already keep them. `gather` gives every rank the values of all."""
-    own = own_cores()
-    said = gather((_machine(), own))
-    here = [other for other, (machine, _) in enumerate(said) if machine == said[rank][0]]
-    os.environ["LOCAL_WORLD_SIZE"] = str(len(here))
-    shared = all(said[other][1] == own for other in here)
-    own = share(own, len(here), here.index(rank), per_device) if shared else share(own, 1, 0, per_device or len(own))
-    pin(own)
-    return own
+    """Pin this rank to its share of the cores of its machine, evenly where `per_device` is None; ranks that already
+    have cores to themselves keep them. `gather` gives every rank the values of all."""
+    cores = own_cores()
+    answers = gather((_machine(), cores))
+    peers = [number for number, (machine, _) in enumerate(answers) if machine == answers[rank][0]]
+    os.environ["LOCAL_WORLD_SIZE"] = str(len(peers))
+    if all(answers[number][1] == cores for number in peers):
+        cores = share(cores, len(peers), peers.index(rank), per_device)
+    else:
+        cores = share(cores, 1, 0, per_device or len(cores))
+    pin(cores)
+    return cores
 
 
 def pin(cores: Sequence[int]) -> None:
@@ -91,30 +91,27 @@ def folders(controller: str, membership: Path = MEMBERSHIP, root: Path = ROOT) -
 
 
 def cores_allowed(membership: Path = MEMBERSHIP, root: Path = ROOT) -> float:
-    """The number of cores whose time the process may use in a period; infinite where nobody says."""
-    found = float("inf")
+    """The number of cores whose time control groups let the process use; infinite where none sets a limit."""
+    limit = float("inf")
     for folder, version in folders("cpu", membership, root):
         if version == 2:
             words = text_of(folder / "cpu.max").split()
         else:
             words = [text_of(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
         if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
-            found = min(found, int(words[0]) / int(words[1]))
-    return found
+            limit = min(limit, int(words[0]) / int(words[1]))
+    return limit
 
 
 def own_share() -> float:
-    """How many cores' time this process and those that it starts may have.
-
-    Of the cores that it may run on and of what control groups leave time for, its part where ranks of a host share
-    them; cores to which a rank is pinned are its own.
-    """
+    """The number of cores whose time this process and those that it starts may use. Of the cores that it may run on and
+    the time that control groups leave, ranks of a host get equal parts; cores to which a rank is pinned are its own."""
     local = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     return min(len(own_cores()) / (1 if PINNED in os.environ else local), cores_allowed() / local)
 
 
 def text_of(file: Path) -> str:
-    """What a file of the system says; nothing where it is not there."""
+    """The text of a file of the system; empty where it is not there."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

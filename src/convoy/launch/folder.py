@@ -11,17 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PREFIX = "convoy-launch-"
-_SOON_S = 60.0
-"""A folder that is younger may not be locked yet."""
+_SOON_S = 60.0  # a folder that is younger may not be locked yet
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder of mode 0700 in the temporary directory; what processes that were killed have left is removed.
-
-    It is locked as long as its process lives. That tells the next one which folders are in use, and systemd, which
-    removes what has not been touched for ten days, leaves a locked folder alone.
-    """
+    """A new folder of mode 0700 in the temporary directory; folders of processes that were killed are removed. It stays
+    locked while its process lives. That tells the next one which folders are in use, and systemd, which removes what
+    has not been touched for ten days, leaves a locked folder alone."""
     _sweep()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = _locked(folder)

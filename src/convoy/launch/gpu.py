@@ -15,80 +15,68 @@ if TYPE_CHECKING:
     import torch
 
 _TIMEOUT_S = 5.0
-_SAMPLED_S = 1.1
-"""Utilization is that of the last second, at most."""
+_SAMPLED_S = 1.1  # utilization is that of the last second, at most
 _COUNTED = ("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown")
 _FIELDS = ("utilization.gpu",)
-_COUNTERS = tuple(f"clocks_event_reasons_counters.{name}" for name in _COUNTED)
-"""Which drivers before 2025 do not have."""
+_COUNTERS = tuple(f"clocks_event_reasons_counters.{name}" for name in _COUNTED)  # not in drivers before 2025
 
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that is no part of the run and computes on its GPU.
+    """A process that is no part of the run and computes on its GPU."""
 
-    Attributes:
-        name: of the program.
-        pid: its number.
-        used_bytes: of the GPU's memory; 0 where the driver does not say.
-    """
-
-    name: str
+    name: str  # of the program
     pid: int
-    used_bytes: int
+    used_bytes: int  # of the GPU's memory; 0 where the driver does not say
 
 
 @dataclass(frozen=True)
 class GpuLoad:
-    """What `nvidia-smi` says of a GPU.
+    """What `nvidia-smi` says of a GPU."""
 
-    Attributes:
-        throttled_s: seconds of the interval for which `sw_power_cap`, `sw_thermal_slowdown` and `hw_thermal_slowdown`
-            held; empty where the driver does not count them.
-        others: processes that compute on it and are no part of the run, those with the most memory first. Empty where
-            process numbers are not those of the driver, as in most containers.
-        others_busy: share of the time in which they compute, while the run does not.
-    """
-
+    # seconds of the interval, by `sw_power_cap`, `sw_thermal_slowdown` and `hw_thermal_slowdown`; empty where the
+    # driver does not count them
     throttled_s: Mapping[str, float]
+    # processes outside the run that compute on it, those with the most memory first; empty where process numbers are
+    # not those of the driver, as in most containers
     others: tuple[GpuProcess, ...]
-    others_busy: float
+    others_busy: float  # share of the time in which they compute, while the run does not
 
 
 class GpuWatch:
-    """Counts what happens to a GPU, from its making or the last reading on, if it is one that `nvidia-smi` knows."""
+    """Counts what happens to a GPU since it was made or last read, if `nvidia-smi` knows the GPU."""
 
     def __init__(self, device: "torch.device | None") -> None:
         self._name = _identifier(device)
         self._begin = _counters(self._name)
 
     def read(self, is_ours: Callable[[int], bool]) -> GpuLoad | None:
-        """What has happened since; None where nobody can say. Nothing of the run computes meanwhile; a function says
+        """What has happened since; None where nobody can say. Nothing of the run may compute meanwhile; `is_ours` says
         which processes are part of it."""
-        begin, said = self._begin, _counters(self._name)
-        if not said:
+        begin, counters = self._begin, _counters(self._name)
+        if not counters:
             return None
-        self._begin = said
+        self._begin = counters
         processes = {process.pid: process for process in _processes(self._name)}
-        # where this process is not listed, numbers are of another name space
-        known = processes.items() if os.getpid() in processes else ()
-        others = sorted((one for pid, one in known if not is_ours(pid)), key=lambda one: -one.used_bytes)
-        if others:
+        # if this process is not listed, numbers belong to another name space
+        listed = processes.items() if os.getpid() in processes else ()
+        strangers = sorted((entry for pid, entry in listed if not is_ours(pid)), key=lambda entry: -entry.used_bytes)
+        if strangers:
             time.sleep(_SAMPLED_S)
-        busy = number_of(_counters(self._name).get("utilization.gpu", "")) if others else None
+        busy = number_of(_counters(self._name).get("utilization.gpu", "")) if strangers else None
         return GpuLoad(
-            throttled_s=dict(_times(begin, said)),
-            others=tuple(others),
+            throttled_s=dict(_times(begin, counters)),
+            others=tuple(strangers),
             others_busy=(busy or 0.0) / 100,
         )
 
 
-def _times(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+def _times(old_counters: Mapping[str, str], counters: Mapping[str, str]) -> Iterator[tuple[str, float]]:
     """Seconds between two answers for which a clock was held down, by the reason."""
     for name, key in zip(_COUNTED, _COUNTERS, strict=True):
-        first, last = (number_of(said.get(key, "")) for said in (before, now))
-        if first is not None and last is not None:
-            yield name, (last - first) / 1e6
+        begin, end = (number_of(answer.get(key, "")) for answer in (old_counters, counters))
+        if begin is not None and end is not None:
+            yield name, (end - begin) / 1e6
 
 
 def number_of(text: str) -> float | None:
@@ -100,7 +88,7 @@ def number_of(text: str) -> float | None:
 
 
 def _identifier(device: "torch.device | None") -> str:
-    """The identifier of an NVIDIA GPU, whatever CUDA_VISIBLE_DEVICES says; empty where it is none."""
+    """The identifier of an NVIDIA GPU, whatever CUDA_VISIBLE_DEVICES says; empty for any other device."""
     if device is None or device.type != "cuda":
         return ""
     import torch

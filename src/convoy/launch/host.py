@@ -23,68 +23,49 @@ from convoy.terminal import printable
 if TYPE_CHECKING:
     import torch
 
-LEAST_CORES = 0.02
-"""Other processes that use less are not named."""
+LEAST_CORES = 0.02  # other processes that use less are not named
+# This variable, at 1, says that a machine is never quiet: times taken beside other processes are kept all the same.
 SHARED = "CONVOY_SHARED"
-"""This variable, at 1, says that a machine is never quiet: what is timed beside other processes counts all the same."""
+# The share of its cores' time that a run may lose to other processes, and the error of the kernel's counters.
 _DISTURBED, _TICKS_S = 0.1, 0.05
-"""The part of its cores' time that a run may lose to others, and what the kernel's counters may be off by."""
 _INTERPRETERS = ("python", "bash", "sh", "java", "node", "perl", "ruby")
 _KERNEL_THREAD = 0x0020_0000
 
 
 @dataclass(frozen=True)
 class OtherProcess:
-    """A process that is no part of the run.
+    """A process that is no part of the run."""
 
-    Attributes:
-        name: of the program, at most 15 characters, and of the script that it interprets.
-        pid: its number.
-        cores: how many of this process's cores it kept busy, on average. A process that may run on other cores as well
-            is counted by where its threads ran last.
-    """
-
-    name: str
+    name: str  # of the program, at most 15 characters, and of the script that it interprets
     pid: int
+    # number of this process's cores that it kept busy, on average; a process that may also run elsewhere is counted by
+    # where its threads ran last
     cores: float
 
 
 @dataclass(frozen=True)
 class HostLoad:
-    """What the machine did in an interval, seen from one process.
+    """What the machine did in an interval, seen from one process; None where kernel or processor do not say."""
 
-    Attributes:
-        wall_s: length of the interval.
-        cpu_s: processor time of this process, all its threads together.
-        cores: how many cores it may use: as its affinity and the quotas of its control groups say.
-        waited_s: seconds for which its threads were ready to run but did not, summed over them: others had the core,
-            or a quota was used up. Threads that have ended are not counted. None where the kernel does not say.
-        throttled_s: seconds for which a quota of its control groups held them back, summed over cores. None where no
-            group counts it.
-        others: processes that are no part of the run and kept these cores busy, the busiest first.
-        others_cores: how many of these cores all that is no part of the run kept busy, also short-lived processes,
-            the kernel, and processes outside of the container. None where the kernel does not say.
-        run_cores: how many of them the rest of the run kept busy: data workers, other ranks.
-        swapped_bytes: swapped in and out on the machine in the interval, by any process.
-        memory_pressure_s: seconds for which all work of this process's control group, or of the machine where groups
-            do not say, waited for memory. None where the kernel does not say.
-        hot_s: seconds for which one of its cores was slowed because it was hot, the most of them; None where the
-            processor does not say.
-        gpu: of the device; None where it is no NVIDIA GPU.
-    """
-
-    wall_s: float
-    cpu_s: float
-    cores: float
+    wall_s: float  # length of the interval
+    cpu_s: float  # processor time of this process, all its threads together
+    cores: float  # number that it may use, by its affinity and the quotas of its control groups
+    # seconds, summed over its living threads, in which they were ready to run but others had the core or a quota was
+    # used up
     waited_s: float | None
+    # seconds for which a quota of its control groups held them back, summed over cores; None where no group counts it
     throttled_s: float | None
-    others: tuple[OtherProcess, ...]
+    others: tuple[OtherProcess, ...]  # processes outside the run that kept these cores busy, the busiest first
+    # number of these cores that all outside the run kept busy: also short-lived processes, the kernel, and processes
+    # outside of the container
     others_cores: float | None
-    run_cores: float
-    swapped_bytes: int
+    run_cores: float  # number of them that the rest of the run kept busy: data workers, other ranks
+    swapped_bytes: int  # in and out on the machine, by any process
+    # seconds for which all work of this process's control group, or of the machine where groups do not say, waited for
+    # memory
     memory_pressure_s: float | None
-    hot_s: float | None
-    gpu: GpuLoad | None
+    hot_s: float | None  # seconds for which the core that was slowed most was slowed by heat
+    gpu: GpuLoad | None  # None where the device is no NVIDIA GPU
 
     @property
     def is_disturbed(self) -> bool:
@@ -94,22 +75,13 @@ class HostLoad:
 
 
 class HostWatch:
-    """Counts what the machine does, from its making or the last reading on.
+    """Counts what the machine does since it was made or last read.
 
     Making it and reading it take 2 ms each on a machine of 90 processes, 0.15 ms for ten more of them, 0.3 ms for ten
-    threads more, and with a GPU the time of `nvidia-smi` (not measured), which is started once or twice.
-
-    Args:
-        device: on which the run computes; a GPU is looked at as well.
-        ours: numbers of processes that belong to the run, as other ranks, besides those found: this process, all that
-            they started, and those that the same launcher started (by torch's, Convoy's or Slurm's variables).
-        machine: where the machine's `proc` and `sys` are.
-
-    Example:
-        >>> watch = HostWatch()
-        >>> load = watch.read()
-        >>> load.wall_s > 0
-        True
+    threads more, and with a GPU the time of `nvidia-smi` (not measured), which is started once or twice. `ours` are
+    processes of the run, such as other ranks, besides those that are recognised: this process, all that it started, and
+    those that the same launcher started (by torch's, Convoy's or Slurm's variables). `machine` is where the machine's
+    `proc` and `sys` are.
     """
 
     def __init__(
@@ -122,17 +94,16 @@ class HostWatch:
         self._begin = self._count()
 
     def read(self) -> HostLoad:
-        """What has happened since this was made, or read before."""
         begin, now = self._begin, self._count()
         self._begin = now
         cores, wall = own_cores(), now.time - begin.time
         cpu = now.cpu - begin.cpu
-        others, run = self._elsewhere(begin, now, cores)
+        strangers, run = self._elsewhere(begin, now, cores)
         busy = wall * len(cores) - _added(now.idle, begin.idle, cores)
         heat = [now.hot[core] - begin.hot[core] for core in cores if core in now.hot and core in begin.hot]
         throttled = [now.throttled[name] - begin.throttled.get(name, 0.0) for name in now.throttled]
         waited = [
-            # a number that is lower than before is of a new thread
+            # a number that is lower than before belongs to a new thread
             number - (before if (before := begin.waited.get(name, 0.0)) <= number else 0.0)
             for name, number in now.waited.items()
         ]
@@ -142,7 +113,7 @@ class HostWatch:
             cores=min(len(cores), cores_allowed(self._proc / "self/cgroup", self._sys / "fs/cgroup")),
             waited_s=sum(waited) if waited else None,
             throttled_s=max(throttled, default=None),
-            others=others,
+            others=strangers,
             others_cores=max(busy - cpu - run, 0.0) / wall if any(now.idle.values()) else None,
             run_cores=run / wall,
             swapped_bytes=now.swapped - begin.swapped,
@@ -167,26 +138,24 @@ class HostWatch:
         )
 
     def _waits(self) -> Iterator[tuple[str, float]]:
-        """Seconds on a run queue, by thread."""
         for thread in _names(self._proc / "self/task"):
             words = text_of(self._proc / "self/task" / thread / "schedstat").split()
             if len(words) == 3 and words[0] != "0":  # kernels that do not count say 0
                 yield thread, int(words[1]) / 1e9
 
     def _throttled(self) -> Iterator[tuple[str, float]]:
-        """Seconds of throttling, by control group."""
         for folder, _ in folders("cpu", self._proc / "self/cgroup", self._sys / "fs/cgroup"):
-            said = _lines(folder / "cpu.stat")
+            counters = _lines(folder / "cpu.stat")
             for name, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):
-                if name in said:
-                    yield str(folder), said[name] * unit
+                if name in counters:
+                    yield str(folder), counters[name] * unit
 
     def _pressure(self) -> float | None:
         groups = folders("memory", self._proc / "self/cgroup", self._sys / "fs/cgroup")
         for file in (*(folder / "memory.pressure" for folder, _ in groups), self._proc / "pressure/memory"):
-            found = re.search(r"^full .*\btotal=(\d+)", text_of(file), re.MULTILINE)
-            if found is not None:
-                return int(found[1]) / 1e6
+            total = re.search(r"^full .*\btotal=(\d+)", text_of(file), re.MULTILINE)
+            if total is not None:
+                return int(total[1]) / 1e6
         return None
 
     def _heat(self) -> Iterator[tuple[int, float]]:
@@ -202,7 +171,7 @@ class HostWatch:
         for name in _names(self._proc):
             if not name.isdecimal():
                 continue
-            # text_of, but for hundreds of files
+            # as text_of, but faster for hundreds of files
             with contextlib.suppress(OSError), open(f"{self._proc}/{name}/stat", "rb") as file:  # noqa: PTH123
                 before, _, after = file.read().decode(errors="replace").rpartition(")")
                 words = after.split()
@@ -215,20 +184,20 @@ class HostWatch:
     def _elsewhere(
         self, begin: "_Counters", now: "_Counters", cores: list[int]
     ) -> tuple[tuple[OtherProcess, ...], float]:
-        """Processes that are no part of the run, and the seconds of some cores that the rest of the run took."""
+        """Processes that are no part of the run, and the seconds of `cores` that the rest of the run took."""
         family, wall = self._family(begin, now), now.time - begin.time
-        others, run = [], 0.0
+        strangers, run = [], 0.0
         for pid, process in now.processes.items():
             before = begin.processes.get(pid)
-            used = process.cpu - (before.cpu if before is not None and before.began == process.began else 0.0)
-            if pid == os.getpid() or process.is_kernel or used < LEAST_CORES * wall:
+            seconds = process.cpu - (before.cpu if before is not None and before.began == process.began else 0.0)
+            if pid == os.getpid() or process.is_kernel or seconds < LEAST_CORES * wall:
                 continue
-            used *= self._share(pid, cores)
+            seconds *= self._share(pid, cores)
             if self._is_ours(family, pid):
-                run += used
-            elif used >= LEAST_CORES * wall:
-                others.append(OtherProcess(printable(self._name(pid, process.name)), pid, used / wall))
-        return tuple(sorted(others, key=lambda other: -other.cores)), run
+                run += seconds
+            elif seconds >= LEAST_CORES * wall:
+                strangers.append(OtherProcess(printable(self._name(pid, process.name)), pid, seconds / wall))
+        return tuple(sorted(strangers, key=lambda other: -other.cores)), run
 
     def _name(self, pid: int, program: str) -> str:
         """`python train.py` or `python -m train` where an interpreter runs a script; otherwise the program's name."""
@@ -239,29 +208,28 @@ class HostWatch:
         return " ".join([program, *script]).strip()
 
     def _share(self, pid: int, cores: list[int]) -> float:
-        """The share of a process's time that it spent on some cores."""
-        found = re.search(r"^Cpus_allowed_list:\s*(\S+)", text_of(self._proc / str(pid) / "status"), re.MULTILINE)
-        if found is None:
+        match = re.search(r"^Cpus_allowed_list:\s*(\S+)", text_of(self._proc / str(pid) / "status"), re.MULTILINE)
+        if match is None:
             return 1.0
-        ranges = [part.partition("-") for part in found[1].split(",")]
+        ranges = [part.partition("-") for part in match[1].split(",")]
         allowed = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
         if allowed <= set(cores) or not allowed & set(cores):
             return float(allowed <= set(cores))
-        here = everywhere = 0
+        on_cores = in_all = 0
         for thread in _names(self._proc / str(pid) / "task"):
             words = text_of(self._proc / str(pid) / "task" / thread / "stat").rpartition(")")[2].split()
             if len(words) > 36:
-                used = int(words[11]) + int(words[12])
-                everywhere += used
-                here += used * (int(words[36]) in cores)
-        return here / everywhere if everywhere else 1.0
+                ticks = int(words[11]) + int(words[12])
+                in_all += ticks
+                on_cores += ticks * (int(words[36]) in cores)
+        return on_cores / in_all if in_all else 1.0
 
     def _family(self, begin: "_Counters", now: "_Counters") -> set[int]:
-        """This process, those named to be of the run, and all that they started."""
+        """This process, those that are named as the run's, and all that they started."""
         family = set(self._ours)
         parents = {(pid, process.parent) for count in (begin, now) for pid, process in count.processes.items()}
-        while found := {pid for pid, parent in parents if parent in family} - family:
-            family |= found
+        while children := {pid for pid, parent in parents if parent in family} - family:
+            family |= children
         return family
 
     def _is_ours(self, family: set[int], pid: int) -> bool:
@@ -284,7 +252,7 @@ class _Process:
 
 @dataclass(frozen=True)
 class _Counters:
-    """What the counters say at one time: seconds, but for `swapped`, in bytes."""
+    """The counters at one time, in seconds; `swapped` in bytes."""
 
     time: float
     cpu: float
@@ -302,19 +270,17 @@ def beside_others(loads: Sequence[HostLoad]) -> list[str]:
     disturbed = [load for load in loads if load.is_disturbed]
     if not disturbed:
         return []
-    most = max(disturbed, key=lambda load: load.others_cores or 0.0)
-    who = f", {most.others[0].name} (process {most.others[0].pid}) most" if most.others else ""
+    peak = max(disturbed, key=lambda load: load.others_cores or 0.0)
+    who = f", {peak.others[0].name} (process {peak.others[0].pid}) most" if peak.others else ""
     return [
-        f"other processes kept {most.others_cores:.2g} of {most.cores:g} cores busy{who}: what was measured meanwhile "
+        f"other processes kept {peak.others_cores:.2g} of {peak.cores:g} cores busy{who}: what was measured meanwhile "
         f"is not kept for later plans, as it would be wrong for the machine by itself ({SHARED}=1 keeps it)"
     ]
 
 
 def _idle_times(stat: str) -> dict[int, float]:
-    """Seconds in which each core did nothing here: those that a hypervisor gave to other machines are among them.
-
-    Idle time is measured, where busy time is sampled, which errs with what runs in step with the kernel's ticks.
-    """
+    """Seconds in which each core did nothing here; time that a hypervisor gave to other machines counts. Idle time is
+    measured, while busy time is sampled, which errs with what runs in step with the kernel's ticks."""
     ticks = os.sysconf("SC_CLK_TCK")
     idle = {}
     for name, numbers in re.findall(r"^cpu(\d+) ([\d ]+)$", stat, re.MULTILINE):
@@ -328,10 +294,8 @@ def _added(now: Mapping[int, float], begin: Mapping[int, float], cores: Iterable
 
 
 def _run_of(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """What the processes of one run have in common on a machine; None where nobody started several.
-
-    No two runs have the same port for their ranks to meet.
-    """
+    """The variables that the processes of one run have in common on a machine; None where nobody started several. No
+    two runs have the same port for their ranks to meet."""
     for names in ((FOLDER,), ("MASTER_ADDR", "MASTER_PORT"), ("SLURM_JOB_ID", "SLURM_STEP_ID")):
         if all(environment.get(name) for name in names):
             return (*names, *(environment[name] for name in names))
@@ -339,7 +303,6 @@ def _run_of(environment: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _lines(file: Path) -> dict[str, int]:
-    """The whole numbers of a file of lines `name number`."""
     words = (line.split() for line in text_of(file).splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdecimal()}
 

@@ -9,9 +9,8 @@ from typing import Literal
 from convoy import interfaces
 from convoy.errors import ConvoyError
 
+# `convoy` is c10d that listens on one address (`convoy.launch.torchrun`); torch's own two listen on all interfaces.
 Rendezvous = Literal["convoy", "c10d", "static"]
-"""`convoy` is c10d that listens on one address (`convoy.launch.torchrun`); the other two are torch's own, which
-listen on all interfaces."""
 
 _HOST = re.compile(r"(?P<bare>[^\[\]:,]+)|\[(?P<six>[0-9a-fA-F:.%\w]+)\]")
 
@@ -25,9 +24,9 @@ class Host:
 
     @staticmethod
     def parse(text: str, devices: int | None = None) -> "list[Host]":
-        """Hosts in a line, those of IPv6 in brackets: `node1,node2:4,[fe80::1]:2`; `devices` are for those that say no
+        """Hosts in a line, those of IPv6 in brackets: `node1,node2:4,[fe80::1]:2`; `devices` is for those without a
         number."""
-        found = []
+        hosts = []
         for part in text.split(","):
             match = re.fullmatch(rf"(?:{_HOST.pattern})(?::(?P<devices>\d+))?", part.strip())
             if match is None or re.search(r"[\s/]", part.strip()):
@@ -37,56 +36,39 @@ class Host:
                 raise ConvoyError(f"{part} says no number of devices: write e.g. {part}:4, or --devices-per-host 4")
             if number < 1:
                 raise ConvoyError(f"{part} has {number} devices: write at least 1")
-            found.append(Host(match["bare"] or match["six"], number))
-        names = [host.name for host in found]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConvoyError(f"host {twice} is named twice: write {twice}:N with all of its devices")
-        return found
+            hosts.append(Host(match["bare"] or match["six"], number))
+        names = [host.name for host in hosts]
+        repeated_name = next((name for name in names if names.count(name) > 1), None)
+        if repeated_name is not None:
+            raise ConvoyError(f"host {repeated_name} is named twice: write {repeated_name}:N with all of its devices")
+        return hosts
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command to start on a host.
-
-    Attributes:
-        host: where.
-        arguments: the command line.
-        environment: variables that it needs.
-    """
+    """A command to start on a host, and the variables that it needs."""
 
     host: Host
     arguments: tuple[str, ...]
     environment: dict[str, str]
 
     def __str__(self) -> str:
-        """For a shell, in one line."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.arguments)])
 
 
 @dataclass(frozen=True)
 class HostGroup:
-    """Hosts that train together.
+    """Hosts that train together."""
 
-    Attributes:
-        hosts: the first one is where they meet.
-        run_id: the same on all of them, and another one for every run.
-        port: of the first host.
-        rendezvous: how they meet.
-        least: so many hosts are enough to begin, and to go on; None for all.
-        max_restarts: how often the ranks are started again when one has failed.
-        interface: of every host, through which the ranks talk; None for the one on the way to the first host.
-        secret: variables with what the hosts know each other by, or with the file that has it.
-    """
-
-    hosts: Sequence[Host]
-    run_id: str
-    port: int = 29_400
+    hosts: Sequence[Host]  # the first one is where they meet
+    run_id: str  # the same on all of them, and another one for every run
+    port: int = 29_400  # of the first host
     rendezvous: Rendezvous = "convoy"
-    least: int | None = None
-    max_restarts: int = 0
-    interface: str | None = None
+    least: int | None = None  # hosts that are enough to begin and to go on; None for all
+    max_restarts: int = 0  # of the ranks when one has failed
+    interface: str | None = None  # of every host, for the ranks; None for the one on the way to the first host
+    # variables with the secret by which the hosts know each other, or with its file
     secret: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

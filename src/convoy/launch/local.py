@@ -31,8 +31,7 @@ FORWARDED = {
     signal.SIGHUP: signal.SIGHUP,
 }
 
-SHUTDOWN_S = 5
-"""Seconds that torch's launcher leaves the ranks to end by themselves before it kills them."""
+SHUTDOWN_S = 5  # seconds that torch's launcher leaves the ranks to end by themselves before it kills them
 
 
 def start(
@@ -47,9 +46,8 @@ def start(
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR2 are handed on to every rank. When one rank fails all end, and its name and
     reason are printed, with `advice` where it was killed; unless it was a mistake of the user, all are started again as
-    often as `max_restarts` says. When this process ends, whatever ends it, so do the ranks.
-
-    The exit status is that of rank 0, 2 for a mistake of the user, 1 for any other failure.
+    often as `max_restarts` says. When this process ends, whatever ends it, so do the ranks. The exit status is that of
+    rank 0, 2 for a mistake of the user, 1 for any other failure.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -57,7 +55,7 @@ def start(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     register()
-    for name in ("", ".agent.server.api"):  # which has a level of its own
+    for name in ("", ".agent.server.api"):  # the second has a level of its own
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     with private_folder() as folder:
         started = _Started(folder)
@@ -82,7 +80,7 @@ def start(
             except ChildFailedError as error:
                 for rank, failed in error.failures.items():
                     if not folder.exists() and (failed.exitcode > 0 or failed.exitcode == -signal.SIGTERM):
-                        status = max(status, failed.exitcode, 1)  # it has said why, or was ended with one that has
+                        status = max(status, failed.exitcode, 1)  # it has said why, or was ended with a rank that has
                         continue
                     sentence = "; ".join(filter(None, (f"it {end_of(failed.exitcode)}", advice())))
                     silent.append(Failure(rank, "killed", sentence, "", time.time()))
@@ -100,28 +98,22 @@ def start(
 
 
 class _Started:
-    """The ranks that were started, by the files in which each leaves its number. What was read is kept, as a file in
-    the temporary directory may be removed.
-
-    Attributes:
-        attempt: the newest one.
-        pids: its ranks, by their numbers.
-    """
+    """The ranks of the newest attempt, by the files in which each leaves its process number. Numbers are kept once
+    read, as a file in the temporary directory may be removed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.attempt, self.pids = folder, 0, dict[int, int]()
 
     def look(self) -> None:
-        """Read what there is."""
         newest = max((int(path.name.partition("-")[2]) for path in self.folder.glob("attempt-*")), default=0)
         if newest > self.attempt:
             self.attempt, self.pids = newest, {}
         for place in self.folder.glob(f"attempt-{self.attempt}/pid-*"):
-            with contextlib.suppress(OSError, ValueError):  # of what is being written
+            with contextlib.suppress(OSError, ValueError):  # a file that is being written
                 self.pids[int(place.name.partition("-")[2])] = int(place.read_text())
 
     def watch(self, done: threading.Event) -> None:
-        """Keep looking, and kill what still runs some time after a rank has failed, as one that is stopped does; torch
+        """Keep looking, and kill the ranks that still run some time after one has failed, as a stopped one does; torch
         would wait longer."""
         since: dict[int, float] = {}
         while not done.wait(0.1):
@@ -137,8 +129,7 @@ class _Started:
 
 @contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """The environment that the ranks inherit."""
-    before = dict(os.environ)
+    old_environment = dict(os.environ)
     os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     loopback = interfaces.loopback()
@@ -149,12 +140,12 @@ def _environment(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(old_environment)
 
 
 @contextmanager
 def _beside(watch: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run a function in a thread of its own until this context ends, which the event tells it."""
+    """Run a function in a thread of its own until this context ends and sets the event."""
     done = threading.Event()
     thread = threading.Thread(target=watch, args=(done,), daemon=True)
     thread.start()
@@ -166,7 +157,7 @@ def _beside(watch: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 def _tell_of_start(started: _Started, num_devices: int, done: threading.Event) -> None:
-    """Tell a terminal that ranks are started, which takes seconds, until they are there and speak for themselves."""
+    """Tell a terminal that ranks are starting, which takes seconds, until they speak for themselves."""
     with waiting_for(f"starting {num_devices} processes"):
         while not done.wait(0.05) and len(started.pids) < num_devices and not started.attempt:
             pass
@@ -184,7 +175,7 @@ def _forwarding(started: _Started) -> Iterator[None]:
         told: set[tuple[int, int]] = set()
         while not done.wait(0.02):  # also to those of the next attempt, where one of these has just failed
             started.look()
-            for rank, pid in list(started.pids.items()):  # which another thread fills
+            for rank, pid in list(started.pids.items()):  # a copy, as another thread fills it
                 if (started.attempt, rank) not in told:
                     told.add((started.attempt, rank))
                     with contextlib.suppress(OSError):
@@ -198,10 +189,10 @@ def _forwarding(started: _Started) -> Iterator[None]:
         came = signal.Signals(number)
         threading.Thread(target=hand_on, args=(FORWARDED[came], came.name), daemon=True).start()
 
-    before = {number: signal.signal(number, note) for number in FORWARDED if not outlives(number)}
+    old_handlers = {number: signal.signal(number, note) for number in FORWARDED if not outlives(number)}
     try:
         yield
     finally:
         done.set()
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

@@ -8,10 +8,10 @@ from pathlib import Path
 from convoy.launch.cores import MEMBERSHIP, ROOT, folders, text_of
 
 _MEMINFO = Path("/proc/meminfo")
+# Files with the limit and the use of a group.
 _OF_VERSION = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
-"""Files with what a group may have, and has."""
+# The part of its use that is cached files, in `memory.stat`.
 _REMEMBERED = {1: r"^total_(?:in)?active_file (\d+)$", 2: r"^(?:in)?active_file (\d+)$"}
-"""Of what it has, the files, in `memory.stat`."""
 
 
 def host_memory() -> int:
@@ -20,11 +20,11 @@ def host_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that processes here may still have: what no process of the machine has, and no group has used up. Files
+    """Bytes that processes here may still have: those that no process of the machine and no group has used up. Files
     that the system remembers count as free."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", text_of(_MEMINFO), re.MULTILINE)
-    there = 1024 * int(found[1]) if found else host_memory()
-    return max(0, min([there, *memory_left()]))
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", text_of(_MEMINFO), re.MULTILINE)
+    host_bytes = 1024 * int(match[1]) if match else host_memory()
+    return max(0, min([host_bytes, *memory_left()]))
 
 
 def memory_left(membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[int]:

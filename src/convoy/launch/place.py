@@ -11,20 +11,20 @@ from pathlib import Path
 from convoy.errors import ConvoyError
 
 FOLDER = "CONVOY_LAUNCH"
+# To a rank: the run as a whole is to stop, where SIGTERM says that another rank has failed. SIGUSR1 may have a handler
+# of NCCL's or of a profiler; the first real-time signal is nobody's. macOS has none.
 STOP = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
-"""To a rank: the run as a whole is to stop, where SIGTERM says that another rank has failed. SIGUSR1 may have a handler
-of NCCL's or of a profiler; the first real-time signal is nobody's. macOS has none."""
+# The signals that ask a rank to stop, and their names where the starting process received them.
 HANDED_ON: Mapping[int, str] = {
     signal.SIGINT: "SIGINT",
     STOP: "SIGTERM",
     signal.SIGUSR2: "SIGUSR2",
     signal.SIGHUP: "SIGHUP",
 }
-"""The signals that say so to a rank, and what they were to the process that started it."""
 
 
 def outlives(number: int) -> bool:
-    """Whether this process was started to outlive this signal: that of a terminal which is closed, by `nohup`."""
+    """Whether this process was started to outlive this signal, as `nohup` does for that of a closed terminal."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -33,27 +33,18 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank among all.
-
-    Attributes:
-        source: its launcher, for sentences: `--devices`, `torchrun` or `Slurm`.
-        folder: where the ranks that `convoy.launch.start` started leave word for it, one for each attempt; None for
-            those of others.
-        job: name of what started the ranks, which they keep when they are started again; empty where there is none.
-        restarts: how often they were started again.
-        max_restarts: how often that may be.
-    """
+    """One rank among all."""
 
     rank: int
     num_ranks: int
-    source: str
+    source: str  # its launcher, for sentences: `--devices`, `torchrun` or `Slurm`
+    # where ranks of this attempt leave word for `convoy.launch.start`; None where it did not start them
     folder: str | None = None
-    job: str = ""
-    restarts: int = 0
+    job: str = ""  # its name, the same when ranks are started again; empty where nobody restarts them
+    restarts: int = 0  # so far
     max_restarts: int = 0
 
     def check(self, devices: int | None) -> None:
-        """Refuse a number of devices that contradicts the ranks that run."""
         if devices is not None and devices != self.num_ranks:
             raise ConvoyError(
                 f"--devices {devices} contradicts {self.source}, which started {self.num_ranks} "
@@ -66,10 +57,10 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace 
     which are set in the environment."""
     source = "torchrun"
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        found = slurm_variables(environment)
-        if found is None:
+        variables = slurm_variables(environment)
+        if variables is None:
             return None
-        environment.update(found)
+        environment.update(variables)
         source = "Slurm"
     launch = environment.get(FOLDER)
     rank, num_ranks = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
@@ -85,11 +76,9 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace 
 
 
 def job(environment: Mapping[str, str] = os.environ) -> str:
-    """The name of the launcher of this process, which stays the same when ranks are started again.
-
-    For torch's elastic launcher that is the identifier of the job (`--rdzv-id`), or the agent itself where the user
-    gave none; for Slurm the number of the job, which a requeued one keeps. Empty where nobody restarts anything.
-    """
+    """The name of the launcher of this process, which stays the same when ranks are started again. For torch's elastic
+    launcher that is the identifier of the job (`--rdzv-id`), or the agent itself where the user gave none; for Slurm
+    the number of the job, which a requeued one keeps. Empty where nobody restarts anything."""
     if "TORCHELASTIC_RUN_ID" in environment:
         name = environment["TORCHELASTIC_RUN_ID"]
         return f"torchrun:{name}" if name != "none" else f"agent:{socket.gethostname()}:{os.getppid()}"
@@ -97,10 +86,8 @@ def job(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """torchrun's variables for a task that Slurm's `srun` started; None where there is no other task.
-
-    The first host of the job is the master, and the port follows from the job's number.
-    """
+    """torchrun's variables for a task that Slurm's `srun` started; None where there is no other task. The first host of
+    the job is the master, and the port follows from the job's number."""
     if "SLURM_PROCID" not in environment or "SLURM_NTASKS" not in environment:
         return None
     # The batch script itself has these variables too, but is no task of a step.
@@ -150,6 +137,6 @@ def _tasks_on_node(environment: Mapping[str, str], num_tasks: int) -> int:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text.isdecimal():
-        said = f"is {text!r}, but must be a whole number" if text else "is not set"
-        raise ConvoyError(f"{name} {said}: start the ranks with torchrun, srun or --devices")
+        problem = f"is {text!r}, but must be a whole number" if text else "is not set"
+        raise ConvoyError(f"{name} {problem}: start the ranks with torchrun, srun or --devices")
     return int(text)

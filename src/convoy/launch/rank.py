@@ -18,26 +18,23 @@ from typing import Any, TextIO
 from convoy.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
 from convoy.launch.place import HANDED_ON, RankPlace, outlives
 
-GRACE_S = 2.0
-"""Seconds after a rank's failure in which the others may find that out by themselves."""
+GRACE_S = 2.0  # seconds after a rank's failure in which the other ranks may notice it by themselves
 _POLL_S = 0.25
 _PR_SET_PDEATHSIG = 1
-_ENDED_FIRST = "100"
-"""As if a process had a tenth of the memory more than it has."""
-_TERMINATED = 128 + signal.SIGTERM
-"""The status of a rank that SIGTERM ended, as a shell has it."""
+_ENDED_FIRST = "100"  # counts as a tenth of the memory more than the process has
+_TERMINATED = 128 + signal.SIGTERM  # the status of a rank that SIGTERM ended, as a shell has it
 
 
 def follow(parent: int, folder: Path, rank: int, stop: Callable[[str], None]) -> None:
-    """End with the starting process, however that ended; soon after any rank has failed; and soon after a signal that
-    means so, whose handler must wait while the main thread is in a collective."""
+    """End with the starting process, however that ended; soon after any rank has failed; and soon after a signal to
+    stop, whose handler must wait while the main thread is in a collective."""
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    signals, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_forget)  # a loader's signals are not this process's
+    signals, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_forget)  # signals of a loader's workers are not for this process
 
     def watch() -> None:
         since, stopped, terminated = None, 0, False
@@ -65,13 +62,13 @@ def end_with_parent() -> None:
 
 
 def leave(folder: Path, rank: int) -> None:
-    """Note that this rank's end is not the cause of the others'."""
+    """Note that this rank's end is not the cause of the other ranks' ends."""
     with contextlib.suppress(OSError):
         (folder / f"ended-{rank}").touch()
 
 
 def status_of(folder: Path, status: int) -> int:
-    """The exit status of a rank: 0 where starting again would not mend what has happened."""
+    """The exit status of a rank: 0 where starting again would not help."""
     if not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return status
     return 0 if any(failure.final for failure in read_failures(folder)) else status
@@ -83,18 +80,15 @@ def _forget() -> None:
 
 
 PARENT = "CONVOY_LAUNCHER"
-Hang = Callable[[str], None]
-"""Ends this rank, from any thread, with a sentence on what it waited for in vain."""
+Hang = Callable[[str], None]  # ends this rank, from any thread, with a sentence on what it waited for in vain
 
 
 @contextmanager
 def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
-    """Run as the rank at a place. An exception that leaves this context is reported and ends the process.
-
-    A rank that `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; others
-    print it themselves. Warnings of ranks other than 0 bear their number. What is yielded ends the rank where its main
-    thread cannot; `saves` says whether one that is asked to stop may be expected to save something.
-    """
+    """Run as the rank at a place. An exception that leaves this context is reported and ends the process. A rank that
+    `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; any other prints it
+    itself. Warnings of ranks other than 0 bear their number. The function that is yielded ends the rank where its main
+    thread cannot; `saves` says whether a rank that is asked to stop may be expected to save something."""
     if place.num_ranks > 1 and place.rank > 0:
         _prefix_warnings(place.rank)
     folder = Path(place.folder) if place.folder else None
@@ -142,7 +136,7 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Call
             show(lost)
 
     folder.mkdir(exist_ok=True)
-    with contextlib.suppress(OSError):  # where memory lacks a rank is to be ended, and not who can say so
+    with contextlib.suppress(OSError):  # for lack of memory a rank is to be killed, not the process that can report it
         Path("/proc/self/oom_score_adj").write_text(_ENDED_FIRST)
     follow(int(os.environ[PARENT]), folder, place.rank, stop)
     sys.unraisablehook = unraisable
@@ -156,12 +150,9 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Call
 
 
 def ended(place: RankPlace, status: int) -> int:
-    """The status of this process, where a run has come to its end in good order; that of the run goes to the starting
-    process.
-
-    Every rank calls it, after rank 0 has written all that is to be written: torch's launcher takes everything but 0 as
-    a failure. Each of torchrun's agents judges the ranks of its own host alone, while srun takes the highest status.
-    """
+    """The status of this process after a run that ended in good order; the run's status goes to the starting process.
+    Every rank calls it, after rank 0 has written everything: torch's launcher takes everything but 0 as a failure. Each
+    of torchrun's agents judges the ranks of its own host alone, while srun takes the highest status."""
     if place.folder is None:
         return 0 if place.source == "Slurm" and place.rank > 0 else status
     folder = Path(place.folder)
@@ -171,7 +162,7 @@ def ended(place: RankPlace, status: int) -> int:
             temporary = folder / "status.tmp"
             temporary.write_text(str(status))
             temporary.replace(folder / "status")
-        except OSError:  # no room for it: the starting process sees that of this one
+        except OSError:  # no room for it: the starting process sees this status
             return status
     return 0
 
@@ -181,7 +172,7 @@ class _Terminated(BaseException):
 
 
 class _StoppedEarly(BaseException):
-    """The run is to stop, and has not begun or was asked before: by this signal."""
+    """The run is to stop by this signal, and has not begun or was asked before."""
 
 
 def _stop_early(number: int, frame: Any) -> None:
@@ -209,12 +200,11 @@ def _print(text: str) -> None:
 
 
 def _say_why(place: RankPlace, folder: Path) -> None:
-    """Print why the attempt before this one failed."""
-    before = folder.with_name(f"attempt-{place.restarts - 1}")
-    why = cause([*read_failures(before), *silent_ends(before)])
-    said = why.reason if why is not None else "a rank failed"
+    last_attempt = folder.with_name(f"attempt-{place.restarts - 1}")
+    why = cause([*read_failures(last_attempt), *silent_ends(last_attempt)])
+    sentence = why.reason if why is not None else "a rank failed"
     number = f"restart {place.restarts} of {place.max_restarts}"
-    print(f"{said}; all ranks start again ({number})", file=sys.stderr, flush=True)
+    print(f"{sentence}; all ranks start again ({number})", file=sys.stderr, flush=True)
 
 
 def _end(status: int) -> None:

@@ -1,10 +1,9 @@
-"""torch's c10d rendezvous for several hosts, listening on one address and believing none but its own hosts; and that of
-one host, which listens nowhere.
+"""torch's c10d rendezvous for several hosts, on one address and for its own hosts alone; and one for a single host.
 
 `torchrun --rdzv-backend=convoy --rdzv-endpoint=HOST:PORT` is otherwise used as with `c10d`. The stores of torch's
 agents listen on the address of the endpoint and, for the ranks, of the interface that GLOO_SOCKET_IFNAME names or that
-is on the way to the endpoint; hosts call themselves by that address, so that their names need not be known to others.
-With one host nobody has to be met: its ranks meet in a file that no other user can open.
+is on the way to the endpoint; hosts call themselves by that address, so that nobody needs to resolve their names. A
+single host listens nowhere: its ranks meet in a file that no other user can open.
 """
 
 import atexit
@@ -48,14 +47,14 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
     key = interfaces.secret()
     store = _open(host, port, timedelta(seconds=params.get_as_int("read_timeout", 60) or 60))
     interface = interfaces.chosen()
-    own = interfaces.address_of(interface) if interface is not None else interfaces.towards(host)
+    own_address = interfaces.address_of(interface) if interface is not None else interfaces.towards(host)
     handler: DynamicRendezvousHandler = OneAddress.from_backend(
         params.run_id,
         store,
         Sealed(store, params.run_id, key),
         params.min_nodes,
         params.max_nodes,
-        params.local_addr or own,
+        params.local_addr or own_address,
         RendezvousTimeout(*(_timeout(params, name) for name in ("join", "last_call", "close", "heartbeat"))),
         keep_alive_interval=params.get_as_int("keep_alive_interval", 5) or 5,
         keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt", 3) or 3,
@@ -66,32 +65,27 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
 
 
 class OneHost(StaticTCPRendezvous):
-    """One host, with nobody to meet: torch's agent keeps what it has to itself, and the ranks have a file.
-
-    That is `file` of the configuration, in a folder of this user's alone, or one that is gone with this process. The
-    port is for scripts that join by themselves, as torch would have them.
-    """
+    """One host, with nobody to meet: torch's agent keeps its store to itself, and the ranks have a file. The file is
+    `file` of the configuration, in a folder of this user's alone, or one that ends with this process. The port is for
+    scripts that join by themselves, as torch would have them."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         super().__init__("127.0.0.1", get_free_port(), 0, 1, params.run_id, timeout=0)
         self._backend_name, file = params.backend, params.get("file")
         if file is None:
-            made = ExitStack()
-            file = made.enter_context(private_folder()) / "store"
-            atexit.register(made.close)
+            stack = ExitStack()
+            file = stack.enter_context(private_folder()) / "store"
+            atexit.register(stack.close)
         os.environ[interfaces.STORE] = str(file)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See base class."""
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
 
     @property
     def use_agent_store(self) -> bool:
-        """See base class."""
         return False
 
     def get_backend(self) -> str:
-        """See base class."""
         return self._backend_name
 
 
@@ -103,7 +97,7 @@ _SEAL = 32
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a state that consists of what torch's states consist of, and of nothing else."""
+    """Reads a state made of what torch's states are made of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES:
@@ -116,26 +110,24 @@ class StrangerError(MachineError, RendezvousStateError):
 
 
 class CutOffError(MachineError, RendezvousConnectionError):
-    """The host where all meet does not answer any more."""
+    """The host where all meet no longer answers."""
 
 
 class Sealed(C10dRendezvousBackend):
-    """torch's backend. torch unpickles the state that it gives: so none is given that is not sealed by who knows the
-    run's secret or, also where there is no secret, that names more than a state does: a function to be called."""
+    """torch's backend, which returns only states that a host with the run's secret has sealed and that name nothing
+    beyond a state's classes: torch unpickles them, and a pickle may name a function to be called."""
 
     def __init__(self, store: TCPStore, run_id: str, key: bytes) -> None:
         super().__init__(store, run_id)
         self._seal = partial(hmac.digest, key + b"/" + run_id.encode(), digest="sha256")
 
     def get_state(self) -> Any:
-        """See base class."""
-        found = super().get_state()
-        return found and (self._opened(found[0]), found[1])
+        answer = super().get_state()
+        return answer and (self._opened(answer[0]), answer[1])
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
-        """See base class."""
-        found = super().set_state(self._seal(state) + state, token)
-        return found and (self._opened(found[0]), *found[1:])
+        answer = super().set_state(self._seal(state) + state, token)
+        return answer and (self._opened(answer[0]), *answer[1:])
 
     def _call_store(self, *call: Any, **named: Any) -> Any:
         try:
@@ -164,8 +156,8 @@ class OneAddress(DynamicRendezvousHandler):
     """torch's handler, whose store for the ranks listens on this host's address alone."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See base class, which leaves out to say in a later round where the store for the ranks is: a host that came
-        since, in the place of one that is gone, would wait for that in vain."""
+        """Say in every round where the store for the ranks is. The base class leaves that out in later ones, and a host
+        that replaces one that is gone would wait for it in vain."""
         self._bootstrap_store_info = None
         return super().next_rendezvous()
 

@@ -16,11 +16,11 @@ _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,2})(?::(?P<minutes>\d{2}
 
 
 def minutes_of(text: str) -> int:
-    """A time in minutes, from `90m`, `8h`, `1d12h`, or as Slurm has it: `8:00:00`, `1-12`; a part of one counts."""
-    said = text.strip().lower()
-    parts = re.findall(r"(\d+)([dhm])", said)
-    match = _SLURM.fullmatch(said)
-    if parts and "".join(number + unit for number, unit in parts) == said:
+    """A time in minutes, rounded up, from `90m`, `8h`, `1d12h`, or as Slurm writes it: `8:00:00`, `1-12`."""
+    words = text.strip().lower()
+    parts = re.findall(r"(\d+)([dhm])", words)
+    match = _SLURM.fullmatch(words)
+    if parts and "".join(number + unit for number, unit in parts) == words:
         total = sum(int(number) * _UNITS[unit] for number, unit in parts)
     elif match is not None and (match["days"] or match["seconds"]):
         days, hours, minutes, seconds = (int(match[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
@@ -32,13 +32,12 @@ def minutes_of(text: str) -> int:
     return total
 
 
+# Options of `sbatch` that the script sets by options of Convoy's.
 OWN = frozenset(
     ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "signal", "requeue", "open-mode", "output")
 )
-"""Options of `sbatch` that the script sets by options of Convoy's."""
 
-_EARLY_S = 60
-"""Slurm may send a signal so much earlier than it was asked to."""
+_EARLY_S = 60  # Slurm may send a signal so much earlier than it was asked to
 
 _SCRIPT = """\
 #!/bin/bash
@@ -91,36 +90,21 @@ done
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A training, and the nodes that it runs on.
+    """A training, and the nodes that it runs on."""
 
-    Attributes:
-        arguments: of `convoy train`, without `--out` and `--resume`.
-        out: the run directory, on a file system that all nodes share; None for a new one for each job.
-        python: the Python that has Convoy, on every node.
-        nodes: how many.
-        devices_per_node: ranks, each a task, and on GPUs each a GPU.
-        gpus: whether devices are GPUs.
-        cores_per_device: CPU cores of each; None for Slurm's default.
-        time: how long the job may take at once, as a person writes it.
-        save_before: seconds before its end at which the run is saved and queued again.
-        max_restarts: how often the ranks are started again, in the same job, when one has failed.
-        interface: of every node, through which the ranks talk; None for the one on the way to the first node.
-        options: other options of `sbatch`, by name.
-    """
-
-    arguments: Sequence[str]
-    out: str | None
-    python: str
+    arguments: Sequence[str]  # of `convoy train`, without `--out` and `--resume`
+    out: str | None  # on a file system that all nodes share; None for a new run directory for each job
+    python: str  # the interpreter that has Convoy, on every node
     name: str
     nodes: int = 1
-    devices_per_node: int = 1
+    devices_per_node: int = 1  # ranks, each a task, and on GPUs each a GPU
     gpus: bool = True
-    cores_per_device: int | None = None
-    time: str = "1h"
-    save_before: int = 120
-    max_restarts: int = 3
-    interface: str | None = None
-    options: Mapping[str, str | None] = field(default_factory=dict)
+    cores_per_device: int | None = None  # None for Slurm's default
+    time: str = "1h"  # limit of the job before it is queued again, as a person writes it
+    save_before: int = 120  # seconds before its end at which the run is saved and queued again
+    max_restarts: int = 3  # of the ranks, in the same job, when one has failed
+    interface: str | None = None  # of every node, for the ranks; None for the one on the way to the first node
+    options: Mapping[str, str | None] = field(default_factory=dict)  # other options of `sbatch`, by name
 
     def __post_init__(self) -> None:
         counts = {"--nodes": self.nodes, "--devices-per-node": self.devices_per_node}
@@ -146,7 +130,6 @@ class SlurmJob:
                 raise ConvoyError(f"--option {name!r} is no option of sbatch: write e.g. --option partition=gpu")
 
     def script(self) -> str:
-        """The text of the script."""
         hours, minutes = divmod(minutes_of(self.time), 60)
         options: dict[str, str | None] = {
             "job-name": self.name,
@@ -187,11 +170,11 @@ def _word(name: str) -> str:
 
 
 def submit(script: Path) -> str:
-    """Submit a script from the current folder; the number of the job."""
+    """Submit a script from the current folder, and return the number of the job."""
     if shutil.which("sbatch") is None:
         raise ConvoyError(f"there is no sbatch here: submit {script} on a host of the cluster, by sbatch {script}")
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise ConvoyError(f"sbatch does not take {script}: {said}")
+        message = " ".join((done.stderr or done.stdout).split())
+        raise ConvoyError(f"sbatch does not take {script}: {message}")
     return done.stdout.strip().partition(";")[0]

@@ -1,8 +1,6 @@
-"""Convoy's part in torchrun's agent, which loads this with all packages' entry points.
-
-It makes Convoy's rendezvous known, and says why ranks failed that left word (`convoy.failure.leave_word`): the cause,
-in a sentence, in the place of torchrun's pages. Other jobs end as they would without Convoy.
-"""
+"""Convoy's part in torchrun's agent, which loads this with all packages' entry points: its rendezvous, and one sentence
+on the cause in place of torchrun's pages when ranks that left word (`convoy.failure.leave_word`) have failed. Other
+jobs end as they would without Convoy."""
 
 import contextlib
 import logging
@@ -18,11 +16,11 @@ from convoy.errors import ConvoyError
 from convoy.failure import AGENTS, TRACEBACK, Failure, end_of, text_of, word_in
 
 BACKEND = "convoy"
+# Beginnings of torch's messages about ranks that failed, by logger.
 _PAGES = {
     "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
     "torch.distributed.elastic.multiprocessing.errors.error_handler": ("no error file defined",),
 }
-"""Beginnings of torch's messages about ranks that failed, by logger."""
 
 
 def entry_point() -> Callable[[Any], Any]:
@@ -35,7 +33,7 @@ def register() -> None:
     """Do by hand what the entry point does in an installed package."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    with contextlib.suppress(ValueError):  # it is known
+    with contextlib.suppress(ValueError):  # it is registered
         rendezvous_handler_registry.register(BACKEND, _make)
 
 
@@ -46,20 +44,20 @@ def _make(params: Any) -> Any:
 
 
 def say_failures() -> None:
-    """Say what Convoy's ranks have left, in the place of torchrun's pages."""
-    before = sys.excepthook
-    if getattr(before, "of_agent", False):
+    """Print the word that Convoy's ranks have left in place of torchrun's pages."""
+    old_hook = sys.excepthook
+    if getattr(old_hook, "of_agent", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
         text = None
         if kind.__name__ == "ChildFailedError":
-            with contextlib.suppress(Exception):  # another torch than is known here: its own pages are better than none
+            with contextlib.suppress(Exception):  # an unknown version of torch: its own pages are better than none
                 text = _text(error)
         elif isinstance(error, ConvoyError) and not os.environ.get(TRACEBACK):
             text = f"convoy: {error}"
         if text is None:
-            before(kind, error, trace)
+            old_hook(kind, error, trace)
         else:
             print(text, file=sys.stderr, flush=True)
 
@@ -77,7 +75,7 @@ def _text(error: BaseException) -> str | None:
     silent = [
         Failure(rank, "killed", f"it {end_of(failed.exitcode)}", "", time.time())
         for rank, failed in failures.items()
-        if words[rank] is None and failed.exitcode != -signal.SIGTERM  # which is how the agent ends the others
+        if words[rank] is None and failed.exitcode != -signal.SIGTERM  # with which the agent ends the other ranks
     ]
     return text_of([word for word in words.values() if word is not None], silent)
 
@@ -96,7 +94,7 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def _error_files(record: logging.LogRecord) -> Iterator[str]:
-    """The files in which the ranks leave word, of the object of torch's that logs."""
+    """The files in which the ranks leave word, from the arguments of a log record or the torch object that logs it."""
     if isinstance(record.args, tuple):
         yield from (arg for arg in record.args if isinstance(arg, str) and arg.endswith("error.json"))
     frame = sys._getframe()

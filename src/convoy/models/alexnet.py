@@ -54,6 +54,5 @@ class AlexNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] to logits [N, num_classes]."""
         logits: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
         return logits

@@ -48,7 +48,6 @@ class AlexNet2012(nn.Module):
         self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] to logits [N, num_classes]."""
         logits: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
         return logits
 

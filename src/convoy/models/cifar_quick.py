@@ -26,7 +26,6 @@ class CifarQuick(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, 32, 32] to logits [N, num_classes]."""
         logits: Tensor = self.classifier(torch.flatten(self.features(images), 1))
         return logits
 

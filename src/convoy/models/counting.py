@@ -32,8 +32,8 @@ def count(model: str | nn.Module, input_shape: tuple[int, int, int] | None = Non
     Raises ConvoyError for an unknown name and for images that the network cannot take.
     """
     name = model if isinstance(model, str) else type(model).__name__
-    own = describe(model).input_shape if isinstance(model, str) else None
-    shape = input_shape or own
+    default = describe(model).input_shape if isinstance(model, str) else None
+    shape = input_shape or default
     if shape is None:
         raise ConvoyError(f"{name} does not say what images it takes: give the channels, height and width")
     with torch.random.fork_rng(devices=[]):
@@ -46,7 +46,11 @@ def count(model: str | nn.Module, input_shape: tuple[int, int, int] | None = Non
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         small = f", and {name}-cifar is for 32x32" if f"{name}-cifar" in REGISTRY else ""
-        instead = f"{own[1]}x{own[2]} is its own size{small}" if own else "choose another image size or another net"
+        instead = (
+            f"{default[1]}x{default[2]} is its own size{small}"
+            if default
+            else "choose another image size or another net"
+        )
         raise ConvoyError(
             f"{name} cannot take images of {shape[1]}x{shape[2]} pixels with {shape[0]} channels ({reason}): {instead}"
         ) from error

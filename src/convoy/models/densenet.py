@@ -25,7 +25,6 @@ class DenseLayer(nn.Module):
         self.conv2 = nn.Conv2d(4 * growth, growth, kernel_size=3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in_channels, H, W] to [N, growth, H, W]."""
         out: Tensor = self.conv2(self.relu2(self.norm2(self.conv1(self.relu1(self.norm1(x))))))
         return out
 
@@ -42,7 +41,6 @@ class DenseBlock(nn.ModuleDict):
             self[f"denselayer{number + 1}"] = DenseLayer(in_channels + number * growth, growth)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in_channels, H, W] to [N, in_channels + num_layers · growth, H, W]."""
         maps = [x]
         for layer in self.values():
             maps.append(layer(torch.cat(maps, 1)))
@@ -90,7 +88,6 @@ class DenseNet(nn.Module):
         self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] to logits [N, num_classes]."""
         x = F.adaptive_avg_pool2d(F.relu(self.features(images), inplace=True), 1)
         logits: Tensor = self.classifier(torch.flatten(x, 1))
         return logits

@@ -1,7 +1,5 @@
-"""From a name to a network: the registry, timm, torchvision, or a factory of the user's.
-
-Networks of the user's own: `package.module:factory`, a function or class that returns an `nn.Module`.
-"""
+"""From a name to a network: the registry, timm, torchvision, or `package.module:factory`, a function or class of the
+user's that returns an `nn.Module`."""
 
 import importlib
 import importlib.util
@@ -30,43 +28,41 @@ from convoy.terminal import did_you_mean
 
 @dataclass(frozen=True)
 class Factory:
-    """A function or class of the user's, `package.module:factory`, that returns an `nn.Module`.
-
-    It gets `num_classes` and `in_channels` where its signature has them; where it has not, the network it returns must
-    already have what was asked for.
-    """
+    """A function or class of the user's, `package.module:factory`, that returns an `nn.Module`. It gets `num_classes`
+    and `in_channels` where its signature has them; where it has not, the network it returns must already have what was
+    asked for."""
 
     name: str
 
     @property
     def info(self) -> ModelInfo:
-        """The name; a factory says nothing else before it is called."""
         return ModelInfo(self.name, f"{self.name} (own factory)", None, None)
 
     def accepts(self, option: str) -> bool:
-        """Whether the signature of the factory takes the keyword `option`."""
         return takes(self.function(), option) is not None
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
-        """What the factory returns.
-
-        Raises ConvoyError where it fails, does not return a module, or ignores the asked classes or channels.
-        """
+        """The module that the factory returns; raises ConvoyError where it fails or ignores the classes or channels
+        asked for."""
         function = self.function()
         for option in options:
             if takes(function, option) is None:
                 raise UnknownOptionError(self.name, option, parameters(function))
-        asked = {"num_classes": num_classes, "in_channels": in_channels}
-        sizes = {key: value for key, value in asked.items() if value is not None and takes(function, key)}
+        request = {"num_classes": num_classes, "in_channels": in_channels}
+        sizes = {key: value for key, value in request.items() if value is not None and takes(function, key)}
         model = self._call(function, sizes, options)
         if not isinstance(model, nn.Module):
             raise ConvoyError(f"{self.name} returned {type(model).__name__}: it has to return an nn.Module")
         model = unwrapped(model)
-        _check_sizes(self.name, model, {key: asked[key] for key in asked if takes(function, key) != "explicitly"})
+        _check_sizes(
+            self.name,
+            model,
+            {key: request[key] for key in request if takes(function, key) != "explicitly"},
+        )
         return model
 
     def _call(self, function: Callable[..., Any], sizes: dict[str, int], options: Mapping[str, Any]) -> Any:
-        """Call with the sizes, less those that **kwargs took and what lies behind it refused."""
+        """Call with the sizes, less those that **kwargs took and the code behind it refused."""
         while True:
             try:
                 return called(self.name, function, **(sizes | dict(options)))
@@ -76,28 +72,25 @@ class Factory:
                 del sizes[error.option]
 
     def function(self) -> Callable[..., Any]:
-        """What the name stands for; its module is imported."""
         module, _, path = self.name.partition(":")
-        found: Any = _user_module(self.name, module)
+        member: Any = _user_module(self.name, module)
         for part in path.split("."):
-            if not hasattr(found, part):
-                near = did_you_mean(part, [name for name in dir(found) if not name.startswith("_")])
+            if not hasattr(member, part):
+                near = did_you_mean(part, [name for name in dir(member) if not name.startswith("_")])
                 raise ConvoyError(f"{self.name}: {module} has no {part!r}{near}")
-            found = getattr(found, part)
-        if not callable(found):
+            member = getattr(member, part)
+        if not callable(member):
             raise ConvoyError(
-                f"{self.name} is of type {type(found).__name__}: name a function or class that returns an nn.Module"
+                f"{self.name} is of type {type(member).__name__}: name a function or class that returns an nn.Module"
             )
-        function: Callable[..., Any] = found
+        function: Callable[..., Any] = member
         return function
 
 
 def check_own(name: str, file: Path) -> None:
-    """Refuse a network that the file of a run or recipe names where building it would run code from elsewhere.
-
-    What lies below the current folder is the user's own: such modules are imported to see what they name. Installed
-    packages are not, wherever they lie, as some have functions that run what they are given.
-    """
+    """Refuse a network that the file of a run or recipe names where building it would run code from elsewhere. What
+    lies below the current folder is the user's own: such modules are imported to see what they name. Installed packages
+    are not, wherever they lie, as some have functions that run what they are given."""
     network = find(name)
     if not isinstance(network, Factory):
         return
@@ -124,33 +117,29 @@ def check_own(name: str, file: Path) -> None:
 
 
 def _is_own(code: str | None, file: Path) -> bool:
-    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe.
-
-    What was unpacked comes in one folder: nothing in that below the current one which has the run is the user's own.
-    """
+    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe. What
+    was unpacked comes in one folder: nothing in that below the current one which has the run is the user's own."""
     if code is None:
         return False
-    here, path, folder = (each.resolve() for each in (Path.cwd(), Path(code), file.parent))
+    cwd, path, folder = (location.resolve() for location in (Path.cwd(), Path(code), file.parent))
     installed = str(path).startswith(INSTALLED) or code.startswith(INSTALLED)
-    if installed or not path.is_relative_to(here) or (file.name == CONFIG and here.is_relative_to(folder)):
+    if installed or not path.is_relative_to(cwd) or (file.name == CONFIG and cwd.is_relative_to(folder)):
         return False
-    for parent in path.parents[: len(path.parts) - len(here.parts)]:
+    for parent in path.parents[: len(path.parts) - len(cwd.parts)]:
         if parent.name in ("site-packages", "dist-packages") or any(parent.glob("*.dist-info")):
             return False
-    brought = folder.relative_to(here).parts[:1] if folder.is_relative_to(here) else ()
-    return not brought or not path.is_relative_to(here / brought[0])
+    top = folder.relative_to(cwd).parts[:1] if folder.is_relative_to(cwd) else ()
+    return not top or not path.is_relative_to(cwd / top[0])
 
 
 def _add_current_folder() -> None:
-    """Modules in it can be imported, also later by those that are."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    cwd = str(Path.cwd())
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
     importlib.invalidate_caches()
 
 
 def _user_module(name: str, module: str) -> ModuleType:
-    """Import `module`, from the current folder too."""
     _add_current_folder()
     try:
         return importlib.import_module(module)
@@ -164,10 +153,10 @@ def _user_module(name: str, module: str) -> ModuleType:
         raise ConvoyError(f"{name}: importing {module} failed with {reason(error)}") from error
 
 
-def _check_sizes(name: str, model: nn.Module, asked: Mapping[str, int | None]) -> None:
+def _check_sizes(name: str, model: nn.Module, request: Mapping[str, int | None]) -> None:
     """Compare the network with what was asked for, as far as its first and last layers tell."""
     stem = first_convolution(model)
-    channels, num_classes = asked.get("in_channels"), asked.get("num_classes")
+    channels, num_classes = request.get("in_channels"), request.get("num_classes")
     if channels and stem and stem.in_channels not in (0, channels):  # 0 in a lazy convolution
         raise ConvoyError(
             f"{name} reads images of {stem.in_channels} channel{'s' * (stem.in_channels > 1)} where the data has "
@@ -199,10 +188,8 @@ def create(name: str, *, num_classes: int | None = None, in_channels: int | None
 
 
 def accepts(name: str, option: str) -> bool:
-    """Whether the network `name` takes the keyword `option`; raises ConvoyError for an unknown name.
-
-    A network of timm or torchvision is built on the meta device to find out.
-    """
+    """Whether the network `name` takes the keyword `option`; raises ConvoyError for an unknown name. A network of timm
+    or torchvision is built on the meta device to find out."""
     return find(name).accepts(option)
 
 
@@ -212,7 +199,7 @@ def describe(name: str) -> ModelInfo:
 
 
 def find(name: str) -> Registered | Timm | Torchvision | Factory:
-    """Where the network `name` comes from; raises ConvoyError for a name that is none of the four kinds."""
+    """The origin of the network `name`; raises ConvoyError for a name that is none of the four kinds."""
     check_name(name)
     if name in REGISTRY:
         return REGISTRY[name]

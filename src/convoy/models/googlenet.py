@@ -90,7 +90,6 @@ class GoogLeNet(nn.Module):
         self._initialize()
 
     def forward(self, images: Tensor) -> Tensor | GoogLeNetOutputs:
-        """Images [N, C, H, W] to logits [N, num_classes], with the auxiliary ones in training."""
         x = images * self.input_scale + self.input_shift if self.transform_input else images
         x = self.maxpool1(self.conv1(x))
         x = self.maxpool2(self.conv3(self.conv2(x)))
@@ -153,7 +152,6 @@ class Inception(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in_channels, H, W] to [N, sum of the branches, H, W]."""
         return torch.cat([self.branch1(x), self.branch2(x), self.branch3(x), self.branch4(x)], 1)
 
 
@@ -173,7 +171,6 @@ class AuxiliaryHead(nn.Module):
         self.fc2 = nn.Linear(1024, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in_channels, H, W] to logits [N, num_classes]."""
         x = torch.flatten(self.conv(self.avgpool(x)), 1)
         logits: Tensor = self.fc2(self.dropout(self.relu(self.fc1(x))))
         return logits

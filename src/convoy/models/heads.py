@@ -6,16 +6,14 @@ from torch import nn
 
 
 def classifier_names(model: nn.Module) -> list[str]:
-    """Names of the modules that turn features into classes, in the model's order.
-
-    That is what timm says of its networks; elsewhere the last linear layer, or the last convolution where there is none
-    (SqueezeNet), and the same of each auxiliary head (a child whose name begins with "aux": GoogLeNet, Inception).
-    """
+    """Names of the modules that turn features into classes, in the model's order. That is what timm says of its
+    networks; elsewhere the last linear layer, or the last convolution where there is none (SqueezeNet), and the same of
+    each auxiliary head (a child whose name begins with "aux": GoogLeNet, Inception)."""
     config: Any = getattr(model, "pretrained_cfg", None)
-    named = config.get("classifier") if isinstance(config, dict) else None
-    if named:
+    entry = config.get("classifier") if isinstance(config, dict) else None
+    if entry:
         modules = dict(model.named_modules())
-        return [name for name in ([named] if isinstance(named, str) else named) if name in modules]
+        return [name for name in ([entry] if isinstance(entry, str) else entry) if name in modules]
     auxiliary = auxiliary_names(model)
     heads = [_last(model.get_submodule(name), f"{name}.") for name in auxiliary]
     heads.append(_last(model, "", skip=auxiliary))
@@ -43,7 +41,7 @@ def _last(model: nn.Module, prefix: str, skip: list[str] | None = None) -> str |
         (name, layer) for name, layer in model.named_modules() if name.partition(".")[0] not in (skip or [])
     ]
     for kind in (nn.Linear, nn.Conv2d):
-        found = [name for name, layer in layers if isinstance(layer, kind)]
-        if found:
-            return (prefix + found[-1]).removesuffix(".")  # the head may be a layer by itself
+        names = [name for name, layer in layers if isinstance(layer, kind)]
+        if names:
+            return (prefix + names[-1]).removesuffix(".")  # the head may be a layer by itself
     return None

@@ -42,6 +42,5 @@ class LeNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, S, S] to logits [N, num_classes]."""
         logits: Tensor = self.classifier(torch.flatten(self.features(images), 1))
         return logits

@@ -1,9 +1,7 @@
 """Networks of two libraries that are extras: `timm:NAME` and `torchvision:NAME`.
 
 Neither library is imported before a name asks for it, and nothing is downloaded: published weights are read from a
-file, by `load_weights`.
-
-Calling a constructor that somebody else wrote, so that its failure is one sentence.
+file, by `load_weights`. A failure of their constructors becomes one sentence.
 """
 
 import importlib
@@ -33,7 +31,7 @@ class UnknownOptionError(ConvoyError):
 
 
 def called(name: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """What `function` returns; raises ConvoyError naming `name` where it fails."""
+    """The result of `function`; raises ConvoyError naming `name` where it fails."""
     try:
         return function(*arguments, **keywords)
     except ConvoyError:
@@ -61,11 +59,11 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def takes(function: Callable[..., Any], keyword: str) -> str | None:
     """How `function` takes `keyword`: "explicitly", through "**kwargs", or not at all (None)."""
-    known = parameters(function)
+    signature = parameters(function)
     kinds = inspect.Parameter
-    if keyword in known and known[keyword].kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY):
+    if keyword in signature and signature[keyword].kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY):
         return "explicitly"
-    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in known.values()):
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in signature.values()):
         return "**kwargs"
     return None
 
@@ -81,7 +79,6 @@ class Timm:
 
     @property
     def info(self) -> ModelInfo:
-        """Name, input and classes as timm's own table has them."""
         config = _extra("timm").get_pretrained_cfg(self._model(), allow_unregistered=True)
         channels, height, width = config.input_size
         return ModelInfo(self.name, f"{self._model()} (timm)", (channels, height, width), config.num_classes)
@@ -94,9 +91,9 @@ class Timm:
         """The network with fresh weights; None stands for its own number of classes or channels."""
         _refuse_downloads(self.name, options)
         sizes = {"num_classes": num_classes, "in_chans": in_channels}
-        given = {key: value for key, value in sizes.items() if value is not None}
+        requested_sizes = {key: value for key, value in sizes.items() if value is not None}
         create = _extra("timm").create_model
-        model: nn.Module = called(self.name, create, self._model(), pretrained=False, **given, **options)
+        model: nn.Module = called(self.name, create, self._model(), pretrained=False, **requested_sizes, **options)
         return model
 
     def _builds_with(self, option: str) -> bool:
@@ -134,10 +131,8 @@ class Torchvision:
         return ModelInfo(self.name, f"{self._model()} (torchvision)", (3, size, size), classes)
 
     def accepts(self, option: str) -> bool:
-        """Whether the builder or the class it names takes the keyword `option`.
-
-        Some of torchvision's classes swallow whatever they do not know (`**kwargs`); that does not count.
-        """
+        """Whether the builder or the class it names takes the keyword `option`. Some of torchvision's classes swallow
+        whatever they do not know (`**kwargs`); that does not count."""
         return option in self._options()
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
@@ -152,11 +147,11 @@ class Torchvision:
         for option in options:
             if option not in accepted:
                 raise UnknownOptionError(self.name, option, accepted)
-        given: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
+        arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
         if "init_weights" in accepted and self._model() in ("googlenet", "inception_v3"):  # they warn unless told
-            given["init_weights"] = True
+            arguments["init_weights"] = True
         builder = _extra("torchvision.models").get_model_builder(self._model())
-        model: nn.Module = called(self.name, builder, weights=None, **(given | dict(options)))
+        model: nn.Module = called(self.name, builder, weights=None, **(arguments | dict(options)))
         return model
 
     def _options(self) -> list[str]:

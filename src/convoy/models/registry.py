@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a network before it is built.
-
-    `title` is the network and its paper in one line; `input_shape` is (channels, height, width) of the images it was
-    made for and `num_classes` its default. Both are None for a factory of the user's, of which nothing is known.
-    """
+    """What is known of a network before it is built. `title` is the network and its paper in one line; `input_shape` is
+    (channels, height, width) of the images it was made for and `num_classes` its default. Both are None for a factory
+    of the user's, of which nothing is known."""
 
     name: str
     title: str
@@ -37,10 +35,8 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Registered:
-    """A line of the table: the network's class, and what its name already says (`fixed` arguments).
-
-    The class is written `module.Class`, below this package: it is imported when it is asked for, and torch with it.
-    """
+    """A line of the table: the network's class, and what its name already says (`fixed` arguments). The class is
+    written `module.Class`, below this package: it is imported when it is asked for, and torch with it."""
 
     info: ModelInfo
     source: str
@@ -48,27 +44,22 @@ class Registered:
 
     @property
     def factory(self) -> "Callable[..., nn.Module]":
-        """The network's class."""
         module, _, name = self.source.partition(".")
-        found: Callable[..., nn.Module] = getattr(importlib.import_module(f"convoy.models.{module}"), name)
-        return found
+        constructor: Callable[..., nn.Module] = getattr(importlib.import_module(f"convoy.models.{module}"), name)
+        return constructor
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options a user may set, with their defaults."""
         parameters = inspect.signature(self.factory).parameters.values()
-        taken = {"num_classes", "in_channels", *self.fixed}
-        return {parameter.name: parameter.default for parameter in parameters if parameter.name not in taken}
+        fixed_names = {"num_classes", "in_channels", *self.fixed}
+        return {parameter.name: parameter.default for parameter in parameters if parameter.name not in fixed_names}
 
     def accepts(self, option: str) -> bool:
-        """Whether `option` may be given to `build`."""
         return option in self.options
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> "nn.Module":
-        """The network; None stands for its own number of classes or channels.
-
-        Raises ConvoyError for an option that it does not have or of which it refuses the value.
-        """
+        """The network; None stands for its own number of classes or channels. Raises ConvoyError for an option that it
+        lacks, or whose value it refuses."""
         for option, value in options.items():
             self._check(option, value)
         assert self.info.input_shape is not None
@@ -81,8 +72,8 @@ class Registered:
         except ValueError as error:
             if isinstance(error, ConvoyError) or not options:
                 raise
-            given = ", ".join(f"{option}={value!r}" for option, value in options.items())
-            raise ConvoyError(f"{self.info.name} refuses {given}: {error}") from error
+            setting = ", ".join(f"{option}={value!r}" for option, value in options.items())
+            raise ConvoyError(f"{self.info.name} refuses {setting}: {error}") from error
 
     def _check(self, option: str, value: object) -> None:
         name, accepted = self.info.name, self.options
@@ -140,15 +131,9 @@ def list_models() -> list[ModelInfo]:
 
 
 def check_name(name: str, here: bool = True) -> None:
-    """Refuse a network's name that is none of the four kinds, as far as the name alone says it.
-
-    Args:
-        name: as for `create`.
-        here: whether it is to be built on this machine, which then needs the library that it is of.
-
-    Raises:
-        ConvoyError: the registry lacks it, it is incomplete, or the library that it is of is not installed.
-    """
+    """Refuse a network's name that is none of the four kinds, as far as the name alone says it. With `here` it is to be
+    built on this machine, which then needs its library. Raises ConvoyError where the registry lacks it, it is
+    incomplete, or that library is not installed."""
     if name in REGISTRY:
         return
     origin, colon, rest = name.partition(":")
@@ -170,7 +155,6 @@ def check_name(name: str, here: bool = True) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether a module could be imported, in the current folder too."""
     if module in sys.modules or importlib.util.find_spec(module) is not None:
         return True
     return importlib.machinery.PathFinder.find_spec(module, [str(Path.cwd())]) is not None

@@ -23,7 +23,6 @@ class BasicBlock(nn.Module):
         self.downsample = projection(in_channels, channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in_channels, H, W] to [N, channels, H / stride, W / stride]."""
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.bn2(self.conv2(x))
@@ -51,7 +50,6 @@ class Bottleneck(nn.Module):
         self.downsample = projection(in_channels, 4 * channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in_channels, H, W] to [N, 4 · channels, H / stride, W / stride]."""
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
@@ -106,7 +104,6 @@ class ResNet(nn.Module):
         self._initialize(zero_init_residual)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] to logits [N, num_classes]."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
@@ -126,9 +123,9 @@ def stage(
     block: type[BasicBlock] | type[Bottleneck], in_channels: int, channels: int, num_blocks: int, stride: int
 ) -> nn.Sequential:
     """`num_blocks` blocks, the first of which changes the channels and, with a stride of 2, halves height and width."""
-    first = block(in_channels, channels, stride)
-    others = [block(channels * block.expansion, channels, 1) for _ in range(num_blocks - 1)]
-    return nn.Sequential(first, *others)
+    first_block = block(in_channels, channels, stride)
+    further_blocks = [block(channels * block.expansion, channels, 1) for _ in range(num_blocks - 1)]
+    return nn.Sequential(first_block, *further_blocks)
 
 
 def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:

@@ -26,7 +26,6 @@ class Fire(nn.Module):
         self.expand3x3_activation = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, in_channels, H, W] to [N, 2 · expand, H, W]."""
         x = self.squeeze_activation(self.squeeze(x))
         return torch.cat(
             [self.expand1x1_activation(self.expand1x1(x)), self.expand3x3_activation(self.expand3x3(x))], 1
@@ -78,7 +77,6 @@ class SqueezeNet(nn.Module):
         self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] to logits [N, num_classes]."""
         return torch.flatten(self.classifier(self.features(images)), 1)
 
     def _initialize(self) -> None:

@@ -55,7 +55,6 @@ class VGG(nn.Module):
         self._initialize()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] to logits [N, num_classes]."""
         logits: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(images)), 1))
         return logits
 

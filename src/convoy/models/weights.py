@@ -27,12 +27,10 @@ RUN, OF_RUN = "config.yaml", "weights.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | Path) -> list[str]:
-    """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory.
-
-    A file with another number of classes leaves the classifier's fresh weights in place; auxiliary heads that the file
-    or the network lacks are left out. Returns one sentence for each such thing, none where the file fits as it is.
-    Raises ConvoyError, with `model` unchanged, for a file that cannot be read or that belongs to another network.
-    """
+    """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory. A
+    file with another number of classes leaves the classifier's fresh weights in place; auxiliary heads that the file or
+    the network lacks are left out. Returns one sentence for each such thing, none where the file fits as it is. Raises
+    ConvoyError, with `model` unchanged, for a file that cannot be read or that belongs to another network."""
     path = expanded(path)
     if (path / RUN).is_file():
         if not (path / OF_RUN).is_file():
@@ -40,33 +38,33 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
                 f"the run {path} has no {OF_RUN} yet: finish it with convoy train {path} --resume, or name another"
             )
         path = path / OF_RUN
-    own = model.state_dict()
-    found = _without_prefixes(_read(path), own)
+    state = model.state_dict()
+    tensors = _without_prefixes(_read(path), state)
     notes = []
 
-    fresh = _other_classes(model, own, found)
+    fresh = _other_classes(model, state, tensors)
     if fresh:
         key = fresh[-1]
         notes.append(
-            f"{path.name} has {len(found[key])} classes and this net {len(own[key])}: "
+            f"{path.name} has {len(tensors[key])} classes and this net {len(state[key])}: "
             f"fresh weights stay in {_list(list(dict.fromkeys(key.rpartition('.')[0] for key in fresh)))}"
         )
-    missing = own.keys() - found.keys()
-    unexpected = found.keys() - own.keys()
+    missing = state.keys() - tensors.keys()
+    unexpected = tensors.keys() - state.keys()
     missing -= {key for key in missing if key.endswith(".num_batches_tracked")}  # files older than PyTorch 0.4.1
     heads = auxiliary_names(model)
-    absent = [head for head in heads if not any(key.startswith(f"{head}.") for key in found)]
-    if absent:
-        missing -= {key for key in missing if key.partition(".")[0] in absent}
-        notes.append(f"{path.name} lacks the auxiliary heads: fresh weights stay in {_list(absent)}")
-    useless = {key for key in unexpected if key.lower().startswith("aux") and not heads}
-    if useless:
-        unexpected -= useless
+    missing_heads = [head for head in heads if not any(key.startswith(f"{head}.") for key in tensors)]
+    if missing_heads:
+        missing -= {key for key in missing if key.partition(".")[0] in missing_heads}
+        notes.append(f"{path.name} lacks the auxiliary heads: fresh weights stay in {_list(missing_heads)}")
+    extra_heads = {key for key in unexpected if key.lower().startswith("aux") and not heads}
+    if extra_heads:
+        unexpected -= extra_heads
         notes.append(f"{path.name} has auxiliary heads and this net none: they are left out")
-    wrong = [key for key in own.keys() & found.keys() if key not in fresh and not _fits(found[key], own[key])]
-    _refuse(path, model, own, found, missing, unexpected, wrong)
+    misfits = [key for key in state.keys() & tensors.keys() if key not in fresh and not _fits(tensors[key], state[key])]
+    _refuse(path, model, state, tensors, missing, unexpected, misfits)
 
-    loaded = {key: found[key] for key in own if key in found and key not in fresh and not own[key].is_meta}
+    loaded = {key: tensors[key] for key in state if key in tensors and key not in fresh and not state[key].is_meta}
     model.load_state_dict(loaded, strict=False)  # what is on the meta device another rank has
     if path.stem == "googlenet-1378be20" and getattr(model, "transform_input", True) is False:
         notes.append(
@@ -129,45 +127,47 @@ def _why(path: Path, error: Exception) -> str:
     return "it is damaged, or holds other things than tensors"
 
 
-def _without_prefixes(found: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    while not found.keys() & own.keys():
+def _without_prefixes(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    while not tensors.keys() & state.keys():
         for prefix in PREFIXES:
-            if all(key.startswith(prefix) for key in found):
-                found = {key.removeprefix(prefix): value for key, value in found.items()}
+            if all(key.startswith(prefix) for key in tensors):
+                tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
                 break
         else:
             break
-    return found
+    return tensors
 
 
-def _other_classes(model: nn.Module, own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+def _other_classes(model: nn.Module, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of the classifier's tensors that differ in the number of classes and in nothing else."""
     keys = [f"{head}.{kind}" for head in classifier_names(model) for kind in ("weight", "bias")]
-    both = [key for key in keys if key in own and key in found and found[key].dim() == own[key].dim()]
-    return [key for key in both if len(found[key]) != len(own[key]) and found[key].shape[1:] == own[key].shape[1:]]
+    pairs = [key for key in keys if key in state and key in tensors and tensors[key].dim() == state[key].dim()]
+    return [
+        key for key in pairs if len(tensors[key]) != len(state[key]) and tensors[key].shape[1:] == state[key].shape[1:]
+    ]
 
 
-def _fits(found: Tensor, own: Tensor) -> bool:
-    return found.shape == own.shape and found.is_floating_point() == own.is_floating_point()
+def _fits(tensor: Tensor, parameter: Tensor) -> bool:
+    return tensor.shape == parameter.shape and tensor.is_floating_point() == parameter.is_floating_point()
 
 
 def _refuse(
     path: Path,
     model: nn.Module,
-    own: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     missing: set[str],
     unexpected: set[str],
-    wrong: list[str],
+    misfits: list[str],
 ) -> None:
     faults = []
     if missing:
-        faults.append(f"it lacks {_some(key for key in own if key in missing)}")
+        faults.append(f"it lacks {_some(key for key in state if key in missing)}")
     if unexpected:
-        faults.append(f"it has {_some(key for key in found if key in unexpected)}, which the net has not")
-    if wrong:
+        faults.append(f"it has {_some(key for key in tensors if key in unexpected)}, which the net has not")
+    if misfits:
         differences = (
-            f"{key} is {_kind(found[key])} where the net has {_kind(own[key])}" for key in own if key in wrong
+            f"{key} is {_kind(tensors[key])} where the net has {_kind(state[key])}" for key in state if key in misfits
         )
         faults.append(_some(differences))
     if faults:
@@ -182,10 +182,10 @@ def _kind(tensor: Tensor) -> str:
     return shape if tensor.is_floating_point() else f"{shape} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _some(items: Iterable[str], most: int = 3) -> str:
+def _some(items: Iterable[str]) -> str:
     listed = list(items)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(listed[:3]) + more
 
 
 def _list(items: list[str]) -> str:

@@ -66,13 +66,13 @@ def save(
     agree("convoy.save", network.groups)
     with together(network):
         things = _things(net, optimizer, scheduler, anything)
-    entries = {name: each.named.entries() for name, each in things.items() if isinstance(each, _Optimizer)}
+    entries = {name: thing.named.entries() for name, thing in things.items() if isinstance(thing, _Optimizer)}
     with together(network):
-        packed = Packed({name: each.state(entries.get(name)) for name, each in things.items()})
-    about = {name: each.about() for name, each in things.items()}
+        packed = Packed({name: thing.state(entries.get(name)) for name, thing in things.items()})
+    about = {name: thing.about() for name, thing in things.items()}
     if network.groups.mesh.num_devices > 1:
-        facts = packed.facts([name for name, each in things.items() if type(each) is _Thing])
-        alike(network, facts | {f"{name} itself": json.dumps(each, sort_keys=True) for name, each in about.items()})
+        facts = packed.facts([name for name, thing in things.items() if type(thing) is _Thing])
+        alike(network, facts | {f"{name} itself": json.dumps(thing, sort_keys=True) for name, thing in about.items()})
     _write(Path(path), network, packed, {"about": about, "state": packed.values})
 
 
@@ -104,73 +104,64 @@ def load(
     network = network_of(net)
     agree("convoy.load", network.groups)
     group = network.groups.of(tuple(network.groups.mesh.axes))
-    found: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     with together(network):
         if network.groups.rank == 0:
-            found = _read(Path(path))
-    values: dict[str, Any] = broadcast_object({} if found is None else found.values, group)
-    tensors = broadcast_tensors(None if found is None else found.tensors, group)
+            checkpoint = _read(Path(path))
+    values: dict[str, Any] = broadcast_object({} if checkpoint is None else checkpoint.values, group)
+    tensors = broadcast_tensors(None if checkpoint is None else checkpoint.tensors, group)
     with together(network), values_explained(f"checkpoint {path}"):
         about: dict[str, Any] = values["about"]
         saved: dict[str, Any] = unpacked(values["state"], tensors)
         things = _things(net, optimizer, scheduler, anything)
         saved |= {name: replace(saved[name], Tensor, received) for name in saved if not _is_cut(things.get(name))}
-        for name, each in things.items():
+        for name, thing in things.items():
             if name not in saved:
                 raise ConvoyError(f"{path} holds {', '.join(saved)} and no {name}: leave {name} away")
-            if about[name]["kind"] != each.kind:
-                raise ConvoyError(f"{name} is {each.kind}, but {about[name]['kind']} in {path}: {each.mend}")
-            each.check(saved[name], about[name])
-    objects = {name: each for name, each in things.items() if type(each) is _Object}
-    before = {name: copy.deepcopy(each.state()) for name, each in objects.items()}
+            if about[name]["kind"] != thing.kind:
+                raise ConvoyError(f"{name} is {thing.kind}, but {about[name]['kind']} in {path}: {thing.mend}")
+            thing.check(saved[name], about[name])
+    objects = {name: thing for name, thing in things.items() if type(thing) is _Object}
+    old_states = {name: copy.deepcopy(thing.state()) for name, thing in objects.items()}
     try:
         with together(network):
-            for name, each in objects.items():
-                each.load(saved[name], about[name])
+            for name, thing in objects.items():
+                thing.load(saved[name], about[name])
     except ConvoyError:
-        for name, each in objects.items():
-            each.load(before[name], about[name])
+        for name, thing in objects.items():
+            thing.load(old_states[name], about[name])
         raise
     with without_holes(network.device):
-        for name, each in things.items():
+        for name, thing in things.items():
             if name not in objects:
-                each.load(saved[name], about[name])
-    return {name: each for name, each in saved.items() if name not in things and name not in _OWN}
+                thing.load(saved[name], about[name])
+    return {name: thing for name, thing in saved.items() if name not in things and name not in _OWN}
 
 
 class _Thing:
-    """Something that is saved, by its name: here a value.
-
-    Attributes:
-        kind: of it, to people.
-        mend: what to do where another kind was saved.
-    """
+    """One of the values to save, by its name; subclasses are objects with a state."""
 
     kind = "a value"
-    mend = "give the object whose state was saved"
+    mend = "give the object whose state was saved"  # the advice where another kind was saved
 
     def __init__(self, name: str, thing: Any) -> None:
         self.name, self.thing = name, thing
 
     def about(self) -> dict[str, Any]:
-        """What is to be known of it beside its state."""
+        """What is to be known beside its state."""
         return {"kind": self.kind}
 
     def state(self, entries: Entries | None = None) -> Any:
-        """What is to be saved."""
         return self.thing
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
-        """See that a saved state fits."""
         raise ConvoyError(f"{self.name} is no object that takes a state: leave it away, convoy.load returns it")
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
-        """Take a saved state."""
+        """A plain value is returned by `convoy.load`, not loaded."""
 
 
 class _Object(_Thing):
-    """What has `state_dict` and `load_state_dict`."""
-
     kind = "the state of an object"
     mend = "give what was saved under this name"
 
@@ -194,14 +185,14 @@ class _Object(_Thing):
 
 
 class _Module(_Thing):
-    """A network, or what has some in it."""
+    """A network, or a module that contains some."""
 
     kind = "a network"
     mend = _Object.mend
 
     def about(self) -> dict[str, Any]:
         networks = Parts(self.thing).networks.items()
-        draws = {place: {"seed": each.context.seed, "passes": each.passes} for place, each in networks}
+        draws = {place: {"seed": network.context.seed, "passes": network.passes} for place, network in networks}
         return {"kind": self.kind, "draws": draws}
 
     def state(self, entries: Entries | None = None) -> Any:
@@ -251,27 +242,26 @@ def _is_cut(thing: _Thing | None) -> bool:
 
 
 def _things(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[str, Any]) -> dict[str, _Thing]:
-    """All that is saved or loaded, by name."""
-    given = {"optimizer": optimizer, "scheduler": scheduler}
-    all_things = {**{name: thing for name, thing in given.items() if thing is not None}, **anything}
+    named_things = {"optimizer": optimizer, "scheduler": scheduler}
+    all_things = {**{name: thing for name, thing in named_things.items() if thing is not None}, **anything}
     for name in _OWN[1:]:
         if name in all_things and not _has_state(all_things[name]):
             raise ConvoyError(f"{name} has no state_dict and load_state_dict: give the {name} itself")
     modules: dict[str, nn.Module] = {"net": network_of(net).model}
     modules |= {name: thing for name, thing in all_things.items() if isinstance(thing, nn.Module)}
-    found: dict[str, _Thing] = {name: _Module(name, module) for name, module in modules.items()}
+    things: dict[str, _Thing] = {name: _Module(name, module) for name, module in modules.items()}
     for name, thing in all_things.items():
         if hasattr(thing, "param_groups"):
-            found[name] = _Optimizer(name, thing, _named(thing, modules))
+            things[name] = _Optimizer(name, thing, _named(thing, modules))
         elif not isinstance(thing, nn.Module):
-            found[name] = _Object(name, thing) if _has_state(thing) else _Thing(name, thing)
-    return found
+            things[name] = _Object(name, thing) if _has_state(thing) else _Thing(name, thing)
+    return things
 
 
 def _named(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> NamedOptimizer:
-    """An optimizer by the names of that module of which it has parameters."""
-    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    owner = next((name for name, module in modules.items() if own & set(module.parameters())), "net")
+    """An optimizer by the names of the module whose parameters it has."""
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    owner = next((name for name, module in modules.items() if parameters & set(module.parameters())), "net")
     return NamedOptimizer(modules[owner], optimizer, "the network" if owner == "net" else owner)
 
 
@@ -291,7 +281,7 @@ def _write(path: Path, network: Network, packed: Packed, values: Mapping[str, An
                 shutil.rmtree(unfinished, ignore_errors=True)
             folder.mkdir(parents=True)
     stamps = gather_objects(stamp(folder), group)
-    writers = [other for other, found in enumerate(stamps) if found == stamps[0]]
+    writers = [other for other, other_stamp in enumerate(stamps) if other_stamp == stamps[0]]
     number = writers.index(rank) if rank in writers else None
     draft = Draft(folder, 0, len(writers))
     try:
@@ -323,14 +313,14 @@ def _check_place(place: Path) -> None:
     """See that a checkpoint may be put there: nothing is there, or an earlier one of the same kind."""
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
-    if not place.is_dir() or {each.name for each in place.iterdir()} != {RECORD, STATE}:
+    if not place.is_dir() or {entry.name for entry in place.iterdir()} != {RECORD, STATE}:
         raise ConvoyError(f"{place} is there and no checkpoint: give convoy.save another path, or remove it")
     if _identity(place) not in (None, _IDENTITY):
         raise ConvoyError(f"{place} is a checkpoint of convoy train: give convoy.save another path")
 
 
 def _identity(place: Path) -> Any:
-    """Whose checkpoint it is; None for one that is damaged."""
+    """The program that wrote the checkpoint; None for a damaged one."""
     try:
         return json.loads((place / RECORD).read_text(encoding="utf-8"))["identity"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -342,10 +332,10 @@ def _read(path: Path) -> Checkpoint:
         raise ConvoyError(f"{path} is not there: give the path that convoy.save was given")
     if not (path / RECORD).is_file():
         raise ConvoyError(f"{path} is no checkpoint (it has no {RECORD}): give the path that convoy.save was given")
-    found = read_checkpoint(path)
-    if found.identity != _IDENTITY:
+    checkpoint = read_checkpoint(path)
+    if checkpoint.identity != _IDENTITY:
         raise ConvoyError(
             f"{path} is a checkpoint of convoy train, not of convoy.save: go on with its run by --resume, or load the "
             "run's weights.safetensors into the plain network before convoy.parallelize"
         )
-    return found
+    return checkpoint

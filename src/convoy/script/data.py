@@ -106,18 +106,17 @@ class BatchSampler(Sampler[list[int]]):
         samples = self._order.samples(self._epoch).tolist() if self.shuffle else range(self.num_samples)
         for batch in self._batches[self._start :]:
             parts = self._parts(len(batch))
-            own = parts[self._place]
-            yield list(samples[batch.start + own.start : batch.start + own.stop])
+            positions = parts[self._place]
+            yield list(samples[batch.start + positions.start : batch.start + positions.stop])
 
     def _parts(self, size: int) -> tuple[range, ...]:
-        """The positions in a batch that each sample rank has."""
         if self.shares is None:
             return balanced(size, self._places)
         return consecutive(proportional(size, self.shares))
 
     def _check(self, groups: Groups) -> None:
-        own = (self.num_samples, self.global_batch, self.shuffle, self.seed, self.drop_last, self.shares)
-        numbers = [zlib.crc32(repr(own).encode()), self.num_samples]
+        arguments = (self.num_samples, self.global_batch, self.shuffle, self.seed, self.drop_last, self.shares)
+        numbers = [zlib.crc32(repr(arguments).encode()), self.num_samples]
         rows = gather_ints(numbers, groups.of(groups.mesh.axes))
         for other, row in enumerate(rows):
             if row != rows[groups.rank]:
@@ -195,8 +194,8 @@ def evaluate(
             inputs, targets = (_moved(part, device) for part in batch)
             size, outputs = _run(net, inputs)
             num_samples += size
-            found = measure(outputs, targets)
-            for name, values in found.items() if isinstance(found, Mapping) else [(None, found)]:
+            measures = measure(outputs, targets)
+            for name, values in measures.items() if isinstance(measures, Mapping) else [(None, measures)]:
                 if not isinstance(values, Tensor) or values.shape != (size,):
                     what = f"shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
                     raise ConvoyError(
@@ -226,11 +225,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _in_step(loader: Iterable[Any], groups: Groups) -> Iterator[Any]:
-    """The loader's batches, as many as on all other ranks.
-
-    Raises:
-        ConvoyError: other ranks get more or fewer of them, or the loader is known not to give every sample once.
-    """
+    """The loader's batches, as many as on all other ranks. Raises ConvoyError where ranks get different numbers of
+    them, or the loader is known not to give every sample once."""
     world = groups.of(groups.mesh.axes)
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, BatchSampler):
@@ -271,16 +267,14 @@ _END = object()
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """Tensors on the device, in whatever they stand."""
     if isinstance(x, Tensor):
         return x.to(device, non_blocking=True)
     if isinstance(x, Mapping):
-        return {name: _moved(each, device) for name, each in x.items()}
-    return [_moved(each, device) for each in x] if isinstance(x, (tuple, list)) else x
+        return {name: _moved(value, device) for name, value in x.items()}
+    return [_moved(value, device) for value in x] if isinstance(x, (tuple, list)) else x
 
 
 def _run(net: nn.Module, inputs: Any) -> tuple[int, Any]:
-    """How many samples there are, and the network's outputs."""
     if isinstance(inputs, Tensor):
         return len(inputs), net(inputs)
     if isinstance(inputs, Mapping):

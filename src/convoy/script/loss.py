@@ -94,9 +94,9 @@ def penalty(
     parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in parameters):
-            known = ", ".join([*list(parameters)[:3], *(["…"] if len(parameters) > 3 else [])]) or "none"
+            listing = ", ".join([*list(parameters)[:3], *(["…"] if len(parameters) > 3 else [])]) or "none"
             raise ConvoyError(
-                f"penalty: no trainable parameter is called {pattern!r}: their names are the plain network's: {known}"
+                f"penalty: no trainable parameter is called {pattern!r}: their names are the plain network's: {listing}"
             )
     weights = {
         name: _whole(network, name, parameter)
@@ -137,10 +137,8 @@ class _Ratio(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The whole of a parameter; back comes this rank's part of the gradient, which all ranks have.
-
-    It is added over the axes on which the parameter is copied, so that there one rank alone lets it through.
-    """
+    """The whole of a parameter; backward returns this rank's part of the gradient, which all ranks have. It is added
+    over the axes on which the parameter is copied, so that only one rank there lets it through."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, network: Network, name: str) -> Tensor:
@@ -164,12 +162,10 @@ def _whole(network: Network, name: str, parameter: nn.Parameter) -> Tensor:
 
 
 def _weight(network: Network, results: Sequence[Tensor]) -> float:
-    """What to multiply the gradient with so that it is that of a sum over the global batch.
-
-    Where a rank's loss counts as the mean over its own samples, the network's output scales its gradient by the rank's
-    share of the samples; here that is undone. The share is read off the graph, as the newest pass of the network need
-    not be the one that the values come from.
-    """
+    """The factor of the gradient with which it is that of a sum over the global batch. Where a rank's loss counts as
+    the mean over its own samples, the network's output scales its gradient by the rank's share of the samples; this
+    factor undoes that. The share is read off the graph, as the newest pass of the network need not be the one that the
+    values come from."""
     if network.num_sample_ranks == 1 or not torch.is_grad_enabled():
         return 1.0
     shares = set()

@@ -47,11 +47,7 @@ def print(*values: object, **options: Any) -> None:
 
 @contextmanager
 def together(network: Network) -> Iterator[None]:
-    """What one rank is refused within, all are, with the first rank's sentence. All ranks enter it.
-
-    Raises:
-        ConvoyError: one of them was refused.
-    """
+    """Run a block that fails on all ranks where one is refused, with the first rank's sentence. All ranks enter it."""
     group = network.groups.of(tuple(network.groups.mesh.axes))
     failure: Exception | None = None
     sentence = None
@@ -60,33 +56,25 @@ def together(network: Network) -> Iterator[None]:
     except Exception as error:
         failure = error
         sentence = str(error) if isinstance(error, ConvoyError) else f"{type(error).__name__}: {error}"
-    said = gather_objects(sentence, group)
-    first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+    sentences = gather_objects(sentence, group)
+    first = next(((rank, text) for rank, text in enumerate(sentences) if text is not None), None)
     if failure is not None and (not isinstance(failure, ConvoyError) or group is None):
         raise failure
     if first is not None:
-        raise ConvoyError(first[1] if said.count(first[1]) == len(said) else f"rank {first[0]}: {first[1]}")
+        raise ConvoyError(first[1] if sentences.count(first[1]) == len(sentences) else f"rank {first[0]}: {first[1]}")
 
 
 def alike(network: Network, facts: Mapping[str, str]) -> None:
-    """See that all ranks have the same facts. All ranks call it.
-
-    Args:
-        network: whose ranks they are.
-        facts: what is to be the same, by names that people understand.
-
-    Raises:
-        ConvoyError: names the first that is not.
-    """
+    """See that all ranks have the same facts; a ConvoyError names the first that is not the same. All ranks call it."""
     group = network.groups.of(tuple(network.groups.mesh.axes))
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()
     if len(set(gather_objects(digest, group))) == 1:
         return
-    for rank, theirs in enumerate(found := gather_objects(dict(facts), group)):
-        odd = next((name for name in {**found[0], **theirs} if theirs.get(name) != found[0].get(name)), None)
-        if odd is not None:
+    for rank, other in enumerate(rows := gather_objects(dict(facts), group)):
+        key = next((name for name in {**rows[0], **other} if other.get(name) != rows[0].get(name)), None)
+        if key is not None:
             raise ConvoyError(
-                f"{odd} is not the same on rank {rank} as on rank 0, but a checkpoint holds one for all ranks: let all "
+                f"{key} is not the same on rank {rank} as on rank 0, but a checkpoint holds one for all ranks: let all "
                 "ranks do the same, and of networks give what convoy.parallelize returned, or copies of it"
             )
     raise ConvoyError("ranks give the same things in another order: give them in one order on all ranks")

@@ -62,7 +62,7 @@ def recorded(net: nn.Module, function: Callable[..., Result]) -> Callable[..., R
 
 
 class _Step:
-    """A function of one's own in place of the one that is recorded."""
+    """The function that stands in for the one that is recorded."""
 
     def __init__(self, net: nn.Module, network: Network, function: Callable[..., Any]) -> None:
         self._network, self._function = network, function

@@ -22,8 +22,8 @@ from convoy.script.ranks import alike, together
 from convoy.script.values import Whole
 
 _NOT_SAVED = ("params", PART)
+# What an optimizer keeps for every parameter: {name: {key: tensor or number}}.
 Entries = Mapping[str, Mapping[str, Any]]
-"""What an optimizer keeps for every parameter: {name: {key: tensor or number}}."""
 
 
 def state_dict(net: nn.Module) -> dict[str, Tensor]:
@@ -87,10 +87,10 @@ def optimizer_state_dict(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     network = network_of(net)
     agree("convoy.optimizer_state_dict", network.groups)
     with together(network):
-        named = NamedOptimizer(network.model, optimizer)
-    entries = named.entries()
+        adapter = NamedOptimizer(network.model, optimizer)
+    entries = adapter.entries()
     with together(network):
-        state = named.state(entries)
+        state = adapter.state(entries)
     alike(network, {f"optimizer/{name}": " ".join(entry) for name, entry in state["state"].items()})
     for entry in state["state"].values():
         entry |= {key: value.make() for key, value in entry.items() if isinstance(value, Whole)}
@@ -116,32 +116,26 @@ def load_optimizer_state_dict(net: nn.Module, optimizer: Optimizer, state: Mappi
     network = network_of(net)
     agree("convoy.load_optimizer_state_dict", network.groups)
     with together(network):
-        named = NamedOptimizer(network.model, optimizer)
-        named.check(state)
-    named.load(state["state"], state["param_groups"])
+        adapter = NamedOptimizer(network.model, optimizer)
+        adapter.check(state)
+    adapter.load(state["state"], state["param_groups"])
 
 
 class Parts:
-    """The tensors of a module, of which this rank may hold parts: a parallelized network, a copy of one, or what has
-    such within it, like `torch.optim.swa_utils.AveragedModel`; a plain module is whole on every rank.
-
-    Attributes:
-        networks: the parallelized ones, by their places in the module.
-    """
+    """The tensors of a module, of which this rank may hold parts: a parallelized network, a copy of one, or a module
+    that has such within it, like `torch.optim.swa_utils.AveragedModel`; a plain module is whole on every rank."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        found = ((name, getattr(each, "_convoy", None)) for name, each in module.named_modules())
-        self.networks: dict[str, Network] = {name: each for name, each in found if isinstance(each, Network)}
+        parts = ((name, getattr(part, "_convoy", None)) for name, part in module.named_modules())
+        # the parallelized networks, by their places in the module
+        self.networks: dict[str, Network] = {name: part for name, part in parts if isinstance(part, Network)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers, in the order and under the names of `state_dict`.
-
-        Raises:
-            ConvoyError: a layer has extra state, which is no tensor.
-        """
-        named = [self._module.named_parameters, self._module.named_buffers]
-        names = {name for each in named for name, _ in each(remove_duplicate=False)}
+        """This rank's parameters and persistent buffers, in the order and under the names of `state_dict`. Raises
+        ConvoyError where a layer has extra state, which is no tensor."""
+        methods = [self._module.named_parameters, self._module.named_buffers]
+        names = {name for method in methods for name, _ in method(remove_duplicate=False)}
         state = self._module.state_dict()
         extra = next((name for name in state if name.rpartition(".")[2] == "_extra_state"), None)
         if extra is not None:
@@ -149,50 +143,43 @@ class Parts:
         return {name: tensor for name, tensor in state.items() if name in names}
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of what lies as one of them does. All ranks call it."""
-        network, own = self._of(name)
-        return tensor.detach().clone() if network is None else network.whole(own, tensor)
+        """The whole of a tensor that is divided as the one of this name. All ranks call it."""
+        network, own_name = self._of(name)
+        return tensor.detach().clone() if network is None else network.whole(own_name, tensor)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a whole; it may share the whole's memory."""
-        network, own = self._of(name)
-        return tensor if network is None else network.part(own, tensor)
+        network, own_name = self._of(name)
+        return tensor if network is None else network.part(own_name, tensor)
 
     def shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """Of the whole, where this rank has `tensor`."""
-        network, own = self._of(name)
-        return tuple(tensor.shape) if network is None else network.entry(own)[0]
+        network, own_name = self._of(name)
+        return tuple(tensor.shape) if network is None else network.entry(own_name)[0]
 
     def divided(self, name: str) -> bool:
-        """Whether ranks hold parts of it."""
-        network, own = self._of(name)
+        network, own_name = self._of(name)
         if network is None:
             return False
-        return any(network.groups.mesh.sizes[axis] > 1 for axis in network.entry(own)[1].split_axes)
+        return any(network.groups.mesh.sizes[axis] > 1 for axis in network.entry(own_name)[1].split_axes)
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """See that whole tensors fit.
-
-        Raises:
-            ConvoyError: names or shapes differ.
-        """
-        own = self.tensors()
-        wrong = sorted(set(own) ^ set(state))
-        if wrong:
-            where = "the network" if wrong[0] in own else "the state"
-            raise ConvoyError(f"{wrong[0]} is only in {where}: load a state of the same network")
+        """See that whole tensors fit; a ConvoyError says where names or shapes differ."""
+        tensors = self.tensors()
+        strays = sorted(set(tensors) ^ set(state))
+        if strays:
+            where = "the network" if strays[0] in tensors else "the state"
+            raise ConvoyError(f"{strays[0]} is only in {where}: load a state of the same network")
         for name, tensor in state.items():
-            shape = self.shape(name, own[name])
+            shape = self.shape(name, tensors[name])
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
-                found = list(tensor.shape) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-                raise ConvoyError(f"{name} is {found} in the state, but {list(shape)} in the network")
+                actual = list(tensor.shape) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+                raise ConvoyError(f"{name} is {actual} in the state, but {list(shape)} in the network")
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts of whole tensors that fit."""
-        own = self.tensors()
+        tensors = self.tensors()
         for name, tensor in state.items():
-            own[name].copy_(self.part(name, received(tensor)))
+            tensors[name].copy_(self.part(name, received(tensor)))
 
     def _of(self, name: str) -> tuple[Network | None, str]:
         prefixes = [prefix for prefix in self.networks if not prefix or name.startswith(f"{prefix}.")]
@@ -203,15 +190,8 @@ class Parts:
 
 
 class NamedOptimizer:
-    """An optimizer whose parameters go by the names that a module has for them.
-
-    Args:
-        module: the optimizer's parameters are some or all of its.
-        optimizer: of torch's interface; `ShardedOptimizer` too, whose state is then gathered.
-        what: names the module to people.
-
-    Raises:
-        ConvoyError: a parameter is not the module's.
+    """An optimizer whose parameters, some or all of a module's, go by the names that they have there. `what` names the
+    module in the ConvoyError for a parameter that is not the module's. The state of a `ShardedOptimizer` is gathered.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, what: str = "the network") -> None:
@@ -238,18 +218,12 @@ class NamedOptimizer:
         return {name: dict(state[index]) for index, name in numbered if state.get(index)}
 
     def like_parameter(self, name: str, value: Any) -> bool:
-        """Whether a value has a number for each of the parameter's, and so is divided as that is."""
+        """Whether a value has the parameter's shape, and so is divided as the parameter is."""
         return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self.parameters[name].shape
 
     def state(self, entries: Entries) -> dict[str, Any]:
-        """What `optimizer_state_dict` returns, but for those tensors that are still to be made whole.
-
-        Args:
-            entries: what this rank keeps.
-
-        Raises:
-            ConvoyError: something of a divided parameter has not its shape.
-        """
+        """The result of `optimizer_state_dict`, with divided tensors still to be made whole. Raises ConvoyError where a
+        value of a divided parameter has another shape than the parameter."""
         return {
             "state": {
                 name: {key: self._whole(name, key, value) for key, value in entry.items()}
@@ -262,11 +236,7 @@ class NamedOptimizer:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """See that a whole state fits.
-
-        Raises:
-            ConvoyError: names what does not.
-        """
+        """See that a whole state fits; a ConvoyError says what does not."""
         saved, entries = _sections(state)
         if len(saved) != len(self.names):
             raise ConvoyError(
@@ -274,11 +244,11 @@ class NamedOptimizer:
                 "groups that it had when it was saved"
             )
         for number, (group, names) in enumerate(zip(saved, self.names, strict=True)):
-            wrong = sorted(set(group["params"]) ^ set(names))
-            if wrong:
-                where = "the optimizer's" if wrong[0] in names else "the state's"
+            stray = sorted(set(group["params"]) ^ set(names))
+            if stray:
+                where = "the optimizer's" if stray[0] in names else "the state's"
                 raise ConvoyError(
-                    f"{wrong[0]} is only in {where} group {number}: make the optimizer with the parameters that it had "
+                    f"{stray[0]} is only in {where} group {number}: make the optimizer with the parameters that it had "
                     "when it was saved"
                 )
             self._check_kind(set(group) - set(_NOT_SAVED), number)
@@ -289,14 +259,14 @@ class NamedOptimizer:
                 self._check_value(name, key, value)
 
     def load(self, entries: Entries, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Take this rank's parts of whole values, and the groups' options; what is not given stays."""
+        """Take this rank's parts of whole values, and the groups' options; a value that is missing stays."""
         numbers = itertools.count()
         state: dict[int, dict[str, Any]] = {}
         merged: list[dict[str, Any]] = []
-        for names, own, saved in zip(self.names, self.optimizer.param_groups, groups, strict=True):
+        for names, group, saved in zip(self.names, self.optimizer.param_groups, groups, strict=True):
             indices = [next(numbers) for _ in names]
             options = {key: _copied(value) for key, value in saved.items() if key not in _NOT_SAVED}
-            merged.append({**own, **options, "params": indices})
+            merged.append({**group, **options, "params": indices})
             for index, name in zip(indices, names, strict=True):
                 if entries.get(name):
                     state[index] = {key: self._part(name, value) for key, value in entries[name].items()}
@@ -315,7 +285,7 @@ class NamedOptimizer:
         return _copied(value)
 
     def _part(self, name: str, value: Any) -> Any:
-        """This rank's part of what is like a parameter, with its memory format; other things as they are."""
+        """This rank's part of a value like a parameter, in its memory format; any other value as it is."""
         parameter, value = self.parameters[name], received(value)
         if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != self._parts.shape(name, parameter):
             return _copied(value)
@@ -323,8 +293,8 @@ class NamedOptimizer:
 
     def _check_kind(self, saved: set[str], number: int) -> None:
         """Options come and go with versions of torch; where both sides have their own, the optimizer is another."""
-        own = set(self.optimizer.defaults)
-        lost, new = sorted(own - saved), sorted(saved - set(self.optimizer.param_groups[number]) - {"initial_lr"})
+        options = set(self.optimizer.defaults)
+        lost, new = sorted(options - saved), sorted(saved - set(self.optimizer.param_groups[number]) - {"initial_lr"})
         if lost and new:
             raise ConvoyError(
                 f"the state's group {number} has {new[0]} and no {lost[0]}, so it is not of "
@@ -337,11 +307,11 @@ class NamedOptimizer:
             return
         elementwise = type(self.optimizer) in (*ELEMENTWISE, ShardedOptimizer)
         if elementwise or self._parts.divided(name):
-            found = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            actual = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
             mend = (
                 "load a state of the same network" if elementwise else "load it under a plan that divides samples alone"
             )
-            raise ConvoyError(f"{key} of {name} is {found} in the state, but {name} is {list(shape)}: load {mend}")
+            raise ConvoyError(f"{key} of {name} is {actual} in the state, but {name} is {list(shape)}: load {mend}")
 
 
 def _is_number(value: Any) -> bool:

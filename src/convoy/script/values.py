@@ -14,37 +14,22 @@ from torch import Tensor
 from convoy.checkpoint.files import TYPES
 from convoy.errors import ConvoyError
 
-_TAG = "$"
-"""The key of a JSON object that stands for something else than a dictionary with names for keys."""
+_TAG = "$"  # the key of a JSON object that stands for something else than a dictionary with names for keys
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of which ranks hold parts.
+    """A tensor of which ranks hold parts."""
 
-    Attributes:
-        make: gives the whole; all ranks call it.
-        shape: of the whole.
-    """
-
-    make: Callable[[], Tensor]
-    shape: tuple[int, ...]
+    make: Callable[[], Tensor]  # gives the whole; all ranks call it
+    shape: tuple[int, ...]  # of the whole
 
 
 class Packed:
-    """Something nested, taken apart: dictionaries, lists, tuples, numbers, strings, None, tensors.
-
-    Args:
-        tree: the whole of it.
-
-    Attributes:
-        values: it as JSON can hold it.
-        tensors: those in it, by their places: `net/conv.weight`. A slash in a key is `~1` there (RFC 6901).
-        leaves: all that is no tensor in one piece, as text by its place.
-
-    Raises:
-        ConvoyError: names the place of something that is none of these.
-    """
+    """Nested dictionaries, lists, tuples, numbers, strings, None and tensors, taken apart; a ConvoyError names the
+    place of anything else. `values` are the tree as JSON can hold it, `tensors` those in it by their places, such as
+    `net/conv.weight` (a slash in a key is `~1` there, RFC 6901), and `leaves` all else, and the shapes of parts, as
+    text by their places."""
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
         self.tensors: dict[str, Tensor | Whole] = {}
@@ -57,17 +42,14 @@ class Packed:
             yield name, tensor.make() if isinstance(tensor, Whole) else tensor
 
     def facts(self, free: Collection[str]) -> dict[str, str]:
-        """What ranks can compare: all by its place, with checksums for tensors in one piece.
-
-        Args:
-            free: keys of what may differ, but for tensors.
-        """
-        found = {place: text for place, text in self.leaves.items() if place.partition("/")[0] not in free}
+        """The facts that ranks can compare: all values by their places, with checksums of tensors in one piece. Values
+        under the keys `free` may differ, but tensors may not."""
+        facts = {place: text for place, text in self.leaves.items() if place.partition("/")[0] not in free}
         for place, value in self.tensors.items():
             if isinstance(value, Tensor):
                 content = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                found[place] = f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()}"
-        return found
+                facts[place] = f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()}"
+        return facts
 
     def _packed(self, place: str, value: Any) -> Any:
         if isinstance(value, Whole | Tensor):
@@ -86,17 +68,19 @@ class Packed:
             return float(value) if math.isfinite(value) else {_TAG: "float", "text": str(float(value))}
         if value is None or type(value) in (bool, int, str):
             return value
-        kept = "save what can be, or an object with state_dict and load_state_dict under a name of its own"
-        raise ConvoyError(f"{place} is a {type(value).__name__}, which a checkpoint cannot hold: {kept}")
+        advice = "save what can be, or an object with state_dict and load_state_dict under a name of its own"
+        raise ConvoyError(f"{place} is a {type(value).__name__}, which a checkpoint cannot hold: {advice}")
 
     def _dictionary(self, place: str, value: Mapping[Any, Any]) -> Any:
-        odd = next((key for key in value if type(key) not in (str, int, float, bool, type(None))), None)
-        if odd is not None:
-            raise ConvoyError(f"{place} has the key {odd!r}, which a checkpoint cannot hold: make it text or a number")
+        bad_key = next((key for key in value if type(key) not in (str, int, float, bool, type(None))), None)
+        if bad_key is not None:
+            raise ConvoyError(
+                f"{place} has the key {bad_key!r}, which a checkpoint cannot hold: make it text or a number"
+            )
         items = [self._packed(_join(place, str(key)), item) for key, item in value.items()]
         self.leaves[place] = f"{type(value).__name__} of {len(items)}"
-        named = all(type(key) is str for key in value) and _TAG not in value and type(value) is not Counter
-        if named:
+        has_names = all(type(key) is str for key in value) and _TAG not in value and type(value) is not Counter
+        if has_names:
             return dict(zip(value, items, strict=True))
         keys = [self._packed(_join(place, f"key of {key}"), key) for key in value]
         kind = "counter" if type(value) is Counter else "dict"
@@ -133,8 +117,8 @@ def unpacked(values: Any, tensors: Mapping[str, Tensor]) -> Any:
     items = unpacked(values["items"], tensors)
     if kind == "tuple":
         return tuple(items)
-    found = dict(zip(unpacked(values["keys"], tensors), items, strict=True))
-    return Counter(found) if kind == "counter" else found
+    mapping = dict(zip(unpacked(values["keys"], tensors), items, strict=True))
+    return Counter(mapping) if kind == "counter" else mapping
 
 
 def _join(place: str, key: str) -> str:

@@ -13,24 +13,22 @@ import yaml
 from convoy.launch.kubernetes.training import DATA_PATH, RUN_PATH, Training
 from convoy.launch.torchrun import BACKEND
 
+# The container's name, as in Kubeflow's runtimes.
 CONTAINER = "node"
-"""The container's name; Kubeflow's runtimes call theirs so too."""
 PORT = 29500
+# How long a pod waits for the others, which may have to pull the image first, and for the first one to listen.
 JOIN_TIMEOUT_S, READ_TIMEOUT_S = 1800, 600
-"""How long a pod waits for the others, which may have to pull the image first, and for the first one to listen."""
+# Time for a checkpoint between the signal to stop and the end.
 GRACE_S = 120
-"""Between the signal to stop and the end: time for a checkpoint."""
+# The variable with the seconds after which torch's launcher kills its ranks, 30 by default.
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Names the seconds after which torch's launcher kills its ranks by itself, 30 unless it is set."""
 
 
 def pod(training: Training, master: str | None = None) -> dict[str, Any]:
-    """The whole specification of a pod; without a `master`, the first pod, Kubeflow sets the PET_* variables.
-
-    The command is torch's elastic launcher, which PET_* variables tell of the pods, with rendezvous at the first pod:
+    """The whole specification of a pod; without `master`, the first pod's name, Kubeflow sets the PET_* variables. The
+    command is torch's elastic launcher, which PET_* variables tell of the pods, with rendezvous at the first pod:
     `convoy` is torch's c10d, in which launchers wait for one that is started again, on the pod's own address. Requests
-    equal the limits: the pod gets what it asks for and is the last to be evicted.
-    """
+    equal the limits: the pod gets what it asks for and is the last to be evicted."""
     nodes = [] if training.least_nodes is None else [f"--nnodes={training.least_nodes}:{training.num_nodes}"]
     amounts = {"cpu": training.cpu, "memory": training.memory}
     if training.accelerator is not None:
@@ -95,13 +93,13 @@ def _environment(training: Training, master: str | None) -> list[dict[str, Any]]
     """Variables of the container, secrets by reference; with a master also the PET_* variables."""
     values = {"HOME": "/tmp"} | ({} if _SHUTDOWN in training.environment else {_SHUTDOWN: str(GRACE_S - 10)})
     values |= {name: escaped(value) for name, value in training.environment.items()}
-    own = [{"name": name, "value": value} for name, value in values.items()]
+    variables = [{"name": name, "value": value} for name, value in values.items()]
     secrets = [
-        {"name": one.name, "valueFrom": {"secretKeyRef": {"name": one.secret, "key": one.key}}}
-        for one in training.secrets
+        {"name": variable.name, "valueFrom": {"secretKeyRef": {"name": variable.secret, "key": variable.key}}}
+        for variable in training.secrets
     ]
     if master is None:
-        return [*own, *secrets]
+        return [*variables, *secrets]
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return [
         {"name": "PET_NNODES", "value": str(training.num_nodes)},
@@ -109,30 +107,32 @@ def _environment(training: Training, master: str | None) -> list[dict[str, Any]]
         {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         {"name": "PET_MASTER_ADDR", "value": master},
         {"name": "PET_MASTER_PORT", "value": str(PORT)},
-        *own,
+        *variables,
         *secrets,
     ]
 
 
 def escaped(text: str) -> str:
-    """A text in which Kubernetes finds no `$(VARIABLE)` to put a value for: `$$` stands for one `$`."""
+    """A text in which Kubernetes substitutes no `$(VARIABLE)`: `$$` stands for one `$`."""
     return text.replace("$", "$$")
 
 
-_REPLICATED = "node"  # Kubeflow's runtimes call their job so too
+_REPLICATED = "node"  # as in Kubeflow's runtimes
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 _JOB_LABEL = "batch.kubernetes.io/job-name"
 
 
 def train_job(training: Training) -> list[dict[str, Any]]:
-    """A TrainJob of Kubeflow Trainer (v2.2 and later), which sets PET_* and starts a JobSet.
-
-    How often a pod is started again is the runtime's matter.
-    """
-    whole = pod(training)
-    (container,) = whole["containers"]
-    own = {key: container[key] for key in ("name", "securityContext", "volumeMounts")}
-    patch = {"securityContext": whole["securityContext"], "containers": [own], "volumes": whole["volumes"]}
+    """A TrainJob of Kubeflow Trainer (v2.2 and later), which sets PET_* and starts a JobSet. The runtime decides how
+    often a pod is started again."""
+    pod_spec = pod(training)
+    (container,) = pod_spec["containers"]
+    container_patch = {key: container[key] for key in ("name", "securityContext", "volumeMounts")}
+    patch = {
+        "securityContext": pod_spec["securityContext"],
+        "containers": [container_patch],
+        "volumes": pod_spec["volumes"],
+    }
     job_patch = {"name": _REPLICATED, "template": {"spec": {"template": {"spec": patch}}}}
     spec = {
         "runtimeRef": {
@@ -188,11 +188,11 @@ def indexed_job(training: Training) -> list[dict[str, Any]]:
     ]
 
 
+# By the kind of the job: the function that makes the documents to apply, in order.
 KINDS: dict[str, Callable[[Training], list[dict[str, Any]]]] = {
     "trainjob": train_job,
     "job": indexed_job,
 }
-"""Functions that make the documents to apply, in order, by the kind of the job."""
 
 
 def _network_policy(training: Training, label: str) -> dict[str, Any]:

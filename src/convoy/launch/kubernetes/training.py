@@ -15,6 +15,7 @@ _IMAGE = re.compile(
     r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*"  # path
     r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"  # tag, digest
 )
+# Kinds of names in Kubernetes: a pattern, the longest, and the sentence for all others.
 _FORMS = {
     "label": (
         re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"),  # RFC 1035, of jobs and services
@@ -45,7 +46,6 @@ _FORMS = {
         "is no resource: write it like nvidia.com/gpu, or none for CPUs",
     ),
 }
-"""Kinds of names in Kubernetes: a pattern, the longest, and the sentence for all others."""
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 _UNITS = {
     "": Decimal(1),
@@ -80,10 +80,8 @@ _VALUE = re.compile(
 )
 
 
-RUNTIME = "torch-distributed"
-"""The runtime for torch that Kubeflow Trainer comes with."""
-DATA_PATH, RUN_PATH = "/data", "/runs"
-"""Where the claims are mounted."""
+RUNTIME = "torch-distributed"  # the runtime for torch that Kubeflow Trainer comes with
+DATA_PATH, RUN_PATH = "/data", "/runs"  # where the claims are mounted
 _RESERVED = ("PET_", "TORCHELASTIC_", "CONVOY_LAUNCH", "CONVOY_STORE", "KUBERNETES_")
 _OWN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "HOME"}
 
@@ -104,50 +102,27 @@ class SecretVariable:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training: what to run, on what, with which volumes. Checked when it is made.
+    """One training: what to run, on what, with which volumes. Making it checks it; the ConvoyError names the option
+    that is wrong."""
 
-    Attributes:
-        name: of the job, and of its run.
-        image: with Convoy in it.
-        arguments: of `convoy train`.
-        num_nodes: pods.
-        devices_per_node: ranks in each.
-        least_nodes: pods with which the run begins and goes on while others are away; None means all.
-        accelerator: the resource that a device is; None for CPUs.
-        cpu: CPUs of a pod.
-        memory: bytes of a pod, shared memory included.
-        shared_memory: bytes of its /dev/shm.
-        run_claim: the PersistentVolumeClaim for runs, mounted at `/runs`.
-        data_claim: the PersistentVolumeClaim with the data, mounted at `/data` for reading.
-        namespace: None leaves it to `kubectl`.
-        runtime: the ClusterTrainingRuntime of a TrainJob.
-        environment: variables with their values.
-        secrets: variables whose values are in Secrets.
-        max_restarts: how often the ranks of a pod are started again before the pod fails, and how often a pod is.
-        user: the user and group that the processes are; not 0, which is root.
-
-    Raises:
-        ConvoyError: names the option that is wrong.
-    """
-
-    name: str
-    image: str
-    arguments: tuple[str, ...]
-    num_nodes: int
-    devices_per_node: int
-    run_claim: str
-    cpu: str
-    memory: str
-    shared_memory: str
-    data_claim: str | None = None
-    least_nodes: int | None = None
-    accelerator: str | None = "nvidia.com/gpu"
-    namespace: str | None = None
-    runtime: str = RUNTIME
+    name: str  # of the job, and of its run
+    image: str  # with Convoy in it
+    arguments: tuple[str, ...]  # of `convoy train`
+    num_nodes: int  # pods
+    devices_per_node: int  # ranks in each
+    run_claim: str  # the PersistentVolumeClaim for runs, mounted at `/runs`
+    cpu: str  # CPUs of a pod
+    memory: str  # bytes of a pod, shared memory included
+    shared_memory: str  # bytes of its /dev/shm
+    data_claim: str | None = None  # the PersistentVolumeClaim with the data, mounted at `/data` for reading
+    least_nodes: int | None = None  # pods with which the run begins, and goes on while others are away; None means all
+    accelerator: str | None = "nvidia.com/gpu"  # the resource that a device is; None for CPUs
+    namespace: str | None = None  # None leaves it to `kubectl`
+    runtime: str = RUNTIME  # the ClusterTrainingRuntime of a TrainJob
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[SecretVariable, ...] = ()
-    max_restarts: int = 3
-    user: int = 1000
+    max_restarts: int = 3  # of the ranks of a pod before the pod fails, and of pods
+    user: int = 1000  # user and group of the processes; not 0, which is root
 
     def __post_init__(self) -> None:
         check("--name", self.name, "label", LONGEST_NAME - len(f"-node-0-{self.num_nodes - 1}"))
@@ -192,9 +167,9 @@ class Training:
                     f"Secret and give --env-from-secret {name}=SECRET/KEY"
                 )
             _check_text(f"--env {name}", value)
-        twice = [name for name in secret if secret.count(name) > 1 or name in self.environment]
-        if twice:
-            raise ConvoyError(f"the variable {twice[0]} is given twice: leave one away")
+        repeated_names = [name for name in secret if secret.count(name) > 1 or name in self.environment]
+        if repeated_names:
+            raise ConvoyError(f"the variable {repeated_names[0]} is given twice: leave one away")
 
     def _check_arguments(self) -> None:
         for argument in self.arguments:
@@ -225,11 +200,9 @@ def complete(
     elastic: bool = False,
     data_claim: bool = True,
 ) -> tuple[str, ...]:
-    """The user's arguments with `--out /runs/NAME` and `--resume`, where they lack them; refused where the run would be
-    written where it is lost, the data are on no volume, or `--devices` is not that of the job.
-
-    What the arguments say is in `said`, by names of options.
-    """
+    """The user's arguments with `--out /runs/NAME` and `--resume` where they lack them; `said` has their values by
+    names of options. Refused where the run would be lost with the pod, the data are on no volume, or `--devices` is not
+    that of the job."""
     if not arguments:
         raise ConvoyError("nothing to train: write -- and what convoy train would be given, e.g. -- resnet50")
     out, data, devices = (said.get(option) for option in ("out", "data", "devices"))
