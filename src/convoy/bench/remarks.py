@@ -211,7 +211,8 @@ def _distance(convergence: Convergence) -> str:
     if not error.error and not loss.loss:
         return (
             f"Over updates the curves are one: in all {number} evaluations of "
-            f"{_configurations(convergence, len(compared))} test error and test loss are {base} to the last bit, distance 0.{uncompared}"
+            f"{_configurations(convergence, len(compared))} test error and test loss are {base} "
+            f"to the last bit, distance 0.{uncompared}"
         )
     return (
         f"Over updates the test error is never farther from {base} than {points(error.error)} "
@@ -263,8 +264,8 @@ def _scale(convergence: Convergence) -> str:
     deviation = math.sqrt(share * (1 - share) / convergence.images)
     return (
         f"To compare: {units.percent(share, units.percent_places(convergence.images))} of "
-        f"{units.count(convergence.images)} test images is known to ± {points(deviation)} (one standard deviation), and one image is "
-        f"{points(1 / convergence.images)}."
+        f"{units.count(convergence.images)} test images is known to ± {points(deviation)} (one standard "
+        f"deviation), and one image is {points(1 / convergence.images)}."
     )
 
 
