@@ -65,7 +65,7 @@ def names() -> list[str]:
 
 
 def loopback() -> str | None:
-    """The one through which nobody but this host is reached; None in a container without."""
+    """The interface through which nobody but this host is reached; None in a container without."""
     return "lo" if "lo" in names() else None
 
 
@@ -179,7 +179,7 @@ def _resolve(host: str, port: int) -> list[tuple]:
 
 
 def _addresses(interface: str) -> list[str]:
-    """Of IPv4 (the first one), then of IPv6."""
+    """Addresses of IPv4 (the first one), then of IPv6."""
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))

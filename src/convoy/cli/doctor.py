@@ -136,8 +136,10 @@ def _line(what: Sequence[str]) -> list[str]:
 
 
 def _verify(what: Sequence[str], seconds: float, no_trials: bool, as_json: bool) -> int:
-    """Examine, and compare the first change with the training as it is, each in processes of its own, so that nothing
-    is left over, and in turns, as a machine's speed may change within minutes."""
+    """Examine, and compare the first change with the training as it is.
+
+    Each runs in a process of its own, so that nothing is left over, and in turns, as a machine's speed may change.
+    """
     diagnosis = _examination(what, seconds, no_trials)
     place = diagnosis.possible
     if not as_json:

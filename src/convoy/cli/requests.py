@@ -124,7 +124,7 @@ class TrainRequest:
 
     @classmethod
     def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "TrainRequest":
-        """The request of a command line whose options have these values, by their names."""
+        """The request of a command line with these values of options, by their names."""
         options = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         return cls(arguments, [*_overrides(values, KEYS), *values["settings"]], **options)
 
@@ -181,7 +181,6 @@ class TrainRequest:
 
     @property
     def explicit_keys(self) -> set[str]:
-        """Keys of the recipe that the command line sets."""
         return {override.partition("=")[0].strip() for override in self.overrides}
 
     def resolve(self, ranks: "Ranks", jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
@@ -301,7 +300,6 @@ class PlanRequest:
 
     @classmethod
     def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "PlanRequest":
-        """The request of a command line whose options have these values, by their names."""
         options = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         return cls(arguments, _overrides(values, values.keys() - options.keys()), **options)
 
@@ -346,7 +344,6 @@ class PlanRequest:
 
     @property
     def _keys(self) -> set[str]:
-        """Keys of the recipe that the command line sets."""
         return {override.partition("=")[0] for override in self.overrides}
 
     @property
@@ -428,7 +425,6 @@ class PlanRequest:
         _ = self.prices
 
     def recipe_of(self) -> Recipe:
-        """The recipe with the keys that the command line sets."""
         named = [f"model.name={self.model}"] if self.model is not None else []
         recipe = _loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
         if recipe.batch < self.num_devices:

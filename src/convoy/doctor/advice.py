@@ -50,7 +50,6 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """The change and its gain, in a line."""
         other = " (another training)" if self.another_training else ""
         tried = "" if self.measured is None else f", {times_as_fast(self.measured)} when tried"
         least = "at least " if self.gain > 0.99 / (1 - _MOST_LOST) else ""
@@ -96,7 +95,6 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
 
 
 def _least(one: Advice) -> float:
-    """The gain from which on a change is mentioned."""
     if one.cause == "batch":
         return _LEAST_OF_A_BATCH
     return _LEAST_TRIED if one.another_training or one.cause in (*_TRIED, "threads") else LEAST

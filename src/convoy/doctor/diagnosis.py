@@ -68,12 +68,10 @@ class Diagnosis:
         return " ".join([f"{when}{self.sentence}", *(f"What would help most: {one.text}." for one in self.advice[:1])])
 
     def to_document(self) -> dict[str, Any]:
-        """The diagnosis for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_document(document: Any) -> "Diagnosis":
-        """The diagnosis that `to_document` gave."""
         return TypeAdapter(Diagnosis).validate_python(document)
 
     def text(self) -> str:

@@ -108,7 +108,6 @@ class Panel:
     figure: Figure | None
 
     def svg(self) -> Markup | None:
-        """The figure as an element of the page."""
         if self.figure is None:
             return None
         return Markup(inline_svg(self.figure, self.name, self.title, self.description))  # markup of our own making

@@ -69,7 +69,7 @@ def bench_command(run: Run) -> str:
 
 
 def num_devices(run: Run) -> int:
-    """On which the run was last."""
+    """The number of devices on which the run was last."""
     known = run.summary.devices if run.summary is not None else None
     noted = run.environment.get("devices")
     return known or (noted if isinstance(noted, int) else 1)

@@ -45,7 +45,6 @@ def last_result(run: Run, name: str) -> float | None:
 
 
 def _results(run: Run, summary: RunSummary) -> Iterator[Tile]:
-    """Results on the test split."""
     top1, top5, loss = (last_result(run, name) for name in ("top1", "top5", "loss"))
     images = num_test_images(run)
     places = units.percent_places(images)
