@@ -1,8 +1,5 @@
-"""The terminal, to which text of others is written so that it cannot steer it.
-
-Text of others that is to be shown: names of files and classes must not steer a terminal or turn a line around, and
-what was typed is not repeated at length.
-"""
+"""Text from elsewhere on a terminal: names of files and classes must not steer it or turn a line around, and what was
+typed is not repeated at length."""
 
 import codecs
 import difflib

@@ -1,9 +1,8 @@
 """Hosts that are network namespaces on a switch, behind links of a given rate.
 
 The switch is a bridge in a namespace of its own, so that nothing is seen of it outside. Both ends of every link are
-shaped by a token bucket, so a host neither sends nor receives faster. Needs root, `ip` and `tc`.
-
-Names that say which process made something, so that what a killed one left behind can be told and removed.
+shaped by a token bucket, so a host neither sends nor receives faster. Needs root, `ip` and `tc`. Names say which
+process made something, so that what a killed one left behind can be told and removed.
 """
 
 import ctypes
