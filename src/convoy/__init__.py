@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from convoy.script.state import state_dict as state_dict
     from convoy.training.restore import load_run as load_run
 
+# The public names by their modules: imported when they are first used, as `convoy --help` waits for neither them nor
+# torch.
 _NAMES = {
     "engine.deferred": "deferred",
     "engine.explain": "explain",
@@ -61,8 +63,6 @@ _NAMES = {
     "script.state": "load_optimizer_state_dict load_state_dict optimizer_state_dict state_dict",
     "training.restore": "load_run",
 }
-"""The public names by their modules: imported when they are first used, as `convoy --help` waits for neither them nor
-torch."""
 
 __all__ = ["ConvoyError", *sorted({*" ".join(_NAMES.values()).split()} - {"print"})]  # `import *` leaves Python's print
 

@@ -20,8 +20,8 @@ def compile_function(function: Callable[..., Any], **options: Any) -> Callable[.
     folder = Path(default_cache_dir())
     with contextlib.suppress(FileExistsError):
         folder.mkdir(0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise ConvoyError(f"{folder}, with code for torch's compiler, is somebody else's: set TMPDIR to one of yours")
-    folder.chmod(found.st_mode & 0o755)
+    folder.chmod(status.st_mode & 0o755)
     return torch.compile(function, **options)

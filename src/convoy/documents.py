@@ -28,8 +28,7 @@ _TYPES = [
 ]
 
 
-DEEPEST = 20
-"""Sections and lists within each other."""
+DEEPEST = 20  # sections and lists within each other
 
 
 class _Loader(yaml.SafeLoader):
@@ -75,11 +74,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value)
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file, which the sentences call `what` ("recipe").
-
-    Raises:
-        ConvoyError: it cannot be read or is no YAML mapping; the sentence has the file and the line.
-    """
+    """The mapping in a YAML file, which the sentences call `what` ("recipe"); a ConvoyError names the file and the
+    line."""
     if path.is_dir():
         raise ConvoyError(f"{path} is a folder: name the {what} file itself, for a run its config.yaml")
     document = parse(read_text(path, what), str(path))
@@ -91,15 +87,11 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse(text: str, source: str) -> Any:
-    """The value of a YAML text, which stands in a `source`.
-
-    Raises:
-        ConvoyError: it is no YAML; the sentence has the source and the line.
-    """
+    """The value of a YAML text; a ConvoyError names the `source` and the line."""
     if len(text) > LONGEST_TEXT:
         raise ConvoyError(f"{source}: more than {LONGEST_TEXT:,} characters, which no recipe, run or plan has")
     try:
-        found = yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark and "\n" in text else ""
@@ -107,9 +99,9 @@ def parse(text: str, source: str) -> Any:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConvoyError(f"{source}: this is no YAML ({reason})") from error
-    if _is_deeper(found, DEEPEST):
+    if _is_deeper(value, DEEPEST):
         raise ConvoyError(f"{source}: more than {DEEPEST} sections or lists within each other, which no key has")
-    return found
+    return value
 
 
 def _is_deeper(value: Any, levels: int) -> bool:

@@ -34,27 +34,19 @@ class MeetingError(MachineError):
 
 
 class TooLargeError(ConvoyError):
-    """A network does not fit into the memory of the devices.
-
-    Attributes:
-        needed: bytes on the device that needs most, in what is smallest.
-    """
+    """A network does not fit into the memory of the devices."""
 
     def __init__(self, message: str, needed: float = float("inf")) -> None:
         super().__init__(message)
-        self.needed = needed
+        self.needed = needed  # bytes on the device that needs most, in what is smallest
 
 
 class RankFailedError(MachineError):
-    """What all ranks tried together failed on one of them.
-
-    Attributes:
-        out_of_memory: whether for want of memory.
-    """
+    """What all ranks tried together failed on one of them."""
 
     def __init__(self, message: str, out_of_memory: bool = False) -> None:
         super().__init__(message)
-        self.out_of_memory = out_of_memory
+        self.out_of_memory = out_of_memory  # whether it failed for want of memory
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.out_of_memory)

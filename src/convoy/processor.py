@@ -9,7 +9,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def name() -> str:
-    """Its model."""
+    """The processor's model."""
     named = (line.partition(":")[2].strip() for line in _info().splitlines() if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine() or "CPU"
 
@@ -20,7 +20,7 @@ def flags() -> set[str]:
 
 
 def has_amx() -> bool:
-    """Whether it multiplies matrices in tiles, which oneDNN does in bf16 where it can."""
+    """Whether the processor multiplies matrices in tiles, which oneDNN does in bf16 where it can."""
     return "amx_tile" in flags()
 
 

@@ -31,11 +31,7 @@ LINE_EVERY_S = 5.0
 
 
 class ConsoleReporter(Reporter):
-    """Shows a run on a console: a bar where it is a terminal, a line now and then where it is not.
-
-    Args:
-        console: standard output, unless another is given.
-    """
+    """Shows a run on a console: a bar where it is a terminal, a line now and then where it is not."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)

@@ -1,8 +1,5 @@
-"""The terminal, to which text of others is written so that it cannot steer it.
-
-Text of others that is to be shown: names of files and classes must not steer a terminal or turn a line around, and
-what was typed is not repeated at length.
-"""
+"""Text from elsewhere on a terminal: names of files and classes must not steer it or turn a line around, and what was
+typed is not repeated at length."""
 
 import codecs
 import difflib
@@ -26,12 +23,7 @@ _LONGEST_WORD, _LONGEST_LINE = 240, 1_500
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""A text with what cannot be seen escaped: the control character ESC becomes `\x1b`.
-
-    Args:
-        text: any text.
-        keep: characters to leave as they are.
-    """
+    r"""A text with what cannot be seen escaped, but for the characters of `keep`: ESC becomes `\x1b`."""
     if text.isprintable():
         return text
     return "".join(
@@ -50,7 +42,7 @@ def brief(text: str, length: int = 80) -> str:
 
 def did_you_mean(name: str, names: Iterable[str], *, otherwise: str = "check its spelling") -> str:
     """The end of a sentence about an unknown `name`: ": did you mean a, b or c?", or `otherwise` if none is close."""
-    by_lower = {known.lower(): known for known in names}
+    by_lower = {candidate.lower(): candidate for candidate in names}
     close = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
     if not close:
         return f": {otherwise}"
@@ -74,8 +66,7 @@ def _unseen(sign: str) -> bool:
     return category in _UNSEEN or (category == "Cf" and sign not in _JOINERS)
 
 
-LOST: dict[str, OSError] = {}
-"""Why `stdout` or `stderr` could not be written to, the last time."""
+LOST: dict[str, OSError] = {}  # why `stdout` or `stderr` could not be written to, the last time
 
 
 class _Standard(io.FileIO):

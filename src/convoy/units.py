@@ -64,11 +64,7 @@ _UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mi
 
 
 def bytes_of(text: str, option: str) -> float:
-    """A size such as `8GB` or `512MiB` in bytes; a number alone is bytes.
-
-    Raises:
-        ConvoyError: it is none, or nothing.
-    """
+    """A size such as `8GB` or `512MiB` in bytes; a number alone is bytes."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
         raise ConvoyError(f"{option} {text} is no size: write e.g. 8GB or 512MiB")
@@ -76,13 +72,8 @@ def bytes_of(text: str, option: str) -> float:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
-    """Lines of a table whose columns are as wide as they must be.
-
-    Args:
-        headers: of the columns.
-        rows: the cells.
-        right: headers of the columns that are set flush right.
-    """
+    """Lines of a table whose columns are as wide as they must be; those under the headers in `right` are set flush
+    right."""
     lines = [headers, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     return [
@@ -94,8 +85,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence
     ]
 
 
-SPACE = "\u202f"
-"""Narrow no-break space: between a number and its unit (SI brochure, 5.4)."""
+SPACE = "\u202f"  # narrow no-break space: between a number and its unit (SI brochure, 5.4)
 
 MINUS = "\u2212"
 UNKNOWN = "–"

@@ -46,16 +46,11 @@ class Ask:
 
     @property
     def folder(self) -> Path:
-        """The folder of the study."""
         name = self.model.replace(":", "-").replace("/", "-")
         return self.out or Path("runs") / f"bench-{name}"
 
     def check(self) -> None:
-        """Refuse what cannot be, whatever the network and the machine.
-
-        Raises:
-            ConvoyError: some cannot.
-        """
+        """Refuse (ConvoyError) what cannot be, whatever the network and the machine."""
         for sentence in (*self._contradictions(), *self._too_small()):
             raise ConvoyError(sentence)
         for peer in self.peers_of():
@@ -71,19 +66,15 @@ class Ask:
             raise ConvoyError("precision=auto may differ from row to row: name one for all, e.g. --set precision=bf16")
 
     def recipe_of(self) -> Recipe:
-        """How the network is trained; its batch is that of a device where it grows with the devices.
-
-        Raises:
-            ConvoyError: there is no such recipe, or a key cannot be so.
-        """
-        given = [f"model.name={self.model}"] if self.model else []
-        given.append(f"data.path={self.data or 'mnist-mini'}")
+        """The recipe of the study; its batch is that of one device where it grows with the devices."""
+        overrides = [f"model.name={self.model}"] if self.model else []
+        overrides.append(f"data.path={self.data or 'mnist-mini'}")
         batch = self.batch or self.batch_per_device or (DEFAULT_BATCH if self.recipe is None else None)
-        given += [f"batch={batch}"] if batch is not None else []
-        return load_recipe(self.recipe or "default", [*given, *self.settings])
+        overrides += [f"batch={batch}"] if batch is not None else []
+        return load_recipe(self.recipe or "default", [*overrides, *self.settings])
 
     def says(self, key: str) -> bool:
-        """Whether a key of the recipe that begins so is among the settings."""
+        """Whether the settings have a key of the recipe that begins with `key`."""
         return any(setting.startswith(key) for setting in self.settings)
 
     def _contradictions(self) -> Iterator[str]:
@@ -148,11 +139,7 @@ class Ask:
         return [text.strip() for text in self.peers.split(",") if text.strip()]
 
     def numbers(self, available: int) -> list[int]:
-        """The numbers of devices; by default one and all that are available.
-
-        Raises:
-            ConvoyError: they are no numbers.
-        """
+        """The numbers of devices; by default one and all that are available."""
         if self.devices is None:
             return list(dict.fromkeys((1, available)))
         parts = [part.strip() for part in self.devices.split(",")]
@@ -161,30 +148,21 @@ class Ask:
         return [int(part) for part in parts]
 
     def shares_of(self) -> list[str]:
-        """Shares that plans have, as `Configuration` has them.
-
-        Raises:
-            ConvoyError: they are no numbers.
-        """
-        found = [text.strip() for text in self.shares.split(";")]
-        for text in found:
+        """Shares that plans have, in the form of `Configuration.shares`."""
+        texts = [text.strip() for text in self.shares.split(";")]
+        for text in texts:
             if text not in ("", "even", "auto") and not _positive(text.split(",")):
                 raise ConvoyError(f"--shares {text} are no shares: write even, auto or numbers such as 3,3,2")
-        return ["" if text == "even" else text for text in found]
+        return ["" if text == "even" else text for text in texts]
 
     def cluster(self) -> tuple[Cluster | None, str]:
-        """The cluster to emulate, and the text of its file.
-
-        Raises:
-            ConvoyError: the file cannot be read or is no cluster.
-        """
+        """The cluster to emulate, and the text of its file."""
         if self.emulate is None:
             return None, ""
         return Cluster.read(self.emulate), expanded(self.emulate).read_text(encoding="utf-8")
 
 
 def _positive(parts: Sequence[str]) -> bool:
-    """Whether all are numbers above 0."""
     try:
         return all(0 < float(part) < math.inf for part in parts)
     except ValueError:

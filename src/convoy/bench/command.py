@@ -31,30 +31,21 @@ from convoy.training.derived import num_microbatches, resolve
 from convoy.units import plural
 
 IMAGENET = 1_281_167
+# Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds.
 TIMED_S, LEAST, MOST = 2.0, 3, 100
-"""Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds."""
 
 
 @dataclass
 class Course:
-    """Work on the configurations of a study.
-
-    Attributes:
-        recipe: with which all are trained.
-        rows: configurations, also of earlier calls.
-        slots: where ranks run.
-        timeout: seconds after which ranks are given up; in trainings, seconds without a word from them.
-        progress: is told of the work as a whole.
-        tell: is told findings, in sentences.
-    """
+    """Work on the configurations of a study."""
 
     recipe: Recipe
-    rows: Sequence[Configuration]
+    rows: Sequence[Configuration]  # also those of earlier calls
     store: Store
     slots: RankSlots
-    timeout: float = 600.0
-    progress: Say = lambda what, done, total: None
-    tell: Callable[[str], None] = lambda sentence: None
+    timeout: float = 600.0  # seconds for all ranks; in a training, seconds without a word from them
+    progress: Say = lambda what, done, total: None  # hears of the work as a whole
+    tell: Callable[[str], None] = lambda sentence: None  # gets sentences for the user
 
 
 @dataclass
@@ -63,21 +54,13 @@ class MeasuringSchedule(Course):
 
     Every second round goes through the configurations backwards, and from round to round the devices move on by one
     over the cores, so that neither a machine that becomes slower nor a core that is slower favors anyone.
-
-    Attributes:
-        rounds: measurements of each configuration.
-        predict: whether the planner predicts.
     """
 
-    rounds: int = 1
-    predict: bool = True
+    rounds: int = 1  # measurements of each configuration
+    predict: bool = True  # whether the planner predicts
 
     def __call__(self) -> None:
-        """Measure.
-
-        Raises:
-            ConvoyError: no configuration at all can be measured, through a mistake of the user.
-        """
+        """Measure; a ConvoyError where no configuration at all can be measured."""
         self._began, self._planning, self._done = time.perf_counter(), 0.0, 0
         numbers = list(dict.fromkeys(row.devices for row in self.rows if row.kind == CONVOY))
         self._total = len(numbers) + self.rounds * len(self.rows)
@@ -107,8 +90,8 @@ class MeasuringSchedule(Course):
             plan, shares = (row.plan, row.shares) if row.plan != AUTO else (None, "")
             ranks = self._ranks(row, self._task(row, plan, shares, updates=2, warm_up=2), 1)
             if not isinstance(ranks, str):
-                each = max(statistics.median(rank.seconds) for rank in ranks)
-                return max(LEAST, min(MOST, round(TIMED_S / each)))
+                update_s = max(statistics.median(rank.seconds) for rank in ranks)
+                return max(LEAST, min(MOST, round(TIMED_S / update_s)))
             if row.plan != AUTO:
                 self._fail(row, ranks)
         return LEAST if any(row.plan == AUTO for row in self.rows) else None
@@ -116,20 +99,22 @@ class MeasuringSchedule(Course):
     def _forecast(self, devices: int) -> None:
         """Predict the rows on some devices that have no prediction yet, and let the planner choose."""
         rows = [row for row in self.rows if row.kind == CONVOY and row.devices == devices and not row.failed]
-        known = self.store.forecasts.get(devices, Forecast())
+        earlier = self.store.forecasts.get(devices, Forecast())
         numbers = {row.shares for row in rows if row.plan == AUTO and row.shares not in ("", "auto")}
-        bound = sorted(numbers.difference(known.bound))
+        bound = sorted(numbers.difference(earlier.bound))
         plans = list(dict.fromkeys(row.plan for row in rows if row.plan is not None))
-        if known.auto is not None:  # a choice stays
-            plans = [known.auto if plan == AUTO else plan for plan in plans if plan != AUTO or not known.auto_shares]
-        plans = [plan for plan in plans if plan == AUTO or (self.predict and plan not in known.predictions)]
+        if earlier.auto is not None:  # a choice stays
+            plans = [
+                earlier.auto if plan == AUTO else plan for plan in plans if plan != AUTO or not earlier.auto_shares
+            ]
+        plans = [plan for plan in plans if plan == AUTO or (self.predict and plan not in earlier.predictions)]
         if not plans and not bound:
             return
         began, what = time.perf_counter(), f"planning for {plural(devices, 'device')}"
         self.progress(what, self._done, self._total)
         keep = not self.store.study.cluster  # times on a share of a core are not those of this machine
         try:
-            found: Forecast = run_ranks(
+            forecast_: Forecast = run_ranks(
                 forecast,
                 self.slots.of(devices),
                 self._task(rows[0], None, ""),
@@ -143,10 +128,10 @@ class MeasuringSchedule(Course):
                 ),
             )[0]
         except (RankFailed, ConvoyError) as error:
-            found = Forecast(notes=[f"nothing is predicted for {devices}: {reason_of(error)}"])
-        for note in found.notes:
+            forecast_ = Forecast(notes=[f"nothing is predicted for {devices}: {reason_of(error)}"])
+        for note in forecast_.notes:
             self.tell(f"{plural(devices, 'device')}: {note}")
-        self.store.put_forecast(devices, found)
+        self.store.put_forecast(devices, forecast_)
         self._planning += time.perf_counter() - began
         self._save()
 
@@ -165,7 +150,6 @@ class MeasuringSchedule(Course):
         self._save()
 
     def _ranks(self, row: Configuration, task: MeasurementTask, round_: int) -> list[RankTimes] | str:
-        """Measurements of all ranks of a row, or why there are none."""
         slots = self.slots.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
         try:
@@ -197,20 +181,12 @@ class MeasuringSchedule(Course):
 
 @dataclass
 class TrainingRuns(Course):
-    """Trains what is not finished yet, stopped and gone on with as any run; the store is saved after every run.
+    """Trains what is not finished yet, stopped and gone on with as any run; the store is saved after every run."""
 
-    Attributes:
-        command: that repeats the study.
-    """
-
-    command: str = ""
+    command: str = ""  # the command line that repeats the study
 
     def __call__(self) -> None:
-        """Train.
-
-        Raises:
-            ConvoyError: no configuration at all can be trained, through a mistake of the user.
-        """
+        """Train; a ConvoyError where no configuration at all can be trained."""
         rows = [row for row in self.rows if row.kind == CONVOY and not row.place]
         trainings = [self.store.add_training(row) for row in rows]
         self._began = time.perf_counter()
@@ -268,16 +244,8 @@ class TrainingRuns(Course):
 
 
 def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
-    """Measure all rows that are not measured yet, and train them with --train-epochs.
-
-    Args:
-        ask: checked.
-        progress: is told of the work as a whole.
-        tell: is told sentences that stay.
-
-    Raises:
-        ConvoyError: something in it cannot be, or another process measures there.
-    """
+    """Measure all rows that are not measured yet, and train them with --train-epochs. `tell` gets sentences that
+    stay."""
     prepared = prepare(ask)
     study, recipe, rows = prepared.study, prepared.recipe, prepared.rows
     Store.open(ask.folder, study, prepared.machine)
@@ -312,13 +280,12 @@ def _coarse(prepared: Prepared) -> list[str]:
     study, microbatches = prepared.study, num_microbatches(prepared.recipe)
     by_speed = [row for row in prepared.rows if row.shares and study.speeds]
     wanted = [row.devices for row in by_speed if parts_of(row.plan or "serial", row.devices) == row.devices]
-    found = [too_coarse(study.batch_on(number), microbatches, study.speeds[:number]) for number in wanted]
-    return list(dict.fromkeys(filter(None, found)))
+    sentences = [too_coarse(study.batch_on(number), microbatches, study.speeds[:number]) for number in wanted]
+    return list(dict.fromkeys(filter(None, sentences)))
 
 
 @contextmanager
 def _places(cluster: Cluster | None) -> Iterator[Sequence[Location]]:
-    """The devices of an emulated cluster; none without one."""
     if cluster is None:
         yield []
         return

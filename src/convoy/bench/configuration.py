@@ -14,8 +14,8 @@ from convoy.plans.strategies import WORDS
 if TYPE_CHECKING:
     from convoy.training import Recipe
 
+# The package, and the extra of Convoy's, that a peer needs.
 EXTRAS = {"fabric": "lightning", "accelerate": "accelerate"}
-"""The package, and the extra of Convoy's, that a peer needs."""
 _AUTO_ON = re.compile(r"auto=[1-9][0-9]*")
 
 
@@ -26,11 +26,7 @@ def missing(kind: str) -> str | None:
 
 
 def check_peer(kind: str) -> None:
-    """Refuse what is no peer, or is not installed.
-
-    Raises:
-        ConvoyError: the sentence names the peers, or the extra.
-    """
+    """Refuse (ConvoyError) what is no peer, or is not installed."""
     if kind not in PEERS:
         raise ConvoyError(f"--peers {kind} is no peer: choose among {', '.join(PEERS)}")
     if (package := missing(kind)) is not None:
@@ -38,11 +34,7 @@ def check_peer(kind: str) -> None:
 
 
 def check_recipe(recipe: "Recipe") -> None:
-    """Refuse what only Convoy's trainer does.
-
-    Raises:
-        ConvoyError: the peers cannot train by this recipe.
-    """
+    """Refuse (ConvoyError) a recipe by which only Convoy trains."""
     for asked, what in (
         (recipe.precision == "fp16", "precision=fp16 (bf16 can be)"),
         (recipe.ema is not None, "ema"),
@@ -57,16 +49,10 @@ def configurations(
 ) -> list[Configuration]:
     """All rows: for every number of devices the plans that are for so many, and the peers.
 
-    Args:
-        devices: numbers of devices. One that comes twice is measured twice.
-        plans: texts of plans; a part without a size, as in `sample`, is on all devices of the configuration; `auto=4`
-            is the planner's on 4 devices only.
-        peers: keys of `PEERS`; with any, plain PyTorch on one device is measured too.
-        shares: of unequal devices, as in `Configuration`; plans that divide the samples have a row for each.
-        alone: so many devices are measured each by itself, where one device is asked for.
-
-    Raises:
-        ConvoyError: a plan is wrong, or for a number of devices that is not asked for.
+    A plan without a size, as `sample`, is on all devices of the configuration; `auto=4` is the planner's on 4 devices
+    only. Plans that divide the samples have a row for each of the `shares`. With any peer, plain PyTorch on one device
+    is measured too, and `alone` devices are measured each by itself where one device is asked for. A number of devices
+    that comes twice is measured twice. A ConvoyError says where a plan fits none of them.
     """
     rows: list[Configuration] = []
     used: set[str] = set()
@@ -110,7 +96,7 @@ def configurations(
 
 
 def parts_of(plan: str, devices: int) -> int:
-    """Into how many parts a plan divides the batch; one that the planner is to choose, into as many as devices."""
+    """The number of parts into which a plan divides the batch: as many as devices for one still to be chosen."""
     return devices if plan == AUTO else Plan.parse(plan).parts
 
 
@@ -125,11 +111,7 @@ def _fits(shares: str, plan: str, devices: int) -> bool:
 
 
 def fixed_size(text: str) -> int | None:
-    """How many devices a plan is for; None where it says nothing of that.
-
-    Raises:
-        ConvoyError: it is no plan.
-    """
+    """The number of devices that a plan is for; None where it does not say."""
     if text == AUTO or text in WORDS:
         return None
     if _AUTO_ON.fullmatch(text):
@@ -140,7 +122,6 @@ def fixed_size(text: str) -> int | None:
 
 
 def _plan(text: str, devices: int) -> str:
-    """A plan as a recipe has it."""
     if text == AUTO or _AUTO_ON.fullmatch(text):
         return AUTO
     return f"{text}={devices}" if text in WORDS else plan_text(Plan.parse(text))

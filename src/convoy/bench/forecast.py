@@ -28,47 +28,41 @@ from convoy.training.workloads import workload_of_recipe
 def forecast(
     task: MeasurementTask, plans: Sequence[str], bound: Sequence[str], predict: bool, keep: bool, say: Say
 ) -> Forecast:
-    """Predict all plans on the devices of a task, with the batch in even parts. All ranks call it.
+    """Predict all plans on the devices of a task's recipe, with the batch in even parts. All ranks call it.
 
-    Devices that are not equally fast are predicted as such. Shares are not, but those that the planner has for `auto`.
-
-    Args:
-        task: its recipe has the devices; its plan does not matter.
-        plans: texts of plans for so many; `auto` is found first.
-        bound: shares, as numbers, for which a plan is to be found.
-        predict: whether predictions are wanted, beside the plan of `auto`.
-        keep: whether measured times are kept for the next time, and those that are kept are used.
-        say: is told of long work.
+    Devices that are not equally fast are predicted as such; shares are not, but those that the planner has for `auto`.
+    For `auto` among the plans, and for each of the shares in `bound`, the planner first finds a plan, also where
+    `predict` is false. `keep` uses times that were measured before, and stores new ones.
     """
     ranks, device = join(task)
     data = data_of(task.made, task.recipe)
-    found = Forecast()
+    result = Forecast()
     rivals = [plan for text in plans if text != AUTO and (plan := Plan.parse(text)).mesh.num_devices == ranks.num]
 
     def choose(numbers: str = "") -> Session:
         parallel = task.recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(numbers)})
         recipe = task.recipe.model_copy(update={"parallel": parallel})
         session = set_up(recipe, device, say, ranks, data, keep, rivals=[] if numbers else rivals)
-        found.notes.extend(f"shares {numbers}: {note}" if numbers else note for note in session.notes)
+        result.notes.extend(f"shares {numbers}: {note}" if numbers else note for note in session.notes)
         return session
 
     if AUTO in plans:
         session = choose()
-        found.auto, counts = plan_text(session.plan), session.division.counts
+        result.auto, counts = plan_text(session.plan), session.division.counts
         even = microbatch_sizes(len(session.division.sizes), len(counts))
         if task.recipe.parallel.shares is None and counts != even:
-            found.auto_shares = list(counts)
-            found.notes.append(f"plan auto divides the batch by speed: {text_of(counts)} microbatches")
+            result.auto_shares = list(counts)
+            result.notes.append(f"plan auto divides the batch by speed: {text_of(counts)} microbatches")
             if predict and session.scored is not None:
-                found.predictions[AUTO] = _prediction(session.scored)
+                result.predictions[AUTO] = _prediction(session.scored)
         del session
     for numbers in bound:
         try:
-            found.bound[numbers] = plan_text(choose(numbers).plan)
+            result.bound[numbers] = plan_text(choose(numbers).plan)
         except ConvoyError as error:
-            found.notes.append(f"auto, shares {numbers}: {error}")
+            result.notes.append(f"auto, shares {numbers}: {error}")
     if not predict:
-        return found
+        return result
     set_numerics(task.recipe)
     data = data or open_data(task.recipe.data)
     model, _ = build_model(task.recipe, data)
@@ -77,33 +71,33 @@ def forecast(
     shape = data.channels, data.image_size, data.image_size
     try:
         workload = workload_of_recipe(task.recipe, model.train(), shape, ranks.num, device, ranks.group)
-        wanted: dict[str, Plan] = {}
-        for text in dict.fromkeys(found.auto if text == AUTO and found.auto is not None else text for text in plans):
+        to_score: dict[str, Plan] = {}
+        for text in dict.fromkeys(result.auto if text == AUTO and result.auto is not None else text for text in plans):
             try:
                 plan = Plan.parse(text)
                 workload.place(plan)
-                wanted[text] = plan
+                to_score[text] = plan
             except ConvoyError as error:
-                found.notes.append(f"{text}: {error}")
+                result.notes.append(f"{text}: {error}")
         planned = make_plan(
             replace(workload, by_speed=None, schedules=(task.recipe.parallel.schedule or "1f1b",)),
             ranks.num,
             Ranks.here() if ranks.num > 1 else Ranks(),
             store=ProfileStore() if keep else None,
-            plans=list(wanted.values()),
+            plans=list(to_score.values()),
             progress=say,
         )
         by_plan = {one.plan: one for one in planned.candidates}
-        for text, plan in wanted.items():
-            found.predictions[text] = _prediction(planned.serial if ranks.num == 1 else by_plan[plan])
-        found.notes.extend(planned.notes)
-        own = found.predictions.get(found.auto or "")
-        for text, other in found.predictions.items():
-            if own is not None and other.seconds < own.seconds and AUTO in plans:
-                found.notes.append(f"{text} is predicted to be faster than {found.auto}, but did not win the race")
+        for text, plan in to_score.items():
+            result.predictions[text] = _prediction(planned.serial if ranks.num == 1 else by_plan[plan])
+        result.notes.extend(planned.notes)
+        chosen_prediction = result.predictions.get(result.auto or "")
+        for text, other in result.predictions.items():
+            if chosen_prediction is not None and other.seconds < chosen_prediction.seconds and AUTO in plans:
+                result.notes.append(f"{text} is predicted to be faster than {result.auto}, but did not win the race")
     except ConvoyError as error:
-        found.notes.append(f"nothing is predicted: {error}")
-    return found
+        result.notes.append(f"nothing is predicted: {error}")
+    return result
 
 
 def _prediction(scored: Scored) -> PlanPrediction:

@@ -66,11 +66,7 @@ def _measure_convoy(task: MeasurementTask) -> RankTimes:
 
 
 def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
-    """With `shares=auto`, measure what a microbatch takes each device, and divide the batch by that.
-
-    Returns:
-        How many updates that took.
-    """
+    """With `shares=auto`, divide the batch by each device's time for a microbatch; the number of updates that took."""
     if session.recipe.parallel.shares != "auto" or session.ranks.num_sample_ranks == 1:
         return 0
     speed, step, updates = SpeedTest(), session.step(), 0
@@ -88,30 +84,19 @@ def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A network ready to be trained.
-
-    Attributes:
-        backward: of a loss.
-        unfinished: the context of a pass whose gradients are not exchanged.
-    """
+    """A network ready to be trained."""
 
     network: Callable[..., Any]
     optimizer: Optimizer
     backward: Callable[[Tensor], None] = Tensor.backward
+    # the context of a pass whose gradients are not exchanged
     unfinished: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def wrap(kind: str, model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
-    """A network as a peer trains it. All ranks call it; it joins them, if nobody has.
+    """A network, on its device, as plain PyTorch or a peer trains it. All ranks call it; it joins them, if nobody has.
 
     The peers take the group that there is: one of their own would meet in a store that listens on all interfaces.
-
-    Args:
-        kind: `torch` for plain PyTorch, or a key of `PEERS`.
-        model: on its device.
-        optimizer: of its parameters.
-        num: how many ranks there are.
-        device: of this one.
     """
     wrappers = {"ddp": _ddp, "fabric": _fabric, "accelerate": _accelerate}
     if num > 1:
@@ -147,8 +132,8 @@ def _measure_peer(task: MeasurementTask) -> RankTimes:
     recipe, num, rank = task.recipe, task.num_devices, int(os.environ.get("RANK", "0"))
     if recipe.batch % num:
         raise ConvoyError(f"--peers divide the batch evenly, but {recipe.batch} samples are no multiple of {num}")
-    own = recipe.batch // num
-    positions = range(rank * own, (rank + 1) * own)
+    local_batch = recipe.batch // num
+    positions = range(rank * local_batch, (rank + 1) * local_batch)
     device = torch.device("cpu")
     if task.device_type == "cuda":
         device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")

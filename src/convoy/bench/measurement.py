@@ -25,7 +25,7 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass
 class Stopwatch:
-    """Takes the time of updates. A part within another one counts there no more.
+    """Takes the time of updates and of their parts; a part within another one is not counted in that as well.
 
     On a GPU marks are events in its stream, so that what is waited for is what its computing waits for.
     """
@@ -39,7 +39,7 @@ class Stopwatch:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """While entered, waits of the engine and steps of optimizers are seen."""
+        """Sees waits of the engine and steps of optimizers while it is entered."""
         with ExitStack() as stack:
             stack.enter_context(watching(self))
             for handle in (
@@ -51,7 +51,6 @@ class Stopwatch:
 
     @contextmanager
     def section(self, part: str) -> Iterator[None]:
-        """All that is done inside belongs to a part."""
         self.enter(part)
         try:
             yield
@@ -70,7 +69,7 @@ class Stopwatch:
         self._stack.pop()
 
     def lap(self) -> None:
-        """An update begins, and the one before it ends."""
+        """End an update, if one was begun, and begin the next."""
         self._close()
         self._laps.append(self._since)
         self._sections.append([])
@@ -84,12 +83,12 @@ class Stopwatch:
         """Seconds of all updates between two laps, and of their parts, as `RankTimes` has them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found = {"seconds": [self._between(start, end) for start, end in pairwise(self._laps)]}
-        found |= {part: [0.0] * len(found["seconds"]) for part in (COMMUNICATION, INPUT, OPTIMIZER)}
+        times = {"seconds": [self._between(start, end) for start, end in pairwise(self._laps)]}
+        times |= {part: [0.0] * len(times["seconds"]) for part in (COMMUNICATION, INPUT, OPTIMIZER)}
         for number in range(len(self._laps) - 1):
             for part, begun, ended in self._sections[number]:
-                found[part][number] += self._between(begun, ended)
-        return found
+                times[part][number] += self._between(begun, ended)
+        return times
 
     @property
     def overhead(self) -> float:
@@ -100,8 +99,8 @@ class Stopwatch:
         for _ in range(_PAIRS):
             probe.enter()
             probe.leave()
-        each = (time.perf_counter() - start) / (2 * _PAIRS)
-        return each * self._num_marks / max(1, len(self._laps) - 1)
+        mark_s = (time.perf_counter() - start) / (2 * _PAIRS)
+        return mark_s * self._num_marks / max(1, len(self._laps) - 1)
 
     def _close(self) -> None:
         now = self._now()
@@ -123,23 +122,14 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class MeasurementTask:
-    """One measurement of a configuration, as its ranks are told.
-
-    Attributes:
-        kind: of the configuration.
-        recipe: of the configuration, with its devices and its plan.
-        made: made-up pictures; None for those of the recipe.
-        device_type: `cpu` or `cuda`.
-        updates: timed ones.
-        warm_up: updates before them.
-    """
+    """One measurement of a configuration, as its ranks are told."""
 
     kind: str
-    recipe: Recipe
-    made: Made | None
-    device_type: str
-    updates: int
-    warm_up: int
+    recipe: Recipe  # with the devices and the plan of the configuration
+    made: Made | None  # None for the recipe's pictures
+    device_type: str  # `cpu`, `cuda`, or one GPU as `cuda:1`
+    updates: int  # those that are timed
+    warm_up: int  # updates before them
 
     @property
     def num_devices(self) -> int:
@@ -147,7 +137,7 @@ class MeasurementTask:
 
 
 class MemoryPeak:
-    """The most bytes that this process has had since, beyond those that it had at the beginning."""
+    """The most bytes that this process has had since it was made, beyond those that it had then."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -172,8 +162,8 @@ class MemoryPeak:
 def join(task: MeasurementTask) -> tuple[Ranks, torch.device]:
     """The ranks, and this one's device; memory that is freed stays with the process, also on one device."""
     if task.num_devices > 1:
-        ranks, own = join_ranks(device=task.device_type)
-        return ranks, own if task.device_type == "cuda" else torch.device("cpu")
+        ranks, device = join_ranks(device=task.device_type)
+        return ranks, device if task.device_type == "cuda" else torch.device("cpu")
     device = choose_device(task.device_type)
     keep_freed_memory(device)
     return Ranks(), device

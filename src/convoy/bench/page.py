@@ -50,21 +50,17 @@ class Written:
 
 
 def write_files(folder: Path) -> Written:
-    """Write all files of the study in a folder, as far as it was measured.
-
-    Raises:
-        ConvoyError: there is no study, or they cannot be written.
-    """
+    """Write all files of the study in a folder, as far as it was measured."""
     store = Store.read(folder)
-    found, trained = Results(store), convergence(store)
+    results, trained = Results(store), convergence(store)
     drawn: list[Panel] = []
     tables: dict[str, str] = {}
-    said: list[str] = []
-    if found.rows or trained is None:
-        drawn += panels(found)
-        tables |= {"table.csv": csv_of(records(found)), "table.tex": latex_text(found, store)}
-        said += [*doubts(found), *remarks(store, found)]
-    said += missing(found)
+    sentences: list[str] = []
+    if results.rows or trained is None:
+        drawn += panels(results)
+        tables |= {"table.csv": csv_of(records(results)), "table.tex": latex_text(results, store)}
+        sentences += [*doubts(results), *remarks(store, results)]
+    sentences += missing(results)
     if trained is not None:
         drawn += convergence_panels(trained)
         tables |= {
@@ -72,30 +68,34 @@ def write_files(folder: Path) -> Written:
             "convergence.tex": convergence_latex(trained, store),
             "curves.csv": csv_of(curve_records(trained)),
         }
-        said += [*convergence_remarks(trained), *missing(trained)]
+        sentences += [*convergence_remarks(trained), *missing(trained)]
     files = {name: text.encode() for name, text in tables.items()}
     pictures = [(panel, _files(panel)) for panel in drawn]
-    content = _content(store, found, trained)
+    content = _content(store, results, trained)
     html = pages.render(
         "bench.html.jinja",
         ("report.css", "bench.css"),
         ("copy.js",),
         **content,
         panels=[
-            (panel, panel.svg(), [(name, data_uri(one, KINDS[name.rpartition(".")[2]])) for name, one in own.items()])
-            for panel, own in pictures
+            (
+                panel,
+                panel.svg(),
+                [(name, data_uri(one, KINDS[name.rpartition(".")[2]])) for name, one in contents.items()],
+            )
+            for panel, contents in pictures
         ],
         downloads=[Download.of(name, one) for name, one in {NAME: store.path.read_bytes(), **files}.items()],
     )
     files["report.html"] = html.encode("utf-8", errors="replace")
-    for _, own in pictures:
-        files |= own
+    for _, contents in pictures:
+        files |= contents
     try:
         for name, one in files.items():
             write_atomically(folder / name, lambda path, one=one: path.write_bytes(one))  # type: ignore[misc]
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
-    return Written(found, trained, said, folder / "report.html")
+    return Written(results, trained, sentences, folder / "report.html")
 
 
 def _files(panel: Panel) -> dict[str, bytes]:
@@ -111,11 +111,11 @@ def _files(panel: Panel) -> dict[str, bytes]:
     return files
 
 
-def _content(store: Store, found: Results, trained: Convergence | None) -> dict[str, Any]:
+def _content(store: Store, results: Results, trained: Convergence | None) -> dict[str, Any]:
     study, table = store.study, store.table
-    whole = not any((one.waiting or one.failed) for one in (found, trained) if one is not None)
-    timed = bool(found.rows) or trained is None
-    own_plans = {row.devices: row.found_plan for row in found.rows if "\n" in row.found_plan}
+    whole = not any((one.waiting or one.failed) for one in (results, trained) if one is not None)
+    timed = bool(results.rows) or trained is None
+    own_plans = {row.devices: row.found_plan for row in results.rows if "\n" in row.found_plan}
     return {
         "name": "scaling study",
         "title": units.shorten(study.model, 60),
@@ -123,18 +123,18 @@ def _content(store: Store, found: Results, trained: Convergence | None) -> dict[
         "status": "complete" if whole else "incomplete",
         "status_kind": "good" if whole else "warn",
         "facts": _facts(store),
-        "tiles": [*_tiles(found), *(_convergence_tiles(trained) if trained else ())],
-        "reference": _reference(found),
-        "rows": [_cells(row, found) for row in found.rows],
+        "tiles": [*_tiles(results), *(_convergence_tiles(trained) if trained else ())],
+        "reference": _reference(results),
+        "rows": [_cells(row, results) for row in results.rows],
         "epochs": None if table.epochs is None else units.value(table.epochs),
         "dataset_size": table.dataset_size,
         "timed": timed,
-        "remarks": remarks(store, found) if timed else [],
+        "remarks": remarks(store, results) if timed else [],
         "trained": convergence_lines(trained) if trained else None,
         "trained_numbers": CONVERGENCE_NUMBERS,
         "trained_remarks": convergence_remarks(trained) if trained else [],
-        "missing": [*doubts(found), *missing(found), *(missing(trained) if trained else ())],
-        "notes": found.notes,
+        "missing": [*doubts(results), *missing(results), *(missing(trained) if trained else ())],
+        "notes": results.notes,
         "chosen": [(units.plural(devices, "device"), plan.strip()) for devices, plan in own_plans.items()],
         "commands": list(dict.fromkeys(session.command for session in store.sessions)),
         "machine": store.machine,
@@ -157,23 +157,22 @@ def _facts(store: Store) -> list[str]:
     return [*facts, f"PyTorch {machine['torch']}", *([f"started {started} UTC"] if started else [])]
 
 
-def _reference(found: Results) -> str:
-    reference = found.reference
-    if reference is None or found.has_one_reference:
+def _reference(results: Results) -> str:
+    reference = results.reference
+    if reference is None or results.has_one_reference:
         return "one device"
     if reference.devices == 1:
         return f"the fastest row on one device ({reference.name})"
     return f"{reference.name}, as nothing was measured on one device"
 
 
-def _tiles(found: Results) -> list[Tile]:
-    """The best row, and what it means."""
-    if not found.rows:
+def _tiles(results: Results) -> list[Tile]:
+    if not results.rows:
         return []
-    own = [row for row in found.rows if row.kind == CONVOY] or found.rows
-    best = max([row for row in own if row.devices > 1] or own, key=lambda row: row.speedup)
+    rows = [row for row in results.rows if row.kind == CONVOY] or results.rows
+    best = max([row for row in rows if row.devices > 1] or rows, key=lambda row: row.speedup)
     where = f"{units.shorten(best.name, 40)} on {units.plural(best.devices, 'device')}"
-    one = found.reference
+    one = results.reference
     if best.efficiency is None and one is not None:
         where += f", over {units.shorten(one.name, 40)} on {one.devices}"
     spread = "" if best.speedup_spread is None else f"± {best.speedup_spread:.2f}, "
@@ -183,13 +182,12 @@ def _tiles(found: Results) -> list[Tile]:
         tiles.append(Tile("Efficiency", units.percent(best.efficiency, 0), ideal))
     tiles.append(Tile("Images per second", units.significant(best.images_per_s), where))
     if best.days is not None:
-        alone = f"{units.significant(one.days)} on {units.plural(one.devices, 'device')}" if one is not None else ""
-        tiles.append(Tile("Days of training", units.significant(best.days), alone))
+        base = f"{units.significant(one.days)} on {units.plural(one.devices, 'device')}" if one is not None else ""
+        tiles.append(Tile("Days of training", units.significant(best.days), base))
     return tiles
 
 
 def _convergence_tiles(trained: Convergence) -> list[Tile]:
-    """How far the curves are from each other."""
     reference = trained.reference
     if not trained.compared or reference is None:
         return []
@@ -199,12 +197,12 @@ def _convergence_tiles(trained: Convergence) -> list[Tile]:
     return [Tile("Largest distance", points(max(distance.error for _, distance in trained.compared)), of)]
 
 
-def _cells(row: StudyRow, found: Results) -> dict[str, Any]:
-    best = max(found.rows, key=lambda one: one.speedup)
+def _cells(row: StudyRow, results: Results) -> dict[str, Any]:
+    best = max(results.rows, key=lambda one: one.speedup)
     step, _, spread = plus_minus(row.seconds, row.spread).partition(" ± ")
     if spread:
         step = f"{step} {spread.partition(' ')[2]}"
-    before = found.rows[max(0, found.rows.index(row) - 1)]
+    before = results.rows[max(0, results.rows.index(row) - 1)]
     looks = {"best": row is best, "peer": row.kind != CONVOY, "group": before.devices != row.devices}
     return {
         "look": " ".join(look for look, holds in looks.items() if holds),

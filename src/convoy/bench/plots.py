@@ -34,37 +34,34 @@ PARTS = {
     OPTIMIZER: ("optimizer", ax.GREEN),
 }
 SHORT = {"ddp": "DDP", "fabric": "Fabric", "accelerate": "accelerate", TORCH: "PyTorch"}
-LEGEND, PLOT = 15, 170
-"""In points: height of a line of a legend, and of a plot."""
-_ROW, _SIDE = 31, 8
-"""In points: height of a row, and the margin left of rows."""
-_HANDLE = 1.4
-"""Width of a handle in a legend, in sizes of its font."""
+LEGEND, PLOT = 15, 170  # in points: height of a line of a legend, and of a plot
+_ROW, _SIDE = 31, 8  # in points: height of a row, and the margin left of rows
+_HANDLE = 1.4  # width of a handle in a legend, in sizes of its font
 
 
-def panels(found: Results) -> list[Panel]:
+def panels(results: Results) -> list[Panel]:
     """All pictures, in the order of the report."""
     with ax.house_style():
-        return [_speedups(found), _parts(found), _predictions(found)]
+        return [_speedups(results), _parts(results), _predictions(results)]
 
 
-def _series(found: Results) -> dict[str, list[StudyRow]]:
+def _series(results: Results) -> dict[str, list[StudyRow]]:
     """Rows that differ by their devices only, by name; each begins at one device, if that was measured."""
-    several = [row for row in found.rows if row.devices > 1]
-    one = found.reference
+    several = [row for row in results.rows if row.devices > 1]
+    one = results.reference
     lines = {}
     for series in dict.fromkeys(row.series for row in several):
         rows = sorted((row for row in several if row.series == series), key=lambda row: row.devices)
-        alone = [row for row in found.rows if row.devices == 1 and (row.kind == CONVOY) == (rows[0].kind == CONVOY)]
+        alone = [row for row in results.rows if row.devices == 1 and (row.kind == CONVOY) == (rows[0].kind == CONVOY)]
         first = alone[:1] or ([one] if one is not None and one.devices == 1 else [])
         lines[series] = [*first, *rows]
     return {SHORT.get(name, short(name) if "\n" not in name else "plan"): rows for name, rows in lines.items()}
 
 
-def _speedups(found: Results) -> Panel:
+def _speedups(results: Results) -> Panel:
     """Images per second over those of the reference, against the devices."""
     name, title = "speed-up", "Speed-up over devices"
-    lines = _series(found)
+    lines = _series(results)
     if not lines:
         return Panel(name, title, "Nothing has been measured on several devices yet.", None)
     every = [row for rows in lines.values() for row in rows]
@@ -98,16 +95,15 @@ def _speedups(found: Results) -> Panel:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
     legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
     several = ((label, row) for label, rows in lines.items() for row in rows if row.devices > 1)
-    said = (f"{label}: {row.speedup:.2f} on {row.devices}." for label, row in several)
-    return Panel(name, title, " ".join(said), figure)
+    sentences = (f"{label}: {row.speedup:.2f} on {row.devices}." for label, row in several)
+    return Panel(name, title, " ".join(sentences), figure)
 
 
-def _parts(found: Results) -> Panel:
-    """A bar for each row: the parts of an update's time."""
+def _parts(results: Results) -> Panel:
     name, title = "parts", "Where an update's time goes"
-    if not found.rows:
+    if not results.rows:
         return Panel(name, title, "Nothing has been measured yet.", None)
-    longest = max(row.seconds for row in found.rows)
+    longest = max(row.seconds for row in results.rows)
 
     def draw(axes: Axes, row: StudyRow, level: float) -> None:
         start = 0.0
@@ -115,23 +111,23 @@ def _parts(found: Results) -> Panel:
             axes.barh(level, row.parts[part], left=start, height=0.36, color=color, edgecolor=ax.PAPER, linewidth=0.6)
             start += row.parts[part]
 
-    figure, axes = _rows_figure(title, found.rows, longest, lambda row: time_of(row.seconds), draw)
+    figure, axes = _rows_figure(title, results.rows, longest, lambda row: time_of(row.seconds), draw)
     legend_above(
         axes,
         [axes.barh(-9, 0, color=color) for _, color in PARTS.values()],
         [word for word, _ in PARTS.values()],
     )
-    said = (
+    sentences = (
         f"{name_of(row)}: {', '.join(f'{word} {time_of(row.parts[part])}' for part, (word, _) in PARTS.items())}."
-        for row in found.rows
+        for row in results.rows
     )
-    return Panel(name, title, " ".join(said), figure)
+    return Panel(name, title, " ".join(sentences), figure)
 
 
-def _predictions(found: Results) -> Panel:
+def _predictions(results: Results) -> Panel:
     """Predicted and measured time of an update, with its spread, for each row that has a prediction."""
     name, title = "predictions", "Predicted and measured"
-    rows = [row for row in found.rows if row.predicted is not None]
+    rows = [row for row in results.rows if row.predicted is not None]
     if not rows:
         return Panel(name, title, "Nothing was predicted.", None)
     longest = max(max(row.seconds + (row.spread or 0), row.predicted or 0) for row in rows)
@@ -143,10 +139,10 @@ def _predictions(found: Results) -> Panel:
 
     figure, axes = _rows_figure(title, rows, longest, lambda row: signed(row.error), draw)
     legend_above(axes, [_measured(axes, -1, -9, 0), _predicted(axes, -1, -9)], ["measured, ± spread", "predicted"])
-    said = (
+    sentences = (
         f"{name_of(row)}: predicted {time_of(row.predicted or 0)}, measured {time_of(row.seconds)}." for row in rows
     )
-    return Panel(name, title, " ".join(said), figure)
+    return Panel(name, title, " ".join(sentences), figure)
 
 
 def _measured(axes: Axes, seconds: float, level: float, spread: float) -> ErrorbarContainer:
@@ -190,13 +186,13 @@ def legend_room(words: Sequence[str], most: int) -> tuple[int, float]:
     """How many columns of a legend fit beside each other, `most` at most, and the margin above the axes for it."""
     with ax.house_style():
         size = FontProperties().get_size_in_points()
-        handle, apart = size * (_HANDLE + ax.LEGEND["handletextpad"]), size * ax.LEGEND["columnspacing"]
+        handle, gap = size * (_HANDLE + ax.LEGEND["handletextpad"]), size * ax.LEGEND["columnspacing"]
         widths = [handle + TextPath((0, 0), word).get_extents().width for word in words]
     columns = next(
         number
         for number in range(most, 0, -1)
         if number == 1
-        or sum(max(column, default=0) for column in np.array_split(widths, number)) + apart * (number - 1)
+        or sum(max(column, default=0) for column in np.array_split(widths, number)) + gap * (number - 1)
         <= ax.WIDTH - _SIDE
     )
     return columns, ax.TOP + LEGEND * (-(-len(words) // columns) - 1)
@@ -226,110 +222,106 @@ def name_of(row: StudyRow | ErrorCurve) -> str:
 
 
 _COLORS = tuple(color for color in COLORS if color != ax.INK)  # which the reference has
-_STRIP, _GAP = 52, 40
-"""In points: height of the strip of distances, and what lies between it and the curves."""
+_STRIP, _GAP = 52, 40  # in points: height of the strip of distances, and what lies between it and the curves
 
 
-def convergence_panels(found: Convergence) -> list[Panel]:
+def convergence_panels(convergence: Convergence) -> list[Panel]:
     """Test error over time and over updates."""
     names = {"error-time": "Test error over time", "error-updates": "Test error over updates"}
-    if not found.curves or found.reference is None:
+    if not convergence.curves or convergence.reference is None:
         return [Panel(name, title, "No configuration has been evaluated yet.", None) for name, title in names.items()]
     with ax.house_style():
-        drawn = (_over_time(found), _over_updates(found, found.reference))
+        drawn = (_over_time(convergence), _over_updates(convergence, convergence.reference))
         return [Panel(*one, *text_and_figure) for one, text_and_figure in zip(names.items(), drawn, strict=True)]
 
 
-def _over_time(found: Convergence) -> tuple[str, Figure]:
-    last = max(curve.seconds[-1] for curve in found.curves)
+def _over_time(convergence: Convergence) -> tuple[str, Figure]:
+    last = max(curve.seconds[-1] for curve in convergence.curves)
     size, unit = ax.time_unit(last)
-    times = [[second / size for second in curve.seconds] for curve in found.curves]
+    times = [[second / size for second in curve.seconds] for curve in convergence.curves]
     look = {"color": ax.INK, "linewidth": 1.6}
-    figure, axes = _curves(found, "Test error over time, %", f"{unit} of training", times, look)
+    figure, axes = _curves(convergence, "Test error over time, %", f"{unit} of training", times, look)
     ax.time_axis(axes, last / size)
-    said = (
+    sentences = (
         f"{name_of(curve)}: {units.significant(100 * curve.errors[-1])}{units.SPACE}% after "
         f"{units.duration(curve.seconds[-1])}."
-        for curve in found.curves
+        for curve in convergence.curves
     )
-    return " ".join(said), figure
+    return " ".join(sentences), figure
 
 
-def _over_updates(found: Convergence, reference: ErrorCurve) -> tuple[str, Figure]:
+def _over_updates(convergence: Convergence, reference: ErrorCurve) -> tuple[str, Figure]:
     """The curves, and under them how far each is from the serial one.
 
     The reference is a wide pale line, so that it is seen with those that lie on it.
     """
-    steps, look = [curve.steps for curve in found.curves], {"color": ax.MUTED, "alpha": 0.45, "linewidth": 6}
-    figure, axes = _curves(found, "Test error over updates, %", "", steps, look, below=_GAP + _STRIP)
+    steps, look = [curve.steps for curve in convergence.curves], {"color": ax.MUTED, "alpha": 0.45, "linewidth": 6}
+    figure, axes = _curves(convergence, "Test error over updates, %", "", steps, look, below=_GAP + _STRIP)
     whole, place = figure.get_figheight() * 72, axes.get_position()
     strip = figure.add_axes((place.x0, ax.BOTTOM / whole, place.width, _STRIP / whole))
-    _draw_distances(strip, found, reference)
+    _draw_distances(strip, convergence, reference)
     for one in (axes, strip):
-        ax.count_axis(one, max(curve.steps[-1] for curve in found.curves))
+        ax.count_axis(one, max(curve.steps[-1] for curve in convergence.curves))
     axes.tick_params(labelbottom=False)
     strip.set_xlabel("updates", labelpad=4)
     heading = f"Distance from {name_of(reference)}, percentage points"
     figure.text(2 / ax.WIDTH, (ax.BOTTOM + _STRIP + 11) / whole, heading, size=10.5)
-    said = (
+    sentences = (
         f"{name_of(curve)}: at most {units.significant(100 * distance.error)} points from {name_of(reference)}."
-        for curve, distance in found.compared
+        for curve, distance in convergence.compared
     )
-    return " ".join(said), figure
+    return " ".join(sentences), figure
 
 
 def _curves(
-    found: Convergence,
+    convergence: Convergence,
     title: str,
     xlabel: str,
     places: Sequence[Sequence[float]],
     reference: Mapping[str, Any],
     below: float = 0,
 ) -> tuple[Figure, Axes]:
-    """A panel of all curves.
-
-    Args:
-        places: of the evaluations of each curve, on the x axis.
-        reference: look of the curve that others are compared to.
-        below: points that stay free under the axes.
-    """
-    columns, above = legend_room([name_of(curve) for curve in found.curves], 2)
+    """A panel of all curves over `places`, the x values of each one's evaluations; `below` points stay free under
+    it."""
+    columns, above = legend_room([name_of(curve) for curve in convergence.curves], 2)
     figure = ax.new_figure(above + PLOT + below + ax.BOTTOM)
     axes = ax.add_axes(figure, title, xlabel, above=above, height=PLOT)
-    for number, (curve, x) in enumerate(zip(found.curves, places, strict=True)):
-        is_reference = curve.distance is None and len(found.curves) > 1
-        look = reference if is_reference else _look(found, number, len(x))
+    for number, (curve, x) in enumerate(zip(convergence.curves, places, strict=True)):
+        is_reference = curve.distance is None and len(convergence.curves) > 1
+        look = reference if is_reference else _look(convergence, number, len(x))
         axes.plot(x, [100 * error for error in curve.errors], label=name_of(curve), clip_on=False, **look)
-    ax.wide_axis(axes, np.array([100 * error for curve in found.curves for error in curve.errors]))
+    ax.wide_axis(axes, np.array([100 * error for curve in convergence.curves for error in curve.errors]))
     legend_above(axes, *axes.get_legend_handles_labels(), columns=columns, left=ax.LEFT)
     return figure, axes
 
 
-def _look(found: Convergence, number: int, points: int) -> dict[str, Any]:
+def _look(convergence: Convergence, number: int, points: int) -> dict[str, Any]:
     """Color, line and marks of a curve; no two have their marks at the same evaluations, where there are enough."""
-    place = number - sum(curve.distance is None for curve in found.curves[:number])
-    apart = min(len(found.compared), max(1, points // 3)) or 1
+    place = number - sum(curve.distance is None for curve in convergence.curves[:number])
+    interval = min(len(convergence.compared), max(1, points // 3)) or 1
     return {
         "color": _COLORS[place % len(_COLORS)],
         "linestyle": DASHES[place // len(_COLORS) % len(DASHES)],
         "marker": MARKERS[place % len(MARKERS)],
-        "markevery": (place % apart, apart),
+        "markevery": (place % interval, interval),
         "markersize": 4.5,
         "linewidth": 1.2,
     }
 
 
-def _draw_distances(axes: Axes, found: Convergence, reference: ErrorCurve) -> None:
+def _draw_distances(axes: Axes, convergence: Convergence, reference: ErrorCurve) -> None:
     ax.quiet(axes)
     axes.grid(visible=True, axis="y")
     axes.spines["bottom"].set_visible(False)
     axes.axhline(0, color=ax.MUTED, alpha=0.45, linewidth=4)
     serial = dict(zip(reference.steps, reference.errors, strict=True))
-    for number, curve in enumerate(found.curves):
+    for number, curve in enumerate(convergence.curves):
         if curve.distance is not None:
             both = zip(curve.steps, curve.errors, strict=True)
-            apart = {step: 100 * (error - serial[step]) for step, error in both if step in serial}
-            axes.plot(list(apart), list(apart.values()), clip_on=False, **_look(found, number, len(apart)))
-    largest = 100 * max((distance.error for _, distance in found.compared), default=0.0)
+            distances = {step: 100 * (error - serial[step]) for step, error in both if step in serial}
+            axes.plot(
+                list(distances), list(distances.values()), clip_on=False, **_look(convergence, number, len(distances))
+            )
+    largest = 100 * max((distance.error for _, distance in convergence.compared), default=0.0)
     axes.set_ylim(-1.15 * largest or -1, 1.15 * largest or 1)
     ax.set_ticks(axes.yaxis, 3, None, symmetric=True)

@@ -28,8 +28,7 @@ from convoy.launch.cores import PINNED, own_cores
 from convoy.launch.folder import private_folder
 from convoy.launch.rank import end_with_parent
 
-Say = Callable[[str, int, int], None]
-"""Is told of long work: what, done, of how many."""
+Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 
 _PATIENCE_S = 60.0
 PRELOAD = ("torch", "torch.distributed", "convoy.training", "convoy.planner", "convoy.bench.measure")
@@ -57,26 +56,19 @@ class Location(Protocol):
 
 @dataclass(frozen=True)
 class RankSlot:
-    """A rank's place among the others, and on the machine.
-
-    Attributes:
-        rank: number of the rank.
-        num: how many ranks there are.
-        cores: that it may use; none leaves those that there are.
-        location: where it goes before it begins.
-    """
+    """A rank's place among the others, and on the machine."""
 
     rank: int
-    num: int
-    cores: tuple[int, ...] = ()
-    location: Location | None = None
+    num: int  # how many ranks there are
+    cores: tuple[int, ...] = ()  # those it may use; all where empty
+    location: Location | None = None  # where it goes before it begins
 
     def environment(self, store: Path) -> dict[str, str]:
-        """As `convoy.launch.start` has it, where there are others, with the file in which they meet; all ranks count as
-        local, since they share the machine."""
-        found = {PINNED: ",".join(map(str, self.cores))} if self.cores else {}
+        """The variables of `convoy.launch.start` where there are other ranks, which meet in the file `store`; all count
+        as local, since they share the machine."""
+        variables = {PINNED: ",".join(map(str, self.cores))} if self.cores else {}
         if self.num > 1:
-            found |= {
+            variables |= {
                 "RANK": str(self.rank),
                 "LOCAL_RANK": str(self.rank),
                 "GROUP_RANK": "0",
@@ -87,8 +79,8 @@ class RankSlot:
             }
             loopback = interfaces.loopback()
             if loopback is not None:
-                found["GLOO_SOCKET_IFNAME"] = loopback
-        return found | dict(self.location.environment if self.location is not None else {})
+                variables["GLOO_SOCKET_IFNAME"] = loopback
+        return variables | dict(self.location.environment if self.location is not None else {})
 
 
 def run_ranks(
@@ -103,11 +95,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*args, say)`, of a module's top level, on each of the ranks, and give all results.
 
-    Args:
-        seconds: until all are ended.
-        lasting: the seconds begin again with all that rank 0 says, and on Ctrl-C the ranks have time to save.
-        quiet: drop all that the ranks print. Otherwise it goes to the standard error.
-        preload: modules that the server has imported which forks the processes; the first call decides.
+    After so many `seconds` all are ended; where they are `lasting`, the seconds begin again with all that rank 0 says,
+    and on Ctrl-C the ranks have time to save. `quiet` drops what they print, which else goes to the standard error.
+    The server that forks the processes imports the modules of `preload` of the first call.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -190,7 +180,6 @@ def _collect(
 def _serve(
     pipe: Connection, slot: RankSlot, store: Path, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """A rank's whole life."""
     if quiet:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
@@ -240,22 +229,17 @@ def _serve(
 
 @dataclass(frozen=True)
 class RankSlots:
-    """The slots that there are.
+    """The slots that there are: cores of a CPU, GPUs, or the devices of an emulated cluster."""
 
-    Attributes:
-        cores_per_device: on a CPU; 0 on others, and in an emulated cluster.
-        locations: devices of an emulated cluster.
-    """
-
-    cores_per_device: int
-    locations: Sequence[Location] = ()
+    cores_per_device: int  # 0 on GPUs and in an emulated cluster
+    locations: Sequence[Location] = ()  # devices of an emulated cluster
 
     def of(self, num: int, round_: int = 1, first: int = 0) -> list[RankSlot]:
         """The slots of some ranks, the first one on device `first`; from round to round they move on by one over equal
         devices."""
         if self.locations:
             return [RankSlot(rank, num, location=self.locations[first + rank]) for rank in range(num)]
-        cores, each = own_cores(), self.cores_per_device
-        blocks = len(cores) // each if each else 1
-        begins = [(rank + first + round_ - 1) % blocks * each for rank in range(num)]
-        return [RankSlot(rank, num, tuple(cores[begin : begin + each])) for rank, begin in enumerate(begins)]
+        cores, width = own_cores(), self.cores_per_device
+        blocks = len(cores) // width if width else 1
+        begins = [(rank + first + round_ - 1) % blocks * width for rank in range(num)]
+        return [RankSlot(rank, num, tuple(cores[begin : begin + width])) for rank, begin in enumerate(begins)]

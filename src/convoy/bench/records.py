@@ -8,10 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, computed_fiel
 from convoy.units import plural
 
 CONVOY, TORCH, AUTO = "convoy", "torch", "auto"
+# Tools that PyTorch users would take instead, by their names on the command line.
 PEERS = {"ddp": "DistributedDataParallel", "fabric": "Lightning Fabric", "accelerate": "accelerate"}
-"""Tools that PyTorch users would take instead, by their names on the command line."""
-COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", "optimizer"
-"""Parts of an update's time."""
+COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", "optimizer"  # parts of an update's time
 
 
 class Record(BaseModel):
@@ -24,24 +23,17 @@ Seconds = Annotated[float, AfterValidator(lambda value: round(value, 9))]
 
 
 class RankTimes(Record):
-    """Measurements of one rank: seconds of every timed update, and of its parts.
-
-    Attributes:
-        memory: bytes at the peak, beyond those of the process before the network was built.
-        overhead: seconds that timing has added to an update.
-        microbatches: of an update, on this rank.
-        without: seconds of updates without exchange of gradients, where that is how the exchange is measured.
-        loss: this rank's part of the mean loss of the first update; the parts of all ranks add up to it.
-    """
+    """Measurements of one rank: seconds of every timed update, and of its parts."""
 
     seconds: list[Seconds]
     communication: list[Seconds]
     input: list[Seconds]
     optimizer: list[Seconds]
-    memory: int
-    overhead: Seconds
-    microbatches: int = 0
-    without: list[Seconds] = []
+    memory: int  # bytes at the peak, beyond those before the network was built
+    overhead: Seconds  # seconds that timing adds to an update
+    microbatches: int = 0  # of an update, on this rank
+    without: list[Seconds] = []  # seconds of updates without exchange of gradients; empty where that is timed directly
+    # this rank's part of the first update's mean loss, which is the sum of all parts
     loss: float = Field(0.0, exclude=True)
 
 
@@ -78,34 +70,22 @@ class Training(Record):
 
 
 class Configuration(Record):
-    """A row of the table: Convoy under a plan, or another tool, on some devices.
+    """A row of the table: Convoy under a plan, or another tool, on some devices."""
 
-    Attributes:
-        key: different for every row, also for one that is measured twice.
-        kind: `convoy`, `torch` (plain PyTorch on one device), or one of `PEERS`.
-        plan: of Convoy, as a recipe has it; `auto` is the planner's.
-        series: rows of one series differ by their devices only.
-        shares: of the batch, as a recipe has them: empty for even ones, or with the planner's plan for its own;
-            `auto`, or `3,3,2`.
-        place: of one device alone, which one it is, from 0.
-        failed: why it could not be measured.
-    """
-
-    key: str
-    kind: str
+    key: str  # different for every row, also for one that is measured twice
+    kind: str  # `convoy`, `torch` (plain PyTorch on one device), or one of `PEERS`
     devices: int
-    plan: str | None
-    series: str
-    shares: str = ""
-    place: int = 0
-    failed: str | None = None
+    plan: str | None  # of Convoy, as a recipe has it; `auto` is the planner's
+    series: str  # rows of one series differ by their devices only
+    shares: str = ""  # `auto` or `3,3,2`; empty for even ones, or for those that come with the planner's plan
+    place: int = 0  # which device it is, from 0, where one is measured alone
+    failed: str | None = None  # why it could not be measured
     visits: list[Measurement] = []
     training: Training | None = None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def label(self) -> str:
-        """For people."""
         number = self.key.partition("#")[2]
         return self._name() + (f" (row {number})" if number else "")
 
@@ -142,21 +122,13 @@ class PlanPrediction(Record):
 
 
 class Forecast(Record):
-    """Predictions for a number of devices.
+    """Predictions for a number of devices."""
 
-    Attributes:
-        auto: the plan that the planner chose, where it was asked.
-        auto_shares: microbatches of each rank that it chose with it; None where they are even.
-        bound: the plans that it chose for shares that are numbers, by these.
-        predictions: by the text of the plan; that of `auto_shares` is of `auto`.
-        notes: sentences on how they came to be.
-    """
-
-    auto: str | None = None
-    auto_shares: list[int] | None = None
-    bound: dict[str, str] = {}
-    predictions: dict[str, PlanPrediction] = {}
-    notes: list[str] = []
+    auto: str | None = None  # the plan that the planner chose, where it was asked
+    auto_shares: list[int] | None = None  # microbatches of each rank that it chose with it; None where they are even
+    bound: dict[str, str] = {}  # the plan that it chose for each shares that are numbers
+    predictions: dict[str, PlanPrediction] = {}  # by the text of the plan; with `auto_shares` by `auto`
+    notes: list[str] = []  # sentences on how they came to be
 
     def __or__(self, new: "Forecast") -> "Forecast":
         last = new if new.auto else self
@@ -187,32 +159,21 @@ class Made(Record):
 
 
 class StudyFacts(Record):
-    """Facts that all configurations share; they tell whether two studies can be in one file.
-
-    Attributes:
-        images: made-up ones; None where the recipe's data are read.
-        weak: the batch is that of a device, and grows with the devices.
-        cores_per_device: on a CPU; 0 on others and in an emulated cluster.
-        cluster: text of the file of an emulated one.
-        speeds: of its devices, as shares of a core.
-        updates: timed in a round; None until chosen.
-        warm_up: updates before them.
-    """
+    """Facts that all configurations share; they tell whether two studies can be in one file."""
 
     model: str
     recipe: dict[str, Any]
-    images: Made | None
-    weak: bool
+    images: Made | None  # None where the recipe's data are read
+    weak: bool  # weak scaling: `batch` is that of one device
     batch: int
     device_type: str
-    cores_per_device: int
-    cluster: str
-    speeds: list[float] = []
-    updates: int | None
-    warm_up: int
+    cores_per_device: int  # 0 on GPUs and in an emulated cluster
+    cluster: str  # text of an emulated cluster's file
+    speeds: list[float] = []  # of its devices, as shares of a core
+    updates: int | None  # timed in a round; None until chosen
+    warm_up: int  # updates before them
 
     def batch_on(self, devices: int) -> int:
-        """Samples of an update."""
         return self.batch * (devices if self.weak else 1)
 
 

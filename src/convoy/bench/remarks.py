@@ -13,27 +13,27 @@ from convoy.bench.store import Store
 from convoy.bench.study import too_coarse
 from convoy.bench.table import points
 
+# Part of its time by which a configuration, measured again, may differ before nothing follows from a study.
 _RESTLESS = 0.25
-"""Part of its time by which a configuration, measured again, may differ before nothing follows from a study."""
 
 
-def remarks(store: Store, found: Results) -> list[str]:
+def remarks(store: Store, results: Results) -> list[str]:
     """Sentences on how the table came to be, the most important first."""
-    said = [
+    sentences = [
         _devices(store),
-        *_measuring(store.study, found),
-        *_unequal(store.study, found),
-        *_predictions(found),
-        _over(found),
-        _one_device(found),
-        _above_ideal(found, store.study.weak),
+        *_measuring(store.study, results),
+        *_unequal(store.study, results),
+        *_predictions(results),
+        _over(results),
+        _one_device(results),
+        _above_ideal(results, store.study.weak),
     ]
-    return [sentence for sentence in said if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
-def doubts(found: Results) -> list[str]:
+def doubts(results: Results) -> list[str]:
     """A warning where the same configuration took very different times, because of a busy machine."""
-    spreads = [row.spread / row.seconds for row in found.rows if row.spread is not None]
+    spreads = [row.spread / row.seconds for row in results.rows if row.spread is not None]
     if not spreads or statistics.median(spreads) < _RESTLESS:
         return []
     typical = statistics.median(spreads)
@@ -45,13 +45,13 @@ def doubts(found: Results) -> list[str]:
     ]
 
 
-def missing(found: Results | Convergence) -> list[str]:
+def missing(outcome: Results | Convergence) -> list[str]:
     """Sentences on rows that could not be measured or trained, or have not been."""
-    done, yet = ("measured", "measured") if isinstance(found, Results) else ("trained", "trained to the end")
-    said = [f"{label} was not {done}: {reason.rstrip('.')}." for label, reason in found.failed]
-    if found.waiting:
-        said.append(f"Not {yet} yet: {', '.join(found.waiting)}; the same command goes on.")
-    return said
+    done, yet = ("measured", "measured") if isinstance(outcome, Results) else ("trained", "trained to the end")
+    sentences = [f"{label} was not {done}: {reason.rstrip('.')}." for label, reason in outcome.failed]
+    if outcome.waiting:
+        sentences.append(f"Not {yet} yet: {', '.join(outcome.waiting)}; the same command goes on.")
+    return sentences
 
 
 def _devices(store: Store) -> str:
@@ -61,25 +61,24 @@ def _devices(store: Store) -> str:
         return f"The devices are emulated, each with a share of a core of this machine: {speeds}."
     if study.device_type != "cpu":
         return f"A device is a {machine['machine']}."
-    each = study.cores_per_device
+    cores = study.cores_per_device
     largest = max((row.devices for row in store.configurations), default=1)
-    left = machine["cores"] - each * largest
-    rest = f"; {units.plural(left, 'core')} stay idle" if left else ""
+    idle = machine["cores"] - cores * largest
+    rest = f"; {units.plural(idle, 'core')} stay idle" if idle else ""
     return (
-        f"A device is {units.plural(each, 'core')} of {machine['machine']}, also where it is alone: the machine has "
+        f"A device is {units.plural(cores, 'core')} of {machine['machine']}, also where it is alone: the machine has "
         f"{machine['cores']}, and {units.plural(largest, 'device')} at most{rest}."
     )
 
 
-def _measuring(study: StudyFacts, found: Results) -> Iterator[str]:
-    """The work, how it was timed, and at what cost."""
+def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
     batch = f"{units.count(study.batch)} images {'on each device' if study.weak else 'on all devices together'}"
     recipe, source = study.recipe, study.recipe["data"].get("path")
     if study.images is not None:
         source = f"made-up ones of {'×'.join(map(str, study.images.shape))} in memory"
     size = recipe["microbatch"] or -(-recipe["batch"] // recipe["microbatches"])
     yield f"An update is {batch}, in microbatches of {size} at most; the images are {source}."
-    rounds = sorted({row.rounds for row in found.rows})
+    rounds = sorted({row.rounds for row in results.rows})
     if not rounds or rounds[-1] < 2:
         yield "± needs two rounds at least."
     else:
@@ -89,29 +88,28 @@ def _measuring(study: StudyFacts, found: Results) -> Iterator[str]:
             "same configuration, measured again, differs by at most in 95 of 100 cases (repeatability limit, ISO "
             "5725-6)."
         )
-    if found.wall > 0:
-        overhead = max((row.overhead / row.seconds for row in found.rows), default=0.0)
+    if results.wall > 0:
+        overhead = max((row.overhead / row.seconds for row in results.rows), default=0.0)
         yield (
-            f"The measuring took {units.duration(found.wall)}: {units.percent(found.timed / found.wall, 0)} were "
-            f"updates that count, {units.percent(found.planning / found.wall, 0)} planning, the rest starting, "
+            f"The measuring took {units.duration(results.wall)}: {units.percent(results.timed / results.wall, 0)} were "
+            f"updates that count, {units.percent(results.planning / results.wall, 0)} planning, the rest starting, "
             f"building and warming up. Taking the time of parts makes an update at most {units.percent(overhead, 2)} "
             "longer."
         )
-    difference = found.loss_difference
+    difference = results.loss_difference
     if difference is not None:
         by = f"differs by {units.significant(difference, 2)} of itself at most" if difference else "is the same number"
         yield f"The first update's loss {by} in all rows of Convoy: they do the same work."
 
 
-def _unequal(study: StudyFacts, found: Results) -> list[str]:
-    """The speed of unequal devices together, beside the sum of their speeds alone."""
-    if not found.alone:
+def _unequal(study: StudyFacts, results: Results) -> list[str]:
+    if not results.alone:
         return []
-    speeds = found.alone
+    speeds = results.alone
     rates = ", ".join(units.significant(speed) for speed in speeds)
-    rows = [row for row in found.rows if row.kind == CONVOY and row.devices == len(speeds)]
+    rows = [row for row in results.rows if row.kind == CONVOY and row.devices == len(speeds)]
     reached = ", ".join(f"{row.plan_label} {units.percent(row.images_per_s / sum(speeds), 0)}" for row in rows)
-    said = [
+    sentences = [
         f"Alone the devices train {rates} images/s, {units.significant(sum(speeds))} together, which efficiency is "
         f"measured by{f': of that {reached}' if reached else ''}."
     ]
@@ -124,32 +122,34 @@ def _unequal(study: StudyFacts, found: Results) -> list[str]:
         ):
             ratio = even[row.plan].seconds / row.seconds
             parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
-            said.append(f"{row.plan_label} is {ratio:.2f} times as fast as even parts{parts}.")
+            sentences.append(f"{row.plan_label} is {ratio:.2f} times as fast as even parts{parts}.")
     rows = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
     num = sum(next((row.microbatches for row in rows), ()))
     coarse = too_coarse(study.batch, num, speeds) if num and any(row.uneven for row in rows) else ""
-    return [*said, coarse]
+    return [*sentences, coarse]
 
 
-def _predictions(found: Results) -> Iterator[str]:
-    """How good they were, and which rows of Convoy have none where others have."""
-    errors = [abs(row.error) for row in found.rows if row.error is not None]
+def _predictions(results: Results) -> Iterator[str]:
+    """How good predictions were, and which rows of Convoy have none where others have."""
+    errors = [abs(row.error) for row in results.rows if row.error is not None]
     if not errors:
         return
     mean, worst = units.percent(statistics.mean(errors)), units.percent(max(errors), 0)
-    said = f"{units.plural(len(errors), 'prediction')} of an update were off by {mean} in the mean, by {worst} at most"
-    doubt = ", as far as times so different can tell" if doubts(found) else ""
-    yield f"The planner's {said}{doubt}; they were made before anything was measured, as if nothing else ran here."
-    uneven = [row for row in found.rows if row.kind == CONVOY and row.uneven]
+    accuracy = (
+        f"{units.plural(len(errors), 'prediction')} of an update were off by {mean} in the mean, by {worst} at most"
+    )
+    doubt = ", as far as times so different can tell" if doubts(results) else ""
+    yield f"The planner's {accuracy}{doubt}; they were made before anything was measured, as if nothing else ran here."
+    uneven = [row for row in results.rows if row.kind == CONVOY and row.uneven]
     without = [row for row in uneven if row.predicted is None]
     if without:
         but = ", that of auto of the planner's own" if len(without) < len(uneven) else ""
         yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(without)}."
 
 
-def _over(found: Results) -> str:
-    reference = found.reference
-    if reference is None or found.has_one_reference:
+def _over(results: Results) -> str:
+    reference = results.reference
+    if reference is None or results.has_one_reference:
         return ""
     if reference.devices > 1:
         return (
@@ -159,24 +159,24 @@ def _over(found: Results) -> str:
     return f"Speed-up is over the fastest row on one device: {reference.plan_label}."
 
 
-def _one_device(found: Results) -> str:
-    if found.reference is None or found.reference.devices > 1:
+def _one_device(results: Results) -> str:
+    if results.reference is None or results.reference.devices > 1:
         return ""
-    several = [row for row in found.rows if row.devices > 1]
+    several = [row for row in results.rows if row.devices > 1]
     slower = [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]
-    alike = [row for row in several if row not in slower and abs(row.speedup - 1) <= (row.speedup_spread or 0)]
-    said = [f"Slower than one device: {_names(slower)}."] if slower else []
-    if alike:
-        said.append(
-            f"Not told apart from one device, by their ±: {_names(alike)}; more --rounds tell more, on a machine that "
-            "does nothing else."
+    undecided = [row for row in several if row not in slower and abs(row.speedup - 1) <= (row.speedup_spread or 0)]
+    sentences = [f"Slower than one device: {_names(slower)}."] if slower else []
+    if undecided:
+        sentences.append(
+            f"Not told apart from one device, by their ±: {_names(undecided)}; more --rounds tell more, on a machine "
+            "that does nothing else."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
-def _above_ideal(found: Results, weak: bool) -> str:
+def _above_ideal(results: Results, weak: bool) -> str:
     """The meaning of an efficiency above 100 %."""
-    above = [row for row in found.rows if row.devices > 1 and round(100 * (row.efficiency or 0)) > 100]
+    above = [row for row in results.rows if row.devices > 1 and round(100 * (row.efficiency or 0)) > 100]
     if not above:
         return ""
     caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
@@ -190,39 +190,40 @@ def _names(rows: Sequence[StudyRow]) -> str:
     return ", ".join(f"{row.plan_label} on {row.devices}" for row in rows)
 
 
-def convergence_remarks(found: Convergence) -> list[str]:
+def convergence_remarks(convergence: Convergence) -> list[str]:
     """Sentences on how far the curves are from each other, the most important first."""
-    if not found.curves:
+    if not convergence.curves:
         return []
-    return [one for one in (_distance(found), _bits(found), _scale(found), _how(found)) if one]
+    return [one for one in (_distance(convergence), _bits(convergence), _scale(convergence), _how(convergence)) if one]
 
 
-def _distance(found: Convergence) -> str:
-    reference, compared = found.reference, found.compared
+def _distance(convergence: Convergence) -> str:
+    reference, compared = convergence.reference, convergence.compared
     if reference is None or not compared:
         return ""
     curve, error = max(compared, key=lambda one: one[1].error)
     other, loss = max(compared, key=lambda one: one[1].loss)
     numbers = sorted({distance.evaluations for _, distance in compared})
     number = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    names = [_where(one) for one in found.curves if one.distance is None and one is not reference]
-    apart = f" Not compared, as no evaluation was after as many updates: {', '.join(names)}." if names else ""
+    names = [_where(one) for one in convergence.curves if one.distance is None and one is not reference]
+    uncompared = f" Not compared, as no evaluation was after as many updates: {', '.join(names)}." if names else ""
     base = "the serial run's" if reference.devices == 1 else f"those of {_where(reference)}"
     if not error.error and not loss.loss:
         return (
-            f"Over updates the curves are one: in all {number} evaluations of {_configurations(found, len(compared))} "
-            f"test error and test loss are {base} to the last bit, distance 0.{apart}"
+            f"Over updates the curves are one: in all {number} evaluations of "
+            f"{_configurations(convergence, len(compared))} test error and test loss are {base} "
+            f"to the last bit, distance 0.{uncompared}"
         )
     return (
         f"Over updates the test error is never farther from {base} than {points(error.error)} "
         f"({_where(curve)}, after {units.count(error.error_at)} updates), the test loss never farther than "
         f"{units.significant(loss.loss, 2)} ({_where(other)}, after {units.count(loss.loss_at)}), over {number} "
-        f"evaluations of {units.plural(len(compared), 'other configuration')}.{apart}"
+        f"evaluations of {units.plural(len(compared), 'other configuration')}.{uncompared}"
     )
 
 
-def _configurations(found: Convergence, others: int) -> str:
-    everything = others + 1 == len(found.curves) and not found.failed and not found.waiting
+def _configurations(convergence: Convergence, others: int) -> str:
+    everything = others + 1 == len(convergence.curves) and not convergence.failed and not convergence.waiting
     return f"{'all ' if everything else ''}{others + 1} configurations"
 
 
@@ -231,42 +232,46 @@ def _where(curve: ErrorCurve) -> str:
     return f"{curve.name}{devices}"
 
 
-def _bits(found: Convergence) -> str:
-    done = [curve for curve in found.curves if curve.finished and curve is not found.reference]
-    if found.reference is None or not found.reference.sha256 or not done:
+def _bits(convergence: Convergence) -> str:
+    done = [curve for curve in convergence.curves if curve.finished and curve is not convergence.reference]
+    if convergence.reference is None or not convergence.reference.sha256 or not done:
         return ""
-    same = [curve for curve in done if found.same_weights(curve)]
+    same = [curve for curve in done if convergence.same_weights(curve)]
     other = [_where(curve) for curve in done if curve not in same]
     if not same:
         return (
             "No final weights are the reference's bit for bit; reproducible=true makes them so under plans by sample."
         )
-    checksum = f"SHA-256 {found.reference.sha256}"
+    checksum = f"SHA-256 {convergence.reference.sha256}"
     if not other:
-        return f"The final weights of {_configurations(found, len(done))} are the same bit for bit: {checksum}."
-    exact = ", the reproducible mode's promise being for plans by sample" if found.reproducible else ""
+        return f"The final weights of {_configurations(convergence, len(done))} are the same bit for bit: {checksum}."
+    exact = ", the reproducible mode's promise being for plans by sample" if convergence.reproducible else ""
     return (
         f"The final weights of {', '.join(_where(curve) for curve in same)} are the reference's bit for bit, "
         f"{checksum}; those of {', '.join(other)} are not{exact}."
     )
 
 
-def _scale(found: Convergence) -> str:
-    """A scale for distances: the uncertainty of a test error."""
-    if found.reference is None or not found.images or not any(distance.error for _, distance in found.compared):
+def _scale(convergence: Convergence) -> str:
+    """The uncertainty of a test error, as a scale for distances."""
+    if (
+        convergence.reference is None
+        or not convergence.images
+        or not any(distance.error for _, distance in convergence.compared)
+    ):
         return ""
-    share = found.reference.errors[-1]
-    deviation = math.sqrt(share * (1 - share) / found.images)
+    share = convergence.reference.errors[-1]
+    deviation = math.sqrt(share * (1 - share) / convergence.images)
     return (
-        f"To compare: {units.percent(share, units.percent_places(found.images))} of {units.count(found.images)} "
-        f"test images is known to ± {points(deviation)} (one standard deviation), and one image is "
-        f"{points(1 / found.images)}."
+        f"To compare: {units.percent(share, units.percent_places(convergence.images))} of "
+        f"{units.count(convergence.images)} test images is known to ± {points(deviation)} (one standard "
+        f"deviation), and one image is {points(1 / convergence.images)}."
     )
 
 
-def _how(found: Convergence) -> str:
+def _how(convergence: Convergence) -> str:
     return (
-        f"Each configuration was trained once, for {units.value(found.epochs)} epochs from the same seed, by the "
+        f"Each configuration was trained once, for {units.value(convergence.epochs)} epochs from the same seed, by the "
         "trainer itself; its run is in the folder training. Time is that of the updates; evaluations and checkpoints "
         "are left out."
     )

@@ -20,10 +20,10 @@ from convoy.bench.records import (
 from convoy.bench.store import Store
 from convoy.units import plural
 
+# Student's t at 97.5 % for 1, 2, … degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Student's t at 97.5 % for 1, 2, … degrees of freedom."""
+# Standard error of a median over that of a mean, where values are normal and not too few.
 _EFFICIENCY = math.sqrt(math.pi / 2)
-"""Standard error of a median over that of a mean, where values are normal and not too few."""
 
 
 def repeatability(values: Sequence[float]) -> float | None:
@@ -42,66 +42,51 @@ DAY_S = 86_400
 
 
 class StudyRow:
-    """A configuration that was measured; seconds are those of an update.
+    """A configuration that was measured.
 
-    Attributes:
-        key, label, kind, devices, series, place: of the configuration.
-        plan: the plan that ran; None for peers.
-        batch: samples of an update.
-        seconds: the median over the rounds of each round's median.
-        spread: by which two such medians differ at most; None of one round.
-        speedup: images per second over those of the reference.
-        speedup_spread: by which that would differ at most; None of the reference itself.
-        ideal: the number of devices by that of the reference; of unequal ones, the sum of their speeds by the
-            first one's, as they were measured one by one or else as the emulated cluster's file says.
-        efficiency: the speed-up by the ideal one; None where nothing was measured on one device.
-        days: of the training; None where nobody asked.
-        parts: seconds by what they go to, on the rank that waits least for others.
-        memory: bytes of the rank that needs most.
-        predicted: seconds; None where nothing is.
-        predicted_memory: bytes.
-        overhead: seconds that taking the time adds.
-        microbatches: of each rank in the last round; 0 where that is not known.
-        uneven: whether the parts of the batch are by shares: the row's, or those that the planner found.
+    `seconds` of an update are the median over the rounds of each round's median; by `spread` two such medians differ at
+    most (None of one round). `speedup` is in images per second over the reference. `ideal` is the number of devices by
+    that of the reference; of unequal ones, the sum of their speeds by the first one's, as they were measured one by one
+    or else as the emulated cluster's file says. `predicted` seconds and bytes are None where nothing is.
     """
 
     def __init__(self, store: Store, row: Configuration, reference: Configuration, alone: Sequence[float]) -> None:
         self.key, self.label, self.kind, self.series = row.key, row.label, row.kind, row.series
         self.devices, self.place, self.rounds = row.devices, row.place, len(row.visits)
         self.plan, self.batch = store.plan_of(row), store.study.batch_on(row.devices)
-        each = [_seconds(measurement) for measurement in row.visits]
-        self.seconds, self.spread = statistics.median(each), repeatability(each)
-        base, own = _rates(store, reference), _rates(store, row)
-        ratios = [own[number] / base[number] for number in own if number in base]
-        self.speedup = statistics.median(own.values()) / statistics.median(base.values())
+        times = [_seconds(measurement) for measurement in row.visits]
+        self.seconds, self.spread = statistics.median(times), repeatability(times)
+        base, rates = _rates(store, reference), _rates(store, row)
+        ratios = [rates[number] / base[number] for number in rates if number in base]
+        self.speedup = statistics.median(rates.values()) / statistics.median(base.values())
+        # None of the reference itself, and of one round
         self.speedup_spread = repeatability(ratios) if row.key != reference.key else None
         self.ideal = _together(store, row.devices, alone) / _together(store, reference.devices, alone)
         self.efficiency = self.speedup / self.ideal if reference.devices == 1 else None
         epochs, images = store.table.epochs, store.table.dataset_size
         self.days = epochs * images / self.batch * self.seconds / DAY_S if epochs is not None else None
-        self.parts = _parts(row, self.seconds)
+        self.parts = _parts(row, self.seconds)  # seconds, on the rank that waits least for others
         ranks = [rank for measurement in row.visits for rank in measurement.ranks]
-        self.memory = max(rank.memory for rank in ranks)
-        self.overhead = statistics.median(rank.overhead for rank in ranks)
-        self.microbatches = [rank.microbatches for rank in row.visits[-1].ranks]
+        self.memory = max(rank.memory for rank in ranks)  # bytes
+        self.overhead = statistics.median(rank.overhead for rank in ranks)  # seconds that timing adds
+        self.microbatches = [rank.microbatches for rank in row.visits[-1].ranks]  # 0 where that is not known
         by_speed = store.found_shares(row) is not None
         self.uneven = ", shares" in row.series or by_speed
         prediction = None
         shares = row.shares or store.study.recipe["parallel"].get("shares")
         if row.kind == CONVOY and not row.place and (row.devices == 1 or not shares):
-            known = store.forecasts.get(row.devices, Forecast()).predictions
-            prediction = known.get(AUTO if by_speed else self.plan or "")
+            predictions = store.forecasts.get(row.devices, Forecast()).predictions
+            prediction = predictions.get(AUTO if by_speed else self.plan or "")
         self.predicted = prediction.seconds if prediction else None
         self.predicted_memory = prediction.memory if prediction else None
 
     @property
     def images_per_s(self) -> float:
-        """Of all devices together."""
         return self.batch / self.seconds
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, as a part of what was measured."""
+        """The error of the prediction, as a part of what was measured."""
         return None if self.predicted is None else self.predicted / self.seconds - 1
 
     @property
@@ -111,7 +96,6 @@ class StudyRow:
 
     @property
     def name(self) -> str:
-        """The label in short."""
         return short(self.label)
 
     @property
@@ -121,24 +105,12 @@ class StudyRow:
 
 
 class Results:
-    """All rows of a study.
-
-    Attributes:
-        reference: the row that speed-ups are over: the fastest on one device, or else the first on the fewest.
-        alone: images per second of each device by itself; empty where that was not measured.
-        failed: label and reason of those that could not be measured.
-        waiting: labels of those that have not had a turn yet.
-        loss_difference: largest difference of the first update's loss between rows of Convoy, as a part of it.
-        wall: seconds of all calls of the command, without those of trainings.
-        planning: of these, seconds of predictions.
-        timed: of these, seconds of the updates that count.
-        notes: of the planner, with the number of devices.
-    """
+    """All rows of a study, and what holds of it as a whole."""
 
     def __init__(self, store: Store) -> None:
         measured = [row for row in store.configurations if row.visits]
         reference = _reference(measured)
-        self.alone = _alone(store, measured)
+        self.alone = _alone(store, measured)  # images per second of each device by itself
         self.rows = [StudyRow(store, row, reference, self.alone) for row in measured if reference is not None]
         self.reference = next((row for row in self.rows if reference is not None and row.key == reference.key), None)
         self.failed = [(row.where, row.failed) for row in store.configurations if row.failed]
@@ -147,7 +119,9 @@ class Results:
         losses = [one.loss for row in measured if row.kind == CONVOY for one in row.visits]
         largest = max(map(abs, losses), default=0.0)
         is_compared = len(losses) > 1 and largest and not store.study.weak
+        # of the first update, relative
         self.loss_difference = (max(losses) - min(losses)) / largest if is_compared else None
+        # seconds of all calls without trainings, of their predictions, and of the updates that count
         self.wall = sum(session.wall_s - session.training_s for session in store.sessions)
         self.planning = sum(session.planning_s for session in store.sessions)
         visits = [one for row in measured for one in row.visits]
@@ -189,9 +163,9 @@ def _together(store: Store, devices: int, alone: Sequence[float]) -> float:
 def _alone(store: Store, rows: Sequence[Configuration]) -> list[float]:
     """Images per second of each device by itself, as far as they were measured without a gap; none of one alone."""
     ones = [row for row in rows if row.kind == CONVOY and row.devices == 1]
-    found = {row.place: statistics.median(_rates(store, row).values()) for row in reversed(ones)}
-    known = [found[place] for place in range(len(found)) if place in found]
-    return known if len(known) > 1 else []
+    rates = {row.place: statistics.median(_rates(store, row).values()) for row in reversed(ones)}
+    in_order = [rates[place] for place in range(len(rates)) if place in rates]
+    return in_order if len(in_order) > 1 else []
 
 
 def _parts(row: Configuration, seconds: float) -> dict[str, float]:

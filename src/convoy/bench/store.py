@@ -31,37 +31,28 @@ _OF_THE_MACHINE = ("machine", "cores", "device", "gpus", "cuda", "torch", "convo
 
 
 class Store(Record):
-    """The file of a study.
-
-    Attributes:
-        machine: facts of the machine, by name.
-        forecasts: by number of devices.
-        training: where there are trainings.
-    """
+    """The file of a study."""
 
     path: Path = Field(exclude=True)
     study: StudyFacts
     machine: dict[str, Any]
     table: TableOptions = TableOptions(epochs=None, dataset_size=0)
     sessions: list[Session] = Field([])
-    forecasts: dict[int, Forecast] = Field({})
-    training: TrainingLength | None = None
+    forecasts: dict[int, Forecast] = Field({})  # by number of devices
+    training: TrainingLength | None = None  # None where nothing is trained
     configurations: list[Configuration] = Field([])
 
     @staticmethod
     def open(folder: Path, study: StudyFacts, machine: dict[str, Any]) -> "Store":
-        """The store of a study in a folder: the one that is there, or a new one.
-
-        Raises:
-            ConvoyError: the folder has that of another study or another machine, or a run.
-        """
+        """The store of a study in a folder: the one that is there, or a new one. A ConvoyError says where the folder
+        has that of another study or another machine, or a run."""
         path = folder / NAME
         if RunDirectory(folder).is_run():
             raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
         if not path.exists():
             return Store(path=path, study=study.model_copy(), machine=machine)
-        found = Store.read(folder)
-        there, wanted = found.study.model_dump(mode="json"), study.model_dump(mode="json")
+        store = Store.read(folder)
+        there, wanted = store.study.model_dump(mode="json"), study.model_dump(mode="json")
         for key, value in wanted.items():
             either = key == "updates" and None in (value, there[key])
             if there[key] != value and not either:
@@ -69,20 +60,16 @@ class Store(Record):
                     f"{path} is of a study with {_difference(key, there[key], value)}: give another --out, or remove it"
                 )
         for key in _OF_THE_MACHINE:
-            if key in machine and found.machine.get(key) != machine[key]:
+            if key in machine and store.machine.get(key) != machine[key]:
                 raise ConvoyError(
-                    f"{path} was measured with {_difference(key, found.machine.get(key), machine[key])}: give "
+                    f"{path} was measured with {_difference(key, store.machine.get(key), machine[key])}: give "
                     "another --out, or remove it"
                 )
-        return found
+        return store
 
     @staticmethod
     def read(folder: Path) -> "Store":
-        """The store in a folder.
-
-        Raises:
-            ConvoyError: there is none, or it cannot be read.
-        """
+        """The store in a folder."""
         path = folder / NAME
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
@@ -98,22 +85,18 @@ class Store(Record):
                 "the Convoy that wrote it"
             )
         try:
-            found = Store.model_validate({**document, "path": path})
-            absent = [f"machine.{key}" for key in _MACHINE if key not in found.machine]
-            absent += [f"study.recipe.{key}" for key in _RECIPE if key not in found.study.recipe]
+            store = Store.model_validate({**document, "path": path})
+            absent = [f"machine.{key}" for key in _MACHINE if key not in store.machine]
+            absent += [f"study.recipe.{key}" for key in _RECIPE if key not in store.study.recipe]
         except ValidationError as error:
             parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.errors()[0]["loc"])
             absent = ["".join(parts).lstrip(".")]
         if absent:
             raise ConvoyError(f"{path} is corrupt (it has no {absent[0]}): remove it and measure again")
-        return found
+        return store
 
     def save(self) -> None:
-        """Write the file, as a whole or not at all.
-
-        Raises:
-            ConvoyError: it cannot be written.
-        """
+        """Write the file, as a whole or not at all."""
         document = {"format": FORMAT, "schema": SCHEMA, **self.model_dump(mode="json")}
         try:
             write_text(self.path, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
@@ -121,7 +104,6 @@ class Store(Record):
             raise ConvoyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from error
 
     def begin(self, command: str, started: str) -> None:
-        """Another call of the command."""
         self.sessions.append(Session(command=command, started=started, wall_s=0.0, planning_s=0.0))
 
     def spent(self, wall: float, planning: float) -> None:
@@ -144,11 +126,7 @@ class Store(Record):
         return kept
 
     def begin_training(self, epochs: float) -> None:
-        """All configurations are trained for so long.
-
-        Raises:
-            ConvoyError: they were trained for another time.
-        """
+        """Train all configurations for so long; a ConvoyError where they were trained for another time."""
         self.training = self.training or TrainingLength(epochs=epochs)
         if self.training.epochs != epochs:
             raise ConvoyError(
@@ -163,20 +141,16 @@ class Store(Record):
         return row.training
 
     def put_forecast(self, devices: int, found: Forecast) -> None:
-        """Keep predictions, beside those of earlier calls."""
         self.forecasts[devices] = self.forecasts.get(devices, Forecast()) | found
 
     def plan_of(self, row: Configuration) -> str | None:
-        """The plan that a row runs, None for peers.
-
-        That of `auto` is what the planner has found, for the row's shares if they are numbers, or else plain sample
-        parallelism.
-        """
+        """The plan that a row runs, None for peers. For `auto` it is the planner's for the row's shares, or else plain
+        sample parallelism."""
         if row.plan != AUTO:
             return row.plan
         forecast = self.forecasts.get(row.devices, Forecast())
-        known = forecast.auto if row.shares in ("", "auto") else forecast.bound.get(row.shares)
-        return known or f"sample={row.devices}"
+        plan = forecast.auto if row.shares in ("", "auto") else forecast.bound.get(row.shares)
+        return plan or f"sample={row.devices}"
 
     def found_shares(self, row: Configuration) -> list[int] | None:
         """Microbatches of each rank that the planner found for a row of `auto`; None for even or given ones."""
@@ -190,7 +164,6 @@ class Store(Record):
 
 
 def _difference(key: str, there: Any, wanted: Any) -> str:
-    """The first difference, in words."""
     if isinstance(there, dict) and isinstance(wanted, dict):
         other = next(name for name in wanted if there.get(name) != wanted[name])
         return _difference(f"{key}.{other}", there.get(other), wanted[other])

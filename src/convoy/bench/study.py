@@ -29,11 +29,7 @@ _USUAL_SIZE, _USUAL_CLASSES = 224, 1000
 
 
 def made_for(recipe: Recipe, image_size: int | None, classes: int | None) -> Made:
-    """The pictures that a network takes.
-
-    Raises:
-        ConvoyError: there is no such network.
-    """
+    """The pictures that a network takes."""
     info = models.describe(recipe.model.name)
     usual = info.input_shape
     size = image_size or recipe.data.image_size or (usual[1] if usual is not None else _USUAL_SIZE)
@@ -83,8 +79,7 @@ def data_of(made: Made | None, recipe: Recipe) -> DataSet | None:
     )
 
 
-GOAL = 0.98
-"""Parts that let the devices reach so much of the sum of their speeds are fine enough."""
+GOAL = 0.98  # parts that let the devices reach so much of the sum of their speeds are fine enough
 
 
 def reach(counts: Sequence[int], speeds: Sequence[float]) -> float:
@@ -99,13 +94,8 @@ def best_reach(num: int, speeds: Sequence[float]) -> float:
 
 
 def too_coarse(batch: int, num: int, speeds: Sequence[float]) -> str:
-    """A sentence where microbatches are too few for parts by speed, and what to change; empty where they are not.
-
-    Args:
-        batch: samples of an update.
-        num: microbatches that it has.
-        speeds: of the devices, in any unit.
-    """
+    """A sentence where an update has too few microbatches for parts by the speeds of devices (in any unit), and what to
+    change; empty where they are enough."""
     now = best_reach(num, speeds)
     if now >= GOAL:
         return ""
@@ -138,18 +128,17 @@ def in_recipe(shares: str) -> dict[str, Any]:
 
 def plain_recipe(recipe: Recipe, made: Made | None) -> dict[str, Any]:
     """A recipe as a study keeps it: without what its rows decide, and what made-up pictures do not ask."""
-    found = recipe.model_dump(mode="json")
-    found["parallel"] = {key: value for key, value in found["parallel"].items() if key not in ("devices", "plan")}
+    document = recipe.model_dump(mode="json")
+    document["parallel"] = {key: value for key, value in document["parallel"].items() if key not in ("devices", "plan")}
     if made is not None:
-        found["data"] = {key: found["data"][key] for key in ("augment", "mix", "workers")}
-    return found
+        document["data"] = {key: document["data"][key] for key in ("augment", "mix", "workers")}
+    return document
 
 
 _PACKAGES = ("lightning", "accelerate", "timm", "torchvision", "numpy")
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
-    """Facts of this machine, by name."""
     about = describe("", device)
     found: dict[str, Any] = {key: about[key] for key in ("machine", "convoy", "torch", "python")}
     found |= {"cores": len(own_cores()), "device": device.type}
@@ -165,11 +154,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 def _cores_each(ask: Ask, largest: int, on_cpu: bool) -> int:
     """CPU cores of each device, the same in every configuration: all divided by the largest number of devices; 0 on
-    GPUs.
-
-    Raises:
-        ConvoyError: there are too few cores or GPUs.
-    """
+    GPUs. A ConvoyError says where there are too few cores or GPUs."""
     asked = ask.cores_per_device
     if not on_cpu:
         if asked is not None:
@@ -197,31 +182,17 @@ def _cores_each(ask: Ask, largest: int, on_cpu: bool) -> int:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A study that can be measured.
+    """A study that can be measured."""
 
-    Attributes:
-        recipe: its batch is that of a device where the study has weak scaling.
-        rows: in the order of the table.
-        machine: facts of it, by name.
-        cluster: to be emulated; None for this machine's own devices.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # with the batch of one device under weak scaling
     study: StudyFacts
-    rows: list[Configuration]
-    machine: dict[str, Any]
-    cluster: Cluster | None
+    rows: list[Configuration]  # in the order of the table
+    machine: dict[str, Any]  # facts by name
+    cluster: Cluster | None  # to be emulated; None for this machine's devices
 
 
 def prepare(ask: Ask) -> Prepared:
-    """The study of a command.
-
-    Args:
-        ask: checked.
-
-    Raises:
-        ConvoyError: there is no such recipe or network, or the machine has too few devices.
-    """
+    """The study of a command that was checked."""
     recipe, peers = ask.recipe_of(), ask.peers_of()
     if peers:
         check_recipe(recipe)
@@ -232,15 +203,15 @@ def prepare(ask: Ask) -> Prepared:
     on_cpu = device.type == "cpu"
     numbers = ask.numbers(len(speeds) or (len(own_cores()) if on_cpu else torch.cuda.device_count()))
     largest = max(numbers)
-    each = 0 if speeds else _cores_each(ask, largest, on_cpu)
+    cores_per_device = 0 if speeds else _cores_each(ask, largest, on_cpu)
     unequal = bool(ask.shares) and (not on_cpu or len(set(speeds)) > 1)
     alone = min(len(speeds) or torch.cuda.device_count(), largest) if unequal else 1
     rows = configurations(numbers, ask.plans_of(), peers, ask.shares_of(), alone)
     weak = ask.batch_per_device is not None
-    own = recipe.batch if weak else recipe.batch // largest
-    if recipe.microbatch is not None and own and not ask.says("microbatch"):
+    local_batch = recipe.batch if weak else recipe.batch // largest
+    if recipe.microbatch is not None and local_batch and not ask.says("microbatch"):
         # as `divisible_sizes` does for one run; but all rows have the same, also of networks with batch norm
-        recipe = recipe.model_copy(update={"microbatch": min(recipe.microbatch, own)})
+        recipe = recipe.model_copy(update={"microbatch": min(recipe.microbatch, local_batch)})
     made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
     study = StudyFacts(
         model=recipe.model.name,
@@ -249,7 +220,7 @@ def prepare(ask: Ask) -> Prepared:
         weak=weak,
         batch=recipe.batch,
         device_type=device.type,
-        cores_per_device=each,
+        cores_per_device=cores_per_device,
         cluster=text,
         speeds=speeds,
         updates=ask.updates,

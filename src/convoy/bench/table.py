@@ -20,14 +20,14 @@ _LATEX = {
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
 }
+# Columns that are aligned to the right.
 NUMBERS = (
     *("devices", "step", "images/s", "speed-up", "efficiency"),
     *("days", "exposed", "data wait", "memory", "predicted"),
 )
-"""Columns that are aligned to the right."""
 
 
-def records(found: Results) -> list[dict[str, Any]]:
+def records(results: Results) -> list[dict[str, Any]]:
     """The rows with plain numbers: seconds, bytes, and parts of one."""
     return [
         {
@@ -54,11 +54,11 @@ def records(found: Results) -> list[dict[str, Any]]:
             "rounds": row.rounds,
             "overhead_s": row.overhead,
         }
-        for row in found.rows
+        for row in results.rows
     ]
 
 
-def lines(found: Results) -> list[dict[str, str]]:
+def lines(results: Results) -> list[dict[str, str]]:
     """The rows for people, in few characters."""
     return [
         {
@@ -74,7 +74,7 @@ def lines(found: Results) -> list[dict[str, str]]:
             "memory": size(row.memory),
             "predicted": "–" if row.predicted is None else f"{time_of(row.predicted)} ({signed(row.error)})",
         }
-        for row in found.rows
+        for row in results.rows
     ]
 
 
@@ -114,14 +114,14 @@ def _no_formula(value: Any) -> Any:
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
-def latex_text(found: Results, store: Store) -> str:
+def latex_text(results: Results, store: Store) -> str:
     """The table as LaTeX, for the package booktabs."""
     batch = f"{store.study.batch} {'a device' if store.study.weak else 'in all'}"
     columns = ["configuration", "devices", "step", "images/s", "speed-up", "efficiency", "days", "predicted"]
-    if any(row.days is None for row in found.rows):
+    if any(row.days is None for row in results.rows):
         columns.remove("days")
     note = f"{printable(store.study.model)}, batch {batch}"
-    cells = [[line[key] for key in columns] for line in lines(found)]
+    cells = [[line[key] for key in columns] for line in lines(results)]
     return _tabular(note, f"l{'r' * (len(columns) - 1)}", columns, cells)
 
 
@@ -148,12 +148,12 @@ def escaped(text: str) -> str:
     return printable(text).translate(table)
 
 
+# Columns that are aligned to the right.
 CONVERGENCE_NUMBERS = ("devices", "updates", "test error", "test loss", "trained in", "distance: error", "loss")
-"""Columns that are aligned to the right."""
 _COLUMNS = ("trained", *CONVERGENCE_NUMBERS, "final weights")
 
 
-def convergence_records(found: Convergence) -> list[dict[str, Any]]:
+def convergence_records(convergence: Convergence) -> list[dict[str, Any]]:
     """A record for each training, with plain numbers: errors and distances 0 to 1, seconds."""
     return [
         {
@@ -171,28 +171,28 @@ def convergence_records(found: Convergence) -> list[dict[str, Any]]:
             "evaluations": len(curve.steps),
             "weights_sha256": curve.sha256,
         }
-        for curve in found.curves
+        for curve in convergence.curves
     ]
 
 
-def convergence_lines(found: Convergence) -> list[dict[str, str]]:
+def convergence_lines(convergence: Convergence) -> list[dict[str, str]]:
     """The trainings for people, in few characters."""
-    return [dict(zip(_COLUMNS, _cells(found, curve), strict=True)) for curve in found.curves]
+    return [dict(zip(_COLUMNS, _cells(convergence, curve), strict=True)) for curve in convergence.curves]
 
 
-def _cells(found: Convergence, curve: ErrorCurve) -> tuple[str, ...]:
+def _cells(convergence: Convergence, curve: ErrorCurve) -> tuple[str, ...]:
     distance = curve.distance
-    weights = "the same bits" if found.same_weights(curve) else "other bits"
+    weights = "the same bits" if convergence.same_weights(curve) else "other bits"
     return (
         curve.name,
         str(curve.devices),
         units.count(curve.steps[-1]),
-        f"{units.decimal(100 * curve.errors[-1], units.percent_places(found.images))}{units.SPACE}%",
+        f"{units.decimal(100 * curve.errors[-1], units.percent_places(convergence.images))}{units.SPACE}%",
         units.significant(curve.losses[-1]),
         units.duration(curve.seconds[-1]),
         units.UNKNOWN if distance is None else points(distance.error),
         units.UNKNOWN if distance is None else units.significant(distance.loss, 2),
-        "the reference" if curve is found.reference else weights if curve.finished else "not finished",
+        "the reference" if curve is convergence.reference else weights if curve.finished else "not finished",
     )
 
 
@@ -201,7 +201,7 @@ def points(share: float) -> str:
     return f"{units.significant(100 * share, 2)}{units.SPACE}points" if share else "0"
 
 
-def curve_records(found: Convergence) -> list[dict[str, Any]]:
+def curve_records(convergence: Convergence) -> list[dict[str, Any]]:
     """A record for each evaluation of each training, as in the pictures."""
     return [
         {
@@ -212,12 +212,12 @@ def curve_records(found: Convergence) -> list[dict[str, Any]]:
             "test_error": error,
             "test_loss": loss,
         }
-        for curve in found.curves
+        for curve in convergence.curves
         for step, second, error, loss in zip(curve.steps, curve.seconds, curve.errors, curve.losses, strict=True)
     ]
 
 
-def convergence_latex(found: Convergence, store: Store) -> str:
-    """The table for the package booktabs."""
-    note = f"{printable(store.study.model)}, {found.epochs:g} epochs"
-    return _tabular(note, "lrrrrrrrl", _COLUMNS, (line.values() for line in convergence_lines(found)))
+def convergence_latex(convergence: Convergence, store: Store) -> str:
+    """The table of trainings as LaTeX, for the package booktabs."""
+    note = f"{printable(store.study.model)}, {convergence.epochs:g} epochs"
+    return _tabular(note, "lrrrrrrrl", _COLUMNS, (line.values() for line in convergence_lines(convergence)))

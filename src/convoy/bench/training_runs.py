@@ -21,18 +21,8 @@ _BEAT_S = 1.0
 
 
 def train_run(task: MeasurementTask, out: Path, command: str, keep: bool, say: Say) -> str | None:
-    """A rank's part of a training. All ranks call it.
-
-    Args:
-        task: the configuration; its updates do not count.
-        out: the folder of the run.
-        command: that repeats the study.
-        keep: whether measured times are kept for later plans, and those that are kept are used.
-        say: is told how far it has come, in updates.
-
-    Returns:
-        The name of the signal that stopped it; None at its end.
-    """
+    """A rank's part of a training, in the folder `out`; the name of the signal that stopped it, None at its end. All
+    ranks call it. `command` repeats the study; `keep` uses times that were measured before, and stores new ones."""
     ranks, device = join(task)
     heard = Heard(say)
     with heard.beating():
@@ -96,18 +86,11 @@ class Heard(Reporter):
             self._tell(*self._latest)
 
 
-_FEW, _OFTEN = 10, Duration(5, "%")
-"""Where a run would be evaluated less often than so many times, it is this often."""
+_FEW, _OFTEN = 10, Duration(5, "%")  # where a run would be evaluated less often than so many times, it is this often
 
 
 def recipe_for_training(recipe: Recipe, epochs: float, said: bool) -> Recipe:
-    """The recipe of all trainings.
-
-    Args:
-        recipe: of the study.
-        epochs: of each training.
-        said: the user has said how often to evaluate.
-    """
+    """The recipe of all trainings; `said` is whether the user said how often to evaluate."""
     changes: dict[str, Duration] = {"epochs": Duration(epochs, "ep")}
     every = recipe.evaluate_every
     if not said and every.unit == "ep" and epochs / every.value < _FEW:
@@ -116,13 +99,7 @@ def recipe_for_training(recipe: Recipe, epochs: float, said: bool) -> Recipe:
 
 
 def add_evaluations(kept: Training, run: Path, batch: int) -> None:
-    """Take over what a run has written so far.
-
-    Args:
-        kept: the training's record.
-        run: its folder.
-        batch: images of an update.
-    """
+    """Take over what a run in a folder has written so far; an update has `batch` images."""
     metrics = read_metrics(run / "metrics.jsonl")
     steps, rates = column(metrics.train, "step"), column(metrics.train, "images_per_s")
     ends = np.cumsum(np.diff(steps, prepend=0) * batch / rates)

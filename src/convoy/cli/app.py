@@ -49,11 +49,7 @@ def convoy_command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Returns:
-        0 for success, 2 for a mistake of the user, 1 for anything else.
-    """
+    """Run the command line; the exit status: 0 for success, 2 for a mistake of the user, 1 for anything else."""
     if arguments is None and sys.getfilesystemencoding() != "utf-8":
         # Runs keep names of files and classes in UTF-8, which these are here then, too; what is printed need not be.
         os.environ.setdefault("PYTHONIOENCODING", sys.stdout.encoding if sys.stdout is not None else "utf-8")
@@ -71,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run the verb; what goes wrong becomes one sentence and a status."""
     # Before torch loads OpenMP: a thread that waits spins shortly, then sleeps. Spinning on for a core that another
     # process has makes training many times slower on a busy machine (docs/decisions.md).
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -21,8 +21,7 @@ from convoy.units import size
 if TYPE_CHECKING:
     from convoy.data.packed import Pack
 
-_PADDED = 1.2
-"""How many times as many bytes as its pictures a pack may take before that is said."""
+_PADDED = 1.2  # how many times as many bytes as its pictures a pack may take before that is said
 VERBS = {
     "show": ("convoy.cli.data:show", "Say what is in a data set, and check its pictures."),
     "pack": ("convoy.cli.data:pack", "Write a data set as shards that load faster."),
@@ -230,16 +229,16 @@ def verify(path: Path, as_json: bool) -> int:
 
     What differs, and shards that are missing or of another size, is named; the exit status is then 1.
     """
-    found = _opened(path, to_verify=True)
+    pack_ = _opened(path, to_verify=True)
     from convoy.data.packed import damaged
 
     with _progress(as_json) as progress:
-        sentences = list(damaged(found, progress))
-    number = sum(each.images for each in found.statistics.values())
+        sentences = list(damaged(pack_, progress))
+    number = sum(split.images for split in pack_.statistics.values())
     row = {
         "pack": str(path),
-        "of": found.name,
-        "stored": str(found.options),
+        "of": pack_.name,
+        "stored": str(pack_.options),
         "images": number,
         "damaged": len(sentences),
     }
@@ -258,12 +257,12 @@ def unpack(path: Path, dest: Path) -> int:
 
     Pictures are checked against their checksums. What a pack keeps raw is written as PPM.
     """
-    found = _opened(path)
+    pack_ = _opened(path)
     from convoy.data.packed import unpack as write
 
     with _progress(False) as progress:
-        number = write(found, dest, progress)
-    click.echo(f"{number:,} pictures of {len(found.classes):,} classes are in {dest}")
+        number = write(pack_, dest, progress)
+    click.echo(f"{number:,} pictures of {len(pack_.classes):,} classes are in {dest}")
     return 0
 
 

@@ -29,8 +29,8 @@ from convoy.launch import find_place
 from convoy.training.run_directory import RunDirectory
 
 _DIVISION = ("parallel.plan", "parallel.shares", "parallel.schedule")
+# Keys that are not said any more where another one is said anew.
 _WITH = {"parallel.devices": _DIVISION, "parallel.plan": _DIVISION, "microbatch": ("microbatches",)}
-"""Keys that are not said any more where another one is said anew."""
 
 
 @click.command(
@@ -99,15 +99,11 @@ def command(
 
 
 def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
-    """The training that is asked about: that of a command line of `convoy train`, or of a run with other options.
-
-    Raises:
-        ConvoyError: there is no such run.
-    """
+    """The training that is asked about: that of a command line of `convoy train`, or of a run with other options."""
     first = what[0]
     if first.startswith("-"):
-        own = [name for option in command.params for name in option.opts]
-        near = difflib.get_close_matches(first, own)
+        names = [name for option in command.params for name in option.opts]
+        near = difflib.get_close_matches(first, names)
         raise click.NoSuchOption(first, possibilities=near, ctx=click.get_current_context())
     if first != "train":
         run = RunDirectory(Path(first))
@@ -125,17 +121,12 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
     return TrainRequest.of(arguments, values)
 
 
-def with_command(what: Sequence[str], found: Diagnosis) -> Diagnosis:
-    """The diagnosis with the command that trains with the first change.
-
-    Args:
-        what: was asked about: `train` with options, or a run with options.
-        found: of the training.
-    """
-    if found.possible is None:
-        return found
-    changed = replaced(_line(what), found.advice[found.possible].arguments)
-    return replace(found, command=shlex.join(["convoy", "train", *changed]))
+def with_command(what: Sequence[str], diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis with the command that trains with the first change to `what`: `train` or a run, with options."""
+    if diagnosis.possible is None:
+        return diagnosis
+    changed = replaced(_line(what), diagnosis.advice[diagnosis.possible].arguments)
+    return replace(diagnosis, command=shlex.join(["convoy", "train", *changed]))
 
 
 def _line(what: Sequence[str]) -> list[str]:
@@ -145,29 +136,31 @@ def _line(what: Sequence[str]) -> list[str]:
 
 
 def _verify(what: Sequence[str], seconds: float, no_trials: bool, as_json: bool) -> int:
-    """Examine, and compare the first change with the training as it is, each in processes of its own, so that nothing
-    is left over, and in turns, as a machine's speed may change within minutes."""
-    found = _examination(what, seconds, no_trials)
-    place = found.possible
+    """Examine, and compare the first change with the training as it is.
+
+    Each runs in a process of its own, so that nothing is left over, and in turns, as a machine's speed may change.
+    """
+    diagnosis = _examination(what, seconds, no_trials)
+    place = diagnosis.possible
     if not as_json:
-        click.echo(found.text())
-        if place is None and found.advice:
+        click.echo(diagnosis.text())
+        if place is None and diagnosis.advice:
             click.echo("No option of convoy train makes any of these changes, so none was tried.")
     try:
         if place is not None:
-            changed = replaced(what, found.advice[place].arguments)
-            others = []
+            changed = replaced(what, diagnosis.advice[place].arguments)
+            rates = []
             for number, line in enumerate((changed, changed, what), 1):
-                how = "as it is" if line is what else f"with {shlex.join(found.advice[place].arguments)}"
+                how = "as it is" if line is what else f"with {shlex.join(diagnosis.advice[place].arguments)}"
                 click.echo(f"training {number} of 3, {how}", err=True)
-                others.append(_examination(line, seconds, no_trials=True).images_per_s)
-            tried = found.advice[place].tried([found.images_per_s, *others])
-            found = replace(found, advice=(*found.advice[:place], tried, *found.advice[place + 1 :]))
+                rates.append(_examination(line, seconds, no_trials=True).images_per_s)
+            tried = diagnosis.advice[place].tried([diagnosis.images_per_s, *rates])
+            diagnosis = replace(diagnosis, advice=(*diagnosis.advice[:place], tried, *diagnosis.advice[place + 1 :]))
             if not as_json:
                 click.echo("\n".join(filter(None, (f"Tried: {tried.text}", tried.verdict))))
     finally:  # what was found is not lost where the change cannot be tried
         if as_json:
-            click.echo(json.dumps(found.to_document(), indent=2))
+            click.echo(json.dumps(diagnosis.to_document(), indent=2))
     return 0
 
 
@@ -175,31 +168,26 @@ def replaced(what: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """A command line with other arguments, without those that they take the place of."""
     changed = {key for key, _ in _settings(arguments) if key is not None}
     changed |= {key for one in changed for key in _WITH.get(one, ())}
-    kept = [word for key, words in _settings(what) if key not in changed for word in words]
-    return [*kept, *arguments]
+    unchanged = [word for key, words in _settings(what) if key not in changed for word in words]
+    return [*unchanged, *arguments]
 
 
 def _settings(line: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
     """Each option, with its value, and the key of the recipe that it sets; and each other word."""
-    known = {name: option for option in train.params for name in (*option.opts, *option.secondary_opts)}
+    options_by_name = {name: option for option in train.params for name in (*option.opts, *option.secondary_opts)}
     words = iter(line)
     for word in words:
         name, _, value = word.partition("=")
-        option, taken = known.get(name) if word.startswith("-") else None, [word]
+        option, argument = options_by_name.get(name) if word.startswith("-") else None, [word]
         if isinstance(option, click.Option) and not option.is_flag and name == word:
-            taken += [value := next(words, "")]
+            argument += [value := next(words, "")]
         key = None if option is None else KEYS.get(option.name or "")
-        yield value.partition("=")[0] if option is not None and option.name == "settings" else key, taken
+        yield value.partition("=")[0] if option is not None and option.name == "settings" else key, argument
 
 
 def _examination(what: Sequence[str], seconds: float, no_trials: bool) -> Diagnosis:
-    """What `convoy doctor --json` says.
-
-    Raises:
-        SystemExit: it has ended otherwise, and has said why.
-        KeyboardInterrupt: it was stopped before it could say that.
-        MachineError: it was killed.
-    """
+    """The answer of `convoy doctor --json` in a process of its own; SystemExit where that has said why there is none,
+    MachineError where it was killed."""
     command = [sys.executable, "-m", "convoy", "doctor", *what, "--seconds", f"{seconds:g}", "--json"]
     command += ["--no-trials"] if no_trials else []
     # In a session of its own a terminal's Ctrl-C reaches it once.
@@ -209,11 +197,11 @@ def _examination(what: Sequence[str], seconds: float, no_trials: bool) -> Diagno
         process.send_signal(number)
 
     with process, options.sigterm_as_interrupt(hand_on):
-        said, _ = process.communicate()
+        output, _ = process.communicate()
     if process.returncode in (-signal.SIGINT, -signal.SIGTERM):
         raise KeyboardInterrupt
     if process.returncode < 0:
         raise MachineError(f"the training that was examined {end_of(process.returncode)}")
     if process.returncode:
         raise SystemExit(process.returncode)
-    return Diagnosis.from_document(json.loads(said))
+    return Diagnosis.from_document(json.loads(output))

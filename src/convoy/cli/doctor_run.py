@@ -28,34 +28,16 @@ Complete = Callable[[Diagnosis], Diagnosis]
 
 @dataclass(frozen=True)
 class Look:
-    """How a training is looked at.
+    """How a training is looked at."""
 
-    Attributes:
-        began, seconds: when that began (`time.perf_counter`), and how long it may take.
-        trials: whether changes are tried.
-        as_json: print JSON in place of text.
-    """
-
-    began: float
-    seconds: float
-    trials: bool
-    as_json: bool
+    began: float  # by `time.perf_counter`
+    seconds: float  # from then on, for all of it
+    trials: bool  # whether changes are tried
+    as_json: bool  # print JSON in place of text
 
 
 def run(request: TrainRequest, complete: Complete, look: Look) -> int:
-    """Examine, and print the diagnosis.
-
-    Args:
-        request: the training.
-        complete: puts into the diagnosis what the command line knows.
-        look: how.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConvoyError: an option is wrong, or the training cannot be.
-    """
+    """Examine, and print the diagnosis, into which `complete` puts what the command line knows; the exit status."""
     if request.interface is not None:
         interfaces.use(request.interface)
     place = launch.find_place()
@@ -91,7 +73,7 @@ def _examined(request: TrainRequest, complete: Complete, ranks: Ranks, device: t
         session = set_up(recipe, device, reporter.prepare, ranks)
         facts = examine(session, budget, trials=look.trials, folder=out)
     if ranks.rank == 0:
-        found = complete(Diagnosis.of(facts))
-        click.echo(json.dumps(found.to_document(), indent=2) if look.as_json else found.text())
+        diagnosis = complete(Diagnosis.of(facts))
+        click.echo(json.dumps(diagnosis.to_document(), indent=2) if look.as_json else diagnosis.text())
     ranks.barrier()
     return 0

@@ -178,17 +178,17 @@ def on_slurm(
     What comes after -- is what convoy train would be given. Before the time of the job is over the run is saved and
     the job queued again, until the run is done.
     """
-    given = training_arguments(arguments, values["nodes"] * values["devices_per_node"])
+    opts = training_arguments(arguments, values["nodes"] * values["devices_per_node"])
     if values["interface"] is None:
-        values["interface"] = given["interface"]
-    name = name or re.sub(r"[^\w.-]+", "-", given["model"] or Path(given["recipe"] or given["out"]).stem)
-    if given["model"] is None:
+        values["interface"] = opts["interface"]
+    name = name or re.sub(r"[^\w.-]+", "-", opts["model"] or Path(opts["recipe"] or opts["out"]).stem)
+    if opts["model"] is None:
         arguments = tuple(without_model(arguments))
     job = SlurmJob(
         arguments=without(arguments, "--out", "--interface", flags=("--resume",)),
-        out=None if given["out"] is None else str(given["out"]),
+        out=None if opts["out"] is None else str(opts["out"]),
         name=name,
-        gpus=given["device"] != "cpu",
+        gpus=opts["device"] != "cpu",
         options=dict(_option(text) for text in others),
         **values,
     )
@@ -267,11 +267,11 @@ def on_kubernetes(
     What comes after -- is what convoy train would be given; --out and --resume are added, so that a pod that is
     started again goes on from the newest checkpoint.
     """
-    said = parsed(arguments)  # a slip is found here, and not in the cluster
-    name = name_for(said["model"], said["recipe"]) if name is None else name
+    opts = parsed(arguments)  # a slip is found here, and not in the cluster
+    name = name_for(opts["model"], opts["recipe"]) if name is None else name
     on_cpus, devices = accelerator == "none", values["devices_per_node"]
     elastic, has_data = values["least_nodes"] is not None, values["data_claim"] is not None
-    completed = complete(arguments, said, name, values["num_nodes"] * devices, elastic, has_data)
+    completed = complete(arguments, opts, name, values["num_nodes"] * devices, elastic, has_data)
     values["cpu"] = values["cpu"] or str(CPUS[on_cpus] * devices)
     values["memory"] = values["memory"] or f"{MEMORY_GI[on_cpus] * devices}Gi"
     values["shared_memory"] = values["shared_memory"] or f"{SHARED_GI[on_cpus] * devices}Gi"
@@ -285,7 +285,7 @@ def on_kubernetes(
     )
     check_recipe(completed)  # after secrets in it were refused: sentences may repeat it
     text = to_yaml(KINDS[kind](training))
-    module, colon, _ = (said["model"] or "").partition(":")
+    module, colon, _ = (opts["model"] or "").partition(":")
     if colon and module not in _LIBRARIES:
         click.echo(
             f"the module {module} must be in the image {training.image}: see 'Your own network' in docs/kubernetes.md",
@@ -299,8 +299,7 @@ def on_kubernetes(
     return 0
 
 
-_LIBRARIES = ("timm", "torchvision")
-"""Libraries that may stand before the colon in the name of a network."""
+_LIBRARIES = ("timm", "torchvision")  # libraries that may stand before the colon in the name of a network
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:
@@ -348,12 +347,12 @@ def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
 
 def without_model(arguments: Sequence[str]) -> list[str]:
     """Arguments without MODEL, which may stand anywhere and say the same as the value of an option."""
-    values, given = parsed(arguments), list(arguments)
-    for number, argument in enumerate(given):
-        shorter = [*given[:number], *given[number + 1 :]]
+    values, words = parsed(arguments), list(arguments)
+    for number, argument in enumerate(words):
+        shorter = [*words[:number], *words[number + 1 :]]
         if argument == values["model"] and parsed(shorter) == values | {"model": None}:
             return shorter
-    return given
+    return words
 
 
 def parsed(arguments: Sequence[str]) -> dict[str, Any]:

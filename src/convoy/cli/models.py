@@ -30,16 +30,16 @@ def command(pattern: str, as_json: bool) -> None:
     from convoy import models  # with torch, for which no help is to wait
 
     if ":" in pattern:
-        found = [models.describe(pattern)]
+        infos = [models.describe(pattern)]
     else:
-        known = models.list_models()
-        found = [info for info in known if pattern.lower() in info.name.lower()]
-        if not found:
-            close = difflib.get_close_matches(pattern, [info.name for info in known], n=3)
+        all_infos = models.list_models()
+        infos = [info for info in all_infos if pattern.lower() in info.name.lower()]
+        if not infos:
+            close = difflib.get_close_matches(pattern, [info.name for info in all_infos], n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else "convoy models lists all"
             raise ConvoyError(f"no model's name contains {pattern!r}: {hint}")
     rows = []
-    for info in found:
+    for info in infos:
         shape = info.input_shape or USUAL_SHAPE
         counts = models.count(info.name, shape)
         row = {

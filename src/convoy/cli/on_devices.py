@@ -19,30 +19,20 @@ from convoy.training import RunDirectory, choose_device
 from convoy.training.environment import join_ranks
 from convoy.training.restore import TrainedRun, checkpoint_step, other_code, restored
 
+# Ranks wait as long as somebody may take to type the name of a file; a rank that dies ends the others.
 _PATIENCE_S = 7 * 24 * 3600.0
-"""Ranks wait as long as somebody may take to type the name of a file; a rank that dies ends the others."""
 
-Work = Callable[[Ranks, torch.device], int]
-"""Is given the ranks and the device of this one; returns the exit status."""
+Work = Callable[[Ranks, torch.device], int]  # is given the ranks and the device of this one; returns the exit status
 
 
 def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, work: Work) -> int:
-    """Do some work on one device, or as one of several ranks, with the whole network on each, or start these.
+    """Do some work on one device, or as one of several ranks, with the whole network on each, or start these with the
+    `arguments` of the command line, which asks for `asked` devices; the exit status."""
 
-    Args:
-        arguments: of the command line, which the ranks are started with.
-        asked: how many devices the command line asks for.
-        device: the one that it names.
-        work: to do, by a rank for its own samples.
-
-    Returns:
-        The exit status.
-    """
-
-    def work_by_samples(ranks: Ranks, here: torch.device) -> int:
+    def work_by_samples(ranks: Ranks, local_device: torch.device) -> int:
         if ranks.num > 1:
             ranks.follow(Plan.by_samples(ranks.num).mesh, (0,))
-        return work(ranks, here)
+        return work(ranks, local_device)
 
     place = launch.find_place()
     if place is not None:
@@ -63,10 +53,10 @@ def load_chosen(run: Path, checkpoint: str | None, ranks: Ranks, trust_code: boo
         step = ranks.first(lambda: checkpoint_step(RunDirectory(run), checkpoint))
         if ranks.rank == 0:
             click.echo(f"the network is that of the checkpoint after {step:,} updates", err=True)
-    found = restored(run, step, trust_code)
-    if found.changed and ranks.rank == 0:
-        click.echo(other_code(found), err=True)
-    return found
+    trained = restored(run, step, trust_code)
+    if trained.changed and ranks.rank == 0:
+        click.echo(other_code(trained), err=True)
+    return trained
 
 
 def run_as_rank(
@@ -74,42 +64,32 @@ def run_as_rank(
     asked: int | None,
     device: str | None,
     work: Work,
-    cores_per_device: int | None = None,
+    cores_per_device: int | None = None,  # None divides them evenly
     patience_s: float = 600.0,
 ) -> int:
-    """Join the other ranks on this one's share of the cores, do the work, and leave.
-
-    Args:
-        place: of this rank.
-        asked: how many devices the command line asks for.
-        device: the one that it names.
-        work: to do.
-        cores_per_device: cores for each rank; None divides them evenly.
-        patience_s: seconds that ranks wait for each other.
-
-    Returns:
-        The exit status of this process.
-    """
+    """Join the other ranks, for whom this one waits `patience_s` seconds, do the work on this one's share of the cores,
+    and leave; the exit status."""
     place.check(asked)
     with launch.as_rank(place):
-        ranks, own = join_ranks(patience_s, device)
+        ranks, local_device = join_ranks(patience_s, device)
         cores.take_share(ranks.gather, ranks.rank, cores_per_device)
         ranks = Ranks.here()
         with memory_explained(ranks.rank, ranks.num):
-            status = work(ranks, device_of(device, own, ranks.num))
+            status = work(ranks, device_of(device, local_device, ranks.num))
         ranks.barrier()
         leave()
         return launch.ended(place, status)
 
 
-def device_of(name: str | None, own: torch.device, num_devices: int) -> torch.device:
+def device_of(name: str | None, local_device: torch.device, num_devices: int) -> torch.device:
     """The device of a rank: its own of the kind that was asked for, or exactly the one that was."""
-    if (name is None and (own.type == "cuda" or not gpus().why)) or (name == "cuda" and own.type == "cuda"):
-        return own
+    is_gpu = local_device.type == "cuda"
+    if (name is None and (is_gpu or not gpus().why)) or (name == "cuda" and is_gpu):
+        return local_device
     device = choose_device(name)
-    if device.type == "cuda" and device != own and num_devices > 1:
+    if device.type == "cuda" and device != local_device and num_devices > 1:
         raise ConvoyError(
-            f"--device {name} is one GPU for all ranks, but this rank has {own}: use --device cuda, and choose among "
-            "the machine's GPUs by CUDA_VISIBLE_DEVICES"
+            f"--device {name} is one GPU for all ranks, but this rank has {local_device}: use --device cuda, and "
+            "choose among the machine's GPUs by CUDA_VISIBLE_DEVICES"
         )
     return device

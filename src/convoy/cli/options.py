@@ -38,11 +38,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def sigterm_as_interrupt(stop: Callable[[int, FrameType | None], None] = _interrupt) -> Iterator[None]:
-    """Take SIGTERM as Ctrl-C, and Ctrl-C also where the shell has it ignored, so that what was made is removed.
-
-    Args:
-        stop: is called with either signal.
-    """
+    """Call `stop` on SIGTERM as on Ctrl-C, and on that also where the shell has it ignored, so that what was made is
+    removed."""
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -52,11 +49,8 @@ def sigterm_as_interrupt(stop: Callable[[int, FrameType | None], None] = _interr
 
 
 class LazyGroup(click.Group):
-    """Verbs by their modules.
-
-    Args:
-        verbs: by name, the module whose `command` it is (or `module:function`), and one line on what it does.
-    """
+    """Verbs by name, each with the module whose `command` it is (or `module:function`), and one line on what it
+    does."""
 
     def __init__(self, *args: Any, verbs: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -104,11 +98,7 @@ def show(rows: Sequence[dict[str, Any]], as_json: bool = False, right: Sequence[
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Refuse a file that could not be written, before the work for it is done.
-
-    Raises:
-        ConvoyError: it is a folder, or its folder is missing or closed.
-    """
+    """Refuse a file that could not be written, before the work for it is done."""
     folder = path.parent
     if path.is_dir():
         raise ConvoyError(f"{option} {path} is a folder: name a file in it")
@@ -120,11 +110,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def written(option: str, path: Path, text: str) -> None:
-    """Write a file as a whole or not at all.
-
-    Raises:
-        ConvoyError: it cannot be written.
-    """
+    """Write a file as a whole or not at all."""
     try:
         write_text(path, text)
     except OSError as error:
@@ -187,11 +173,7 @@ run_argument = click.argument("run", type=OutputPath())
 
 
 def shares(context: click.Context, option: click.Parameter, text: str | None) -> str | None:
-    """`3,3,2` as YAML: the callback of `--shares`.
-
-    Raises:
-        click.BadParameter: these are no numbers.
-    """
+    """`3,3,2` as YAML: the callback of `--shares`."""
     if text is None or text == "auto":
         return text
     numbers = text.removeprefix("[").removesuffix("]")

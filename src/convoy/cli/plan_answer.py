@@ -39,23 +39,11 @@ from convoy.training.precision import check_precision, set_numerics
 from convoy.training.recipe import Recipe
 from convoy.training.workloads import workload_of_recipe
 
-ASSUMED_SIZE = 224
-"""Pixels of an image's sides where neither the request nor the network says."""
+ASSUMED_SIZE = 224  # pixels of an image's sides where neither the request nor the network says
 
 
 def run(request: PlanRequest, recipe: Recipe) -> int:
-    """Plan, print and write the result.
-
-    Args:
-        request: the command line, checked.
-        recipe: of the network.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConvoyError: there is no such device, a fix matches no layer, or no plan.
-    """
+    """Plan, print and write the result; the exit status."""
     number = request.num_devices
     place = launch.find_place()
     if place is not None:
@@ -119,26 +107,15 @@ def _check_plans(request: PlanRequest, recipe: Recipe, model: nn.Module, workloa
         try:
             if recipe.batch_norm == "microbatch":
                 divide(sizes, plan.mesh.size(sample_axes(calls, plan)))
-            own = workload.through(plan.num_stages, parts=plan.parts)
-            own.place(plan)
-            Staging.of(plan, own.graph, own.outputs, own.samples_of_passes)
+            staged = workload.through(plan.num_stages, parts=plan.parts)
+            staged.place(plan)
+            Staging.of(plan, staged.graph, staged.outputs, staged.samples_of_passes)
         except ConvoyError as error:
             raise ConvoyError(f"--score {plan}: {error}") from error
 
 
 def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
-    """Plan on this rank, and on the first one print and write the result. All ranks call it.
-
-    Args:
-        request: the command line.
-        recipe: of the network.
-        devices: that the plan is for.
-        ranks: that measure.
-        device: this rank's.
-
-    Raises:
-        ConvoyError: there is no such plan, or the network cannot be planned for.
-    """
+    """Plan for `devices` on this rank, and on the first one print and write the result. All ranks call it."""
     if devices > 1:
         keep_freed_memory(device)  # as it will be in training
     set_numerics(recipe)
@@ -194,21 +171,21 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
 
 
 def _show(request: PlanRequest, planned: Planned, first: Sequence[str], assumed: Sequence[str]) -> None:
-    found, command = explained(planned), command_of(request.arguments)
+    answer, command = explained(planned), command_of(request.arguments)
     if request.out is not None:
         origin = "# " + command.replace("\n", " ") + "\n"
-        origin += f"# predicted: {1e3 * found.scored.seconds:.4g} ms an update, "
-        origin += f"{found.speedup:.3g} times as fast as one device\n"
+        origin += f"# predicted: {1e3 * answer.scored.seconds:.4g} ms an update, "
+        origin += f"{answer.speedup:.3g} times as fast as one device\n"
         origin += "".join(f"# {note}\n" for note in assumed)
-        written("--out", request.out, origin + found.scored.plan.to_yaml())
+        written("--out", request.out, origin + answer.scored.plan.to_yaml())
     if request.html is not None:
-        written("--html", request.html, plan_page(found, command))
+        written("--html", request.html, plan_page(answer, command))
     if request.trace is not None:
-        written("--trace", request.trace, json.dumps(trace(predicted=found.scored.timeline), allow_nan=False))
+        written("--trace", request.trace, json.dumps(trace(predicted=answer.scored.timeline), allow_nan=False))
     if request.as_json:
-        click.echo(json.dumps(document(found), indent=2, allow_nan=False))
+        click.echo(json.dumps(document(answer), indent=2, allow_nan=False))
         return
-    click.echo(explanation_text(found, first), nl=False)
+    click.echo(explanation_text(answer, first), nl=False)
     for path, name in ((request.out, "plan"), (request.html, "page"), (request.trace, "trace")):
         if path is not None:
             click.echo(f"{name}: {path}")

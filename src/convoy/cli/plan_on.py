@@ -23,41 +23,31 @@ from convoy.training.recipe import Recipe
 from convoy.training.workloads import schedules_of
 from convoy.units import plural, table
 
-IMAGENET = 1_281_167
-"""Images of an epoch where nobody says."""
+IMAGENET = 1_281_167  # images of an epoch where nobody says
 
 
 def run(request: PlanRequest, recipe: Recipe) -> int:
-    """Predict, print and write the result.
-
-    Args:
-        request: the command line, checked.
-        recipe: of the network.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConvoyError: the network cannot be seen as one graph, or nothing fits into a machine's memory.
-    """
+    """Predict, print and write the result; the exit status."""
 
     @cache
     def workload(precision: str, microbatch: int) -> Workload:
         return _workload(request, recipe, precision, microbatch)
 
-    found = [_predicted(request, recipe, machine, workload) for machine in request.machines]
+    predictions = [_predicted(request, recipe, machine, workload) for machine in request.machines]
     images, what = _training(request, recipe)
     name = recipe.model.name
     if request.out is not None:
-        written("--out", request.out, f"# {command_of(request.arguments)}\n{found[0].plan.to_yaml()}")
+        written("--out", request.out, f"# {command_of(request.arguments)}\n{predictions[0].plan.to_yaml()}")
     if request.html is not None:
-        page = machines_page(name, found, images, request.prices, what, command_of(request.arguments))
+        page = machines_page(name, predictions, images, request.prices, what, command_of(request.arguments))
         written("--html", request.html, page)
     if request.as_json:
-        click.echo(json.dumps([_document(one, number, request, images) for number, one in enumerate(found)], indent=2))
+        click.echo(
+            json.dumps([_document(one, number, request, images) for number, one in enumerate(predictions)], indent=2)
+        )
         return 0
     click.echo(f"{name}, batch {recipe.batch}: predicted, not measured, as eager PyTorch runs it\n")
-    click.echo("\n".join(_lines(found, images, request.prices, what, len(request.plans))))
+    click.echo("\n".join(_lines(predictions, images, request.prices, what, len(request.plans))))
     for path, of in ((request.out, "plan"), (request.html, "page")):
         if path is not None:
             click.echo(f"{of}: {path}")
@@ -65,7 +55,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
 
 
 def _precision(recipe: Recipe, machine: Machine) -> str:
-    """What the recipe says; bf16 on devices that have it, as in training."""
+    """The recipe's precision; else bf16 on devices that have it, as in training."""
     if recipe.precision in PRECISIONS:
         return str(recipe.precision)
     return usual_precision(machine)
@@ -74,14 +64,14 @@ def _precision(recipe: Recipe, machine: Machine) -> str:
 def _predicted(
     request: PlanRequest, recipe: Recipe, machine: Machine, workload: Callable[[str, int], Workload]
 ) -> Prediction:
-    """For one machine; microbatches are so small that each device has one."""
+    """The prediction for one machine, with microbatches so small that each device has one."""
     precision, count = _precision(recipe, machine), len(machine.devices)
     usual = min(recipe.batch, recipe.microbatch or -(-recipe.batch // (recipe.microbatches or 1)))
     size = min(usual, recipe.batch // count) if recipe.batch_norm == "microbatch" else 0
     lowered = PRECISIONS[precision] is not None  # where channels lie innermost unless somebody says otherwise
-    own = workload(precision, size)
-    found = predict(
-        own,
+    net = workload(precision, size)
+    prediction = predict(
+        net,
         machine,
         precision,
         fixes=request.fix,
@@ -94,11 +84,11 @@ def _predicted(
             compiled=recipe.compile,
         ),
     )
-    if size == usual or recipe.batch_norm != "microbatch" or all(call.op != "batch_norm" for call in own.graph.calls):
-        return found
+    if size == usual or recipe.batch_norm != "microbatch" or all(call.op != "batch_norm" for call in net.graph.calls):
+        return prediction
     note = f"batch norm takes its statistics over {size} samples, so that each device has a microbatch: training does "
     note += f"so with --microbatches {-(-recipe.batch // size)}"
-    return replace(found, notes=(*found.notes, note))
+    return replace(prediction, notes=(*prediction.notes, note))
 
 
 def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
@@ -116,7 +106,7 @@ def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: 
     except Exception:  # a network of the user's that computes with its weights as it is made
         model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
     channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
-    found = workload_of(
+    workload = workload_of(
         model.train(),
         torch.empty(1, channels, pixels, pixels),
         recipe.batch,
@@ -125,7 +115,7 @@ def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: 
         microbatch=microbatch,
         precision=PRECISIONS[precision],
     )
-    return replace(found, schedules=schedules_of(recipe))
+    return replace(workload, schedules=schedules_of(recipe))
 
 
 def _training(request: PlanRequest, recipe: Recipe) -> tuple[float, str]:
@@ -138,24 +128,17 @@ def _training(request: PlanRequest, recipe: Recipe) -> tuple[float, str]:
 
 
 def _document(one: Prediction, number: int, request: PlanRequest, images: float) -> dict[str, object]:
-    found = one.document() | {"days": round(one.days(images), 4)}
+    document = one.document() | {"days": round(one.days(images), 4)}
     if request.prices:
-        found["price"] = round(one.price(images, request.prices[number]), 2)
-    return found
+        document["price"] = round(one.price(images, request.prices[number]), 2)
+    return document
 
 
 def _lines(
-    predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str, given: int = 0
+    predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str, num_plans: int
 ) -> Iterator[str]:
-    """A table of the machines, and what is to be said of each.
-
-    Args:
-        predictions: of one network on several machines.
-        images: of the whole training.
-        prices: of an hour of one device of each machine; empty where nobody says.
-        what: the training, in words.
-        given: how many plans were asked for.
-    """
+    """A table of the machines, and what is to be said of each. `images` are those of the whole training, `what` is that
+    in words; `prices` are of an hour of one device of each machine, or empty."""
     headings = [
         "machine",
         "precision",
@@ -183,12 +166,12 @@ def _lines(
     for one in predictions:
         yield ""
         yield f"{one.machine.label}: held back by {one.held_back_by}"
-        if given > 1 and one.planned is not None:
+        if num_plans > 1 and one.planned is not None:
             for scored in one.planned.candidates:
                 rate = one.best * one.planned.best.seconds / scored.seconds
                 yield f"  plan {scored.plan}: {rate:,.0f} images/s"
         if len(one.machine.devices) > 1:
-            yield from _plan_lines(one, "the plan" if given == 1 else "fastest plan")
+            yield from _plan_lines(one, "the plan" if num_plans == 1 else "fastest plan")
         for change in one.changes[:4]:
             yield f"  {change.text}: {change.gain:.2f} × as fast"
         for note in one.notes:

@@ -80,18 +80,18 @@ def command(
     Pictures that cannot be read are named on standard error; the exit status is then 2, unless --skip-bad is given.
     """
     pictures = tuple(map(str, map(expanded, pictures)))
-    for given in pictures:
-        if given != STANDARD_INPUT and not Path(given).exists():
-            raise ConvoyError(f"there is no picture or folder {printable(given)}: check the path")
+    for text in pictures:
+        if text != STANDARD_INPUT and not Path(text).exists():
+            raise ConvoyError(f"there is no picture or folder {printable(text)}: check the path")
     RunDirectory(run).check_trained(checkpoint)
     with waiting_for("loading PyTorch"):
         from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
         from convoy.training.predict import Classifier, classify
 
-    def work(ranks: "Ranks", here: "torch.device") -> int:
+    def work(ranks: "Ranks", local_device: "torch.device") -> int:
         first = ranks.rank == 0
         trained = load_chosen(run, checkpoint, ranks, trust_code)
-        classifier = Classifier(trained, here, top)
+        classifier = Classifier(trained, local_device, top)
         console = Console(stderr=True, highlight=False)
         shown = first and console.is_terminal and not sys.stdout.isatty()
         with console.status("reading") if shown else nullcontext() as status:
@@ -105,47 +105,37 @@ def command(
     return on_devices(arguments, devices, device, work)
 
 
-def _names(given: Sequence[str]) -> Iterator[str]:
-    """The files, in order.
-
-    Raises:
-        ConvoyError: a folder holds no picture.
-    """
+def _names(texts: Sequence[str]) -> Iterator[str]:
+    """The files, in order; a ConvoyError where a folder holds no picture."""
     from convoy.data.decode import left_out
     from convoy.data.folder import pictures
 
-    for text in given:
+    for text in texts:
         if text == STANDARD_INPUT:
             for line in sys.stdin.buffer:
                 if name := os.fsdecode(line.rstrip(b"\r\n")):
                     yield name
         elif Path(text).is_dir():
-            found = pictures(Path(text), others := Counter[str]())
-            for note in left_out(others):
+            files = pictures(Path(text), ignored := Counter[str]())
+            for note in left_out(ignored):
                 click.echo(f"{printable(text)}: {note}", err=True)
-            if not found:
+            if not files:
                 raise ConvoyError(f"the folder {printable(text)} holds no pictures: name another, or picture files")
-            yield from found
+            yield from files
         else:
             yield text
 
 
 class _Writer:
-    """Writes answers as they come, and how many there are to a status line.
-
-    Attributes:
-        closed: nobody reads any more.
-        num_bad: pictures that could not be read.
-    """
+    """Writes answers as they come, and how many there are to a status line."""
 
     def __init__(self, classes: Sequence[str], as_json: bool, quiet: bool, status: "Status | None") -> None:
-        self.closed = False
-        self.num_bad = 0
+        self.closed = False  # whether nobody reads any more
+        self.num_bad = 0  # pictures that could not be read
         self._done = 0
         self._classes, self._as_json, self._quiet, self._status = classes, as_json, quiet, status
 
     def write(self, answers: Sequence["FileClasses"]) -> None:
-        """Write the answers of some pictures."""
         lines = [] if self._done or self._as_json else [options.as_csv(HEADER)]
         for answer in answers:
             best = [(self._classes[number], probability) for number, probability in answer.best]
@@ -154,8 +144,8 @@ class _Writer:
                 if not self._quiet:
                     click.echo(f"{printable(answer.name)} {answer.bad}", err=True)
             elif self._as_json:
-                found = [{"class": name, "probability": round(probability, 6)} for name, probability in best]
-                lines.append(json.dumps({"file": answer.name, "predictions": found}) + "\n")
+                predictions = [{"class": name, "probability": round(probability, 6)} for name, probability in best]
+                lines.append(json.dumps({"file": answer.name, "predictions": predictions}) + "\n")
             else:
                 rows = [(answer.name, place, name, f"{number:.6f}") for place, (name, number) in enumerate(best, 1)]
                 lines += map(options.as_csv, rows)

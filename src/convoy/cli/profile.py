@@ -85,15 +85,15 @@ def _find(store: "ProfileStore", name: str) -> "Device":
     devices = store.devices()
     if name.isdecimal() and 1 <= int(name) <= len(devices):
         return devices[int(name) - 1]
-    found = [device for device in devices if device.key == name]
-    if not found:
-        found = [device for device in devices if name.lower() in f"{device.key} {device.name}".lower()]
-    if len(found) == 1:
-        return found[0]
+    matches = [device for device in devices if device.key == name]
+    if not matches:
+        matches = [device for device in devices if name.lower() in f"{device.key} {device.name}".lower()]
+    if len(matches) == 1:
+        return matches[0]
     if not devices:
         raise ConvoyError(f"nothing is kept in {store.path}: convoy plan and --plan auto fill it")
-    if found:
-        raise ConvoyError(f"{name!r} may be {len(found)} devices: give the number or the whole key (convoy profile)")
+    if matches:
+        raise ConvoyError(f"{name!r} may be {len(matches)} devices: give the number or the whole key (convoy profile)")
     raise ConvoyError(f"no device is called {name!r}: convoy profile lists the {len(devices)} there are, by number")
 
 
@@ -128,12 +128,12 @@ def _show_pieces(store: "ProfileStore", device: "Device", as_json: bool) -> None
     for row in measured:
         piece, times = row.local_op, row.times
         if as_json:
-            found = {"key": piece.key, "op": piece.op, "forward_s": times.forward, "backward_s": times.backward}
-            found |= {"source": row.source, "measured": row.measured}
+            cells = {"key": piece.key, "op": piece.op, "forward_s": times.forward, "backward_s": times.backward}
+            cells |= {"source": row.source, "measured": row.measured}
         else:
-            found = {"forward": seconds(times.forward), "backward": seconds(times.backward)}
-            found |= {"by": "a run" if row.source == "run" else "profiling", "measured": _ago(row.measured)}
-        rows.append({"piece": piece.describe(), **found})
+            cells = {"forward": seconds(times.forward), "backward": seconds(times.backward)}
+            cells |= {"by": "a run" if row.source == "run" else "profiling", "measured": _ago(row.measured)}
+        rows.append({"piece": piece.describe(), **cells})
     options.show(rows, as_json, right=("forward", "backward"))
 
 

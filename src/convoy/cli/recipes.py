@@ -37,17 +37,17 @@ def command(name: str | None, keys: bool, as_json: bool) -> None:
     from convoy.training.schema import describe_keys  # with torch, for which no help is to wait
 
     if keys:
-        found = describe_keys(Recipe)
+        items = describe_keys(Recipe)
         if as_json:
-            options.show([asdict(key) for key in found], as_json)
+            options.show([asdict(key) for key in items], as_json)
         else:
             terminal = sys.stdout.isatty()
-            click.echo("\n".join(_for_reading(key) if terminal else "\t".join(asdict(key).values()) for key in found))
+            click.echo("\n".join(_for_reading(key) if terminal else "\t".join(asdict(key).values()) for key in items))
         return
     if name is not None:
         click.echo(recipe_text(name), nl=False)
         return
-    options.show([{"recipe": known, "what": recipe_summary(known)} for known in recipe_names()], as_json)
+    options.show([{"recipe": recipe, "what": recipe_summary(recipe)} for recipe in recipe_names()], as_json)
 
 
 def _for_reading(key: "Key") -> str:

@@ -29,6 +29,7 @@ from convoy.units import bytes_of
 if TYPE_CHECKING:
     from convoy.comm.ranks import Ranks
 
+# The key of the recipe that an option sets, by the option's name.
 KEYS = {
     "data": "data.path",
     "epochs": "epochs",
@@ -56,7 +57,6 @@ KEYS = {
     "schedule": "parallel.schedule",
     "memory_limit": "parallel.memory_limit",
 }
-"""The key of the recipe that an option sets, by the option's name."""
 
 
 def _overrides(values: Mapping[str, Any], names: Collection[str]) -> list[str]:
@@ -70,10 +70,10 @@ def _loaded(
     try:
         return load_recipe(recipe or "default", overrides, notes)
     except ConvoyError as error:
-        sentence, given = str(error), {argument.partition("=")[0] for argument in arguments}
+        sentence, typed = str(error), {argument.partition("=")[0] for argument in arguments}
         for name, key in KEYS.items():
             option = f"--{name.replace('_', '-')}"
-            if key == f"parallel.{name}" and option in given and sentence.startswith((f"{key} is ", f"{key}: ")):
+            if key == f"parallel.{name}" and option in typed and sentence.startswith((f"{key} is ", f"{key}: ")):
                 raise ConvoyError(option + sentence.removeprefix(key)) from error
         raise
 
@@ -88,13 +88,7 @@ def _check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None
 
 @dataclass
 class TrainRequest:
-    """A command line of `convoy train`: keys of the recipe are in `overrides`, other options under their names.
-
-    Attributes:
-        notes: sentences on options that were put out of force.
-        begins_with: the run that is made longer, if any.
-        again: the ranks were started again, and go on with a run that they have told of already.
-    """
+    """A command line of `convoy train`: keys of the recipe are in `overrides`, other options under their names."""
 
     arguments: Sequence[str]
     overrides: list[str]
@@ -112,10 +106,10 @@ class TrainRequest:
     interface: str | None = None
 
     def __post_init__(self) -> None:
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # on options that were put out of force
         self._file = self.recipe
-        self.again = False
-        self.begins_with: Path | None = None
+        self.again = False  # the ranks were started again, and go on with a run that they have told of already
+        self.begins_with: Path | None = None  # the run that is made longer, if any
         if self.extend is not None:
             self._extend(self.extend)
         elif self.out is None and self.model is not None and RunDirectory(Path(self.model)).is_run():
@@ -130,9 +124,9 @@ class TrainRequest:
 
     @classmethod
     def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "TrainRequest":
-        """The request of a command line whose options have these values, by their names."""
-        own = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        return cls(arguments, [*_overrides(values, KEYS), *values["settings"]], **own)
+        """The request of a command line with these values of options, by their names."""
+        options = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(arguments, [*_overrides(values, KEYS), *values["settings"]], **options)
 
     def check(self) -> None:
         """Refuse what needs neither torch nor data to be found wrong."""
@@ -187,18 +181,14 @@ class TrainRequest:
 
     @property
     def explicit_keys(self) -> set[str]:
-        """Keys of the recipe that the command line sets."""
         return {override.partition("=")[0].strip() for override in self.overrides}
 
     def resolve(self, ranks: "Ranks", jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
         """The recipe of this command line, and the folder of its run; the same on every rank.
 
-        A run that the same ranks began, before they were started again, is gone on with.
-
-        Args:
-            ranks: the ranks.
-            jobs: names of what started them (`convoy.launch.place.job`).
-            elastic: their number may be another one than the plan is for, which is fitted to it.
+        A run that the same ranks began, before they were started again, is gone on with: `jobs` are the names of what
+        started them (`convoy.launch.place.job`). The number of `elastic` ranks may be another one than the plan is for,
+        which is fitted to it.
         """
         if jobs:
             self.out, self.again = ranks.first(lambda: self._folder(self.recipe_of(), jobs))
@@ -310,9 +300,8 @@ class PlanRequest:
 
     @classmethod
     def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "PlanRequest":
-        """The request of a command line whose options have these values, by their names."""
-        own = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        return cls(arguments, _overrides(values, values.keys() - own.keys()), **own)
+        options = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(arguments, _overrides(values, values.keys() - options.keys()), **options)
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -334,15 +323,15 @@ class PlanRequest:
         if self.price is None:
             return []
         try:
-            found = [float(text) for text in self.price.split(",")]
+            prices = [float(text) for text in self.price.split(",")]
         except ValueError:
             raise ConvoyError(f"--price {self.price!r} is no list of numbers, such as 0.35,0.20") from None
-        if len(found) != len(self.machines) or not all(0 <= price < math.inf for price in found):
+        if len(prices) != len(self.machines) or not all(0 <= price < math.inf for price in prices):
             raise ConvoyError(
-                f"--price has {len(found)} price{'s' if len(found) != 1 else ''} for {len(self.machines)} "
+                f"--price has {len(prices)} price{'s' if len(prices) != 1 else ''} for {len(self.machines)} "
                 f"machine{'s' if len(self.machines) != 1 else ''}: give one of at least 0 for each, that of --on first"
             )
-        return found
+        return prices
 
     @property
     def num_devices(self) -> int:
@@ -355,7 +344,6 @@ class PlanRequest:
 
     @property
     def _keys(self) -> set[str]:
-        """Keys of the recipe that the command line sets."""
         return {override.partition("=")[0] for override in self.overrides}
 
     @property
@@ -437,7 +425,6 @@ class PlanRequest:
         _ = self.prices
 
     def recipe_of(self) -> Recipe:
-        """The recipe with the keys that the command line sets."""
         named = [f"model.name={self.model}"] if self.model is not None else []
         recipe = _loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
         if recipe.batch < self.num_devices:

@@ -32,20 +32,12 @@ from convoy.training.summary import Witness
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import shorten
 
-LONGEST_PLAN = 90
-"""Characters of a plan in one line; `plan.yaml` has all of it."""
+LONGEST_PLAN = 90  # characters of a plan in one line; `plan.yaml` has all of it
 _ADVICE = "--resume goes on from the newest checkpoint"
 
 
 def run(request: TrainRequest) -> int:
-    """Train, and print the result.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConvoyError: an option is wrong, or the training cannot be.
-    """
+    """Train, and print the result; the exit status."""
     timeout_s = TIMEOUT_S
     if request.timeout is not None:
         try:
@@ -93,7 +85,7 @@ def run(request: TrainRequest) -> int:
 def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: float) -> int:
     place.check(request.devices)
     with launch.as_rank(place, saves=True) as hang:
-        ranks, own = join_ranks(collective_limit_s(timeout_s), request.device)
+        ranks, local_device = join_ranks(collective_limit_s(timeout_s), request.device)
         with Watchdog(ranks, meeting_store(), hang, timeout_s, patient=True) as watchdog:
             jobs = tuple(dict.fromkeys(filter(None, ranks.gather(place.job))))
             recipe, out = request.resolve(ranks, jobs, elastic=place.max_restarts > 0 and place.folder is None)
@@ -102,7 +94,7 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
                 cores.take_share(ranks.gather, ranks.rank, recipe.parallel.cores_per_device)
                 ranks.on_host = Ranks.here().on_host  # hosts are known now
             request.notes += _without_effect(request, place, ranks.num)
-            device = device_of(request.device, own, ranks.num)
+            device = device_of(request.device, local_device, ranks.num)
             if ranks.num > 1 and device.type == "cpu":
                 turns = cores.in_turns(ranks.on_host, num_cores)
                 request.notes += [turns] if turns is not None else []
@@ -126,7 +118,6 @@ def _train(
     jobs: Sequence[str] = (),
     watchdog: Watchdog | None = None,
 ) -> Outcome:
-    """Train on this rank."""
     console, verbose = Console(highlight=False, quiet=ranks.rank > 0), is_verbose(request.arguments)
     for note in request.notes:
         if note not in recipe.notes():  # those are printed, and kept, with the session's
@@ -164,8 +155,8 @@ def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
             _report(out)
         return 1
     if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
-        found = outcome.comparison
-        console.print(comparison_text(found) if verbose else headline(found), markup=False, soft_wrap=True)
+        comparison = outcome.comparison
+        console.print(comparison_text(comparison) if verbose else headline(comparison), markup=False, soft_wrap=True)
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
     if ranks.rank == 0:
         console.print(f"report: {_report(out)}", markup=False, soft_wrap=True)

@@ -13,71 +13,43 @@ from convoy.launch.gpu import GpuLoad
 from convoy.launch.host import HostLoad
 from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
 
-LEAST = 1.03
-"""The gain from which on a change is mentioned; smaller ones are lost in what a machine varies by."""
+LEAST = 1.03  # the gain from which on a change is mentioned; smaller ones are lost in what a machine varies by
+# The same of a change that makes another training, or that was tried: some updates of it err by up to a tenth.
 _LEAST_TRIED = 1.15
-"""The same of a change that makes another training, or that was tried: some updates of it err by up to a tenth."""
-_LEAST_OF_A_BATCH = 1.25
-"""The same of a larger batch, which is nearly always somewhat faster, and learns otherwise."""
-_STEPS = 20
-"""Steps of a doubling in which a picture's processor time is fitted."""
-_WAITING = 0.01
-"""Part of an update from which on pictures are waited for, or in the way."""
-_BEYOND = 1.5
-"""How many times as much as is waited for pictures an update loses by them where they also take its cores."""
-_NEARLY = 0.9
-"""Part of the best gain that is enough for a batch that is smaller."""
-_FEWER = 1.1
-"""How many times as much one device has to bring as another change."""
-_PAUSES = 0.02
-"""Part of the time that evaluations are advised to take."""
-_EVALUATIONS = 5
-"""Evaluations that a run keeps in any case: a curve needs points."""
-_OTHER = 0.1
-"""Cores from which on another process is counted as one of several."""
+_LEAST_OF_A_BATCH = 1.25  # the same of a larger batch, which is nearly always somewhat faster, and learns otherwise
+_STEPS = 20  # steps of a doubling in which a picture's processor time is fitted
+_WAITING = 0.01  # part of an update from which on pictures are waited for, or in the way
+_BEYOND = 1.5  # how many times as much as is waited for pictures an update loses by them where they also take its cores
+_NEARLY = 0.9  # part of the best gain that is enough for a batch that is smaller
+_FEWER = 1.1  # how many times as much one device has to bring as another change
+_PAUSES = 0.02  # part of the time that evaluations are advised to take
+_EVALUATIONS = 5  # evaluations that a run keeps in any case: a curve needs points
+_OTHER = 0.1  # cores from which on another process is counted as one of several
+# n threads are taken to be n ** 0.5 times as fast as one: two were measured to be 1.1 to 1.7 times as fast.
 _THREADS = 0.5
-"""n threads are taken to be n ** 0.5 times as fast as one: two were measured to be 1.1 to 1.7 times as fast."""
-_OF_SEVERAL = 0.8
-"""Part of the time for which several threads wait for cores that is lost."""
-_MOST_LOST = 0.95
-"""Part of the time that a change is said to save, at most."""
-STEADY = 1.25
-"""How many times as fast a machine may be at one time as at another for a measured gain to be certain."""
-_FAR = 2.0
-"""How many times as much a change may bring as was predicted, or as little, before a word is said of it."""
-_HELD = 0.1
-"""Part of its speed that a GPU loses while its clock is held down: a guess, not measured."""
-_SUFFICES = 0.05
-"""Part of an update for which ranks still wait where the link is fast enough."""
+_OF_SEVERAL = 0.8  # part of the time for which several threads wait for cores that is lost
+_MOST_LOST = 0.95  # part of the time that a change is said to save, at most
+STEADY = 1.25  # how many times as fast a machine may be at one time as at another for a measured gain to be certain
+_FAR = 2.0  # how many times as much a change may bring as was predicted, or as little, before a word is said of it
+_HELD = 0.1  # part of its speed that a GPU loses while its clock is held down: a guess, not measured
+_SUFFICES = 0.05  # part of an update for which ranks still wait where the link is fast enough
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change, and what it would bring.
+    """One change, and what it would bring."""
 
-    Attributes:
-        cause: what it would mend.
-        change: what to do, as one would say it.
-        arguments: the same as arguments of `convoy train`; empty where no option does it.
-        gain: how many times as many training images a second there would be, as predicted.
-        sentence: what holds the training back so far.
-        another_training: it changes what is learned, or its last bits.
-        measured: the gain that was found when the change was tried.
-        turns: images a second from which that is, in turns: as it is, changed, changed, as it is.
-    """
-
-    cause: Cause
-    change: str
-    arguments: tuple[str, ...]
-    gain: float
-    sentence: str
-    another_training: bool = False
-    measured: float | None = None
-    turns: tuple[float, ...] = ()
+    cause: Cause  # what it would mend
+    change: str  # what to do, as one would say it
+    arguments: tuple[str, ...]  # the same as arguments of `convoy train`; empty where no option does it
+    gain: float  # predicted: times as many training images a second
+    sentence: str  # what holds the training back so far
+    another_training: bool = False  # it changes what is learned, or its last bits
+    measured: float | None = None  # the gain where the change was tried
+    turns: tuple[float, ...] = ()  # images a second as it is, changed, changed, and as it is
 
     @property
     def text(self) -> str:
-        """The change and its gain, in a line."""
         other = " (another training)" if self.another_training else ""
         tried = "" if self.measured is None else f", {times_as_fast(self.measured)} when tried"
         least = "at least " if self.gain > 0.99 / (1 - _MOST_LOST) else ""
@@ -102,12 +74,8 @@ class Advice:
         return ""
 
     def tried(self, turns: Sequence[float]) -> "Advice":
-        """The same with its measured gain.
-
-        Args:
-            turns: images a second as it is, changed, changed, as it is, so that a machine that slows down does not look
-                like a bad change.
-        """
+        """The same with the gain measured by `turns`, in an order in which a machine that slows down does not look like
+        a bad change."""
         before, changed, again, after = turns
         return replace(self, measured=(changed + again) / (before + after), turns=tuple(turns))
 
@@ -127,7 +95,6 @@ def advise(facts: Facts) -> tuple[Advice, ...]:
 
 
 def _least(one: Advice) -> float:
-    """The gain from which on a change is mentioned."""
     if one.cause == "batch":
         return _LEAST_OF_A_BATCH
     return _LEAST_TRIED if one.another_training or one.cause in (*_TRIED, "threads") else LEAST
@@ -226,9 +193,9 @@ def _input(facts: Facts) -> Iterator[Advice]:
         )
     slow = f"{waits}: decoding and augmenting one takes {seconds(pictures.cpu_s)} of a core."
     pack = f"convoy data pack {shlex.quote(facts.data)} PACK --short-side {pictures.short_side}"
-    for taken, what in ((pictures.packed_s, pack), (pictures.raw_s, f"{pack} --raw")):
-        if taken is not None:
-            gain = _beside(facts, cpu_s=taken)
+    for cpu_s, what in ((pictures.packed_s, pack), (pictures.raw_s, f"{pack} --raw")):
+        if cpu_s is not None:
+            gain = _beside(facts, cpu_s=cpu_s)
             yield Advice("decoding", f"{what}, then --data PACK", (), gain, slow, another_training=True)
     if pictures.turbo_s is not None:
         arguments = ("--set", "data.decoder=turbo")
@@ -286,12 +253,12 @@ def _shares(facts: Facts) -> Iterator[Advice]:
     if len(ranks) < 2 or len(ranks) < len(facts.ranks) or sum(rank.samples for rank in ranks) != facts.batch:
         return
     of_sample = [rank.own_s / rank.samples for rank in ranks]
-    of_microbatch = [each * facts.batch / facts.microbatches for each in of_sample]
+    of_microbatch = [cost * facts.batch / facts.microbatches for cost in of_sample]
     counts = [1] * len(ranks)
     for _ in range(facts.microbatches - len(ranks)):
         next_rank = min(range(len(ranks)), key=lambda rank: (counts[rank] + 1) * of_microbatch[rank])
         counts[next_rank] += 1
-    after = max(count * each for count, each in zip(counts, of_microbatch, strict=True))
+    after = max(count * cost for count, cost in zip(counts, of_microbatch, strict=True))
     slowest, fastest = max(of_sample), min(of_sample)
     yield Advice(
         "shares",
@@ -401,24 +368,24 @@ def _lost_to_others(facts: Facts, load: HostLoad) -> float:
     Its threads wait for each other, and some of them spin meanwhile: what is lost does not follow from how long they
     wait. So a trial with as many threads as cores are free tells it, where there was one.
     """
-    others = load.others_cores or sum(other.cores for other in load.others)
+    other_cores = load.others_cores or sum(other.cores for other in load.others)
     for trial in facts.trials:
         if trial.threads is not None and trial.threads < facts.threads <= facts.cores:
-            alone = (1 - trial.waited) * (trial.threads / facts.threads) ** _THREADS
-            gain = _gain_of(replace(facts, evaluate_every=None), replace(trial, seconds=trial.seconds * alone))
+            scale = (1 - trial.waited) * (trial.threads / facts.threads) ** _THREADS
+            gain = _gain_of(replace(facts, evaluate_every=None), replace(trial, seconds=trial.seconds * scale))
             return min(1 - 1 / max(gain, 1.0), _MOST_LOST)
-    waited = (load.waited_s or 0.0) * others / max(others + load.run_cores, 1e-9) / load.wall_s
+    waited = (load.waited_s or 0.0) * other_cores / max(other_cores + load.run_cores, 1e-9) / load.wall_s
     if facts.threads > 1:
         many = sum(other.cores > _OTHER for other in load.others)
         waited *= _OF_SEVERAL / math.sqrt(min(facts.threads, max(many, 1)))
-    return min(waited, others, _MOST_LOST)
+    return min(waited, other_cores, _MOST_LOST)
 
 
 def _pauses(facts: Facts) -> Iterator[Advice]:
     """Evaluations and checkpoints that come too often."""
     if facts.evaluation_s and facts.evaluate_every:
-        wanted = math.ceil(facts.evaluation_s / (_PAUSES * facts.update_s) / facts.updates_per_epoch)
-        epochs = max(1, min(wanted, facts.total_updates // (_EVALUATIONS * facts.updates_per_epoch)))
+        fewest = math.ceil(facts.evaluation_s / (_PAUSES * facts.update_s) / facts.updates_per_epoch)
+        epochs = max(1, min(fewest, facts.total_updates // (_EVALUATIONS * facts.updates_per_epoch)))
         saved = facts.evaluation_cost_s * max(0.0, 1 / facts.evaluate_every - 1 / (epochs * facts.updates_per_epoch))
         yield Advice(
             "evaluation",

@@ -10,52 +10,37 @@ from convoy.doctor.advice import Advice, advise
 from convoy.doctor.facts import Facts
 from convoy.units import per_second, rough_percent, seconds
 
-WORTH_SAYING = 1.15
-"""The gain from which on a run says by itself what would help."""
-SHOWN = 3
-"""How many changes are printed: the one that would help most, and the next two."""
+WORTH_SAYING = 1.15  # the gain from which on a run says by itself what would help
+SHOWN = 3  # how many changes are printed: the one that would help most, and the next two
 _ANOTHER = (
     "Another training: what is learned changes, or its last bits; such changes are ranked by the square root of their "
     "gain."
 )
-_ALIKE = 0.99
-"""Pauses are worth a word where they leave a training less than this part of the pace of its updates."""
+_ALIKE = 0.99  # pauses are worth a word where they leave a training less than this part of the pace of its updates
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What holds a training back, as `convoy doctor --json` prints it and `diagnosis.json` of a run keeps it.
-
-    Attributes:
-        images_per_s: training images a second, evaluations and checkpoints included.
-        update_s: seconds of an update, without these.
-        parts: seconds of an update by name, as in `Facts`; they add up to `update_s`.
-        sentence: what holds the training back.
-        advice: changes that would make it faster, the most helpful first.
-        updates: the first and the last update that were looked at, counted from 1; None where they belong to no run.
-        command: the command that trains with the first change which an option makes; None where there is none, and in
-            a run.
-        notes: sentences on what there was no time for.
-    """
+    """What holds a training back, as `convoy doctor --json` prints it and `diagnosis.json` of a run keeps it."""
 
     model: str
     data: str
     devices: int
     plan: str
     batch: int
-    images_per_s: float
-    update_s: float
-    parts: dict[str, float]
-    sentence: str
-    advice: tuple[Advice, ...] = ()
-    updates: tuple[int, int] | None = None
-    command: str | None = None
-    notes: tuple[str, ...] = ()
+    images_per_s: float  # training images a second, evaluations and checkpoints included
+    update_s: float  # seconds of an update, without these
+    parts: dict[str, float]  # seconds by name, as in `Facts`; they add up to `update_s`
+    sentence: str  # what holds the training back
+    advice: tuple[Advice, ...] = ()  # the most helpful first
+    updates: tuple[int, int] | None = None  # first and last that were looked at, from 1; None without a run
+    command: str | None = None  # trains with the first change that an option makes; None without one, and in a run
+    notes: tuple[str, ...] = ()  # sentences on what there was no time for
 
     @staticmethod
     def of(facts: Facts, updates: tuple[int, int] | None = None) -> "Diagnosis":
         """The diagnosis that follows from the facts, which are of these updates of a run."""
-        found = advise(facts)
+        advice = advise(facts)
         return Diagnosis(
             facts.model,
             facts.data,
@@ -65,8 +50,8 @@ class Diagnosis:
             facts.images_per_s,
             facts.update_s,
             {part: facts.update_s * facts.share(part) for part in facts.parts},  # other updates were watched
-            found[0].sentence if found else _healthy(facts),
-            found,
+            advice[0].sentence if advice else _healthy(facts),
+            advice,
             updates,
             notes=facts.notes,
         )
@@ -83,12 +68,10 @@ class Diagnosis:
         return " ".join([f"{when}{self.sentence}", *(f"What would help most: {one.text}." for one in self.advice[:1])])
 
     def to_document(self) -> dict[str, Any]:
-        """The diagnosis for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_document(document: Any) -> "Diagnosis":
-        """The diagnosis that `to_document` gave."""
         return TypeAdapter(Diagnosis).validate_python(document)
 
     def text(self) -> str:
@@ -97,18 +80,18 @@ class Diagnosis:
         pace = f"{per_second(self.batch / self.update_s)} images a second"
         if self.images_per_s * self.update_s < _ALIKE * self.batch:
             pace += f" ({per_second(self.images_per_s)} with evaluations and checkpoints)"
-        said = [
+        lines = [
             f"{self.model} {where}: {pace}, {seconds(self.update_s)} for an update of {self.batch:,}",
             self.sentence,
         ]
         shown = self.advice[:SHOWN]
-        said += [f"{number}. {one.text}" for number, one in enumerate(shown, 1)]
+        lines += [f"{number}. {one.text}" for number, one in enumerate(shown, 1)]
         if any(one.another_training for one in shown):
-            said.append(_ANOTHER)
+            lines.append(_ANOTHER)
         if self.command is not None and self.possible is not None:
-            said.append(f"With change {self.possible + 1}: {self.command}")
-        said += self.notes
-        return "\n".join(said)
+            lines.append(f"With change {self.possible + 1}: {self.command}")
+        lines += self.notes
+        return "\n".join(lines)
 
 
 def _healthy(facts: Facts) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from convoy.launch.host import HostLoad
 
+# What can hold a training back.
 Cause = Literal[
     "workers",
     "storage",
@@ -27,74 +28,44 @@ Cause = Literal[
     "evaluation",
     "checkpoint",
 ]
-"""What can hold a training back."""
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """What making one picture for a batch takes in one process, in seconds.
+    """What making one picture for a batch takes in one process, in seconds."""
 
-    Attributes:
-        read_s: time for which its bytes are waited for.
-        least_read_s: the same where several are read at once, divided by their number: the storage gives no more.
-        cpu_s: processor time to read, decode and augment it.
-        packed_s: `cpu_s` once `convoy data pack` has stored it with `short_side`; None where that was not tried.
-        raw_s: `cpu_s` from a pack of raw pixels.
-        turbo_s: `cpu_s` with the decoder by libjpeg-turbo; None where it is in use already, or not installed.
-        in_memory: whether pictures lie decoded in memory, where one is only copied.
-        short_side: the short side of packed pictures, in pixels.
-    """
-
-    read_s: float = 0.0
-    least_read_s: float = 0.0
-    cpu_s: float = 0.0
-    packed_s: float | None = None
-    raw_s: float | None = None
-    turbo_s: float | None = None
-    in_memory: bool = False
-    short_side: int = 256
+    read_s: float = 0.0  # time for which its bytes are waited for
+    least_read_s: float = 0.0  # the same where several are read at once, by their number: the storage gives no more
+    cpu_s: float = 0.0  # processor time to read, decode and augment it
+    packed_s: float | None = None  # `cpu_s` from a pack with `short_side`; None where that was not tried
+    raw_s: float | None = None  # `cpu_s` from a pack of raw pixels
+    turbo_s: float | None = None  # `cpu_s` by libjpeg-turbo; None where it is in use already, or not installed
+    in_memory: bool = False  # whether pictures lie decoded in memory, where one is only copied
+    short_side: int = 256  # of packed pictures, in pixels
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank's part of an update.
+    """One rank's part of an update."""
 
-    Attributes:
-        samples: how many of a global batch it computes.
-        wait_s: seconds for which it waits for its batch, as a mean over the updates.
-        own_s: seconds of its own work, without waits for other ranks; 0 where that is not known, as on a GPU.
-        load: what its host did meanwhile; None where nobody looked.
-    """
-
-    samples: int
-    wait_s: float = 0.0
-    own_s: float = 0.0
-    load: HostLoad | None = None
+    samples: int  # of a global batch
+    wait_s: float = 0.0  # seconds for which it waits for its batch, as a mean over the updates
+    own_s: float = 0.0  # seconds without waits for other ranks; 0 where that is not known, as on a GPU
+    load: HostLoad | None = None  # of its host meanwhile; None where nobody looked
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Updates with one thing changed, beside those of the training as it is; without their input.
+    """Updates with one thing changed, beside those of the training as it is; without their input."""
 
-    Attributes:
-        cause: what the change would mend.
-        arguments: arguments of the command line that make the change.
-        seconds: seconds of an update with the change.
-        before_s: seconds of an update as it is, measured in turns with it.
-        samples: how many times as many samples an update with the change has.
-        another_training: whether it is a change of the experiment, of what is learned or of its last bits.
-        threads: threads with which each rank computes, where the change is another number of them.
-        waited: part of the time with the change in which threads waited for a core.
-    """
-
-    cause: Cause
-    arguments: tuple[str, ...]
-    seconds: float
-    before_s: float
-    samples: float = 1.0
-    another_training: bool = False
-    threads: int | None = None
-    waited: float = 0.0
+    cause: Cause  # what the change would mend
+    arguments: tuple[str, ...]  # of the command line that make the change
+    seconds: float  # of an update with the change
+    before_s: float  # of an update as it is, measured in turns with it
+    samples: float = 1.0  # times as many samples in an update
+    another_training: bool = False  # it changes what is learned, or its last bits
+    threads: int | None = None  # of each rank, where their number is the change
+    waited: float = 0.0  # part of the time with the change in which threads waited for a core
 
     @property
     def gain(self) -> float:
@@ -104,61 +75,37 @@ class Trial:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was measured of a training as it runs.
-
-    Attributes:
-        update_s: seconds of an update of the slowest rank, with its input, without pauses.
-        parts: seconds of an update by name (`convoy.plans.timeline.PARTS`), of one rank.
-        ranks: every rank's part.
-        compute_s: seconds of an update whose input is ready; None where that was not measured apart.
-        workers: processes of each rank that make pictures ready; 0 where the rank does it itself.
-        cores: cores that each rank's processes may use together.
-        threads: threads with which each rank computes; 0 on a GPU.
-        microbatches: microbatches of an update, all ranks together.
-        pictures: what making a picture takes; None where nobody looked.
-        can_pack: whether a pack may make their decoding faster: they are compressed, and not from a pack.
-        trials: changes that were tried.
-        evaluation_s, checkpoint_s: seconds that one takes, in which nothing is trained; None where that is not known.
-        test_samples: pictures that a rank reads for an evaluation.
-        ahead: batches that workers make before they are asked for, at most.
-        evaluate_every, checkpoint_every: updates between two of them; None where it is measured how often they come.
-        updates_per_epoch, total_updates: updates of an epoch and of the run.
-        mtbf_s: mean time between failures, from which `checkpoint.every=auto` follows.
-        hosts: the hosts of the ranks; empty with one rank.
-        link_bits_per_s: bits a second that an all-reduce of all ranks moves each way; None where nobody looked.
-        bubble: part of an update in which a stage has nothing to do, however fast its link is.
-        notes: sentences on what there was no time for.
-    """
+    """What was measured of a training as it runs."""
 
     model: str
     data: str
     devices: int
     plan: str
     batch: int
-    update_s: float
+    update_s: float  # of the slowest rank, with its input, without pauses
     ranks: tuple[RankFacts, ...]
-    parts: dict[str, float] = field(default_factory=dict)
-    compute_s: float | None = None
-    workers: int = 0
-    cores: float = 1.0
-    threads: int = 1
-    microbatches: int = 1
-    pictures: Pictures | None = None
-    can_pack: bool = True
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of one rank by name (`convoy.plans.timeline.PARTS`)
+    compute_s: float | None = None  # of an update whose input is ready; None where not measured
+    workers: int = 0  # processes of each rank that make pictures; 0 where the rank does it
+    cores: float = 1.0  # that each rank's processes may use together
+    threads: int = 1  # with which each rank computes; 0 on a GPU
+    microbatches: int = 1  # of an update, all ranks together
+    pictures: Pictures | None = None  # None where nobody looked
+    can_pack: bool = True  # pictures are compressed, and not from a pack, so that one may help
     trials: tuple[Trial, ...] = ()
-    evaluation_s: float | None = None
-    evaluate_every: int | None = None
-    test_samples: int = 0
-    ahead: float = 0.0
-    checkpoint_s: float | None = None
-    checkpoint_every: int | None = None
+    evaluation_s: float | None = None  # seconds of one; None where not known
+    evaluate_every: int | None = None  # updates; None where that was measured
+    test_samples: int = 0  # that a rank reads for an evaluation
+    ahead: float = 0.0  # batches that workers make before they are asked for, at most
+    checkpoint_s: float | None = None  # seconds of one; None where not known
+    checkpoint_every: int | None = None  # updates; None where that was measured
     updates_per_epoch: int = 1
     total_updates: int = 1
-    mtbf_s: float = 6 * 3600.0
-    hosts: tuple[str, ...] = ()
-    link_bits_per_s: float | None = None
-    bubble: float = 0.0
-    notes: tuple[str, ...] = ()
+    mtbf_s: float = 6 * 3600.0  # mean time between failures, for `checkpoint.every=auto`
+    hosts: tuple[str, ...] = ()  # of the ranks; empty with one rank
+    link_bits_per_s: float | None = None  # each way in an all-reduce of all ranks; None where nobody looked
+    bubble: float = 0.0  # part of an update in which a stage has nothing to do, with any link
+    notes: tuple[str, ...] = ()  # sentences on what there was no time for
 
     @property
     def wait_s(self) -> float:
@@ -181,7 +128,6 @@ class Facts:
 
     @property
     def total_s(self) -> float:
-        """Seconds for each update, pauses included."""
         return self.update_s + self.pauses_s
 
     @property
@@ -205,24 +151,16 @@ class InputModel:
 
     Workers make pictures while the rank computes: an update takes as long as the slower of both. Where they share the
     cores of threads that compute, these are late, and the others wait for them. Without workers one follows the other.
-
-    Attributes:
-        compute_s: seconds of an update whose input is ready.
-        samples: how many a rank computes in an update.
-        read_s, least_read_s, cpu_s: what a picture takes (`Pictures`).
-        workers: processes that make pictures; 0 where the rank does it itself.
-        threads: threads that compute on the cores; 0 where a GPU does.
-        cores: cores of threads and workers together.
     """
 
-    compute_s: float
-    samples: int
-    read_s: float
+    compute_s: float  # of an update whose input is ready
+    samples: int  # of a rank in an update
+    read_s: float  # this and the next two as in `Pictures`
     least_read_s: float
     cpu_s: float
-    workers: int
-    threads: float
-    cores: float
+    workers: int  # processes that make pictures; 0 where the rank does it
+    threads: float  # that compute on the cores; 0 where a GPU does
+    cores: float  # of threads and workers together
 
     def __call__(self, **changes: Any) -> float:
         """Seconds of an update, with some attributes changed."""

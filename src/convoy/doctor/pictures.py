@@ -21,8 +21,7 @@ from convoy.data.turbo import missing
 from convoy.doctor.facts import Pictures
 from convoy.errors import ConvoyError
 
-_KINDS = 8
-"""Measurements of pictures, at most, each of which gets as much of the time."""
+_KINDS = 8  # measurements of pictures, at most, each of which gets as much of the time
 _READERS = 8
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
@@ -69,17 +68,10 @@ class _Stored(EncodedSource):
 def measure_pictures(
     data: DataSet, config: DataConfig, samples: NDArray[np.int64], seed: int, most_s: float = 32.0
 ) -> Pictures | None:
-    """Make some pictures ready in this process, as a worker would.
+    """Make some pictures ready in this process, as a worker would; None where that cannot be measured.
 
-    Args:
-        data: of the run.
-        config: the recipe's section.
-        samples: numbers of training samples that nobody has read yet, so that they come from where they are stored.
-        seed: of the augmentation.
-        most_s: seconds for all of it, about; each kind looks at one picture at least.
-
-    Returns:
-        Seconds a picture; None where one cannot be read, or, where bad ones are skipped, none can.
+    The training `samples` are ones that nobody has read yet, so that they come from where they are stored. All of it
+    takes about `most_s` seconds, but each kind looks at one picture at least.
     """
     each_s = most_s / _KINDS
     try:
@@ -93,14 +85,14 @@ def measure_pictures(
             read = np.array([sample for sample in read.tolist() if _is_good(data.train, sample)], np.int64)
             if not len(read):
                 return None
-        found = Pictures(
+        pictures = Pictures(
             read_s, _at_once(data.train, samples[half:], each_s), _cpu(maker, read, each_s), short_side=side
         )
         if maker.decoder != "turbo" and not missing():
             turbo = batch_maker(data, config.model_copy(update={"decoder": "turbo"}), data.train, seed)
-            found = replace(found, turbo_s=_cpu(turbo, read, each_s))
+            pictures = replace(pictures, turbo_s=_cpu(turbo, read, each_s))
         packed = [_packed(maker, data.train, read, PackOptions(side, raw), each_s) for raw in (False, True)]
-        return replace(found, packed_s=packed[0], raw_s=packed[1])
+        return replace(pictures, packed_s=packed[0], raw_s=packed[1])
     except (BadImage, ConvoyError):
         return None
 
@@ -146,16 +138,16 @@ def _cpu(maker: BatchMaker, samples: NDArray[np.int64], most_s: float) -> float:
         before = time.thread_time()
         maker.training(samples, 0)
         return (time.thread_time() - before) / len(samples)
-    taken = list[float]()
+    times = list[float]()
     images = np.empty((1, *maker.shape), np.uint8)
     began = time.perf_counter()
     for place in range(len(samples)):
         before = time.thread_time()
         maker.fill(images, samples[place : place + 1], 0)
-        taken.append(time.thread_time() - before)
+        times.append(time.thread_time() - before)
         if time.perf_counter() - began > most_s:
             break
-    return float(np.mean(taken[1:] or taken))
+    return float(np.mean(times[1:] or times))
 
 
 def _packed(

@@ -13,21 +13,19 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from convoy import units
 
+# Size of a panel in points: text of 10.5 points is read well when the panel is 320 to 560 pixels wide.
 WIDTH, HEIGHT = 340, 252
-"""Size of a panel in points: text of 10.5 points is read well when the panel is 320 to 560 pixels wide."""
 
+# Margins of the axes in points; the one above holds the title and, under it, the legend.
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 54, 38
-"""Margins of the axes in points; the one above holds the title and, under it, the legend."""
 
-TITLE = 30
-"""The margin above axes without a legend."""
+TITLE = 30  # the margin above axes without a legend
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1b1f24", "#59636e", "#e4e7eb"
+# Blue, vermilion and bluish green of Okabe and Ito (2008): told apart by color-blind readers too.
 TRAIN, TEST, GREEN = "#0072b2", "#d55e00", "#009e73"
-"""Blue, vermilion and bluish green of Okabe and Ito (2008): told apart by color-blind readers too."""
 
-PURPLE, OCHRE = "#a8508a", "#b8860b"
-"""Two more of theirs, darker, so that thin lines are seen on white."""
+PURPLE, OCHRE = "#a8508a", "#b8860b"  # two more of theirs, darker, so that thin lines are seen on white
 
 
 @contextmanager
@@ -98,6 +96,7 @@ def quiet(axes: Axes) -> None:
     axes.spines["left"].set_visible(False)
 
 
+# Distances in sizes of the font.
 LEGEND: dict[str, Any] = {
     "frameon": False,
     "borderpad": 0,
@@ -105,7 +104,6 @@ LEGEND: dict[str, Any] = {
     "handletextpad": 0.6,
     "columnspacing": 1.6,
 }
-"""Distances in sizes of the font."""
 
 
 def legend(axes: Axes) -> None:

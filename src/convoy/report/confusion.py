@@ -6,8 +6,7 @@ import numpy as np
 
 from convoy.training.records import EvaluationFile
 
-LARGEST_MATRIX = 20
-"""More classes than this are not readable as a table on a page."""
+LARGEST_MATRIX = 20  # more classes than this are not readable as a table on a page
 
 
 @dataclass(frozen=True)
@@ -42,22 +41,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Class:
-    """A class in numbers.
-
-    Attributes:
-        images: of the class.
-        recall: share of them that was recognized; None where there are none.
-        precision: of the images taken for the class, the share that belongs to it; None where none was.
-        f1: harmonic mean of both; None where one of them is unknown.
-        mostly: the class that it is taken for most often; empty where it never is for another.
-    """
+    """A class in numbers."""
 
     name: str
     images: int
-    recall: float | None
-    precision: float | None
-    f1: float | None
-    mostly: str
+    recall: float | None  # share of its images that was recognized; None where there are none
+    precision: float | None  # share of the images taken for it that are of it; None where none was
+    f1: float | None  # harmonic mean of both; None where one of them is unknown
+    mostly: str  # the class that it is taken for most often; empty where it never is for another
 
 
 class Confusion:
@@ -127,8 +118,8 @@ class Confusion:
 
     def hardest(self, most: int) -> list[Class]:
         """The `most` classes of lowest recall, the hardest first; classes without images or mistakes are left out."""
-        found = [one for one in self.classes() if one.recall is not None and one.recall < 1]
-        return sorted(found, key=lambda one: one.recall or 0.0)[:most]
+        mistaken = [one for one in self.classes() if one.recall is not None and one.recall < 1]
+        return sorted(mistaken, key=lambda one: one.recall or 0.0)[:most]
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -15,16 +15,8 @@ _COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE)
 def machines_page(
     network: str, predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str, command: str
 ) -> str:
-    """The page as HTML.
-
-    Args:
-        network: its name.
-        predictions: of machines.
-        images: of the whole training.
-        prices: of an hour of one device of each machine; empty where nobody says.
-        what: the training, in words.
-        command: with which it was asked for.
-    """
+    """The page as HTML. `images` are those of the whole training, `what` is that in words; `prices` are of an hour of
+    one device of each machine, or empty."""
     rows = []
     for number, one in enumerate(predictions):
         rows.append(

@@ -16,27 +16,18 @@ from convoy.planner.verdict import Explained
 from convoy.plans.strategies import STRATEGIES
 from convoy.units import extra, seconds, shape, size
 
-MOST_LANES = 8
-"""Edges that would need more are left out."""
+MOST_LANES = 8  # edges that would need more are left out
 
 
 @dataclass
 class LayerBox:
-    """A layer, with what follows it alone.
-
-    Attributes:
-        calls: the layer's first.
-        before: boxes whose outputs it takes.
-        depth: row, counted from the input.
-        lane: column.
-        stage: that runs it.
-    """
+    """A layer, with what follows it alone."""
 
     number: int
-    calls: list[Call]
-    before: list[int]
-    depth: int = 0
-    lane: int = 0
+    calls: list[Call]  # the layer's first
+    before: list[int]  # boxes whose outputs it takes
+    depth: int = 0  # row, counted from the input
+    lane: int = 0  # column
     stage: int = 0
 
 
@@ -51,15 +42,11 @@ class Edge:
 
 @dataclass
 class Grid:
-    """Boxes in rows and lanes.
-
-    Attributes:
-        omitted: edges between boxes far apart, for which there was no lane.
-    """
+    """Boxes in rows and lanes."""
 
     boxes: list[LayerBox]
     edges: list[Edge] = field(default_factory=list)
-    omitted: int = 0
+    omitted: int = 0  # edges between boxes far apart, for which there was no lane
 
     @property
     def num_lanes(self) -> int:
@@ -68,12 +55,7 @@ class Grid:
 
 
 def grid_of(graph: Graph, stages: Sequence[int] = ()) -> Grid:
-    """The boxes of a network, placed.
-
-    Args:
-        graph: the network.
-        stages: the stage of every call, if there are several; no box is in two.
-    """
+    """The boxes of a network, placed; none is in two of the `stages` of its calls."""
     grid = Grid(_boxes(graph, stages or (0,) * len(graph.calls)))
     _place(grid)
     return grid
@@ -112,17 +94,17 @@ def _place(grid: Grid) -> None:
         rows[box.depth].append(box)
     passing: dict[tuple[int, int], int] = {}
     for depth in range(max(rows, default=-1) + 1):
-        taken = {lane for (_, target), lane in passing.items() if boxes[target].depth > depth}
-        _place_row(sorted(rows[depth], key=lambda box: -remaining[box.number]), boxes, passing, taken)
+        occupied = {lane for (_, target), lane in passing.items() if boxes[target].depth > depth}
+        _place_row(sorted(rows[depth], key=lambda box: -remaining[box.number]), boxes, passing, occupied)
         for source in rows[depth - 1] if depth else ():
             for target in after[source.number]:
                 if boxes[target].depth > depth:
-                    lane = _free(source.lane, taken)
+                    lane = _free(source.lane, occupied)
                     if lane >= MOST_LANES:
                         grid.omitted += 1
                         continue
                     passing[source.number, target] = lane
-                    taken.add(lane)
+                    occupied.add(lane)
     for box in boxes:
         for number in sorted(after[box.number]):
             pair = (box.number, number)
@@ -131,30 +113,29 @@ def _place(grid: Grid) -> None:
 
 
 def _place_row(
-    row: Sequence[LayerBox], boxes: list[LayerBox], passing: dict[tuple[int, int], int], taken: set[int]
+    row: Sequence[LayerBox], boxes: list[LayerBox], passing: dict[tuple[int, int], int], occupied: set[int]
 ) -> None:
     """Give the boxes of a row their lanes; each takes that of a box before it, if it can."""
     for box in row:
-        wanted = [passing.get((number, box.number), boxes[number].lane) for number in box.before]
-        lane = next((lane for lane in sorted(wanted) if lane not in taken), None)
-        box.lane = _free(min(wanted, default=0), taken) if lane is None else lane
-        taken.add(box.lane)
+        lanes = [passing.get((number, box.number), boxes[number].lane) for number in box.before]
+        lane = next((lane for lane in sorted(lanes) if lane not in occupied), None)
+        box.lane = _free(min(lanes, default=0), occupied) if lane is None else lane
+        occupied.add(box.lane)
 
 
-def _free(near: int, taken: set[int]) -> int:
+def _free(near: int, occupied: set[int]) -> int:
     """The free lane that is nearest, to the right."""
     lane = near
-    while lane in taken:
+    while lane in occupied:
         lane += 1
     return lane
 
 
 _WIDTH, _TALL, _LOW, _GAP, _ROW = 216, 50, 28, 22, 26
 _SKIP, _MARGIN, _CHIP, _BAR = 26, 10, 20, 4
+# Heights of a drawing that is shown whole and of what is shown of others, and the space around it.
 _WHOLE, _SHOWN, _PADDING = 1300, 760, 12
-"""Heights of a drawing that is shown whole and of what is shown of others, and the space around it."""
-_BOLD, _LIGHT, _COST = 8.0, 7.2, 62
-"""Width of a letter of a name, and of the seconds beside it."""
+_BOLD, _LIGHT, _COST = 8.0, 7.2, 62  # width of a letter of a name, and of the seconds beside it
 
 
 @dataclass(frozen=True)
@@ -172,24 +153,20 @@ class _Cost:
 
 
 class NetworkDrawing:
-    """A plan's network as an `<svg>` with a group for every box; its title says what the box costs.
+    """A plan's network as an `<svg>` with a group for every box; its title says what the box costs."""
 
-    Attributes:
-        grid: the boxes.
-        tops: where each row begins, and where the last one ends, in pixels.
-    """
-
-    def __init__(self, found: Explained) -> None:
-        self._found = found
-        self._placement = found.scored.placement
-        self._ranks = busiest_ranks(found.scored)
-        self.grid = grid_of(self._placement.graph, stages_of_calls(found.scored))
+    def __init__(self, explained: Explained) -> None:
+        self._found = explained
+        self._placement = explained.scored.placement
+        self._ranks = busiest_ranks(explained.scored)
+        self.grid = grid_of(self._placement.graph, stages_of_calls(explained.scored))
         self._strategies = {
             placed.call.name: placed.strategy for placed in self._placement.calls if is_choosing(placed.call)
         }
         heights: dict[int, int] = {}
         for box in self.grid.boxes:
             heights[box.depth] = max(heights.get(box.depth, 0), self._height(box))
+        # where each row begins, and where the last one ends, in pixels
         self.tops = [_MARGIN, *(_MARGIN + end for end in accumulate(heights[row] + _ROW for row in sorted(heights)))]
         self.tops[-1] -= _ROW if heights else 0
         boxed = {box.lane for box in self.grid.boxes}
@@ -201,7 +178,6 @@ class NetworkDrawing:
         self._most = max((cost.spent for cost in self._costs), default=0.0) or 1.0
 
     def svg(self) -> Markup:
-        """The element."""
         head = Markup(
             '<svg class="network" role="img" width="{0}" height="{1}" viewBox="0 0 {0} {1}" aria-label="The network">'
         ).format(self._width, self.tops[-1] + _MARGIN)
@@ -220,10 +196,12 @@ class NetworkDrawing:
         layers = {layer.name: layer for layer in self._found.layers}
         costs = []
         for box in self.grid.boxes:
-            own = [layers.pop(name) for name in dict.fromkeys(call.layer for call in box.calls) if name in layers]
-            seconds = sum(computes[call.name] for call in box.calls) + sum(layer.copies for layer in own)
-            waits, sends = sum(layer.exposed for layer in own), sum(layer.sent for layer in own)
-            costs.append(_Cost(own, seconds, waits, sends))
+            box_layers = [
+                layers.pop(name) for name in dict.fromkeys(call.layer for call in box.calls) if name in layers
+            ]
+            seconds = sum(computes[call.name] for call in box.calls) + sum(layer.copies for layer in box_layers)
+            waits, sends = sum(layer.exposed for layer in box_layers), sum(layer.sent for layer in box_layers)
+            costs.append(_Cost(box_layers, seconds, waits, sends))
         return costs
 
     def _edge(self, edge: Edge) -> Markup:
@@ -252,15 +230,15 @@ class NetworkDrawing:
 
     def _crossing(self, source: LayerBox, target: LayerBox) -> int:
         """Bytes that a rank sends in a pass from one box to another in a later stage."""
-        taken = {name for call in target.calls for name in call.inputs}
-        given = dict.fromkeys(name for call in source.calls for name in call.outputs if name in taken)
+        inputs = {name for call in target.calls for name in call.inputs}
+        crossing = dict.fromkeys(name for call in source.calls for name in call.outputs if name in inputs)
         rank, values = self._ranks[source.stage], self._placement.graph.values
-        return sum(prod(local_shape(self._placement, name, rank)) * values[name].dtype.itemsize for name in given)
+        return sum(prod(local_shape(self._placement, name, rank)) * values[name].dtype.itemsize for name in crossing)
 
     def _box(self, box: LayerBox, cost: _Cost) -> Markup:
         main = next((call for call in box.calls if call.name in self._strategies), box.calls[0])
         strategy = self._strategies.get(main.name, ())
-        own = self._placement.mesh.beside_stages(strategy)
+        strategies = self._placement.mesh.beside_stages(strategy)
         name, height = main.layer or main.name or main.op, self._height(box)
         gives, rank = box.calls[-1].outputs, self._ranks[box.stage]
         shown = shape(local_shape(self._placement, gives[0], rank)) if gives else ""
@@ -270,7 +248,7 @@ class NetworkDrawing:
                 '<g class="box {}" tabindex="0" data-spent="{:.3g}" transform="translate({:g} {:g})">'
                 '<title>{}</title><rect class="body" width="{}" height="{}" rx="5"/>'
             ).format(
-                own[0] if own else "stage" if strategy else "follows",
+                strategies[0] if strategies else "stage" if strategy else "follows",
                 cost.spent,
                 self._middles[box.lane] - _WIDTH / 2,
                 self.tops[box.depth],
@@ -279,17 +257,17 @@ class NetworkDrawing:
                 height,
             )
         ]
-        left, chips = 10, [(each, STRATEGIES[each].letter) for each in own]
+        left, chips = 10, [(kind, STRATEGIES[kind].letter) for kind in strategies]
         if len(self._ranks) > 1:
             chips.insert(0, ("stage", str(box.stage + 1)))
         top = 6 if tall else (height - _BAR - _CHIP) / 2
-        for number, (each, letter) in enumerate(chips):
+        for number, (kind, letter) in enumerate(chips):
             at = 6 + number * (_CHIP + 3)
             parts.append(
                 Markup(
                     '<rect class="chip {0}" x="{1}" y="{5:g}" width="{2}" height="{2}" rx="3"/>'
                     '<text class="letter" x="{3}" y="{6:g}">{4}</text>'
-                ).format(each, at, _CHIP, at + _CHIP / 2, letter, top, top + 14.5)
+                ).format(kind, at, _CHIP, at + _CHIP / 2, letter, top, top + 14.5)
             )
             left = at + _CHIP + 8
         room = int((_WIDTH - left - 8) / _BOLD) if tall else int((_WIDTH - left - _COST) / _LIGHT)
@@ -339,11 +317,8 @@ class NetworkDrawing:
 
 
 def shown_height(tops: Sequence[int]) -> int | None:
-    """Pixels of a drawing that are shown at once, up to between two rows; None where all of it is.
-
-    Args:
-        tops: where each row begins, and where the last one ends.
-    """
+    """Pixels of a drawing with rows at `tops` that are shown at once, up to between two rows; None where all of it
+    is."""
     if tops[-1] <= _WHOLE:
         return None
     return _PADDING + max(top for top in tops if top <= _SHOWN) - 4

@@ -21,8 +21,7 @@ from convoy.errors import ConvoyError
 from convoy.report import axes
 from convoy.terminal import printable
 
-LARGEST = 256
-"""Pictures are shown at about 130 pixels; twice that is sharp on every screen."""
+LARGEST = 256  # pictures are shown at about 130 pixels; twice that is sharp on every screen
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ KINDS = {
     "json": "application/json",
     "jsonl": "application/jsonl",
 }
-COMPRESS_FROM = 1 << 20
-"""Files of this many bytes are packed with gzip for the download."""
+COMPRESS_FROM = 1 << 20  # files of this many bytes are packed with gzip for the download
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ class Panel:
     figure: Figure | None
 
     def svg(self) -> Markup | None:
-        """The figure as an element of the page."""
         if self.figure is None:
             return None
         return Markup(inline_svg(self.figure, self.name, self.title, self.description))  # markup of our own making
@@ -121,14 +118,7 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z]\w*(?:-\w+)*")
 
 
 def render(template: str, styles: Sequence[str], scripts: Sequence[str], **content: object) -> str:
-    """A page as HTML.
-
-    Args:
-        template: its name under `templates/`.
-        styles: names of the style sheets, which are put into the page one after the other.
-        scripts: names of the scripts, likewise.
-        content: the variables of the template.
-    """
+    """A page as HTML, from a template under `templates/` and the names of its style sheets and scripts."""
     environment = Environment(
         loader=PackageLoader("convoy.report", "templates"),
         autoescape=True,
@@ -155,12 +145,12 @@ def render(template: str, styles: Sequence[str], scripts: Sequence[str], **conte
 
 def running(text: str) -> Markup:
     """A sentence whose options, as `--resume`, stay in one line."""
-    found, end = Markup(""), 0
+    markup, end = Markup(""), 0
     shown = printable(text, keep="\n\t")
     for option in _OPTION.finditer(shown):
-        found += shown[end : option.start()] + Markup('<span class="nowrap">{}</span>').format(option[0])
+        markup += shown[end : option.start()] + Markup('<span class="nowrap">{}</span>').format(option[0])
         end = option.end()
-    return found + shown[end:]
+    return markup + shown[end:]
 
 
 def _shown(value: object) -> object:
@@ -170,6 +160,7 @@ def _shown(value: object) -> object:
 _SVG = "{http://www.w3.org/2000/svg}"
 _HREF = "{http://www.w3.org/1999/xlink}href"
 
+# The CSS custom property of each color that the plots use.
 _PROPERTIES = {
     axes.PAPER: "var(--paper)",
     axes.INK: "var(--ink)",
@@ -181,7 +172,6 @@ _PROPERTIES = {
     axes.PURPLE: "var(--purple)",
     axes.OCHRE: "var(--ochre)",
 }
-"""The CSS custom property of each color that the plots use."""
 
 
 def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
@@ -217,8 +207,8 @@ def _drop(root: ElementTree.Element) -> None:
 
 
 def _references(node: ElementTree.Element) -> list[str]:
-    found = re.findall(r"url\(#([^)]+)\)", " ".join(node.attrib.values()))
-    return [*found, node.attrib.get(_HREF, "#")[1:]]
+    urls = re.findall(r"url\(#([^)]+)\)", " ".join(node.attrib.values()))
+    return [*urls, node.attrib.get(_HREF, "#")[1:]]
 
 
 def _adapt(node: ElementTree.Element, name: str, used: set[str]) -> None:

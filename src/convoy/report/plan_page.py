@@ -32,45 +32,40 @@ _VERDICTS = {
 }
 
 
-def plan_page(found: Explained, command: str = "") -> str:
-    """The page as HTML.
-
-    Args:
-        found: the plan and all that is said of it.
-        command: with which it was found.
-    """
+def plan_page(explained: Explained, command: str = "") -> str:
+    """The page as HTML; `command` is the one that found the plan."""
     styles = ("report.css", "bars.css", "plan.css")
-    return pages.render("plan.html.jinja", styles, ("copy.js", "plan.js"), **_content(found, command))
+    return pages.render("plan.html.jinja", styles, ("copy.js", "plan.js"), **_content(explained, command))
 
 
-def _content(found: Explained, command: str) -> dict[str, Any]:
-    planned, scored = found.planned, found.scored
+def _content(explained: Explained, command: str) -> dict[str, Any]:
+    planned, scored = explained.planned, explained.scored
     workload, total = planned.workload, scored.seconds or 1.0
-    raw = to_json(document(found), indent=1).encode()
+    raw = to_json(document(explained), indent=1).encode()
     bars = _bars(planned, scored)
-    mesh, drawing = scored.placement.mesh, NetworkDrawing(found)
-    used = {each for layer in found.layers for each in mesh.beside_stages(layer.strategy)}
-    stages = [_stage(number, stage, total) for number, stage in enumerate(found.stages, 1)]
+    mesh, drawing = scored.placement.mesh, NetworkDrawing(explained)
+    used = {strategy for layer in explained.layers for strategy in mesh.beside_stages(layer.strategy)}
+    stages = [_stage(number, stage, total) for number, stage in enumerate(explained.stages, 1)]
     return {
         "name": "plan",
         "title": workload.name,
         "subject": units.plural(planned.devices, "device"),
         "several": planned.devices > 1,
-        "facts": _facts(found),
-        "verdict": found.verdict,
-        "status": _VERDICTS[found.verdict.kind],
-        "status_kind": "good" if found.verdict.kind == "compute" else "warn",
-        "calm": found.verdict.kind == "compute",
+        "facts": _facts(explained),
+        "verdict": explained.verdict,
+        "status": _VERDICTS[explained.verdict.kind],
+        "status_kind": "good" if explained.verdict.kind == "compute" else "warn",
+        "calm": explained.verdict.kind == "compute",
         "plan": str(scored.plan),
         "axes": ", ".join(mesh.beside_stages(mesh.names)),
-        "tiles": _tiles(found),
+        "tiles": _tiles(explained),
         "bars": bars,
         "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
         "parts": [
             (name, PARTS[name], seconds(part.seconds), rough_percent(part.seconds / total), seconds(part.ideal))
-            for name, part in ((part.name, part) for part in found.parts)
+            for name, part in ((part.name, part) for part in explained.parts)
         ],
-        "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in found.changes],
+        "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in explained.changes],
         "network": drawing.svg(),
         "canvas": shown_height(drawing.tops),
         "network_legend": [
@@ -82,17 +77,17 @@ def _content(found: Explained, command: str) -> dict[str, Any]:
         "timeline": draw_timeline(scored.timeline, mesh),
         "kinds": kinds_in(scored.timeline),
         "left_out": num_left_out(scored.timeline),
-        "layers": [_layer(layer, mesh) for layer in found.layers],
+        "layers": [_layer(layer, mesh) for layer in explained.layers],
         "yaml": scored.plan.to_yaml().rstrip(),
         "command": command,
-        "notes": list(found.notes),
+        "notes": list(explained.notes),
         "download": data_uri(raw, "application/json"),
         "size": units.prefixed(len(raw), "B"),
     }
 
 
-def _facts(found: Explained) -> list[str]:
-    workload, scored = found.planned.workload, found.scored
+def _facts(explained: Explained) -> list[str]:
+    workload, scored = explained.planned.workload, explained.scored
     schedule = scored.staging.schedule if scored.staging is not None else ""
     facts = {
         f"{units.count(workload.batch)} samples an update": True,
@@ -106,18 +101,20 @@ def _facts(found: Explained) -> list[str]:
     return [fact for fact, holds in facts.items() if holds]
 
 
-def _tiles(found: Explained) -> list[Tile]:
-    planned, scored = found.planned, found.scored
+def _tiles(explained: Explained) -> list[Tile]:
+    planned, scored = explained.planned, explained.scored
     memory = scored.memory
     tiles = [
         Tile("An update", seconds(scored.seconds), "predicted", True),
-        Tile("Samples a second", per_second(found.samples_per_second), "all devices together"),
+        Tile("Samples a second", per_second(explained.samples_per_second), "all devices together"),
     ]
     if planned.devices > 1:
-        note = f"{rough_percent(found.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
-        tiles.append(Tile("Speed-up", f"{found.speedup:.2f} ×", note))
-    if found.stages:
-        tiles.append(Tile("Bubble", rough_percent(scored.bubble), f"{len(found.stages)} stages wait for each other"))
+        note = f"{rough_percent(explained.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
+        tiles.append(Tile("Speed-up", f"{explained.speedup:.2f} ×", note))
+    if explained.stages:
+        tiles.append(
+            Tile("Bubble", rough_percent(scored.bubble), f"{len(explained.stages)} stages wait for each other")
+        )
     held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
     tiles.append(Tile("Memory of a rank", size(memory.total), held))
     return tiles
@@ -125,13 +122,13 @@ def _tiles(found: Explained) -> list[Tile]:
 
 def _bars(planned: Planned, chosen: Scored) -> list[dict[str, Any]]:
     """The plans beside each other: their parts as color, share of the longest plan, and text."""
-    found = []
+    bars = []
     shown = [*planned.candidates, *([planned.serial] if planned.devices > 1 else [])]
-    longest = max(each.seconds for each in shown) or 1.0
+    longest = max(scored.seconds for scored in shown) or 1.0
     for one in shown:
         parts = [part for part in parts_of(planned, one) if part.seconds > 0]
         speedup = planned.serial.seconds / one.seconds if one.seconds else 1.0
-        found.append(
+        bars.append(
             {
                 "name": "one device" if one is planned.serial else str(one.plan),
                 "chosen": one is chosen,
@@ -145,7 +142,7 @@ def _bars(planned: Planned, chosen: Scored) -> list[dict[str, Any]]:
                 "memory": size(one.memory.total),
             }
         )
-    return found
+    return bars
 
 
 _BAR_WORDS = {

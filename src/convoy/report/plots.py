@@ -42,9 +42,9 @@ class PlotLine:
         look: dict[str, Any] = {"linestyle": self.style, "linewidth": self.width, "marker": marker, "markersize": size}
         axes.plot(x, y, color=self.color, label=self.label, clip_on=False, **look)
         padded = np.concatenate(([np.nan], y, [np.nan]))
-        alone = np.isfinite(y) & np.isnan(padded[:-2]) & np.isnan(padded[2:])
-        if alone.any() and not marker:
-            axes.plot(x[alone], y[alone], color=self.color, linestyle="none", marker="o", markersize=3.4, clip_on=False)
+        dots = np.isfinite(y) & np.isnan(padded[:-2]) & np.isnan(padded[2:])
+        if dots.any() and not marker:
+            axes.plot(x[dots], y[dots], color=self.color, linestyle="none", marker="o", markersize=3.4, clip_on=False)
 
 
 def in_pieces(x: np.ndarray, y: np.ndarray, pieces: int = 300) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -148,8 +148,8 @@ def _learning_rate(run: Run) -> Panel:
     figure = ax.new_figure()
     axes = ax.add_axes(figure, title, "updates", above=ax.TITLE)
     _Scale.of(run, "updates").draw(axes, curve)
-    known = curve.y[np.isfinite(curve.y) & (curve.y > 0)]
-    falls_by_factors = len(known) > 2 and known[-1] < 0.02 * known.max() and np.mean(np.diff(known) == 0) > 0.5
+    rates = curve.y[np.isfinite(curve.y) & (curve.y > 0)]
+    falls_by_factors = len(rates) > 2 and rates[-1] < 0.02 * rates.max() and np.mean(np.diff(rates) == 0) > 0.5
     (ax.wide_axis if falls_by_factors else ax.linear_axis)(axes, curve.y)
     return Panel(name, title, _describe(curve), figure)
 

@@ -39,50 +39,40 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Compared:
-    """The page's section on an update.
-
-    Attributes:
-        sentence: of the whole update.
-        found: all of it.
-        both: whether there is a prediction.
-        whole: all parts together, with bars.
-        parts: without bars.
-        groups: with bars of what they compute and what they wait.
-        sum: what the measured parts add up to, and why that is not what an update takes.
-    """
+    """The page's section on an update."""
 
     found: Comparison
-    sentence: str
-    both: bool
-    whole: ComparedRow
-    parts: tuple[ComparedRow, ...]
-    groups: tuple[ComparedRow, ...]
-    sum: str
+    sentence: str  # on the whole update
+    both: bool  # whether there is a prediction
+    whole: ComparedRow  # all parts together, with bars
+    parts: tuple[ComparedRow, ...]  # without bars
+    groups: tuple[ComparedRow, ...]  # with bars of what they compute and what they wait
+    sum: str  # what the measured parts add up to, and why that is not what an update takes
 
 
-def compared(found: Comparison | None) -> Compared | None:
+def compared(comparison: Comparison | None) -> Compared | None:
     """The section on an update; None where nothing was measured."""
-    if found is None or found.update.measured_s is None:
+    if comparison is None or comparison.update.measured_s is None:
         return None
-    parts = {name: both for name, both in found.parts.items() if name in WORDS and both.longest > 0}
+    parts = {name: both for name, both in comparison.parts.items() if name in WORDS and both.longest > 0}
     predicted = sum(both.predicted_s or 0.0 for both in parts.values()) or None
     whole = Both(predicted, sum(both.measured_s or 0.0 for both in parts.values()))
-    sentence = f"An update took {shown(found.update.measured_s)}, the median of {found.timed}"
-    if off := _difference(found.update):
-        sentence += f"; {shown(found.update.predicted_s)} were predicted ({off})"
-    groups = [(one, _sum([one.computes, one.waits])) for one in found.groups]
+    sentence = f"An update took {shown(comparison.update.measured_s)}, the median of {comparison.timed}"
+    if off := _difference(comparison.update):
+        sentence += f"; {shown(comparison.update.predicted_s)} were predicted ({off})"
+    groups = [(one, _sum([one.computes, one.waits])) for one in comparison.groups]
     longest = max((total.longest for _, total in groups), default=0.0) or 1.0
     return Compared(
-        found=found,
+        found=comparison,
         sentence=f"{sentence}.",
-        both=found.update.predicted_s is not None,
+        both=comparison.update.predicted_s is not None,
         whole=_row("All parts", "", whole, _tracks(parts, max(whole.longest, 1e-12))),
         parts=tuple(_row(WORDS[name], _COLORS[name], both) for name, both in parts.items()),
         groups=tuple(
             _row(one.title, "", total, _tracks({"forward": one.computes, "waiting": one.waits}, longest))
             for one, total in groups
         ),
-        sum=f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, found.update.measured_s)}",
+        sum=f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, comparison.update.measured_s)}",
     )
 
 
@@ -97,7 +87,7 @@ def _difference(both: Both) -> str:
 
 
 def _tracks(parts: Mapping[str, Both], longest: float) -> tuple[Track, ...]:
-    found = []
+    tracks = []
     for side in ("predicted", "measured"):
         seconds = {name: getattr(both, f"{side}_s") for name, both in parts.items()}
         drawn = tuple(
@@ -106,8 +96,8 @@ def _tracks(parts: Mapping[str, Both], longest: float) -> tuple[Track, ...]:
             if number
         )
         if any(number is not None for number in seconds.values()):
-            found.append(Track(side, drawn))
-    return tuple(found)
+            tracks.append(Track(side, drawn))
+    return tuple(tracks)
 
 
 def _sum(several: Sequence[Both]) -> Both:

@@ -14,10 +14,9 @@ from convoy.report.run_directory import Run, column
 from convoy.report.tiles import last_result, num_test_images
 from convoy.training.records import MetricsLine, RunSummary
 
+# Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison.
 _ALIKE, _DOUBTFUL = 0.03, 0.25
-"""Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison."""
-_ONE_LINE = re.compile(r"[a-z]+(=\d+)?(,[a-z]+=\d+)*")
-"""Plans that a command line can name: a strategy on each axis."""
+_ONE_LINE = re.compile(r"[a-z]+(=\d+)?(,[a-z]+=\d+)*")  # plans that a command line can name: a strategy on each axis
 
 
 def remarks(run: Run) -> list[str]:
@@ -70,7 +69,7 @@ def bench_command(run: Run) -> str:
 
 
 def num_devices(run: Run) -> int:
-    """On which the run was last."""
+    """The number of devices on which the run was last."""
     known = run.summary.devices if run.summary is not None else None
     noted = run.environment.get("devices")
     return known or (noted if isinstance(noted, int) else 1)
@@ -80,9 +79,9 @@ def _plan(run: Run) -> str:
     return (run.summary.plan if run.summary is not None else None) or str(run.environment.get("plan") or "")
 
 
-def _pace(found: Comparison) -> float | None:
-    measured = found.update.measured_s
-    return found.one_device_s / measured if found.one_device_s and measured else None
+def _pace(comparison: Comparison) -> float | None:
+    measured = comparison.update.measured_s
+    return comparison.one_device_s / measured if comparison.one_device_s and measured else None
 
 
 def _is_settled(run: Run) -> bool:
@@ -90,25 +89,24 @@ def _is_settled(run: Run) -> bool:
     return found is not None and _pace(found) is not None and not _is_doubtful(found)
 
 
-def _is_doubtful(found: Comparison) -> bool:
-    return found.error is not None and abs(found.error) > _DOUBTFUL
+def _is_doubtful(comparison: Comparison) -> bool:
+    return comparison.error is not None and abs(comparison.error) > _DOUBTFUL
 
 
-def _speed_up(found: Comparison | None, devices: int) -> str:
-    pace = _pace(found) if found is not None else None
-    if found is None or pace is None:
+def _speed_up(comparison: Comparison | None, devices: int) -> str:
+    pace = _pace(comparison) if comparison is not None else None
+    if comparison is None or pace is None:
         return f"Whether {devices} devices were faster than one was not measured."
-    took = (
-        f"An update took {shown(found.update.measured_s)}, and {shown(found.one_device_s)} were predicted of one device"
-    )
+    took = f"An update took {shown(comparison.update.measured_s)}, and {shown(comparison.one_device_s)} were "
+    took += "predicted of one device"
     if abs(pace - 1) < _ALIKE:
         said = f"{took}: {devices} devices were as fast as one"
     elif pace < 1:
         said = f"{took}: {devices} devices were slower than one, which would need {units.percent(pace, 0)} of the time"
     else:
         said = f"{took}: {devices} devices were {pace:.2f} times as fast as one"
-    if found.error is not None and _is_doubtful(found):
-        return f"{said}. That is in doubt: the prediction of the plan itself was off by {difference(found.error)}."
+    if comparison.error is not None and _is_doubtful(comparison):
+        return f"{said}. That is in doubt: the prediction of the plan itself was off by {difference(comparison.error)}."
     return f"{said}."
 
 

@@ -180,25 +180,25 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     mend = "restore or delete it and write the report again"
     text = _read_text(path, mend)
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConvoyError(f"{path}, line {error.lineno} is not valid JSON ({error.msg}); {mend}.") from None
     except (ValueError, RecursionError):
         raise ConvoyError(f"{path}, line 1 is not valid JSON (numbers too long or nested too deep); {mend}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ConvoyError(f"{path}, line 1 is not a JSON object; {mend}.")
-    return found
+    return document
 
 
 _Model = TypeVar("_Model")
 
 
 def _read_model(path: Path, model: type[_Model]) -> _Model | None:
-    found = _read_json(path)
-    if found is None:
+    document = _read_json(path)
+    if document is None:
         return None
     try:
-        return TypeAdapter(model).validate_python(found)
+        return TypeAdapter(model).validate_python(document)
     except ValidationError as error:
         raise ConvoyError(
             f"{path}: {first_problem(error)}; restore or delete the file and write the report again."
@@ -206,12 +206,12 @@ def _read_model(path: Path, model: type[_Model]) -> _Model | None:
 
 
 def _read_evaluation(path: Path) -> EvaluationFile | None:
-    found = _read_model(path, EvaluationFile)
-    if found is not None and found.confusion:
-        size = len(found.classes)
-        if len(found.confusion) != size or any(len(row) != size for row in found.confusion):
+    evaluation = _read_model(path, EvaluationFile)
+    if evaluation is not None and evaluation.confusion:
+        size = len(evaluation.classes)
+        if len(evaluation.confusion) != size or any(len(row) != size for row in evaluation.confusion):
             raise ConvoyError(
                 f"{path}: `confusion` is not a table of {size} rows and {size} columns, one for each of `classes`; "
                 "evaluate the run again."
             )
-    return found
+    return evaluation

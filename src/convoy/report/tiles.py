@@ -38,14 +38,13 @@ def num_test_images(run: Run) -> int | None:
 def last_result(run: Run, name: str) -> float | None:
     """A result of the final evaluation: of its own file, else of the summary, else of the last test line."""
     for source in (run.evaluation, run.summary, run.metrics.test[-1] if run.metrics.test else None):
-        found = getattr(source, name, None)
-        if found is not None:
-            return float(found)
+        result = getattr(source, name, None)
+        if result is not None:
+            return float(result)
     return None
 
 
 def _results(run: Run, summary: RunSummary) -> Iterator[Tile]:
-    """Results on the test split."""
     top1, top5, loss = (last_result(run, name) for name in ("top1", "top5", "loss"))
     images = num_test_images(run)
     places = units.percent_places(images)

@@ -12,6 +12,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline, is_engine
 from convoy.units import seconds, size
 
+# The kinds of work, by their names in the style sheet, which has their colors.
 KINDS = {
     "around": "input and loss",
     "forward": "forward",
@@ -22,8 +23,8 @@ KINDS = {
     "transfer": "messages between layers",
     "gradient": "gradients",
 }
-"""The kinds of work, by their names in the style sheet, which has their colors."""
 
+# The colors of the parts of an update's time.
 PARTS = {
     "input": "around",
     "forward": "forward",
@@ -37,13 +38,11 @@ PARTS = {
     HOST: "idle",
     OTHERS: "idle",
 }
-"""The colors of the parts of an update's time."""
 
 
 MOST_RANKS = 4
 _BAND, _AXIS = 24, 22
-_THIN = 0.0008
-"""Part of the whole below which neighbors of a kind are drawn as one."""
+_THIN = 0.0008  # part of the whole below which neighbors of a kind are drawn as one
 
 
 @dataclass(frozen=True)
@@ -57,21 +56,17 @@ class _Drawn:
 
 
 def draw_timeline(timeline: Timeline, mesh: Mesh | None = None) -> Markup:
-    """Rows of a grid: a heading for each rank, and for each of its streams a name and an `<svg>`.
-
-    Args:
-        timeline: of an update.
-        mesh: of the plan, to say which stage a rank runs.
-    """
+    """Rows of a grid for an update: a heading for each rank, with its stage in the `mesh`, and for each of its streams
+    a name and an `<svg>`."""
     total = timeline.total or 1.0
     parts: list[Markup] = []
-    others = [rank for rank in timeline.ranks if rank != timeline.busiest]
-    for rank in sorted([timeline.busiest, *others[: MOST_RANKS - 1]]) if timeline.ranks else ():
-        own = [span for span in timeline.spans if span.task.rank == rank]
+    other_ranks = [rank for rank in timeline.ranks if rank != timeline.busiest]
+    for rank in sorted([timeline.busiest, *other_ranks[: MOST_RANKS - 1]]) if timeline.ranks else ():
+        rank_spans = [span for span in timeline.spans if span.task.rank == rank]
         stage = f", stage {mesh.stage_of(rank) + 1}" if mesh is not None and mesh.stage_axis is not None else ""
         parts.append(Markup("<h3>rank {}{}</h3>").format(rank, stage))
         for stream in get_args(Stream):
-            spans = [span for span in own if span.task.stream == stream]
+            spans = [span for span in rank_spans if span.task.stream == stream]
             if not spans:
                 continue
             drawn = Markup("").join(_rect(one, total) for one in _merged(spans, total))
@@ -105,18 +100,18 @@ def ticks(total: float) -> list[float]:
 
 
 def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
-    found: list[_Drawn] = []
+    merged: list[_Drawn] = []
     for span in spans:
         start, end, kind = span.start, span.end, _kind(span.task)
         if end <= start:
             continue
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         thin = end - start < _THIN * total
         if last is not None and last.kind == kind and start - last.end < 1e-4 * total and thin:
-            found[-1] = _Drawn(kind, last.start, end, (*last.titles, _title(span)))
+            merged[-1] = _Drawn(kind, last.start, end, (*last.titles, _title(span)))
         else:
-            found.append(_Drawn(kind, start, end, (_title(span),)))
-    return found
+            merged.append(_Drawn(kind, start, end, (_title(span),)))
+    return merged
 
 
 def _kind(task: Task) -> str:

@@ -24,8 +24,7 @@ from convoy.errors import ConvoyError
 from convoy.files import expanded, read_text
 
 _SLOWEST = 0.01
-MOST = 250
-"""Devices of a cluster."""
+MOST = 250  # devices of a cluster
 _RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
 _HOST = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9-]{,61}[a-zA-Z0-9])?")
 _FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
@@ -44,20 +43,11 @@ class Cluster:
     """Devices in hosts that a switch joins; device `i` is for rank `i`.
 
     Devices in one host talk through the memory of that host, all others through the links of their hosts.
-
-    Attributes:
-        devices: at least one.
-        rate: of the link of a host to the switch, in each direction, in the words of `tc`: `3gbit`, `300mbit`. It may
-            be empty where there is one host only, or where `rates` has all.
-        rates: by name of the host, where a link has another rate.
-
-    Raises:
-        ConvoyError: speeds, names or rates that cannot be.
     """
 
     devices: tuple[ClusterDevice, ...]
-    rate: str = ""
-    rates: Mapping[str, str] = field(default_factory=dict, hash=False)
+    rate: str = ""  # of each host's link, either way, for `tc`: `300mbit`; empty for one host, or where `rates` has all
+    rates: Mapping[str, str] = field(default_factory=dict, hash=False)  # by host, of links with another rate
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -83,11 +73,7 @@ class Cluster:
     def alike(
         count: int, speed: float = 1.0, rate: str = "", hosts: int | None = None, rates: Mapping[str, str] | None = None
     ) -> "Cluster":
-        """Devices of one speed, consecutive ones in each of some hosts, or each in one of its own.
-
-        Raises:
-            ConvoyError: there is no such cluster.
-        """
+        """Devices of one speed, consecutive ones in each of some hosts, or each in one of its own."""
         if not 1 <= count <= MOST:
             raise ConvoyError(f"a cluster of {count} devices is not emulated: write a count from 1 to {MOST}")
         hosts = count if hosts is None else hosts
@@ -98,11 +84,7 @@ class Cluster:
 
     @staticmethod
     def read(path: str | Path) -> "Cluster":
-        """The cluster in a YAML file.
-
-        Raises:
-            ConvoyError: it cannot be read or is no cluster; the sentence has the file.
-        """
+        """The cluster in a YAML file; a ConvoyError names the file."""
         document = documents.parse(read_text(expanded(path), "cluster"), str(path))
         try:
             return _parse(document)
@@ -181,11 +163,11 @@ def _links(links: Any) -> tuple[str, dict[str, str]]:
     return "" if rate is None else rate, {str(host): given for host, given in hosts.items()}
 
 
-def _check_keys(given: Mapping[Any, Any], what: str, *known: str) -> None:
-    for key in given:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+def _check_keys(mapping: Mapping[Any, Any], what: str, *keys: str) -> None:
+    for key in mapping:
+        if key not in keys:
+            close = difflib.get_close_matches(str(key), keys, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(keys)}"
             raise ConvoyError(f"{what} has no key {key!r}: {hint}")
 
 

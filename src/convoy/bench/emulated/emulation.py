@@ -23,30 +23,19 @@ PORT = 29_500
 
 @dataclass(frozen=True)
 class EmulatedDevice:
-    """An emulated device, for the process of one rank.
-
-    Attributes:
-        rank: the number of the device.
-        host: that it is in.
-        master: address of the host of device 0.
-        core: of this machine, on which the process runs.
-        group: the control group that limits it; None where it has the whole core.
-    """
+    """An emulated device, for the process of one rank."""
 
     rank: int
     host: EmulatedHost
-    master: str
-    core: int
-    group: Path | None
+    master: str  # address of the host of device 0
+    core: int  # of this machine, on which the process runs
+    group: Path | None  # the control group that limits it; None where it has the whole core
 
     def enter(self) -> None:
         """Put the calling process here, for good: in the host's network, with the share of its core.
 
         To be called before torch starts threads, by a process of the user root. All threads of the process together
         have the share, those of gloo too.
-
-        Raises:
-            ConvoyError: the cluster is gone, or this process may not.
         """
         if self.group is not None:
             quota.enter(self.group)
@@ -72,29 +61,21 @@ class EmulatedDevice:
         }
 
 
-def cores_for(speeds: Sequence[float], own: Sequence[int]) -> list[int]:
-    """A core for each device, so that none has to give more than it has and all give alike.
-
-    Args:
-        speeds: shares of a core.
-        own: the cores that may be used.
-
-    Raises:
-        ConvoyError: they are too few.
-    """
-    given = dict.fromkeys(own, 0.0)
+def cores_for(speeds: Sequence[float], cores: Sequence[int]) -> list[int]:
+    """A core for each device, so that none has to give more than it has and all give alike."""
+    load = dict.fromkeys(cores, 0.0)
     chosen: dict[int, int] = {}
     for device in sorted(range(len(speeds)), key=lambda device: -speeds[device]):
-        core = min(given, key=lambda core: round(given[core], 6))
-        given[core] += speeds[device]
+        core = min(load, key=lambda core: round(load[core], 6))
+        load[core] += speeds[device]
         chosen[device] = core
-    if max(given.values()) > 1 + 1e-6:
+    if max(load.values()) > 1 + 1e-6:
         total = sum(speeds)
-        have = f"{len(own)} core{'s' if len(own) > 1 else ''}"
-        if total > len(own) + 1e-6:
+        have = f"{len(cores)} core{'s' if len(cores) > 1 else ''}"
+        if total > len(cores) + 1e-6:
             raise ConvoyError(
-                f"the speeds of the devices add up to {total:g} cores, but here {'are' if len(own) > 1 else 'is'} "
-                f"{have}: multiply all speeds by {int(100 * len(own) / total) / 100:g} or less"
+                f"the speeds of the devices add up to {total:g} cores, but here {'are' if len(cores) > 1 else 'is'} "
+                f"{have}: multiply all speeds by {int(100 * len(cores) / total) / 100:g} or less"
             )
         raise ConvoyError(f"devices of speed {', '.join(f'{s:g}' for s in speeds)} do not fit on {have}: lower some")
     return [chosen[device] for device in range(len(speeds))]
@@ -102,15 +83,9 @@ def cores_for(speeds: Sequence[float], own: Sequence[int]) -> list[int]:
 
 @contextmanager
 def emulate(cluster: Cluster) -> Iterator[list[EmulatedDevice]]:
-    """A cluster on this machine, gone when the context is left.
+    """A place for each device of a cluster on this machine, to be sent to its rank's process; gone with the context.
 
     What a process that was killed has left of its own cluster is removed by the next that makes one.
-
-    Returns:
-        A place for each device, in order; they can be pickled and sent to the processes of the ranks.
-
-    Raises:
-        ConvoyError: the machine has too few cores, this process may not make it, or a tool is missing.
     """
     if sys.platform != "linux":
         raise ConvoyError("clusters are emulated by Linux's namespaces and control groups: run this on Linux")

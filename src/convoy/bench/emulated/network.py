@@ -1,9 +1,8 @@
 """Hosts that are network namespaces on a switch, behind links of a given rate.
 
 The switch is a bridge in a namespace of its own, so that nothing is seen of it outside. Both ends of every link are
-shaped by a token bucket, so a host neither sends nor receives faster. Needs root, `ip` and `tc`.
-
-Names that say which process made something, so that what a killed one left behind can be told and removed.
+shaped by a token bucket, so a host neither sends nor receives faster. Needs root, `ip` and `tc`. Names say which
+process made something, so that what a killed one left behind can be told and removed.
 """
 
 import ctypes
@@ -45,9 +44,9 @@ def _started(pid: int) -> int:
 
 
 INTERFACE = "eth0"
+# Bytes that an idle link lets through at once. With less than a segment of 64 kB and its headers Linux would cut each
+# to packets, which takes the sender's whole core.
 BURST = "80kb"
-"""Bytes that an idle link lets through at once. With less than a segment of 64 kB and its headers Linux would cut
-each to packets, which takes the sender's whole core."""
 QUEUE = "50ms"
 _FOLDER = Path("/run/netns")
 _NEW_NETWORK = 0x40000000
@@ -55,22 +54,13 @@ _NEW_NETWORK = 0x40000000
 
 @dataclass(frozen=True)
 class EmulatedHost:
-    """A host of the cluster.
+    """A host of the cluster."""
 
-    Attributes:
-        namespace: name of its network namespace.
-        address: reached from the other hosts only.
-    """
-
-    namespace: str
-    address: str
+    namespace: str  # name of its network namespace
+    address: str  # reached from the other hosts only
 
     def enter(self) -> None:
-        """Let the calling thread, and all that it starts, use this host's network.
-
-        Raises:
-            ConvoyError: the host is gone, or this process may not.
-        """
+        """Let the calling thread, and all that it starts, use this host's network."""
         try:
             with (_FOLDER / self.namespace).open() as file:
                 if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
@@ -85,15 +75,7 @@ class EmulatedHost:
 
 @contextmanager
 def made_hosts(prefix: str, rates: Mapping[str, str]) -> Iterator[dict[str, EmulatedHost]]:
-    """Hosts joined by links, gone when the context is left.
-
-    Args:
-        prefix: of the names of namespaces.
-        rates: of each host's link by the host's name, in the words of `tc`; empty for as fast as can be.
-
-    Raises:
-        ConvoyError: they cannot be made here.
-    """
+    """Hosts by name, joined by links, gone when the context is left; an empty rate is as fast as can be."""
     switch = f"{prefix}switch"
     hosts = {name: EmulatedHost(f"{prefix}host{place}", f"10.213.0.{place + 1}") for place, name in enumerate(rates)}
     try:

@@ -11,8 +11,7 @@ from pathlib import Path
 from convoy.bench.emulated.network import is_left
 from convoy.errors import ConvoyError
 
-PERIOD_S = 0.004
-"""In each period a group may run for its share of it."""
+PERIOD_S = 0.004  # in each period a group may run for its share of it
 _LEAST_S = 0.001  # that Linux gives
 _PATIENCE_S = 1.0
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -21,23 +20,14 @@ _OWN = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where groups are made.
+    """Where groups are made."""
 
-    Attributes:
-        folder: the group within which others are.
-        version: of control groups, 1 or 2.
-    """
-
-    folder: Path
-    version: int
+    folder: Path  # the group within which others are
+    version: int  # of control groups, 1 or 2
 
     @staticmethod
     def find() -> "Hierarchy":
-        """The one that has the controller of processor time.
-
-        Raises:
-            ConvoyError: there is none.
-        """
+        """The one that has the controller of processor time."""
         for line in _MOUNTS.read_text(encoding="utf-8").splitlines():
             before, _, after = line.partition(" - ")
             place, kind, options = Path(before.split()[4]), after.split()[0], after.split()[-1].split(",")
@@ -51,11 +41,7 @@ class Hierarchy:
         )
 
     def make(self, name: str, share: float) -> Path:
-        """A group with a share of a core.
-
-        Raises:
-            ConvoyError: it cannot be made.
-        """
+        """A group with a share of a core."""
         period = round(max(PERIOD_S, _LEAST_S / share) * 1e6)
         quota = round(period * share)
         group = self.folder / name
@@ -80,16 +66,9 @@ class Hierarchy:
 
 @contextmanager
 def made_groups(prefix: str, shares: Sequence[float]) -> Iterator[list[Path | None]]:
-    """A group for each share, gone when the context is left; none for a whole core.
+    """A group for each share of a core, gone when the context is left; none for a whole core.
 
     Processes that are still there then are given back to the group around.
-
-    Args:
-        prefix: of the names of the groups.
-        shares: of a core.
-
-    Raises:
-        ConvoyError: they cannot be made here.
     """
     hierarchy = Hierarchy.find() if any(share < 1 for share in shares) else None
     made: list[Path | None] = []
@@ -115,11 +94,7 @@ def sweep() -> None:
 
 
 def enter(group: Path) -> None:
-    """Give the calling process, and all that it starts, the share of a group.
-
-    Raises:
-        ConvoyError: the group is gone, or this process may not.
-    """
+    """Give the calling process, and all that it starts, the share of a group."""
     try:
         (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
     except OSError as error:
