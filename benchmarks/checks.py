@@ -21,11 +21,7 @@ from convoy import models
 from convoy.comm.joining import join
 from convoy.engine.network import network_of
 
-CASES = {
-    "lenet": ("sample=2", 64, (1, 28)),
-    "resnet18": ("sample=2", 32, (3, 64)),
-    "alexnet": ("owt=2", 32, (3, 224)),
-}
+CASES = {"lenet": ("sample=2", 64, (1, 28)), "resnet18": ("sample=2", 32, (3, 64)), "alexnet": ("owt=2", 32, (3, 224))}
 """Plan, global batch, channels and size of the images."""
 
 

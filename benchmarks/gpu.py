@@ -46,23 +46,15 @@ TRAINER_WARM_UP = 8
 
 @dataclass
 class Side:
-    """One way to train.
-
-    Attributes:
-        precision: of the layers.
-        update: does one weight update and gives the loss.
-        first_loss: before any update.
-        warm_up_s: seconds of the updates before the rounds, in which it compiles.
-        rates: images a second, in every round.
-    """
+    """One way to train."""
 
     library: str
     way: str
-    precision: str
-    update: Callable[[], Tensor]
-    first_loss: float = 0.0
-    warm_up_s: float = 0.0
-    rates: list[float] = field(default_factory=list)
+    precision: str  # of the layers
+    update: Callable[[], Tensor]  # does one weight update and gives the loss
+    first_loss: float = 0.0  # before any update
+    warm_up_s: float = 0.0  # seconds of the updates before the rounds, in which it compiles
+    rates: list[float] = field(default_factory=list)  # images a second, in every round
 
 
 def main() -> None:

@@ -58,28 +58,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Work:
-    """What every rank does in an update.
+    """What every rank does in an update."""
 
-    Attributes:
-        batch: samples of a rank.
-        microbatch: samples of each of its parts.
-        size: of the images.
-    """
-
-    batch: int
-    microbatch: int
-    size: int
+    batch: int  # samples of a rank
+    microbatch: int  # samples of each of its parts
+    size: int  # of the images
 
 
 @dataclass(frozen=True)
 class Row:
-    """An update of one side; times in milliseconds, 0 where nothing was timed.
-
-    Attributes:
-        update_ms: from one update to the next.
-        host_ms: until the host has issued an update, with nothing queued before.
-        kernels: that ran on the GPU.
-    """
+    """An update of one side; times in milliseconds, 0 where nothing was timed."""
 
     model: str
     batch_norm: str
@@ -91,9 +79,9 @@ class Row:
     collectives: int
     waits: int
     uploads: int
-    update_ms: float = 0.0
-    host_ms: float = 0.0
-    kernels: int = 0
+    update_ms: float = 0.0  # from one update to the next
+    host_ms: float = 0.0  # until the host has issued an update, with nothing queued before
+    kernels: int = 0  # that ran on the GPU
 
 
 Update = Callable[[], None]

@@ -24,10 +24,7 @@ from convoy.errors import ConvoyError
 
 ALEXNET = Case("alexnet", "alexnet", 224, 16, updates=3, num_classes=1000)
 TABLE: list[tuple[Case, list[Plan]]] = [
-    (
-        ALEXNET,
-        ["serial", "sample=2", "filter=2", "owt=2", hybrid(classifier__1="filter", classifier__4="channel")],
-    ),
+    (ALEXNET, ["serial", "sample=2", "filter=2", "owt=2", hybrid(classifier__1="filter", classifier__4="channel")]),
     (CASES["resnet18"].changed(16, 1), ["serial", "sample=2", "filter=2", "height=2"]),
     (CASES["googlenet"].changed(16, 1), ["serial", "sample=2", "filter=2"]),
 ]

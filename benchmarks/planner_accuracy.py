@@ -223,10 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--updates", type=int, default=5, help="timed of each plan in a round")
     parser.add_argument("--warm-up", type=int, default=5, help="updates of each plan before these")
     parser.add_argument(
-        "--timeout",
-        type=float,
-        default=900.0,
-        help="seconds for the predictions of a case, and for each plan",
+        "--timeout", type=float, default=900.0, help="seconds for the predictions of a case, and for each plan"
     )
     parser.add_argument("--collect", type=Path, nargs="+", help="JSON files of earlier runs: print them as one")
     parser.add_argument("--out", type=Path, default=Path("runs/planner-accuracy"), help="folder for JSON")

@@ -26,27 +26,16 @@ class CannotBeSetUpError(Exception):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a run takes place.
+    """Where a run takes place."""
 
-    Attributes:
-        cores: how many of this machine's it may use; None for all.
-        busy: another process keeps the first of them busy.
-        cluster: emulated, with a rank on every device, in place of this machine's cores.
-        environment: further variables.
-    """
-
-    cores: int | None = None
-    busy: bool = False
-    cluster: Cluster | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: int | None = None  # how many of this machine's it may use; None for all
+    busy: bool = False  # another process keeps the first of them busy
+    cluster: Cluster | None = None  # emulated, with a rank on every device, in place of this machine's cores
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables
 
     @contextmanager
     def made(self) -> Iterator["Place"]:
-        """The surroundings, gone when the context is left.
-
-        Raises:
-            CannotBeSetUpError: not on this machine.
-        """
+        """The surroundings, gone when the context is left."""
         own = cores.own_cores()
         own = own if self.cores is None else own[: self.cores]
         with ExitStack() as stack:
@@ -103,27 +92,17 @@ class BrokenRun:
 
     In arguments `{photos}` is a folder of large photographs, `{packed}` the same as `convoy data pack` has them, and
     `{slow}` the same on slow storage.
-
-    Attributes:
-        cause: in the words of `convoy doctor`.
-        command: of both runs: the network, its data and what does not change.
-        broken, repaired: further arguments of each.
-        updates: of each run.
-        around, around_repaired: of each run; the latter None where nothing changes.
-        by_clock_from: the update from which on both are measured by the clock, with evaluations and checkpoints; None
-            for the time of updates alone.
-        by_arguments: the arguments that the doctor gives are all that its change needs.
     """
 
-    cause: str
-    command: str
+    cause: str  # in the words of `convoy doctor`
+    command: str  # of both runs: the network, its data and what does not change
     broken: str = ""
-    repaired: str = ""
-    updates: tuple[int, int] = (60, 60)
+    repaired: str = ""  # further arguments of each
+    updates: tuple[int, int] = (60, 60)  # of each run
     around: Surroundings = Surroundings()
-    around_repaired: Surroundings | None = None
+    around_repaired: Surroundings | None = None  # of each run; the latter None where nothing changes
     by_clock_from: int | None = None
-    by_arguments: bool = True
+    by_arguments: bool = True  # the arguments that the doctor gives are all that its change needs
 
 
 ONE_CORE = Surroundings(cores=1)
@@ -236,11 +215,7 @@ CASES = (
         "precision", "resnet18-cifar --data mnist-mini --batch 64", "--precision fp32", "--precision bf16", (9, 15)
     ),
     BrokenRun(
-        "memory_format",
-        "resnet18-cifar --data mnist-mini --batch 64",
-        "--channels-last",
-        "--channels-first",
-        (9, 15),
+        "memory_format", "resnet18-cifar --data mnist-mini --batch 64", "--channels-last", "--channels-first", (9, 15)
     ),
     BrokenRun(
         HEALTHY, "resnet18 --data mnist-mini --batch 128 --precision bf16 --set evaluate_every=5ep", updates=(20, 20)
@@ -370,15 +345,10 @@ OTHERS = (
 
 @dataclass
 class DataSets:
-    """The data of the cases, each made when an argument first asks for it, and gone with the context.
+    """The data of the cases, each made when an argument first asks for it, and gone with the context."""
 
-    Attributes:
-        photographs: class folders.
-        work: an empty folder.
-    """
-
-    photographs: Path | None
-    work: Path
+    photographs: Path | None  # class folders
+    work: Path  # an empty folder
     _made: dict[str, str] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -389,11 +359,7 @@ class DataSets:
         self._stack.close()
 
     def filled(self, words: str) -> list[str]:
-        """Arguments with the names of the data in their places.
-
-        Raises:
-            CannotBeSetUpError: there are no photographs, or no slow storage.
-        """
+        """Arguments with the names of the data in their places."""
         for name, make in (("photos", self._photos), ("packed", self._packed), ("slow", self._slow)):
             if f"{{{name}}}" in words and name not in self._made:
                 self._made[name] = str(make())

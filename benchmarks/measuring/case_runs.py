@@ -15,23 +15,15 @@ SAMPLE = "Convoy sample=2"
 
 @dataclass
 class CaseRun:
-    """Measures a case.
-
-    Attributes:
-        places: of the ranks on two emulated hosts; none for loopback.
-        peers: kinds of the peers' sides.
-        compiled: measure compiled sides too.
-        seconds: after which a side is given up.
-        say: is told what is going on.
-    """
+    """Measures a case."""
 
     case: Case
     rounds: int
-    places: Sequence[EmulatedDevice]
-    peers: Sequence[str]
-    compiled: bool
-    seconds: float
-    say: Callable[[str], None]
+    places: Sequence[EmulatedDevice]  # of the ranks on two emulated hosts; none for loopback
+    peers: Sequence[str]  # kinds of the peers' sides
+    compiled: bool  # measure compiled sides too
+    seconds: float  # after which a side is given up
+    say: Callable[[str], None]  # is told what is going on
     results: Results = field(init=False)
 
     def __post_init__(self) -> None:

@@ -16,21 +16,13 @@ from measuring.training import batch, build
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one rank.
+    """Bytes on one rank."""
 
-    Attributes:
-        parameters: counted.
-        parameters_predicted: by the plan.
-        activations: storages that autograd keeps between the forward and the backward pass, each once.
-        activations_predicted: by the plan.
-        process: the most that the process had in an update, above what it had before the network was there.
-    """
-
-    parameters: int
-    parameters_predicted: int
-    activations: int
-    activations_predicted: int
-    process: int
+    parameters: int  # counted
+    parameters_predicted: int  # by the plan
+    activations: int  # storages that autograd keeps between the forward and the backward pass, each once
+    activations_predicted: int  # by the plan
+    process: int  # the most that the process had in an update, above what it had before the network was there
 
 
 def measure(case: Case, plan: Plan, rank_count: int) -> dict[str, int]:

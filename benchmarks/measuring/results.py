@@ -11,22 +11,15 @@ QUIET = 0.97
 
 @dataclass
 class Row:
-    """One side.
-
-    Attributes:
-        seconds: of an update, in every round.
-        first_loss: over the global batch, before any update.
-        busy: the least part of the time that its process had the core in a round.
-        predicted: seconds of an update, before it was run; None where nothing was said.
-    """
+    """One side."""
 
     label: str
     arrangement: str
-    seconds: list[float] = field(default_factory=list)
-    first_loss: float | None = None
+    seconds: list[float] = field(default_factory=list)  # of an update, in every round
+    first_loss: float | None = None  # over the global batch, before any update
     plan: Any = None
-    busy: float = 1.0
-    predicted: float | None = None
+    busy: float = 1.0  # the least part of the time that its process had the core in a round
+    predicted: float | None = None  # seconds of an update, before it was run; None where nothing was said
 
     def add(self, seconds: float, first_loss: float, busy: float) -> None:
         """Another round."""
@@ -42,21 +35,16 @@ class Row:
 
 @dataclass
 class Results:
-    """All sides of one case.
-
-    Attributes:
-        tried: seconds of an update in the trials that chose arrangements and plans; no part of the results.
-        skipped: sides that could not be measured, and why.
-        share: of a core that the one device has.
-    """
+    """All sides of one case."""
 
     case: str
     batch: int
     network: str
     rows: list[Row] = field(default_factory=list)
+    # seconds of an update in the trials that chose arrangements and plans; no part of the results
     tried: dict[str, float] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    share: float = 1.0
+    skipped: dict[str, str] = field(default_factory=dict)  # sides that could not be measured, and why
+    share: float = 1.0  # of a core that the one device has
 
     def row(self, label: str) -> Row:
         """The row of a side."""

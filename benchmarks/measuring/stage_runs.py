@@ -24,25 +24,16 @@ SLOW = 3.0
 
 @dataclass
 class StageRun:
-    """Measures a case.
-
-    Attributes:
-        places: of the ranks on emulated devices; one device is the first of them by itself.
-        speeds: of these devices.
-        peers: `torch`, `rows`.
-        seconds: after which a side is given up.
-        profile: folder of the planner's measurements on these devices; None to go without the planner.
-        say: is told what is going on.
-    """
+    """Measures a case."""
 
     case: StageCase
     rounds: int
-    places: Sequence[EmulatedDevice]
-    speeds: Sequence[float]
-    peers: Sequence[str]
-    seconds: float
-    profile: Path | None
-    say: Callable[[str], None]
+    places: Sequence[EmulatedDevice]  # of the ranks on emulated devices; one device is the first of them by itself
+    speeds: Sequence[float]  # of these devices
+    peers: Sequence[str]  # `torch`, `rows`
+    seconds: float  # after which a side is given up
+    profile: Path | None  # folder of the planner's measurements on these devices; None to go without the planner
+    say: Callable[[str], None]  # is told what is going on
     results: Results = field(init=False)
     _slow: set[str] = field(default_factory=set)  # sides, as is predicted
 
