@@ -3,15 +3,18 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from convoy.errors import ConvoyError
 from measuring import machine
 
 T = TypeVar("T")
@@ -25,6 +28,13 @@ def names(text: str) -> list[str]:
 def numbers(text: str) -> list[int]:
     """Of an option: whole numbers with commas between."""
     return [int(number) for number in text.split(",")]
+
+
+def positive(text: str) -> int:
+    """Of an option: a whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a whole number from 1")
+    return int(text)
 
 
 def some(choices: Collection[str]) -> Callable[[str], list[str]]:
@@ -42,6 +52,21 @@ def some(choices: Collection[str]) -> Callable[[str], list[str]]:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """One that prints a script's docstring as it is."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+@contextmanager
+def ended() -> Iterator[None]:
+    """Errors of Convoy end the script with their sentence, and SIGTERM lets hosts and processes be cleaned up."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    except ConvoyError as error:
+        raise SystemExit(f"{error}") from None
+
+
+def say(text: str) -> None:
+    """What is going on, beside the tables."""
+    print(f"  {text}", file=sys.stderr, flush=True)
 
 
 def heading() -> dict[str, Any]:

@@ -59,6 +59,11 @@ class Side:
     keeps: bool = False
 
     @property
+    def how(self) -> str:
+        """What was chosen in trials, for the table."""
+        return str(self.arrangement)
+
+    @property
     def missing(self) -> str | None:
         """The package that this side needs and that is not installed."""
         return missing(self.kind)

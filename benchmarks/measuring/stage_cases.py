@@ -20,7 +20,6 @@ class StageCase(Case):
     parts: tuple[int, ...] = (4, 8)
     # by number of stages the modules at which torch's stages begin, those after the first: those tried
     cuts: Mapping[int, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    rows: bool = False  # PhysicsNeMo's ShardTensor divides the images by rows
 
     def changed(self, batch: int | None, updates: int | None) -> "StageCase":
         """The case at another batch, for which passes and parts of other sizes are tried too, or with other updates."""
@@ -104,7 +103,6 @@ CASES = {
             staged={2: ("stage=2",), 4: ("stage=4", "stage=2,height=2", "stage=2,sample=2")},
             parts=(4,),
             cuts={2: (("up.1",),), 4: (("down.1", "up.1", "up.3"),)},
-            rows=True,
         ),
     )
 }

@@ -33,7 +33,6 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES
 from convoy.training import load_recipe
-from measuring.shard_tensor import scattered
 from measuring.sides import Arrangement, Trained
 from measuring.stage_cases import StageCase
 from measuring.training import Timing, batch, build, timed, updater
@@ -190,23 +189,7 @@ def _torch(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     return update
 
 
-def _rows(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
-    """Images and labels as ShardTensors, divided by rows; the weights are whole on every rank."""
-    model, (images, labels) = build(case, side.arrangement), batch(case, side.arrangement)
-    images, labels = scattered(images, 2), scattered(labels, 1)
-    optimizer = _optimizer(model.parameters())
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels).full_tensor()  # type: ignore[attr-defined]
-        loss.backward()
-        optimizer.step()
-        return loss.detach()  # type: ignore[no-any-return]
-
-    return update
-
-
-SIDES = {"serial": _serial, "apart": _apart, "convoy": _convoy, "torch": _torch, "rows": _rows}
+SIDES = {"serial": _serial, "apart": _apart, "convoy": _convoy, "torch": _torch}
 
 
 @dataclass(frozen=True)
