@@ -31,7 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measuring import machine
+from measuring import harness, machine
 from measuring.broken_runs import CASES, HEALTHY, OTHERS, BrokenRun, CannotBeSetUpError, DataSets, Place
 
 from convoy.cli.doctor import replaced
@@ -334,7 +334,7 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--cases", type=lambda text: text.split(","), help="some of them, with commas [default: all]")
     parser.add_argument("--others", action="store_true", help="the faults in other networks and other amounts")
     parser.add_argument("--photographs", type=Path, help="folder of large JPEG files, for the cases that decode")

@@ -137,7 +137,7 @@ def trainer(options: argparse.Namespace, size: int, precision: str) -> list[floa
     """
     flags = ["--device", options.device, "--batch", str(size), "--precision", precision]
     flags += [f"--{options.order.replace('_', '-')}", *(["--compile"] if "compiled" in options.ways else [])]
-    keys = {"data__channels": 3, "data__augment": "{}", "batch_norm": "sync", "log_every": "4ba"}
+    keys: dict[str, Any] = {"data__channels": 3, "data__augment": "{}", "batch_norm": "sync", "log_every": "4ba"}
     with tempfile.TemporaryDirectory() as folder:
         data, updates = Path(folder) / "data", TRAINER_WARM_UP + 4 * options.rounds
         harness.write_images(data, 4 * size, options.size)

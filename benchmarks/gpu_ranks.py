@@ -230,7 +230,7 @@ def _without_waits(update: Update) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _times(update: Update, updates: int) -> dict[str, float]:
+def _times(update: Update, updates: int) -> dict[str, Any]:
     host = []
     for _ in range(5):
         torch.cuda.synchronize()

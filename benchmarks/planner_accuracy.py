@@ -23,7 +23,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from measuring import machine, ranks
+from measuring import harness, machine, ranks
 from measuring.prediction import CHOSEN, SERIAL, Predicted, Row, Subject, beside, measure, predict
 
 from convoy.bench.emulated import Cluster, EmulatedDevice, emulate
@@ -214,7 +214,7 @@ def _collect(files: Sequence[Path]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--networks", type=lambda text: text.split(","), default=[], help="some of them; default: all")
     parser.add_argument("--batches", type=_numbers, default=[], help="some of them, e.g. 32,64; default: all")
     parser.add_argument("--image-size", type=int, help="instead of each network's own")
