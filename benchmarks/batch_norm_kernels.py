@@ -10,7 +10,6 @@ lower precision they may be no farther away than torch's own. Runs are repeated 
 forward and backward: of its kernels on the GPU, by the profiler, and of the host to issue it.
 """
 
-import argparse
 import itertools
 import sys
 import time
@@ -22,7 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import machine
+from measuring import harness, machine
 from measuring.dispatch import fake_ranks
 from torch import Tensor
 
@@ -227,7 +226,7 @@ def measure(run: Callable[[], None], number: int = 10) -> tuple[float, float, st
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check, then measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--few", action="store_true", help="fewer shapes")
     parser.add_argument("--check", action="store_true", help="measure nothing")

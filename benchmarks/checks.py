@@ -7,25 +7,20 @@ Two ranks of one core each train the same network twice in turn, with `checks` a
 is counted by itself, as their aim, 0.2 % of the time, is below what two runs differ by.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from measuring import machine, ranks
+from measuring import harness, machine, ranks
 
 import convoy
 from convoy import models
 from convoy.comm.joining import join
 from convoy.engine.network import network_of
 
-CASES = {
-    "lenet": ("sample=2", 64, (1, 28)),
-    "resnet18": ("sample=2", 32, (3, 64)),
-    "alexnet": ("owt=2", 32, (3, 224)),
-}
+CASES = {"lenet": ("sample=2", 64, (1, 28)), "resnet18": ("sample=2", 32, (3, 64)), "alexnet": ("owt=2", 32, (3, 224))}
 """Plan, global batch, channels and size of the images."""
 
 
@@ -69,21 +64,21 @@ def measure(name: str, seconds: float) -> tuple[int, int, float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=30.0, help="of the side with checks")
     parser.add_argument("--networks", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     ranks.prepare()
     print(machine.sentence(machine.describe()))
-    print("| network | plan | updates | comparisons | share of the time | an update with | without | ratio |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        harness.header(
+            "network", "plan", "updates", "comparisons", "share of the time", "an update with", "without", "ratio"
+        )
+    )
     for name in options.networks:
         updates, compared, share, on, off = ranks.run_ranks(measure, 2, name, options.seconds)[0]
-        plan = CASES[name][0]
-        print(
-            f"| {name} | {plan} | {updates} | {compared} | {100 * share:.2f} % | {1e3 * on:.2f} ms | "
-            f"{1e3 * off:.2f} ms | {on / off:.3f} |"
-        )
+        times = (f"{100 * share:.2f} %", f"{1e3 * on:.2f} ms", f"{1e3 * off:.2f} ms", f"{on / off:.3f}")
+        harness.show(name, CASES[name][0], updates, compared, *times)
 
 
 if __name__ == "__main__":

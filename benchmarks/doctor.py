@@ -31,7 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measuring import machine
+from measuring import harness, machine
 from measuring.broken_runs import CASES, HEALTHY, OTHERS, BrokenRun, CannotBeSetUpError, DataSets, Place
 
 from convoy.cli.doctor import replaced
@@ -49,15 +49,10 @@ class RunFailedError(Exception):
 
 @dataclass
 class Side:
-    """One way to run a case.
+    """One way to run a case."""
 
-    Attributes:
-        arguments: of `convoy train`.
-        rates: images a second of the rounds.
-    """
-
-    arguments: list[str]
-    rates: list[float] = field(default_factory=list)
+    arguments: list[str]  # of `convoy train`
+    rates: list[float] = field(default_factory=list)  # images a second of the rounds
 
     @property
     def rate(self) -> float | None:
@@ -67,20 +62,14 @@ class Side:
 
 @dataclass
 class Result:
-    """What came of a case.
-
-    Attributes:
-        sides: `broken`, `repaired` and, where the doctor gave arguments, `advised`.
-        answer: of the doctor.
-        failed: why it, or what was to be measured, did not come to its end.
-        skipped: why the case cannot be set up here, or that nothing is broken.
-    """
+    """What came of a case."""
 
     cause: str
+    # `broken`, `repaired` and, where the doctor gave arguments, `advised`
     sides: dict[str, Side] = field(default_factory=dict)
-    answer: dict[str, Any] | None = None
-    failed: str = ""
-    skipped: str = ""
+    answer: dict[str, Any] | None = None  # of the doctor
+    failed: str = ""  # why it, or what was to be measured, did not come to its end
+    skipped: str = ""  # why the case cannot be set up here, or that nothing is broken
 
     @property
     def first(self) -> dict[str, Any] | None:
@@ -137,22 +126,14 @@ class Result:
 
 @dataclass
 class CaseRun:
-    """Measures a case and asks the doctor.
-
-    Attributes:
-        data: of all cases.
-        work: a folder for runs, each deleted when it was read.
-        rounds: in which the sides take turns.
-        seconds: after which a run is given up.
-        doctor: whether it is asked.
-    """
+    """Measures a case and asks the doctor."""
 
     case: BrokenRun
-    data: DataSets
-    work: Path
-    rounds: int
-    seconds: float
-    doctor: bool
+    data: DataSets  # of all cases
+    work: Path  # a folder for runs, each deleted when it was read
+    rounds: int  # in which the sides take turns
+    seconds: float  # after which a run is given up
+    doctor: bool  # whether it is asked
 
     def __call__(self) -> Result:
         """All of it."""
@@ -225,11 +206,7 @@ class CaseRun:
         return rate
 
     def _run(self, place: Place, command: Sequence[str]) -> str:
-        """What the first rank prints.
-
-        Raises:
-            RunFailedError: with its last line.
-        """
+        """What the first rank prints."""
         with tempfile.TemporaryDirectory(dir=self.work) as name:
             folder = Path(name)
             with _ended(place.start(command, folder)) as processes:
@@ -246,14 +223,7 @@ class CaseRun:
 
 
 def steady_rate(metrics: Path, by_clock_from: int | None, batch: int) -> float:
-    """Images a second of a run without its beginning.
-
-    Args:
-        metrics: of the run.
-        by_clock_from: the update from which on the clock counts, with evaluations and checkpoints; None for the time
-            of the updates alone, without the first third of them.
-        batch: images of an update.
-    """
+    """Images a second of a run without its beginning."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if line["split"] == "train"]
     begin = lines[-1]["step"] / 3 if by_clock_from is None else by_clock_from
@@ -364,7 +334,7 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--cases", type=lambda text: text.split(","), help="some of them, with commas [default: all]")
     parser.add_argument("--others", action="store_true", help="the faults in other networks and other amounts")
     parser.add_argument("--photographs", type=Path, help="folder of large JPEG files, for the cases that decode")

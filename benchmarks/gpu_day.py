@@ -31,7 +31,7 @@ import gpu_ranks
 import numpy as np
 import torch
 import torch.nn.functional as F
-from measuring import machine
+from measuring import harness, machine
 from measuring.dispatch import fake_ranks
 from PIL import Image
 from torch import Tensor, nn
@@ -143,8 +143,8 @@ def trainer(bench: Bench, say: Say) -> None:
     batch = bench.batches[0]
     photos, raw, memory = (bench.work / name for name in ("photos", "raw", "memory"))
     photographs(photos, 2048 if bench.on_gpu else 24)
-    run("data", "pack", str(photos), str(raw), "--short-side", "256" if bench.on_gpu else "40", "--raw")
-    in_memory(memory, 4 * batch, bench.size)
+    harness.run_convoy("data", "pack", str(photos), str(raw), "--short-side", "256" if bench.on_gpu else "40", "--raw")
+    harness.write_images(memory, 4 * batch, bench.size)
     crop = "data.augment={crop: pad, flip: true}"
     ways: list[tuple[str, Path, list[str]]] = [
         ("raw pack", raw, []),
@@ -157,18 +157,12 @@ def trainer(bench: Bench, say: Say) -> None:
     for name, data, flags in ways if bench.on_gpu else ways[:2]:
         out = bench.work / name.replace(" ", "-").replace(",", "")
         updates = 150 if bench.on_gpu else 8
-        command = ["train", bench.model, "--data", str(data), "--out", str(out), "--batch", str(batch)]
-        command += ["--epochs", f"{updates}ba", "--device", str(bench.device), *flags]
-        for key, value in {
-            "log_every": "10ba",
-            "evaluate_every": "100000ba",
-            "checkpoint.every": "100000ba",
-            **({"data.image_size": bench.size} if bench.on_gpu else {"data.image_size": 32, "data.resize": 36}),
-        }.items():
-            command += ["--set", f"{key}={value}"]
-        log = run(*command)
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        steady = [line for line in lines if line["split"] == "train" and line["step"] > updates * 2 // 3]
+        keys: dict[str, Any] = (
+            {"data__image_size": bench.size} if bench.on_gpu else {"data__image_size": 32, "data__resize": 36}
+        )
+        common = ["--batch", str(batch), "--device", str(bench.device), *flags]
+        lines, log = harness.train(bench.model, data, out, updates, *common, log_every="10ba", **keys)
+        steady = [line for line in lines if line["step"] > updates * 2 // 3]
         waits = [line["data_wait_s"] for line in steady if line.get("data_wait_s") is not None]
         rates = [float(line["images_per_s"]) for line in steady]
         notes = [line for line in log.splitlines() if "CUDA graph" in line or "one pass" in line or "pictures" in line]
@@ -347,20 +341,20 @@ def doctor(bench: Bench, say: Say) -> None:
     photographs(photos, 2048 if bench.on_gpu else 24)
     began = time.perf_counter()
     command = ["doctor", "train", bench.model, "--data", str(photos), "--batch", str(bench.batches[0])]
-    answer = run(*command, "--device", str(bench.device), "--set", f"data.image_size={bench.size}")
+    answer = harness.run_convoy(*command, "--device", str(bench.device), "--set", f"data.image_size={bench.size}")
     say("doctor, JPEG", seconds=time.perf_counter() - began, answer=answer.strip().splitlines()[-8:])
 
 
 def resume(bench: Bench, say: Say) -> None:
     """A run that is killed and goes on ends with the bytes of one that was left alone."""
     data = bench.work / "digits"
-    in_memory(data, 256, 32)
+    harness.write_images(data, 256, 32)
     common = ["train", "resnet18", "--data", str(data), "--epochs", "120ba", "--batch", "64", "--reproducible"]
     common += ["--device", str(bench.device), "--set", "checkpoint.every=20ba"]
     if not bench.on_gpu:
         common[common.index("120ba")] = "24ba"
     one, two = bench.work / "one", bench.work / "two"
-    run(*common, "--out", str(one))
+    harness.run_convoy(*common, "--out", str(one))
     child = subprocess.Popen([sys.executable, "-m", "convoy", *common, "--out", str(two)], stdout=subprocess.DEVNULL)
     for _ in range(1200):
         time.sleep(0.05)
@@ -368,7 +362,7 @@ def resume(bench: Bench, say: Say) -> None:
             break
     child.send_signal(signal.SIGKILL)
     child.wait()
-    run("train", str(two), "--resume", "--device", str(bench.device))
+    harness.run_convoy("train", str(two), "--resume", "--device", str(bench.device))
     same = (one / "weights.safetensors").read_bytes() == (two / "weights.safetensors").read_bytes()
     say("killed and gone on with", same_bytes=same)
 
@@ -396,15 +390,6 @@ SECTIONS: dict[str, tuple[Callable[[Bench, Say], None], float]] = {
 """Most important first, each with the seconds that it may take."""
 
 
-def run(*arguments: str) -> str:
-    """What `convoy` says."""
-    command = [sys.executable, "-m", "convoy", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"convoy {' '.join(arguments)}: {done.stderr.strip()[-1500:]}", file=sys.stderr)
-    return done.stdout + done.stderr
-
-
 def photographs(folder: Path, number: int) -> None:
     """JPEG files, of smooth colors and some noise, in four classes; as large as photographs of the web."""
     if folder.exists():
@@ -422,18 +407,6 @@ def photographs(folder: Path, number: int) -> None:
         place = folder / f"class{i % 4}"
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{i}.jpg").write_bytes(files[i % len(files)])
-
-
-def in_memory(folder: Path, number: int, size: int) -> None:
-    """Random grey pictures in MNIST's format, which are kept in memory."""
-    folder.mkdir()
-    random = np.random.default_rng(0)
-    for split, count in (("train", number), ("t10k", 64)):
-        for kind, magic, shape in (("images-idx3", 0x803, (count, size, size)), ("labels-idx1", 0x801, (count,))):
-            header = b"".join(part.to_bytes(4, "big") for part in (magic, *shape))
-            high = 256 if magic == 0x803 else 10
-            content = random.integers(high, size=shape, dtype=np.uint8).tobytes()
-            (folder / f"{split}-{kind}-ubyte").write_bytes(header + content)
 
 
 def at_once(bench: Bench, bucket: Tensor) -> torch.futures.Future[Tensor]:
@@ -474,26 +447,21 @@ def in_turn(options: argparse.Namespace, names: Sequence[str]) -> Iterator[dict[
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table."""
-    lines = ["| section | what | batch | images/s | ms | host ms | else |", "|" + " --- |" * 7]
-    for row in map(dict, rows):
-        first = [str(row.pop(key, "")) for key in ("section", "name", "batch")]
-        rate, ms, host = (row.pop(key, None) for key in ("images_per_s", "ms", "host_ms"))
-        numbers = [
-            "" if rate is None else f"{rate:,.0f}",
-            "" if ms is None else f"{ms:.2f}",
-            "" if host is None else f"{host:.2f}",
-        ]
-        others = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
-        rest = "; ".join(others)
-        lines.append(f"| {' | '.join([*first, *numbers, rest[:160].replace('|', '/')])} |")
+    lines = [harness.header("section", "what", "batch", "images/s", "ms", "host ms", "else")]
+    for values in map(dict, rows):
+        first = [values.pop(key, "") for key in ("section", "name", "batch")]
+        digits = {"images_per_s": ",.0f", "ms": ".2f", "host_ms": ".2f"}
+        numbers = [format(values.pop(key), form) if key in values else "" for key, form in digits.items()]
+        rest = "; ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        lines.append(harness.row(*first, *numbers, rest[:160].replace("|", "/")))
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=12, help="for everything (12)")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="some of them, with commas between")
+    parser.add_argument("--sections", type=harness.some(SECTIONS), default=list(SECTIONS), help="some, with commas")
     parser.add_argument("--out", type=Path, help="file for JSON")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -505,9 +473,7 @@ def main() -> None:
             Bench(options), lambda name, **values: print(json.dumps({"name": name, **values}), flush=True)
         )
         return
-    names = options.sections.split(",")
-    if unknown := [name for name in names if name not in SECTIONS]:
-        sys.exit(f"--sections {unknown[0]} is none of {', '.join(SECTIONS)}")
+    names = options.sections
     if "tests" in names and find_spec("pytest") is None:
         sys.exit("the section tests needs pytest: pip install -e '.[dev]', or leave it out by --sections")
     about = machine.describe() | {"gpu": torch.cuda.get_device_name() if options.device == "cuda" else None}
@@ -516,9 +482,7 @@ def main() -> None:
     for row in in_turn(options, names):
         rows.append(row)
         print(json.dumps(row), flush=True)
-        if options.out is not None:
-            text = json.dumps({"machine": about, "rows": rows}, indent=1)
-            options.out.write_text(text[: 2**20] + "\n", encoding="utf-8")
+        harness.save(options.out, {"machine": about, "rows": rows})
     print(markdown(rows), flush=True)
 
 

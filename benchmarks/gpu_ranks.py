@@ -17,19 +17,18 @@ host waits for the GPU, and `uploads` where it copies to it. Collectives are cou
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import machine, networks
+from measuring import harness, machine, networks
 from measuring.dispatch import Counter, Counts, FakeGpu, fake_ranks, lines
 from torch import Tensor, nn
 
@@ -42,10 +41,10 @@ from convoy.training.division import Division
 from convoy.training.parallel import Method, TrainedNetwork
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "resnet50": lambda: models.create("resnet50", num_classes=1000),
-    "efficientnet_b0": lambda: networks.efficientnet_b0(1000),
-    "convnext_t": lambda: networks.convnext_t(1000),
-    "alexnet": lambda: models.create("alexnet", num_classes=1000),
+    "resnet50": partial(models.create, "resnet50", num_classes=1000),
+    "efficientnet_b0": partial(networks.efficientnet_b0, 1000),
+    "convnext_t": partial(networks.convnext_t, 1000),
+    "alexnet": partial(models.create, "alexnet", num_classes=1000),
 }
 NORMS: tuple[BatchNorm, ...] = ("microbatch", "sync", "local")
 WARM_UP = 3
@@ -54,32 +53,21 @@ STRICT = 9
 """Updates in which the host is to wait for nothing."""
 PROBE_SIZE = 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Update = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every rank does in an update.
+    """What every rank does in an update."""
 
-    Attributes:
-        batch: samples of a rank.
-        microbatch: samples of each of its parts.
-        size: of the images.
-    """
-
-    batch: int
-    microbatch: int
-    size: int
+    batch: int  # samples of a rank
+    microbatch: int  # samples of each of its parts
+    size: int  # of the images
 
 
 @dataclass(frozen=True)
 class Row:
-    """An update of one side; times in milliseconds, 0 where nothing was timed.
-
-    Attributes:
-        update_ms: from one update to the next.
-        host_ms: until the host has issued an update, with nothing queued before.
-        kernels: that ran on the GPU.
-    """
+    """An update of one side."""
 
     model: str
     batch_norm: str
@@ -91,17 +79,17 @@ class Row:
     collectives: int
     waits: int
     uploads: int
-    update_ms: float = 0.0
-    host_ms: float = 0.0
-    kernels: int = 0
+    update_ms: float = 0.0  # from one update to the next; 0 where nothing was timed
+    host_ms: float = 0.0  # until the host has issued an update, with nothing queued before
 
 
-Update = Callable[[], None]
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, foreach=True)
 
 
 def plain_update(model: nn.Module, images: Tensor, labels: Tensor, autocast: AbstractContextManager[Any]) -> Update:
     """Updates of the network as a loop of one's own does them."""
-    optimizer = _optimizer(model)
+    optimizer = optimizer_of(model)
 
     def update() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -133,10 +121,10 @@ def convoy_passes(
     merge: int,
 ) -> Passes:
     """In passes of `merge` microbatches."""
-    own = len(images) // microbatch
+    parts = len(images) // microbatch
     plan = Plan.parse("serial" if ranks == 1 else f"sample={ranks}", num_devices=ranks)
     network = TrainedNetwork(model, plan, images[:microbatch], batch_norm=batch_norm, seed=0, method=Method())
-    division = Division((microbatch,) * (own * ranks), (own,) * ranks)
+    division = Division((microbatch,) * (parts * ranks), (parts,) * ranks)
     pieces = division.passes(merge)
     network.divide(division, len(pieces))
 
@@ -160,7 +148,7 @@ def convoy_update(
 ) -> Update:
     """Updates as Convoy's trainer does them on rank 0; options as of `convoy_passes`."""
     made = convoy_passes(model, images, autocast, **options)
-    optimizer = made.network.share(_optimizer(model))
+    optimizer = made.network.share(optimizer_of(model))
     number = 0
 
     def update() -> None:
@@ -177,24 +165,27 @@ def convoy_update(
 
 def merge_of(name: str, batch_norm: str, work: Work) -> int:
     """Microbatches in one pass, as the trainer finds out by trying the network; memory apart."""
-    recipe = load_recipe(
-        "default", ["model.name=any", "data.path=none", f"batch={work.batch}", f"batch_norm={batch_norm}"]
-    )
-    sizes = (work.microbatch,) * (work.batch // work.microbatch)
-    found = probed(MODELS[name](), recipe, (3, PROBE_SIZE, PROBE_SIZE), sizes, torch.device("cpu"), "the size")
-    merge, _ = merged(recipe, found, sizes, torch.device("cpu"), sharing=2**30)
-    return merge
+    keys = {"model.name": "any", "data.path": "none", "batch": work.batch, "batch_norm": batch_norm}
+    recipe = load_recipe("default", [f"{key}={value}" for key, value in keys.items()])
+    sizes, cpu = (work.microbatch,) * (work.batch // work.microbatch), torch.device("cpu")
+    probe = probed(MODELS[name](), recipe, (3, PROBE_SIZE, PROBE_SIZE), sizes, cpu, "the size")
+    return merged(recipe, probe, sizes, cpu, sharing=2**30)[0]
 
 
 @contextlib.contextmanager
 def device(kind: str) -> Iterator[tuple[Counter, Callable[[Any], Any]]]:
     """What counts there, and what brings networks and tensors there."""
+
+    def form(moved: Any) -> torch.memory_format:
+        images = isinstance(moved, nn.Module) or moved.dim() == 4
+        return torch.channels_last if images else torch.contiguous_format
+
     if kind == "cuda":
         with Counter() as counter:
-            yield counter, lambda given: given.to(device="cuda", memory_format=_format(given))
+            yield counter, lambda moved: moved.to(device="cuda", memory_format=form(moved))
     else:
         with FakeGpu() as gpu:
-            yield gpu, lambda given: gpu.take(given.to(memory_format=_format(given)))
+            yield gpu, lambda moved: gpu.take(moved.to(memory_format=form(moved)))
 
 
 def measure(
@@ -213,16 +204,8 @@ def measure(
         if batch_norm is None:
             update = plain_update(model, images, labels, autocast)
         else:
-            update = convoy_update(
-                model,
-                images,
-                labels,
-                autocast,
-                ranks=ranks,
-                batch_norm=batch_norm,
-                microbatch=work.microbatch,
-                merge=merge,
-            )
+            how: dict[str, Any] = {"ranks": ranks, "batch_norm": batch_norm, "merge": merge}
+            update = convoy_update(model, images, labels, autocast, microbatch=work.microbatch, **how)
         for _ in range(WARM_UP):
             update()
         with counter.count() as seen:
@@ -231,20 +214,10 @@ def measure(
         if options.device == "cuda" and options.strict:
             _without_waits(update)
         times = _times(update, options.updates) if options.device == "cuda" else {}
-    row = Row(
-        name,
-        batch_norm or "plain",
-        ranks,
-        -(-(work.batch // work.microbatch) // merge) if batch_norm is not None else 1,
-        seen.num_operations,
-        seen.views.total(),
-        seen.host.total(),
-        seen.collectives.total(),
-        len(seen.synchronizations),
-        len(seen.uploads),
-        **times,
-    )
-    return row, seen
+    passes = -(-(work.batch // work.microbatch) // merge) if batch_norm is not None else 1
+    counts = (seen.num_operations, seen.views.total(), seen.host.total(), seen.collectives.total())
+    events = (len(seen.synchronizations), len(seen.uploads))
+    return Row(name, batch_norm or "plain", ranks, passes, *counts, *events, **times), seen
 
 
 def _without_waits(update: Update) -> None:
@@ -261,37 +234,22 @@ def _times(update: Update, updates: int) -> dict[str, Any]:
     host = []
     for _ in range(5):
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        update()
-        host.append(time.perf_counter() - began)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(updates):
-        update()
-    torch.cuda.synchronize()
-    update_s = (time.perf_counter() - began) / updates
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        update()
+        host.append(harness.seconds_of(update))
+
+    def several() -> None:
+        for _ in range(updates):
+            update()
         torch.cuda.synchronize()
-    kernels = sum("CUDA" in str(event.device_type) for event in profile.events() or ())
-    return {"update_ms": 1e3 * update_s, "host_ms": 1e3 * statistics.median(host), "kernels": kernels}
 
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, foreach=True)
-
-
-def _format(given: nn.Module | Tensor) -> torch.memory_format:
-    images = isinstance(given, nn.Module) or given.dim() == 4
-    return torch.channels_last if images else torch.contiguous_format
+    torch.cuda.synchronize()
+    return {"update_ms": 1e3 * harness.seconds_of(several) / updates, "host_ms": 1e3 * statistics.median(host)}
 
 
 def markdown(rows: list[Row]) -> str:
     """The table."""
     timed = any(row.update_ms for row in rows)
-    names = ["network", "batch norm", "ranks", "passes", "operations", "beside plain", "views", "host", "collectives"]
-    names += ["waits", "uploads", *(["ms", "beside plain", "host ms", "kernels"] if timed else [])]
-    table = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    columns = ["network", "batch norm", "ranks", "passes", "operations", "beside plain", "views", "host", "collectives"]
+    table = [harness.header(*columns, "waits", "uploads", *(["ms", "beside plain", "host ms"] if timed else []))]
     plain: dict[str, Row] = {row.model: row for row in rows if row.batch_norm == "plain"}
     for row in rows:
         one = plain[row.model]
@@ -299,29 +257,25 @@ def markdown(rows: list[Row]) -> str:
         cells += [f"{row.operations / one.operations:.2f}", f"{row.views:,}", row.host, row.collectives]
         cells += [row.waits, row.uploads]
         if timed:
-            cells += [f"{row.update_ms:.1f}", f"{one.update_ms / row.update_ms:.3f}", f"{row.host_ms:.1f}", row.kernels]
-        table.append(f"| {' | '.join(map(str, cells))} |")
+            cells += [f"{row.update_ms:.1f}", f"{one.update_ms / row.update_ms:.3f}", f"{row.host_ms:.1f}"]
+        table.append(harness.row(*cells))
     return "\n".join(table)
 
 
 def details(row: Row, seen: Counts, plain: Counts) -> str:
     """Where a side waits and copies, and which operations it has beyond those of the plain network."""
-    more = (seen.operations - plain.operations).most_common()
-    parts = [f"{row.model}, {row.batch_norm}, {row.ranks} ranks"]
-    parts += ["  more: " + ", ".join(f"{number} {name}" for name, number in more)] if more else []
-    parts += [f"  waits: {line}" for line in lines(seen.synchronizations)]
-    parts += [f"  uploads: {line}" for line in lines(seen.uploads)]
-    return "\n".join(parts)
+    more = ", ".join(f"{number} {name}" for name, number in (seen.operations - plain.operations).most_common())
+    events = [f"  waits: {line}" for line in lines(seen.synchronizations)]
+    events += [f"  uploads: {line}" for line in lines(seen.uploads)]
+    return "\n".join([f"{row.model}, {row.batch_norm}, {row.ranks} ranks", f"  more: {more}", *events])
 
 
 def main() -> None:
     options = _parser().parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch sees no CUDA device here: --device fake counts without one")
-    if options.device == "fake" and options.strict:
-        sys.exit("--strict asks CUDA itself: add --device cuda; waits are counted without it")
-    if options.device == "fake" and options.precision != "fp32":
-        sys.exit("autocast needs a GPU: leave --precision away, or add --device cuda")
+    if options.device == "fake" and (options.strict or options.precision != "fp32"):
+        sys.exit("--strict and other precisions need a GPU: add --device cuda; waits are counted without it")
     if options.microbatch < 1 or options.batch % options.microbatch or options.batch < options.microbatch:
         sys.exit(f"--batch {options.batch} must be a multiple of --microbatch {options.microbatch}")
     work = Work(options.batch, options.microbatch, options.size)
@@ -337,26 +291,15 @@ def main() -> None:
                 if options.details:
                     print(details(row, seen, plain), file=sys.stderr, flush=True)
     print(markdown(rows), flush=True)
-    if options.out is not None:
-        document = {"machine": machine.describe(), "work": asdict(work), "rows": [asdict(row) for row in rows]}
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document = {"machine": machine.describe(), "work": asdict(work), "rows": [asdict(row) for row in rows]}
+    harness.save(options.out, document)
 
 
 def _parser() -> argparse.ArgumentParser:
-    def some(choices: Any) -> Callable[[str], list[str]]:
-        def parse(text: str) -> list[str]:
-            found = text.split(",")
-            for name in found:
-                if name not in choices:
-                    raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
-            return found
-
-        return parse
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=some(MODELS), default=list(MODELS), help="several, with commas between")
-    parser.add_argument("--batch-norm", type=some(NORMS), default=list(NORMS), help="likewise")
-    parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[8, 64])
+    parser = harness.parser(__doc__)
+    parser.add_argument("--models", type=harness.some(MODELS), default=list(MODELS), help="several, with commas")
+    parser.add_argument("--batch-norm", type=harness.some(NORMS), default=list(NORMS), help="likewise")
+    parser.add_argument("--ranks", type=harness.numbers, default=[8, 64])
     parser.add_argument("--batch", type=int, default=256, help="samples of each rank (256)")
     parser.add_argument("--microbatch", type=int, default=32, help="samples of a microbatch (32)")
     parser.add_argument("--size", type=int, default=224, help="of the images (224)")

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import machine
+from measuring import harness, machine
 from PIL import Image
 
 SIZE, BATCH = 224, 64
@@ -438,7 +438,7 @@ def _look(source: Any, worker: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--data",
         type=Path,

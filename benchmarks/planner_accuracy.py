@@ -23,7 +23,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from measuring import machine, ranks
+from measuring import harness, machine, ranks
 from measuring.prediction import CHOSEN, SERIAL, Predicted, Row, Subject, beside, measure, predict
 
 from convoy.bench.emulated import Cluster, EmulatedDevice, emulate
@@ -214,7 +214,7 @@ def _collect(files: Sequence[Path]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--networks", type=lambda text: text.split(","), default=[], help="some of them; default: all")
     parser.add_argument("--batches", type=_numbers, default=[], help="some of them, e.g. 32,64; default: all")
     parser.add_argument("--image-size", type=int, help="instead of each network's own")
@@ -223,10 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--updates", type=int, default=5, help="timed of each plan in a round")
     parser.add_argument("--warm-up", type=int, default=5, help="updates of each plan before these")
     parser.add_argument(
-        "--timeout",
-        type=float,
-        default=900.0,
-        help="seconds for the predictions of a case, and for each plan",
+        "--timeout", type=float, default=900.0, help="seconds for the predictions of a case, and for each plan"
     )
     parser.add_argument("--collect", type=Path, nargs="+", help="JSON files of earlier runs: print them as one")
     parser.add_argument("--out", type=Path, default=Path("runs/planner-accuracy"), help="folder for JSON")

@@ -8,7 +8,6 @@ for rows whose results are not at hand (`questions.csv`). With `--coefficients` 
 which the package computes with, and how wide the ranges are. Minutes on one core.
 """
 
-import argparse
 import csv
 import json
 import math
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from measuring import harness
 from measuring.published_fit import (
     as_dict,
     constant,
@@ -60,7 +60,7 @@ class Predicted:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--published", type=Path, required=True, help="the folder with scaling.csv")
     parser.add_argument("--out", type=Path, default=OUT, help="where the predictions go")
     parser.add_argument("--coefficients", action="store_true", help="write those of the package")

@@ -8,28 +8,25 @@ them at once, at most: storages that were made in the forward pass or by computi
 updates of all sides in turn, in the same processes. A process's peak is from processes of its own.
 """
 
-import argparse
-import json
-import re
 import statistics
-import time
-import weakref
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import machine, networks, ranks
+from measuring import harness, networks, ranks
+from measuring.memory_use import MIB, Living, resident
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+import convoy
+from convoy import models
+from convoy.engine.network import network_of
+from convoy.ops.memory import predict_memory
 from convoy.plans.schedule import Schedule, in_flight
 
-MIB = 2**20
 ROUNDS = 7
 PARTS = 4
 
@@ -58,27 +55,15 @@ class Row:
         return {"none": False, "all": True, ",".join(self.some): self.some}
 
 
-RESNET, UNET = ("layer1.*", "layer2.*"), ("stem.*", "joined.3.*")
+SOME = {"resnet50": ("layer1.*", "layer2.*"), "unet": ("stem.*", "joined.3.*")}
 ROWS = [
-    Row("resnet50", 128, 8, "serial", RESNET),
-    Row("resnet50", 128, 8, "sample=2", RESNET),
-    Row("resnet50", 128, 8, "height=2", RESNET),
-    Row("unet", 128, 8, "serial", UNET),
-    Row("unet", 128, 8, "sample=2", UNET),
-    Row("unet", 128, 8, "height=2", UNET),
-    *(
-        Row(name, 128, 8, "stage=2", some, schedule)
-        for name, some in (("resnet50", RESNET), ("unet", UNET))
-        for schedule in get_args(Schedule)
-    ),
+    *(Row(name, 128, 8, plan, some) for name, some in SOME.items() for plan in ("serial", "sample=2", "height=2")),
+    *(Row(name, 128, 8, "stage=2", SOME[name], way) for name, way in product(SOME, get_args(Schedule))),
 ]
 
 
 def build(row: Row, recompute: Any) -> nn.Module:
     """This rank's part of the network."""
-    import convoy
-    from convoy import models
-
     torch.manual_seed(0)
     model = networks.unet() if row.network == "unet" else models.create("resnet50", num_classes=10)
     example = torch.empty(1, 3, row.size, row.size)
@@ -98,9 +83,6 @@ class Trained:
     """One side of a row."""
 
     def __init__(self, row: Row, recompute: Any) -> None:
-        import convoy
-        from convoy.engine.network import network_of
-
         self.row, self.net = row, build(row, recompute)
         self.network = network_of(self.net)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
@@ -116,8 +98,6 @@ class Trained:
 
     def update(self) -> None:
         """One microbatch on every sample rank, or several through the stages."""
-        import convoy
-
         self.optimizer.zero_grad()
         if self.row.schedule is None:
             self.network.context.enter(0, 0, self.sizes, torch.device("cpu"))
@@ -129,8 +109,6 @@ class Trained:
 
     def activations(self) -> tuple[int, int]:
         """The most that is there at once in an update, measured and predicted: bytes on this rank."""
-        from convoy.ops.memory import predict_memory
-
         rank, passes = dist.get_rank() if dist.is_initialized() else 0, 1
         placement = self.network.placement((self.images[: self.sizes[0]],), self.sizes, True)
         staged = self.network.staged(placement)
@@ -143,133 +121,59 @@ class Trained:
         return living.most, predict_memory(placement, passes)[rank].activations
 
 
-@dataclass
-class Living(TorchDispatchMode):
-    """Counts bytes of the tensors that forward passes make, also where they run again; not what `.grad` is made of."""
-
-    now: int = 0
-    most: int = 0
-    known: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._again = 0
-
-    def __enter__(self) -> "Living":
-        from convoy.ops.context import Rerun
-
-        self._original = original = Rerun.again
-        living = self
-
-        @contextmanager
-        def again(rerun: Rerun) -> Any:
-            living._again += 1
-            try:
-                with original(rerun):
-                    yield
-            finally:
-                living._again -= 1
-
-        Rerun.again = again  # type: ignore[method-assign, assignment]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        from convoy.ops.context import Rerun
-
-        super().__exit__(*error)
-        Rerun.again = self._original  # type: ignore[method-assign]
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        backward = torch._C._current_graph_task_id() != -1
-        if not backward or self._again:
-            given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-            for x in tree_leaves(made):
-                if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given | self.known:
-                    self._note(x.untyped_storage())
-        return made
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self.known.add(key)
-        self.now += size
-        self.most = max(self.most, self.now)
-
-        def gone() -> None:
-            self.known.discard(key)
-            self.now -= size
-
-        weakref.finalize(storage, gone)
-
-
 def in_turn(row: Row) -> dict[str, dict[str, Any]]:
     """A rank's part: bytes of all sides, and their seconds of an update in turn."""
     sides = {name: Trained(row, recompute) for name, recompute in row.sides.items()}
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, side in sides.items():
         side.update()
         measured, predicted = side.activations()
-        found[name] = {"measured": measured, "predicted": predicted, "seconds": []}
-    for _ in range(ROUNDS):
-        for name, side in sides.items():
-            began = time.perf_counter()
-            side.update()
-            found[name]["seconds"].append(time.perf_counter() - began)
-    return found
+        results[name] = {"measured": measured, "predicted": predicted, "seconds": []}
+    for _, name, side in harness.turns(sides, ROUNDS):
+        results[name]["seconds"].append(harness.seconds_of(side.update))
+    return results
 
 
 def peak(row: Row, recompute: Any) -> int:
     """The most that a process had in two updates, above what it had before the network was there."""
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     side = Trained(row, recompute)
     for _ in range(2):
         side.update()
-    return _resident("VmHWM") - before
-
-
-def _resident(key: str) -> int:
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    assert found is not None
-    return int(found[1]) * 1024
+    return resident("VmHWM") - before
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("network", nargs="*", help="only rows of these")
     parser.add_argument("--plan", help="only rows of this plan")
     parser.add_argument("--out", type=Path, help="file for JSON")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     ranks.prepare()
-    document: dict[str, Any] = {"machine": machine.describe(), "rows": []}
-    print(machine.sentence(document["machine"]))
-    print("\n| network, pixels, batch | plan | recomputed | activations | predicted | error | process | time |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    document: dict[str, Any] = {"machine": harness.heading(), "rows": []}
+    columns = ("recomputed", "activations", "predicted", "error", "process", "time")
+    print(harness.header("network, pixels, batch", "plan", *columns))
     for row in ROWS:
-        if (arguments.network and row.network not in arguments.network) or arguments.plan not in (None, row.plan):
+        if (options.network and row.network not in options.network) or options.plan not in (None, row.plan):
             continue
         number = 1 if row.plan == "serial" else 2
         of_ranks = ranks.run_ranks(in_turn, number, row)
+        slowest = {
+            name: [max(t) for t in zip(*(r[name]["seconds"] for r in of_ranks), strict=True)] for name in row.sides
+        }
         for name, recompute in row.sides.items():
-            peaks = ranks.run_ranks(peak, number, row, recompute)
-            measured, predicted = (max(found[name][key] for found in of_ranks) for key in ("measured", "predicted"))
-            turns = [max(found[name]["seconds"][turn] for found in of_ranks) for turn in range(ROUNDS)]
-            alone = [max(found["none"]["seconds"][turn] for found in of_ranks) for turn in range(ROUNDS)]
-            ratio = statistics.median(ours / without for ours, without in zip(turns, alone, strict=True))
-            document["rows"].append(
-                {**asdict(row), "recompute": name, "measured": measured, "predicted": predicted, "process": max(peaks)}
-                | {"ratio": ratio, "seconds": statistics.median(turns)}
-            )
-            print(
-                f"| {row.network}, {row.size}, {row.batch} | {row.how} | {name} | {measured / MIB:.1f} | "
-                f"{predicted / MIB:.1f} | {predicted / measured - 1:+.1%} | {max(peaks) / MIB:.0f} | {ratio:.2f} |",
-                flush=True,
-            )
+            process = max(ranks.run_ranks(peak, number, row, recompute))
+            measured, predicted = (max(result[name][key] for result in of_ranks) for key in ("measured", "predicted"))
+            ratio = statistics.median(a / b for a, b in zip(slowest[name], slowest["none"], strict=True))
+            figures = {"measured": measured, "predicted": predicted, "process": process, "ratio": ratio}
+            document["rows"].append({**asdict(row), "recompute": name, **figures, "seconds": slowest[name]})
+            mib = [f"{measured / MIB:.1f}", f"{predicted / MIB:.1f}", f"{predicted / measured - 1:+.1%}"]
+            what = f"{row.network}, {row.size}, {row.batch}"
+            harness.show(what, row.how, name, *mib, f"{process / MIB:.0f}", f"{ratio:.2f}")
     print(
         "\nMiB, of the rank that needs most; time: of an update, median of the turns, over that without recomputation."
     )
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    harness.save(options.out, document)
 
 
 if __name__ == "__main__":

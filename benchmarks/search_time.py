@@ -11,7 +11,6 @@ search over cuts on as many devices comes on top, at all numbers of stages and p
 size from which the network at the sizes of these passes follows.
 """
 
-import argparse
 import json
 import resource
 import subprocess
@@ -20,8 +19,9 @@ import time
 from functools import cache
 
 import torch
+from measuring import harness
 from measuring.analytic import Analytic
-from torch import Tensor, nn
+from torch import nn
 
 from convoy.models import create
 from convoy.ops import capture
@@ -35,50 +35,10 @@ from convoy.plans.mesh import Mesh
 NETWORKS = ("resnet152", "googlenet", "densenet121")
 
 
-class DenseNet(nn.Module):
-    """DenseNet-121 (Huang et al., 2017): every layer takes the features of all layers before it."""
-
-    def __init__(self, blocks: tuple[int, ...] = (6, 12, 24, 16), growth: int = 32, channels: int = 64) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, channels, 7, 2, 3, bias=False), *_norm(channels), nn.MaxPool2d(3, 2, 1))
-        self.blocks, self.transitions = nn.ModuleList(), nn.ModuleList()
-        for number, layers in enumerate(blocks):
-            block = nn.ModuleList()
-            for _ in range(layers):
-                narrow = nn.Conv2d(channels, 4 * growth, 1, bias=False)
-                wide = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
-                block.append(nn.Sequential(*_norm(channels), narrow, *_norm(4 * growth), wide))
-                channels += growth
-            self.blocks.append(block)
-            if number < len(blocks) - 1:
-                narrow = nn.Conv2d(channels, channels // 2, 1, bias=False)
-                self.transitions.append(nn.Sequential(*_norm(channels), narrow, nn.AvgPool2d(2)))
-                channels //= 2
-        self.head = nn.Sequential(*_norm(channels), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images [N, 3, H, W] to logits [N, 1000]."""
-        x = self.stem(images)
-        for number, block in enumerate(self.blocks):
-            assert isinstance(block, nn.ModuleList)
-            features = [x]
-            for layer in block:
-                features.append(layer(torch.cat(features, 1)))
-            x = torch.cat(features, 1)
-            if number < len(self.transitions):
-                x = self.transitions[number](x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def _norm(channels: int) -> tuple[nn.Module, nn.Module]:
-    return nn.BatchNorm2d(channels), nn.ReLU()
-
-
 def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None, stages: bool) -> dict[str, object]:
     """Search one network in this process."""
     with torch.device("meta"):
-        model = DenseNet() if network == "densenet121" else create(network)
+        model = create(network)
         graph = capture(model, (torch.empty(batch, 3, 224, 224),), training=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     mesh = Mesh(("node", "gpu")[-len(sizes) :], sizes)
@@ -122,7 +82,7 @@ def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--mesh", default="16x8")
     parser.add_argument("--batch", type=int, default=2048)
@@ -135,10 +95,7 @@ def main() -> None:
         if options.here:
             print(json.dumps(measure(network, sizes, options.batch, options.memory_limit, options.stages)))
             continue
-        command = [sys.executable, __file__, "--here", "--networks", network, "--mesh", options.mesh]
-        command += ["--batch", str(options.batch)]
-        command += ["--memory-limit", str(options.memory_limit)] if options.memory_limit else []
-        command += ["--stages"] if options.stages else []
+        command = [sys.executable, __file__, *sys.argv[1:], "--here", "--networks", network]  # the last one counts
         row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         print(
             f"{row['network']:12} {options.mesh}: {row['seconds']:.2f} s ({row['worked']:.2f} s of a core), "

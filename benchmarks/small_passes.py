@@ -19,13 +19,13 @@ many it takes itself. Microbatches are as small as the smallest passes.
 import argparse
 import copy
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from measuring import machine
+from measuring import harness
 from torch import Tensor, nn
 
 from convoy import models
@@ -44,88 +44,79 @@ NETWORKS = "resnet50:64,resnet50:224,googlenet:64,densenet121:64,squeezenet1_1:6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--networks", default=NETWORKS, help="with the image's size, e.g. resnet50:64,googlenet:96")
-    parser.add_argument("--passes", default="1,2,4,8,12", help="samples of a pass")
+    parser.add_argument("--passes", type=harness.numbers, default=[1, 2, 4, 8, 12], help="samples of a pass")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--parts", type=int, help="parts of a batch, each of as many samples as a pass")
     parser.add_argument("--batch", type=int, help="samples of an update of the trainer, in passes of `--passes`")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     keep_freed_memory(torch.device("cpu"))
-    about = machine.describe()
-    print(f"{about['date']}: `{about['command']}`\n\n{machine.sentence(about)}\n")
-    if arguments.parts:
-        _laid_out(arguments)
-        return
-    if arguments.batch:
-        _trainer(arguments)
-        return
-    print("| network | 1 × 1 convolutions | samples of a pass | as torch has it, ms | prepared, ms | ratio |")
-    print("| --- " * 6 + "|", flush=True)
-    memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
-    for text in arguments.networks.split(","):
+    harness.heading()
+    mode = _laid_out if options.parts else _trainer if options.batch else _networks
+    mode(options)
+
+
+def _subjects(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    for text in options.networks.split(","):
         name, _, size = text.partition(":")
+        yield name, int(size)
+
+
+def _beside(options: argparse.Namespace, plain: Callable[[], object], other: Callable[[], object]) -> tuple[str, ...]:
+    """Median milliseconds of both in turn, after one call of each, and their ratio."""
+    seconds: dict[str, list[float]] = {"plain": [], "other": []}
+    for _, name, run in harness.turns({"plain": plain, "other": other}, options.rounds + 1):
+        seconds[name].append(harness.seconds_of(run))
+    one, two = (1e3 * statistics.median(values[1:]) for values in seconds.values())
+    return f"{one:.1f}", f"{two:.1f}", f"{one / two:.2f}"
+
+
+def _networks(options: argparse.Namespace) -> None:
+    columns = ("as torch has it, ms", "prepared, ms", "ratio")
+    print(harness.header("network", "1 × 1 convolutions", "samples of a pass", *columns), flush=True)
+    memory_format = torch.channels_last if options.channels_last else torch.contiguous_format
+    for name, size in _subjects(options):
         torch.manual_seed(0)
         plain = models.create(name, num_classes=10).to(memory_format=memory_format)  # type: ignore[call-overload]
         prepared = copy.deepcopy(plain)
         context = prepare(prepared, 0, "sync")
         number = sum(isinstance(layer, PointwiseConv2d) for layer in prepared.modules())
-        for samples in map(int, arguments.passes.split(",")):
-            images = torch.randn(samples, 3, int(size), int(size)).contiguous(memory_format=memory_format)
+        for samples in options.passes:
+            images = torch.randn(samples, 3, size, size).contiguous(memory_format=memory_format)
             labels = torch.randint(10, (samples,))
             context.enter(0, 0, (samples,), torch.device("cpu"))  # for dropout
-            one, other = _in_turns((plain, prepared), images, labels, arguments.rounds)
-            row = [f"{name}, {size} px", number, samples, f"{1e3 * one:.1f}", f"{1e3 * other:.1f}"]
-            print(f"| {' | '.join(map(str, row))} | {one / other:.2f} |", flush=True)
+            both = (partial(_pass, network, images, labels) for network in (plain, prepared))
+            harness.show(f"{name}, {size} px", number, samples, *_beside(options, *both))
 
 
-def _in_turns(networks: tuple[nn.Module, ...], images: Tensor, labels: Tensor, rounds: int) -> list[float]:
-    """Median seconds of a pass of each."""
-    seconds: list[list[float]] = [[] for _ in networks]
-    for _ in range(rounds + 1):
-        for network, own in zip(networks, seconds, strict=True):
-            start = time.perf_counter()
-            outputs = network(images)
-            outputs = outputs if isinstance(outputs, Tensor) else outputs[0]
-            F.cross_entropy(outputs, labels).backward()
-            own.append(time.perf_counter() - start)
-    return [statistics.median(own[1:]) for own in seconds]
+def _pass(network: nn.Module, images: Tensor, labels: Tensor) -> None:
+    outputs = network(images)
+    F.cross_entropy(outputs if isinstance(outputs, Tensor) else outputs[0], labels).backward()
 
 
-def _trainer(arguments: argparse.Namespace) -> None:
-    passes = sorted(map(int, arguments.passes.split(",")))
-    print(
-        f"| network | {' | '.join(f'passes of {samples}, ms' for samples in passes)} | MiB a sample | the trainer's |"
-    )
-    print("| --- " * (len(passes) + 3) + "|", flush=True)
-    for text in arguments.networks.split(","):
-        name, _, size = text.partition(":")
-        channels = 1 if name == "lenet" else 3
-        settings = {
-            "model.name": name,
-            "batch": arguments.batch,
-            "microbatch": passes[0],
-            "channels_last": arguments.channels_last,
-            "precision": "fp32",
-            "threads": arguments.threads,
-        }
-        recipe = load_recipe("default", [f"{key}={str(value).lower()}" for key, value in settings.items()])
-        data = data_of(Made(shape=(channels, int(size), int(size)), classes=10), recipe)
+def _trainer(options: argparse.Namespace) -> None:
+    passes = sorted(options.passes)
+    columns = [f"passes of {samples}, ms" for samples in passes]
+    print(harness.header("network", *columns, "MiB a sample", "the trainer's"), flush=True)
+    for name, size in _subjects(options):
+        keys = {"model.name": name, "batch": options.batch, "microbatch": passes[0], "threads": options.threads}
+        keys |= {"channels_last": options.channels_last, "precision": "fp32"}
+        recipe = load_recipe("default", [f"{key}={str(value).lower()}" for key, value in keys.items()])
+        data = data_of(Made(shape=(1 if name == "lenet" else 3, size, size), classes=10), recipe)
         session = set_up(recipe, torch.device("cpu"), data=data)
         session.model.train()
-        usual = min(arguments.batch, session.merge * passes[0])
-        seconds: dict[int, list[float]] = {samples: [] for samples in passes}
-        for number in range(arguments.rounds):
-            for samples in passes if number % 2 == 0 else reversed(passes):
-                session.merge = samples // passes[0]
-                step = session.step()
-                seconds[samples].append(update_seconds(step, session.image_shape, session.device, session.ranks))
-        times = [f"{1e3 * statistics.median(own):.1f}" for own in seconds.values()]
-        kept = f"{session.probe.bytes_per_sample / 2**20:.2f}"
-        print(f"| {name}, {size} px | {' | '.join(times)} | {kept} | {usual} |", flush=True)
+        usual = min(options.batch, session.merge * passes[0])
+        seconds: dict[str, list[float]] = {str(samples): [] for samples in passes}
+        for _, key, samples in harness.turns({str(samples): samples for samples in passes}, options.rounds):
+            session.merge = samples // passes[0]
+            step = session.step()
+            seconds[key].append(update_seconds(step, session.image_shape, session.device, session.ranks))
+        times = [f"{1e3 * statistics.median(values):.1f}" for values in seconds.values()]
+        harness.show(f"{name}, {size} px", *times, f"{session.probe.bytes_per_sample / 2**20:.2f}", usual)
 
 
 @dataclass
@@ -139,55 +130,35 @@ class _Layer:
 
 
 @torch.no_grad()
-def _laid_out(arguments: argparse.Namespace) -> None:
-    print("| network | convolutions | samples of a part | parts | laid out in every call, ms | once, ms | ratio |")
-    print("| --- " * 7 + "|", flush=True)
-    for text in arguments.networks.split(","):
-        name, _, size = text.partition(":")
-        for samples in map(int, arguments.passes.split(",")):
-            layers = _convolutions(name, torch.randn(samples, 3, int(size), int(size)), arguments.parts)
-            one, other = _layers_in_turns(layers, arguments.rounds)
-            row = [
-                f"{name}, {size} px",
-                len(layers),
-                samples,
-                arguments.parts,
-                f"{1e3 * one:.1f}",
-                f"{1e3 * other:.1f}",
-            ]
-            print(f"| {' | '.join(map(str, row))} | {one / other:.2f} |", flush=True)
+def _laid_out(options: argparse.Namespace) -> None:
+    columns = ("parts", "laid out in every call, ms", "once, ms", "ratio")
+    print(harness.header("network", "convolutions", "samples of a part", *columns), flush=True)
+    for name, size in _subjects(options):
+        for samples in options.passes:
+            layers = _convolutions(name, torch.randn(samples, 3, size, size), options.parts)
+            both = (partial(_pass_by_pass, layers, prepares) for prepares in (False, True))
+            harness.show(f"{name}, {size} px", len(layers), samples, options.parts, *_beside(options, *both))
 
 
 def _convolutions(name: str, images: Tensor, parts: int) -> list[_Layer]:
     """The convolutions of one group of a network, with inputs of the shapes that they have there."""
-    found: list[_Layer] = []
+    layers: list[_Layer] = []
 
-    def seen(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(module, nn.Conv2d)
         options = {"stride": module.stride, "padding": module.padding, "dilation": module.dilation}
         layer = weighted(F.conv2d, {**options, "groups": 1})
         if (module.kernel_size, module.stride, module.dilation) == ((1, 1),) * 3:
             layer = pointwise(layer, weighted(F.conv2d, {**options, "groups": 1, "dilation": (2, 2)}))
         xs, gradients = ([torch.randn_like(like) for _ in range(parts)] for like in (inputs[0], output))
-        found.append(_Layer(packed(layer, **options), module.weight.detach(), xs, gradients))  # type: ignore[arg-type]
+        layers.append(_Layer(packed(layer, **options), module.weight.detach(), xs, gradients))  # type: ignore[arg-type]
 
     network = models.create(name, num_classes=10).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in network.modules():
         if isinstance(module, nn.Conv2d) and module.groups == 1:
-            module.register_forward_hook(seen)
+            module.register_forward_hook(note)
     network(images.contiguous(memory_format=torch.channels_last))
-    return found
-
-
-def _layers_in_turns(layers: Sequence[_Layer], rounds: int) -> tuple[float, float]:
-    """Median seconds of all layers together, with weights laid out in every call and once."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(rounds + 1):
-        for prepares, own in seconds.items():
-            start = time.perf_counter()
-            _pass_by_pass(layers, prepares)
-            own.append(time.perf_counter() - start)
-    return statistics.median(seconds[False][1:]), statistics.median(seconds[True][1:])
+    return layers
 
 
 def _pass_by_pass(layers: Sequence[_Layer], prepares: bool) -> None:
@@ -197,11 +168,10 @@ def _pass_by_pass(layers: Sequence[_Layer], prepares: bool) -> None:
         assert layer.plain.prepare is not None
         ready = layer.plain.prepare(layer.inputs[0], layer.weight) if prepares else None
         called[number] = ready or layer.plain
-    parts = range(len(layers[0].inputs))
-    for part in parts:
+    for part in range(len(layers[0].inputs)):
         for layer, call in zip(layers, called, strict=True):
             call.compute(layer.inputs[part], layer.weight, None)
-    for part in parts:
+    for part in range(len(layers[0].inputs)):
         for layer, call in zip(reversed(layers), reversed(called), strict=True):
             call.input_gradient(layer.gradients[part], layer.inputs[part], layer.weight)
 

@@ -17,23 +17,14 @@ from convoy.plans.transfer import Step
 
 @dataclass(frozen=True)
 class Analytic:
-    """Seconds on rank 0, which has most where shares are unequal. It serves `convoy.planner.search` as its `Costs`.
+    """Seconds on rank 0, which has most where shares are unequal. It serves `convoy.planner.search` as its `Costs`."""
 
-    Attributes:
-        flops: floating point operations a second.
-        bandwidth: bytes of memory a second.
-        overhead: seconds of every call.
-        latency: seconds of every message.
-        rate: bytes a second between neighbours, three times as many as over the first of several axes.
-        passes: in an update.
-    """
-
-    flops: float = 5e13
-    bandwidth: float = 1e12
-    overhead: float = 5e-6
-    latency: float = 2e-5
-    rate: float = 2e10
-    passes: int = 1
+    flops: float = 5e13  # floating point operations a second
+    bandwidth: float = 1e12  # bytes of memory a second
+    overhead: float = 5e-6  # seconds of every call
+    latency: float = 2e-5  # seconds of every message
+    rate: float = 2e10  # bytes a second between neighbours, three times as many as over the first of several axes
+    passes: int = 1  # in an update
 
     def context(self, call: Call) -> None:
         """All is in the call."""

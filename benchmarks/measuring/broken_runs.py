@@ -1,4 +1,4 @@
-"""Runs that are slow for one reason each, and how each is repaired; and a healthy one."""
+"""Runs that are slow for one reason each, and how each is repaired; and a healthy one (`broken_runs.yaml`)."""
 
 import os
 import subprocess
@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulate
 from convoy.errors import ConvoyError
@@ -26,29 +29,16 @@ class CannotBeSetUpError(Exception):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a run takes place.
+    """Where a run takes place."""
 
-    Attributes:
-        cores: how many of this machine's it may use; None for all.
-        busy: another process keeps the first of them busy.
-        cluster: emulated, with a rank on every device, in place of this machine's cores.
-        environment: further variables.
-    """
-
-    cores: int | None = None
-    busy: bool = False
-    cluster: Cluster | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: int | None = None  # how many of this machine's it may use; None for all
+    busy: bool = False  # another process keeps the first of them busy
+    cluster: Cluster | None = None  # emulated, with a rank on every device, in place of this machine's cores
 
     @contextmanager
     def made(self) -> Iterator["Place"]:
-        """The surroundings, gone when the context is left.
-
-        Raises:
-            CannotBeSetUpError: not on this machine.
-        """
-        own = cores.own_cores()
-        own = own if self.cores is None else own[: self.cores]
+        """The surroundings, gone when the context is left."""
+        available = cores.own_cores()[: self.cores]
         with ExitStack() as stack:
             devices: Sequence[EmulatedDevice] = ()
             if self.cluster is not None:
@@ -57,8 +47,8 @@ class Surroundings:
                 except ConvoyError as error:
                     raise CannotBeSetUpError(str(error)) from error
             if self.busy:
-                stack.enter_context(_busy(own[0]))
-            yield Place(tuple(own), tuple(devices), self.environment)
+                stack.enter_context(_busy(available[0]))
+            yield Place(tuple(available), tuple(devices))
 
 
 @dataclass(frozen=True)
@@ -67,13 +57,12 @@ class Place:
 
     cores: tuple[int, ...]
     devices: tuple[EmulatedDevice, ...]
-    environment: Mapping[str, str]
 
     def start(self, command: Sequence[str], folder: Path) -> list[subprocess.Popen[bytes]]:
         """One process for each emulated device, or one; what they say goes to files `out-RANK` and `err-RANK`."""
         started: list[subprocess.Popen[bytes]] = []
         for rank in range(max(len(self.devices), 1)):
-            environment = {**os.environ, **self.environment}
+            environment = dict(os.environ)
             if self.devices:
                 environment |= self.devices[rank].environment
             if len(self.devices) > 1:
@@ -103,282 +92,43 @@ class BrokenRun:
 
     In arguments `{photos}` is a folder of large photographs, `{packed}` the same as `convoy data pack` has them, and
     `{slow}` the same on slow storage.
-
-    Attributes:
-        cause: in the words of `convoy doctor`.
-        command: of both runs: the network, its data and what does not change.
-        broken, repaired: further arguments of each.
-        updates: of each run.
-        around, around_repaired: of each run; the latter None where nothing changes.
-        by_clock_from: the update from which on both are measured by the clock, with evaluations and checkpoints; None
-            for the time of updates alone.
-        by_arguments: the arguments that the doctor gives are all that its change needs.
     """
 
-    cause: str
-    command: str
+    cause: str  # in the words of `convoy doctor`
+    command: str  # of both runs: the network, its data and what does not change
     broken: str = ""
-    repaired: str = ""
-    updates: tuple[int, int] = (60, 60)
+    repaired: str = ""  # further arguments of each
+    updates: tuple[int, int] = (60, 60)  # of each run
     around: Surroundings = Surroundings()
-    around_repaired: Surroundings | None = None
+    around_repaired: Surroundings | None = None  # of each run; the latter None where nothing changes
     by_clock_from: int | None = None
-    by_arguments: bool = True
+    by_arguments: bool = True  # the arguments that the doctor gives are all that its change needs
 
 
-ONE_CORE = Surroundings(cores=1)
+def _surroundings(words: Mapping[str, Any]) -> Surroundings:
+    """From the table: `cores`, `busy`; or emulated `devices` by speed, in one host or in two with a `link`."""
+    speeds = words.get("devices", [])
+    hosts = ["a", "b" if words.get("hosts") == 2 else "a"]
+    devices = tuple(ClusterDevice(speed, host) for speed, host in zip(speeds, hosts, strict=False))
+    cluster = Cluster(devices, words.get("link", "")) if devices else None
+    return Surroundings(words.get("cores"), words.get("busy", False), cluster)
 
 
-def _pair(link: str = "", second: float = 1.0, hosts: int = 1) -> Surroundings:
-    """Two emulated devices, in one host or in two."""
-    devices = (ClusterDevice(1.0, "a"), ClusterDevice(second, "a" if hosts == 1 else "b"))
-    return Surroundings(cluster=Cluster(devices, link))
+def _run(words: Mapping[str, Any]) -> BrokenRun:
+    places = {key: _surroundings(words[key]) for key in ("around", "around_repaired") if key in words}
+    return BrokenRun(**{**words, "updates": tuple(words.get("updates", (60, 60))), **places})
 
 
-CASES = (
-    BrokenRun(
-        "workers",
-        "squeezenet1_1 --data {photos} --batch 64 --set data.image_size=64 --set threads=1",
-        "--workers 0",
-        "--workers 1",
-        (20, 30),
-    ),
-    BrokenRun(
-        "storage",
-        "squeezenet1_1 --data {photos} --batch 16 --set data.image_size=64",
-        "--data {slow}",
-        updates=(24, 60),
-        by_arguments=False,
-    ),
-    BrokenRun(
-        "decoding",
-        "squeezenet1_1 --batch 64 --set data.image_size=32",
-        "--data {photos}",
-        "--data {packed}",
-        (30, 40),
-        by_arguments=False,
-    ),
-    BrokenRun("batch", "squeezenet1_1 --data mnist-mini --set threads=1", "--batch 4", "--batch 64", (300, 60)),
-    BrokenRun(
-        "microbatch",
-        "resnet34 --data mnist-mini --batch 64 --reproducible",
-        "--set microbatch=4",
-        "--set microbatch=32",
-        (12, 24),
-    ),
-    BrokenRun(
-        "plan",
-        "squeezenet1_1-cifar --data mnist-mini --batch 64 --devices 2",
-        "--plan filter=2",
-        "--plan sample=2",
-        (15, 30),
-    ),
-    BrokenRun(
-        "link",
-        "squeezenet1_1-cifar --data mnist-mini --batch 256 --plan sample=2",
-        updates=(7, 10),
-        around=_pair("60mbit", hosts=2),
-        around_repaired=_pair("10gbit", hosts=2),
-        by_arguments=False,
-    ),
-    BrokenRun(
-        "shares",
-        "resnet18 --data mnist-mini --batch 256",
-        "--plan sample=2",
-        "--shares auto",
-        (15, 30),
-        around=_pair(second=0.4),
-    ),
-    BrokenRun(
-        "threads",
-        "resnet18 --data mnist-mini --batch 64",
-        "--set threads=8",
-        "--set threads=1",
-        (15, 30),
-        around=ONE_CORE,
-    ),
-    BrokenRun(
-        "busy",
-        "resnet18 --data mnist-mini --batch 64",
-        updates=(20, 40),
-        around=Surroundings(cores=1, busy=True),
-        around_repaired=ONE_CORE,
-        by_arguments=False,
-    ),
-    BrokenRun(
-        "limit",
-        "resnet18 --data mnist-mini --batch 64",
-        updates=(20, 40),
-        around=Surroundings(cluster=Cluster.alike(1, 0.5)),
-        around_repaired=Surroundings(cluster=Cluster.alike(1)),
-        by_arguments=False,
-    ),
-    BrokenRun(
-        "devices", "lenet --data mnist-mini --batch 64", "--devices 2", "--devices 1", (300, 600), around=ONE_CORE
-    ),
-    BrokenRun(
-        "evaluation",
-        "resnet18 --data mnist-mini --batch 64",
-        "--set evaluate_every=5ba",
-        "--set evaluate_every=1ep",
-        (93, 124),
-        by_clock_from=62,
-    ),
-    BrokenRun(
-        "checkpoint",
-        "resnet18 --data mnist-mini --batch 64",
-        "--set checkpoint.every=2ba",
-        "--set checkpoint.every=auto",
-        (16, 40),
-        by_clock_from=4,
-    ),
-    BrokenRun(
-        "precision", "resnet18-cifar --data mnist-mini --batch 64", "--precision fp32", "--precision bf16", (9, 15)
-    ),
-    BrokenRun(
-        "memory_format",
-        "resnet18-cifar --data mnist-mini --batch 64",
-        "--channels-last",
-        "--channels-first",
-        (9, 15),
-    ),
-    BrokenRun(
-        HEALTHY, "resnet18 --data mnist-mini --batch 128 --precision bf16 --set evaluate_every=5ep", updates=(20, 20)
-    ),
-)
-
-OTHERS = (
-    BrokenRun(
-        "workers",
-        "resnet18 --data {photos} --batch 32 --set data.image_size=32 --set threads=1",
-        "--workers 0",
-        "--workers 1",
-        (20, 30),
-    ),
-    BrokenRun(
-        "storage",
-        "resnet18 --data {photos} --batch 32 --set data.image_size=48",
-        "--data {slow}",
-        updates=(14, 40),
-        by_arguments=False,
-    ),
-    BrokenRun(
-        "decoding",
-        "squeezenet1_0 --batch 32 --set data.image_size=48",
-        "--data {photos}",
-        "--data {packed}",
-        (40, 60),
-        by_arguments=False,
-    ),
-    BrokenRun("batch", "resnet18 --data mnist-mini --set threads=1", "--batch 2", "--batch 32", (200, 40)),
-    BrokenRun(
-        "microbatch",
-        "resnet18 --data mnist-mini --batch 96 --reproducible",
-        "--set microbatch=3",
-        "--set microbatch=48",
-        (15, 30),
-    ),
-    BrokenRun(
-        "plan",
-        "resnet18-cifar --data mnist-mini --batch 64 --devices 2",
-        "--plan filter=2",
-        "--plan sample=2",
-        (15, 30),
-    ),
-    BrokenRun(
-        "link",
-        "resnet18 --data mnist-mini --batch 512 --plan sample=2",
-        updates=(12, 20),
-        around=_pair("1gbit", hosts=2),
-        around_repaired=_pair("10gbit", hosts=2),
-        by_arguments=False,
-    ),
-    BrokenRun(
-        "shares",
-        "squeezenet1_1-cifar --data mnist-mini --batch 128 --set microbatch=16",
-        "--plan sample=2",
-        "--shares auto",
-        (15, 30),
-        around=_pair(second=0.6),
-    ),
-    BrokenRun(
-        "threads",
-        "squeezenet1_1 --data mnist-mini --batch 32",
-        "--set threads=4",
-        "--set threads=1",
-        (40, 60),
-        around=ONE_CORE,
-    ),
-    BrokenRun(
-        "busy",
-        "alexnet-cifar --data mnist-mini --batch 32",
-        updates=(15, 30),
-        around=Surroundings(cores=1, busy=True),
-        around_repaired=ONE_CORE,
-        by_arguments=False,
-    ),
-    *(
-        BrokenRun(
-            "busy",
-            command,
-            updates=updates,
-            around=Surroundings(busy=True),
-            around_repaired=Surroundings(),
-            by_arguments=False,
-        )
-        for command, updates in (
-            ("lenet --data mnist-mini --batch 128", (150, 400)),
-            ("resnet18-cifar --data mnist-mini --batch 32", (9, 18)),
-        )
-    ),
-    BrokenRun(
-        "limit",
-        "squeezenet1_1 --data mnist-mini --batch 128",
-        updates=(15, 40),
-        around=Surroundings(cluster=Cluster.alike(1, 0.3)),
-        around_repaired=Surroundings(cluster=Cluster.alike(1)),
-        by_arguments=False,
-    ),
-    BrokenRun(
-        "devices",
-        "cifar-quick --data mnist-mini --set data.image_size=32 --batch 64",
-        "--devices 2",
-        "--devices 1",
-        (200, 400),
-        around=ONE_CORE,
-    ),
-    BrokenRun(
-        "evaluation",
-        "squeezenet1_1 --data mnist-mini --batch 32",
-        "--set evaluate_every=8ba",
-        "--set evaluate_every=2ep",
-        (250, 375),
-        by_clock_from=125,
-    ),
-    BrokenRun(
-        "checkpoint",
-        "resnet50 --data mnist-mini --batch 16",
-        "--set checkpoint.every=3ba",
-        "--set checkpoint.every=auto",
-        (24, 60),
-        by_clock_from=4,
-    ),
-    BrokenRun(HEALTHY, "resnet18-cifar --data mnist-mini --batch 64 --devices 2 --precision auto", updates=(20, 20)),
-)
-"""The same faults in other networks, batches and amounts; no rule of the doctor was written with these at hand."""
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+CASES, OTHERS = (tuple(map(_run, _TABLE[key])) for key in ("cases", "others"))
 
 
 @dataclass
 class DataSets:
-    """The data of the cases, each made when an argument first asks for it, and gone with the context.
+    """The data of the cases, each made when an argument first asks for it, and gone with the context."""
 
-    Attributes:
-        photographs: class folders.
-        work: an empty folder.
-    """
-
-    photographs: Path | None
-    work: Path
+    photographs: Path | None  # class folders
+    work: Path  # an empty folder
     _made: dict[str, str] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -389,11 +139,7 @@ class DataSets:
         self._stack.close()
 
     def filled(self, words: str) -> list[str]:
-        """Arguments with the names of the data in their places.
-
-        Raises:
-            CannotBeSetUpError: there are no photographs, or no slow storage.
-        """
+        """Arguments with the names of the data in their places."""
         for name, make in (("photos", self._photos), ("packed", self._packed), ("slow", self._slow)):
             if f"{{{name}}}" in words and name not in self._made:
                 self._made[name] = str(make())

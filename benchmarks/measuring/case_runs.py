@@ -1,9 +1,12 @@
 """One case: trials that choose arrangements and plans, then rounds in which all sides take turns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from convoy.bench.emulated import EmulatedDevice
+from convoy.errors import ConvoyError
+from measuring import harness
 from measuring.cases import Case, Plan
 from measuring.ranks import Limits, RankFailed, run_ranks
 from measuring.results import SERIAL, Results, Row
@@ -13,110 +16,70 @@ from measuring.training import Timing, train, try_arrangements
 SAMPLE = "Convoy sample=2"
 
 
+def slowest(timings: Sequence[Timing]) -> float:
+    """Seconds of an update on the slowest rank."""
+    return max(timing.median for timing in timings)
+
+
 @dataclass
-class CaseRun:
-    """Measures a case.
+class Runs:
+    """Measures sides of one case by fresh processes, and gives up those that fail."""
 
-    Attributes:
-        places: of the ranks on two emulated hosts; none for loopback.
-        peers: kinds of the peers' sides.
-        compiled: measure compiled sides too.
-        seconds: after which a side is given up.
-        say: is told what is going on.
-    """
-
-    case: Case
+    case: Any
     rounds: int
-    places: Sequence[EmulatedDevice]
-    peers: Sequence[str]
-    compiled: bool
-    seconds: float
-    say: Callable[[str], None]
+    places: Sequence[EmulatedDevice]  # of the ranks; none for loopback
+    peers: Sequence[str]  # kinds of the peers' sides
+    seconds: float  # after which a side is given up
+    say: Callable[[str], None]  # is told what is going on
     results: Results = field(init=False)
 
     def __post_init__(self) -> None:
-        network = f"{self.case.model}, {self.case.image_size} px"
-        self.results = Results(self.case.name, self.case.batch, network)
+        self.results = Results(self.case.name, self.case.batch, f"{self.case.model}, {self.case.image_size} px")
 
-    def __call__(self) -> Results:
-        """Trials, then rounds."""
+    def measure(self, side: Any, number: int, trial: bool = False) -> list[Timing]:
+        """What each rank measures of a side in a round."""
+        raise NotImplementedError
+
+    def one_device(self, *arguments: Any) -> Arrangement:
+        """The fastest arrangement of one device by itself."""
+        limits, places = Limits(self.seconds), self.places[:1] if arguments else ()
+        seconds: dict[Arrangement, float]
+        seconds = run_ranks(try_arrangements, 1, self.case, *arguments, places=places, limits=limits)[0]
+        for arrangement in seconds:
+            self._note(f"one device, {arrangement}", seconds[arrangement])
+        return min(seconds, key=lambda arrangement: seconds[arrangement])
+
+    def best(self, sides: Iterable[Any]) -> list[Any]:
+        """The fastest in one trial, which a side without rivals does not need; none if all fail."""
+        rivals = list(sides)
+        if len(rivals) < 2:
+            return rivals
+        seconds: list[tuple[float, int]] = []
+        for number, side in enumerate(rivals):
+            timings = self._try(side, f"{side.label}, {side.how}", trial=True)
+            if timings is not None:
+                seconds.append((slowest(timings), number))
+                self._note(f"{side.label}, {side.how}", slowest(timings))
+        return [rivals[min(seconds)[1]]] if seconds else []
+
+    def take_turns(self, sides: Sequence[Any]) -> Results:
+        """The rounds; `results` must have a row for each side."""
         results = self.results
-        one = self._one_device()
-        sides = self._sides(one)
-        results.rows = [Row(side.label, str(side.arrangement), plan=side.plan) for side in sides]
-        for number in range(self.rounds):
-            for side in sides if number % 2 == 0 else list(reversed(sides)):
-                if side.label in results.skipped:
-                    continue
-                timings = self._measure(side, number)
-                if timings is not None:
-                    row = results.row(side.label)
-                    row.add(slowest(timings), sum(t.losses[0] for t in timings) / len(timings), timings[0].busy)
-                    self.say(f"round {number + 1}: {side.label} {slowest(timings):.4f} s")
+        for number, label, side in harness.turns({side.label: side for side in sides}, self.rounds):
+            timings = self._try(side, label, number) if label not in results.skipped else None
+            if timings is not None:
+                losses = [timing.losses[0] for timing in timings if timing.losses[0] == timing.losses[0]]
+                results.row(label).add(slowest(timings), sum(losses) / len(losses), timings[0].busy)
+                self.say(f"round {number + 1}: {label} {slowest(timings):.4f} s")
         results.rows = [row for row in results.rows if row.seconds and row.label not in results.skipped]
         return results
 
-    def _one_device(self) -> Arrangement:
-        found: dict[Arrangement, float]
-        found = run_ranks(try_arrangements, 1, self.case, limits=Limits(self.seconds))[0]
-        for arrangement, seconds in found.items():
-            self._note(f"one device, {arrangement}", seconds)
-        return min(found, key=lambda arrangement: found[arrangement])
-
-    def _sides(self, one: Arrangement) -> list[Side]:
-        """Those of the rounds: one device and the peers, `sample` and the plan that is best of all, each arranged as
-        is best for it; all peers as is best for DistributedDataParallel, which they use."""
-        own = list(dict.fromkeys([one.for_batch(self.case.batch // 2), Arrangement(one.channels_last)]))
-        sides = [Side(SERIAL, "serial", one), Side(f"{SERIAL}, memory kept", "serial", one, keeps=True)]
-        by_data = self._best([Side("DDP", "ddp", arrangement) for arrangement in own]) if len(own) > 1 else None
-        for kind in self.peers:
-            peer = Side(PEERS[kind], kind, by_data.arrangement if by_data else own[0])
-            if peer.missing:
-                self.results.skipped[peer.label] = f"pip install {peer.missing}"
-            else:
-                sides.append(peer)
-        samples = [Side(SAMPLE, "convoy", arrangement, "sample=2") for arrangement in own]
-        sample = (self._best(samples) if len(samples) > 1 else None) or samples[0]
-        if self.case.batch_norm:
-            sides.append(replace(sample, label=f"{SAMPLE}, batch norm of each rank", batch_norm="local"))
-        sides.append(sample)
-        plans: dict[str, Plan] = {"sample=2": "sample=2", **self.case.plans}
-        tried = [Side(f"Convoy {name}", "convoy", way, plan) for name, plan in plans.items() for way in own]
-        best = self._best([sample, *(side for side in tried if side.label != SAMPLE)]) if self.case.plans else None
-        if best is not None and best != sample:
-            sides.append(best)
-        if self.compiled:
-            sides += [replace(s, label=f"{s.label}, compiled", compiled=True) for s in sides if s.kind not in PEERS]
-        return sides
-
-    def _best(self, sides: Sequence[Side]) -> Side | None:
-        """The fastest in one trial."""
-        found: list[tuple[float, int]] = []
-        for number, side in enumerate(sides):
-            timings = self._measure(side, 0, f"{side.label}, {side.arrangement}")
-            if timings is not None:
-                found.append((slowest(timings), number))
-                self._note(f"{side.label}, {side.arrangement}", slowest(timings))
-        return sides[min(found)[1]] if found else None
-
-    def _measure(self, side: Side, number: int, name: str | None = None) -> list[Timing] | None:
-        """What each rank measured; None if one fails."""
-        serial = side.kind == "serial"
-        case, warm_up = self.case, 1 if self.case.updates == 1 else 2
+    def _try(self, side: Any, name: str, number: int = 0, trial: bool = False) -> list[Timing] | None:
         try:
-            return run_ranks(
-                train,
-                1 if serial else 2,
-                side,
-                case,
-                warm_up,
-                places=() if serial else self.places,
-                limits=Limits(self.seconds),
-                first_core=number if serial else 0,
-            )
-        except RankFailed as error:
-            name = name or side.label
-            self.results.skipped[name] = f"failed: {str(error).strip().splitlines()[-1]}"
+            return self.measure(side, number, trial)
+        except (RankFailed, ConvoyError) as error:
+            lines = str(error).strip().splitlines()
+            self.results.skipped[name] = f"failed: {lines[-1] if isinstance(error, RankFailed) else lines[0]}"
             self.say(f"{name}: {error}")
             return None
 
@@ -125,6 +88,45 @@ class CaseRun:
         self.say(f"trial: {name} {seconds:.4f} s")
 
 
-def slowest(timings: Sequence[Timing]) -> float:
-    """Seconds of an update on the slowest rank."""
-    return max(timing.median for timing in timings)
+@dataclass
+class CaseRun(Runs):
+    """A case of `parallel.py`."""
+
+    compiled: bool = False  # measure compiled sides too
+
+    def __call__(self) -> Results:
+        """Trials, then rounds."""
+        sides = self._sides(self.one_device())
+        self.results.rows = [Row(side.label, side.how, plan=side.plan) for side in sides]
+        return self.take_turns(sides)
+
+    def measure(self, side: Side, number: int, trial: bool = False) -> list[Timing]:
+        """On two ranks, or on one that takes another core in each round."""
+        serial, warm_up = side.kind == "serial", 1 if self.case.updates == 1 else 2
+        how: dict[str, Any] = {"first_core": number} if serial else {"places": self.places}
+        return run_ranks(train, 1 if serial else 2, side, self.case, warm_up, limits=Limits(self.seconds), **how)
+
+    def _sides(self, one: Arrangement) -> list[Side]:
+        """Those of the rounds: one device and the peers, `sample` and the plan that is best of all, each arranged as
+        is best for it; all peers as is best for DistributedDataParallel, which they use."""
+        case: Case = self.case
+        ways = list(dict.fromkeys([one.for_batch(case.batch // 2), Arrangement(one.channels_last)]))
+        sides = [Side(SERIAL, "serial", one), Side(f"{SERIAL}, memory kept", "serial", one, keeps=True)]
+        by_data = self.best([Side("DDP", "ddp", way) for way in ways])
+        for kind in self.peers:
+            peer = Side(PEERS[kind], kind, by_data[0].arrangement if by_data else ways[0])
+            if peer.missing:
+                self.results.skipped[peer.label] = f"pip install {peer.missing}"
+            else:
+                sides.append(peer)
+        samples = [Side(SAMPLE, "convoy", way, "sample=2") for way in ways]
+        sample: Side = (self.best(samples) or samples)[0]
+        if case.batch_norm:
+            sides.append(replace(sample, label=f"{SAMPLE}, batch norm of each rank", batch_norm="local"))
+        sides.append(sample)
+        plans: dict[str, Plan] = {name: plan for name, plan in case.plans.items() if name != "sample=2"}
+        rivals = [Side(f"Convoy {name}", "convoy", way, plan) for name, plan in plans.items() for way in ways]
+        sides += [side for side in self.best([sample, *rivals]) if side != sample]
+        if self.compiled:
+            sides += [replace(s, label=f"{s.label}, compiled", compiled=True) for s in sides if s.kind not in PEERS]
+        return sides

@@ -9,32 +9,20 @@ Plan = str | dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One network at one global batch.
+    """One network at one global batch."""
 
-    Attributes:
-        name: on the command line and in the table.
-        model: name in `convoy.models`.
-        options: of the model.
-        image_size: height and width of the images.
-        batch: samples of one weight update, on all devices together.
-        updates: timed in each round, after one or two that are not.
-        plans: tried on two devices beside `sample=2`, by their names in the table.
-        batch_norm: whether the network has batch norm.
-        dense: every pixel has a label, not every image.
-        passes: samples of a pass that are tried on one device, beside the whole batch.
-    """
-
-    name: str
-    model: str
-    image_size: int
-    batch: int
-    updates: int
+    name: str  # on the command line and in the table
+    model: str  # name in `convoy.models`
+    image_size: int  # height and width of the images
+    batch: int  # samples of one weight update, on all devices together
+    updates: int  # timed in each round, after one or two that are not
     num_classes: int = 10
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the model
+    # tried on two devices beside `sample=2`, by their names in the table
     plans: Mapping[str, Plan] = field(default_factory=dict)
-    batch_norm: bool = False
-    dense: bool = False
-    passes: tuple[int, ...] = (32, 64)
+    batch_norm: bool = False  # whether the network has batch norm
+    dense: bool = False  # every pixel has a label, not every image
+    passes: tuple[int, ...] = (32, 64)  # samples of a pass that are tried on one device, beside the whole batch
 
     def changed(self, batch: int | None, updates: int | None) -> "Case":
         """The case at another batch, or with another number of updates."""

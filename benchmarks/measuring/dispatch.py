@@ -47,15 +47,10 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Event:
-    """What the host waits for, or copies to the GPU.
+    """What the host waits for, or copies to the GPU."""
 
-    Attributes:
-        what: the operation.
-        line: of Python that asked for it: file, number and function.
-    """
-
-    what: str
-    line: str
+    what: str  # the operation
+    line: str  # of Python that asked for it: file, number and function
 
     def __str__(self) -> str:
         return f"{self.what} in {self.line}"
@@ -63,22 +58,15 @@ class Event:
 
 @dataclass
 class Counts:
-    """What was dispatched, by name of operation.
+    """What was dispatched, by name of operation."""
 
-    Attributes:
-        operations: those that launch kernels on the GPU; not the collectives.
-        views: those on the GPU that launch none: views, and memory without contents.
-        host: those on tensors of the CPU alone.
-        collectives: messages between ranks, of tensors on the GPU.
-        synchronizations: where the host waits for the GPU.
-        uploads: where the host copies to the GPU; what it does not wait for is no synchronization as well.
-    """
-
-    operations: Tally[str] = field(default_factory=Tally)
+    operations: Tally[str] = field(default_factory=Tally)  # those that launch kernels on the GPU; not the collectives
+    # those on the GPU that launch none: views, and memory without contents
     views: Tally[str] = field(default_factory=Tally)
-    host: Tally[str] = field(default_factory=Tally)
-    collectives: Tally[str] = field(default_factory=Tally)
-    synchronizations: list[Event] = field(default_factory=list)
+    host: Tally[str] = field(default_factory=Tally)  # those on tensors of the CPU alone
+    collectives: Tally[str] = field(default_factory=Tally)  # messages between ranks, of tensors on the GPU
+    synchronizations: list[Event] = field(default_factory=list)  # where the host waits for the GPU
+    # where the host copies to the GPU; what it does not wait for is no synchronization as well
     uploads: list[Event] = field(default_factory=list)
 
     @property

@@ -25,15 +25,7 @@ class MemoryGroup:
 
 @contextmanager
 def memory_groups(num: int, limit: int | None) -> Iterator[list[MemoryGroup]]:
-    """Groups for `num` processes, gone when the context is left; by then the processes must have ended.
-
-    Args:
-        num: how many.
-        limit: bytes for each; None for as many as there are.
-
-    Raises:
-        ConvoyError: they cannot be made here.
-    """
+    """Groups for `num` processes, gone when the context is left; by then the processes must have ended."""
     parent = _own()
     made: list[MemoryGroup] = []
     try:

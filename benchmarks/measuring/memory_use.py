@@ -1,94 +1,82 @@
-"""What a rank holds: parameters, what the backward pass needs kept, and the most that its process ever had."""
+"""What a process has, and the tensors that an update makes."""
 
-import os
 import re
-from dataclasses import asdict, dataclass
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from measuring.cases import Case, Plan
-from measuring.sides import Arrangement, Side, set_up
-from measuring.training import batch, build
+from convoy.ops.context import Rerun
 
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes on one rank.
-
-    Attributes:
-        parameters: counted.
-        parameters_predicted: by the plan.
-        activations: storages that autograd keeps between the forward and the backward pass, each once.
-        activations_predicted: by the plan.
-        process: the most that the process had in an update, above what it had before the network was there.
-    """
-
-    parameters: int
-    parameters_predicted: int
-    activations: int
-    activations_predicted: int
-    process: int
+MIB = 2**20
 
 
-def measure(case: Case, plan: Plan, rank_count: int) -> dict[str, int]:
-    """A rank's part of three updates of `case` under `plan`."""
-    from convoy.engine.network import network_of
-    from convoy.ops.memory import predict_memory
-
-    before = _resident("VmRSS")
-    arrangement = Arrangement()
-    model = build(case, arrangement)
-    rank = int(os.environ.get("RANK", 0))
-    trained = set_up(Side("", "convoy", arrangement, plan), case, model, rank, rank_count)
-    images, labels = batch(case, arrangement)
-    images, labels = images[trained.samples].clone(), labels[trained.samples].clone()
-    kept = _kept(model, images, labels)
-    _forget_peak()
-    for _ in range(2):
-        trained.optimizer.zero_grad()
-        F.cross_entropy(trained.network(images), labels).backward()
-        trained.optimizer.step()
-    network = network_of(model)
-    placement = network.placement((images,), network.samples_of_pass((images,)), True)
-    predicted = predict_memory(placement)[rank]
-    return asdict(
-        MemoryUse(
-            parameters=sum(p.numel() * p.element_size() for p in model.parameters()),
-            parameters_predicted=predicted.parameters,
-            activations=kept,
-            activations_predicted=predicted.activations,
-            process=_resident("VmHWM") - before,
-        )
-    )
+def resident(key: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most."""
+    line = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    assert line is not None, f"no {key} in /proc/self/status"
+    return int(line[1]) * 1024
 
 
-def _kept(model: nn.Module, images: Tensor, labels: Tensor) -> int:
-    """Bytes of the storages that a forward pass keeps for the backward pass; those of parameters do not count."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    found: dict[int, int] = {}
-
-    def note(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        output = model(images)
-    F.cross_entropy(output, labels).backward()
-    return sum(found.values())
-
-
-def _resident(key: str) -> int:
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    found = re.search(rf"{key}:\s+(\d+) kB", status)
-    assert found is not None, f"no {key} in /proc/self/status"
-    return int(found[1]) * 1024
-
-
-def _forget_peak() -> None:
+def forget_peak() -> None:
     """Let VmHWM begin again at what the process has now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+class Living(TorchDispatchMode):
+    """Counts bytes of the tensors that forward passes make, also where they run again; not what `.grad` is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = self._reruns = 0
+        self._storages: set[int] = set()
+
+    def __enter__(self) -> "Living":
+        original = Rerun.again
+
+        @contextmanager
+        def again(rerun: Rerun) -> Iterator[None]:
+            self._reruns += 1
+            try:
+                with original(rerun):
+                    yield
+            finally:
+                self._reruns -= 1
+
+        self._patch = mock.patch.object(Rerun, "again", again)
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        backward = torch._C._current_graph_task_id() != -1
+        if not backward or self._reruns:
+            inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            for x in tree_leaves(made):
+                if isinstance(x, Tensor) and x.untyped_storage()._cdata not in inputs | self._storages:
+                    self._note(x.untyped_storage())
+        return made
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._storages.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+        def gone() -> None:
+            self._storages.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, gone)

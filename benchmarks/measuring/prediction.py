@@ -30,64 +30,39 @@ CHOSEN = "auto"
 
 @dataclass(frozen=True)
 class Subject:
-    """A network at one global batch.
+    """A network at one global batch."""
 
-    Attributes:
-        name: in the table.
-        model: name in `convoy.models`.
-        image_size: height and width.
-        options: of the model.
-    """
-
-    name: str
-    model: str
-    image_size: int
+    name: str  # in the table
+    model: str  # name in `convoy.models`
+    image_size: int  # height and width
     batch: int
     num_classes: int = 10
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the model
 
 
 @dataclass(frozen=True)
 class Row:
-    """A plan of a subject.
-
-    Attributes:
-        predicted, measured: seconds of an update.
-        where: predicted seconds by what they go to.
-        spread: smallest and largest of the measured updates.
-    """
+    """A plan of a subject."""
 
     plan: str
     predicted: float
-    measured: float
-    where: Mapping[str, float]
-    spread: tuple[float, float]
+    measured: float  # seconds of an update
+    where: Mapping[str, float]  # predicted seconds by what they go to
+    spread: tuple[float, float]  # smallest and largest of the measured updates
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What was said of a plan.
+    """What was said of a plan."""
 
-    Attributes:
-        name: in the table.
-        plan: None for one device, the plain network.
-        seconds: of an update.
-        where: seconds by what they go to.
-    """
-
-    name: str
-    plan: Plan | None
-    seconds: float
-    where: Mapping[str, float]
+    name: str  # in the table
+    plan: Plan | None  # None for one device, the plain network
+    seconds: float  # of an update
+    where: Mapping[str, float]  # seconds by what they go to
 
 
 def predict(subject: Subject, plans: Sequence[str]) -> list[Predicted]:
-    """One device, all plans that the network can have, and the planner's own. All ranks call it.
-
-    Args:
-        subject: what would be trained.
-        plans: for as many devices as ranks run.
-    """
+    """One device, all plans that the network can have, and the planner's own. All ranks call it."""
     made = _Made.of(subject)
     ranks = Ranks.here()
     workload = workload_of(made.model, made.images, subject.batch, name=subject.name)
@@ -110,12 +85,6 @@ def predict(subject: Subject, plans: Sequence[str]) -> list[Predicted]:
 def measure(subject: Subject, plan: Plan | None, updates: int, warm_up: int) -> list[float]:
     """Seconds of updates under a plan, after those that warm up. All ranks call it, of processes that are new: memory
     of a process that has done other things before is not that of a training run.
-
-    Args:
-        subject: what is trained.
-        plan: None for one device, the plain network, on rank 0.
-        updates: to time.
-        warm_up: updates before, until memory that is freed is used again.
     """
     made = _Made.of(subject)
     ranks = Ranks.here()

@@ -130,19 +130,13 @@ def _profile(path: Path) -> Layers:
 
 @dataclass
 class Problem:
-    """Least squares over named coefficients.
+    """Least squares over named coefficients."""
 
-    Attributes:
-        names: of the coefficients.
-        priors: how far each may be from 0.
-        residuals: of all rows, from the coefficients: logarithms of predicted over measured, weighted.
-        groups: for each residual the number of its source.
-    """
-
-    names: list[str]
-    priors: Array
+    names: list[str]  # of the coefficients
+    priors: Array  # how far each may be from 0
+    # of all rows, from the coefficients: logarithms of predicted over measured, weighted
     residuals: Callable[[Array], Array]
-    groups: np.ndarray
+    groups: np.ndarray  # for each residual the number of its source
 
     def jacobian(self, at: Array) -> tuple[Array, Array]:
         """Residuals and their derivatives."""

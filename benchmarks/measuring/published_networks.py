@@ -108,10 +108,7 @@ def inception_v4() -> nn.Module:
     for _ in range(4):
         layers.append(
             Branches(
-                path(384, (96, 1)),
-                path(384, (64, 1), (96, 3)),
-                path(384, (64, 1), (96, 3), (96, 3)),
-                average(384, 96),
+                path(384, (96, 1)), path(384, (64, 1), (96, 3)), path(384, (64, 1), (96, 3), (96, 3)), average(384, 96)
             )
         )
     layers.append(Branches(path(384, (384, 3, 2)), path(384, (192, 1), (224, 3), (256, 3, 2)), nn.MaxPool2d(3, 2)))

@@ -104,33 +104,21 @@ _DEVICES = [
 
 @dataclass(frozen=True)
 class Row:
-    """A row, understood.
+    """A row, understood."""
 
-    Attributes:
-        key: its columns, as the scorer knows it.
-        network: its name in `published_networks.work`.
-        device, precision, software, images: of one device; images of one step.
-        images_alone: of one device in the row that the speed-up is over.
-        count: devices.
-        site: their host, and what is between hosts.
-        scheme: how gradients were added.
-        rate, speedup: as published; None where the table does not say.
-        refused: why the row cannot be predicted; empty where it can.
-    """
-
-    key: tuple[str, ...]
-    network: str
+    key: tuple[str, ...]  # its columns, as the scorer knows it
+    network: str  # its name in `published_networks.work`
     device: Device
     precision: str
     software: Software
-    images: float
-    images_alone: float
-    count: int
-    site: Site
-    scheme: Scheme
+    images: float  # of one device; images of one step
+    images_alone: float  # of one device in the row that the speed-up is over
+    count: int  # devices
+    site: Site  # their host, and what is between hosts
+    scheme: Scheme  # how gradients were added
     rate: float | None
-    speedup: float | None
-    refused: str = ""
+    speedup: float | None  # as published; None where the table does not say
+    refused: str = ""  # why the row cannot be predicted; empty where it can
 
     @property
     def source(self) -> str:

@@ -28,17 +28,11 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may use.
+    """What a run may use."""
 
-    Attributes:
-        seconds: until it is ended.
-        cgroups: for each rank the control group that it joins, if it is to have one.
-        data_bytes: that each rank may allocate; None for all there is.
-    """
-
-    seconds: float = 600.0
-    cgroups: tuple[Path, ...] = ()
-    data_bytes: int | None = None
+    seconds: float = 600.0  # until it is ended
+    cgroups: tuple[Path, ...] = ()  # for each rank the control group that it joins, if it is to have one
+    data_bytes: int | None = None  # that each rank may allocate; None for all there is
 
 
 @dataclass(frozen=True)
@@ -78,19 +72,7 @@ def run_ranks(
     limits: Limits | None = None,
     first_core: int = 0,
 ) -> list[Any]:
-    """What `function(*args)` returns on each of `num` ranks.
-
-    Args:
-        function: of a module's top level.
-        num: processes; with one there is no process group to join.
-        args: for the function; they and the results are pickled.
-        places: the emulated devices of the ranks; none for this machine's cores and its loopback.
-        limits: what the ranks may use.
-        first_core: the core of rank 0, counted among those of this process; the others follow. Places have their own.
-
-    Raises:
-        RankFailed: with what the first rank to fail has said.
-    """
+    """What `function(*args)` returns on each of `num` ranks."""
     limits, cores = limits or Limits(), own_cores()
     slots = [
         RankSlot(

@@ -1,32 +1,29 @@
 """Seconds of the sides of a case over the rounds, their ratios, and the tables made of them."""
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from measuring import harness
 
 SERIAL = "one device"
 QUIET = 0.97
 """Part of the time that one device's process must have had its core for the figures to mean something."""
 
+COLUMNS = ("", "seconds an update", "ratio to one device", "min–max of the rounds", "arrangement")
+
 
 @dataclass
 class Row:
-    """One side.
-
-    Attributes:
-        seconds: of an update, in every round.
-        first_loss: over the global batch, before any update.
-        busy: the least part of the time that its process had the core in a round.
-        predicted: seconds of an update, before it was run; None where nothing was said.
-    """
+    """One side."""
 
     label: str
     arrangement: str
-    seconds: list[float] = field(default_factory=list)
-    first_loss: float | None = None
+    seconds: list[float] = field(default_factory=list)  # of an update, in every round
+    first_loss: float | None = None  # over the global batch, before any update
     plan: Any = None
-    busy: float = 1.0
-    predicted: float | None = None
+    busy: float = 1.0  # the least part of the time that its process had the core in a round
+    predicted: float | None = None  # seconds of an update, before it was run; None where nothing was said
 
     def add(self, seconds: float, first_loss: float, busy: float) -> None:
         """Another round."""
@@ -42,21 +39,16 @@ class Row:
 
 @dataclass
 class Results:
-    """All sides of one case.
-
-    Attributes:
-        tried: seconds of an update in the trials that chose arrangements and plans; no part of the results.
-        skipped: sides that could not be measured, and why.
-        share: of a core that the one device has.
-    """
+    """All sides of one case."""
 
     case: str
     batch: int
     network: str
     rows: list[Row] = field(default_factory=list)
+    # seconds of an update in the trials that chose arrangements and plans; no part of the results
     tried: dict[str, float] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    share: float = 1.0
+    skipped: dict[str, str] = field(default_factory=dict)  # sides that could not be measured, and why
+    share: float = 1.0  # of a core that the one device has
 
     def row(self, label: str) -> Row:
         """The row of a side."""
@@ -72,41 +64,18 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "case": self.case,
-            "network": self.network,
-            "batch": self.batch,
-            "tried": self.tried,
-            "skipped": self.skipped,
-            "sides": [
-                {
-                    "label": row.label,
-                    "arrangement": row.arrangement,
-                    "plan": row.plan,
-                    "seconds": row.seconds,
-                    "median_s": row.median,
-                    "ratio": self.speedup(row),
-                    "first_loss": row.first_loss,
-                    "busy": row.busy,
-                    "predicted_s": row.predicted,
-                }
-                for row in self.rows
-            ],
-        }
-
-
-HEADER = """\
-| | seconds an update | ratio to one device | min–max of the rounds | arrangement |
-| --- | --- | --- | --- | --- |"""
+        sides = [{**asdict(row), "median_s": row.median, "ratio": self.speedup(row)} for row in self.rows]
+        return {**{key: value for key, value in vars(self).items() if key != "rows"}, "sides": sides}
 
 
 def markdown(results: Results) -> str:
     """The table of a case."""
-    lines = [f"**{results.case}**: {results.network}, global batch {results.batch}", "", HEADER]
+    lines = [f"**{results.case}**: {results.network}, global batch {results.batch}", "", harness.header(*COLUMNS)]
     for row in results.rows:
         ratios = results.speedups(row)
         spread = f"{min(row.seconds):.3f}–{max(row.seconds):.3f} s, ×{min(ratios):.2f}–{max(ratios):.2f}"
-        lines.append(f"| {row.label} | {row.median:.4f} | {results.speedup(row):.2f} | {spread} | {row.arrangement} |")
+        ratio = f"{results.speedup(row):.2f}"
+        lines.append(harness.row(row.label, f"{row.median:.4f}", ratio, spread, row.arrangement))
     busy = results.row(SERIAL).busy / results.share
     if busy < QUIET:
         lines.append(f"\nOther programs took {1 - busy:.0%} of the one device's core: measure again.")
@@ -116,7 +85,7 @@ def markdown(results: Results) -> str:
 
 def predictions(results: Results) -> str:
     """What the planner said of the sides, beside what was measured."""
-    lines = ["| plan | predicted s | measured s | error |", "| --- | --- | --- | --- |"]
+    lines = [harness.header("plan", "predicted s", "measured s", "error")]
     rows = [row for row in results.rows if row.predicted is not None]
     errors = [row.predicted / row.median - 1 for row in rows if row.predicted is not None]
     for row, error in zip(rows, errors, strict=True):

@@ -25,15 +25,10 @@ __all__ = ["PEERS", "Arrangement", "Side", "Trained", "set_up"]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a device goes through its samples, which is free: the update stays the same but for batch norm.
+    """How a device goes through its samples, which is free: the update stays the same but for batch norm."""
 
-    Attributes:
-        channels_last: memory format.
-        samples: of one pass, the gradients of passes being accumulated; None for one pass over all.
-    """
-
-    channels_last: bool = True
-    samples: int | None = None
+    channels_last: bool = True  # memory format
+    samples: int | None = None  # of one pass, the gradients of passes being accumulated; None for one pass over all
 
     def __str__(self) -> str:
         shape = "channels_last" if self.channels_last else "contiguous"
@@ -52,24 +47,21 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Side:
-    """One way to train a case.
+    """One way to train a case."""
 
-    Attributes:
-        label: in the table.
-        kind: `serial`, a key of `PEERS`, or `convoy`.
-        plan: of Convoy.
-        batch_norm: of Convoy: `sync` is exact, `local` is what the peers do.
-        compiled: by torch.compile.
-        keeps: freed memory stays with the process, as Convoy has it wherever it runs (`engine/allocation.py`).
-    """
-
-    label: str
-    kind: str
+    label: str  # in the table
+    kind: str  # `serial`, a key of `PEERS`, or `convoy`
     arrangement: Arrangement = Arrangement()
-    plan: Plan | None = None
-    batch_norm: str = "sync"
-    compiled: bool = False
+    plan: Plan | None = None  # of Convoy
+    batch_norm: str = "sync"  # of Convoy: `sync` is exact, `local` is what the peers do
+    compiled: bool = False  # by torch.compile
+    # freed memory stays with the process, as Convoy has it wherever it runs (`engine/allocation.py`)
     keeps: bool = False
+
+    @property
+    def how(self) -> str:
+        """What was chosen in trials, for the table."""
+        return str(self.arrangement)
 
     @property
     def missing(self) -> str | None:
@@ -79,18 +71,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Trained:
-    """A network ready to be trained.
-
-    Attributes:
-        samples: the slice of the global batch that this rank computes.
-        backward: of a loss.
-        unfinished: the context of all passes but the last.
-    """
+    """A network ready to be trained."""
 
     network: Callable[..., Any]
     optimizer: Optimizer
-    samples: slice
-    backward: Callable[[Tensor], None] = Tensor.backward
+    samples: slice  # the slice of the global batch that this rank computes
+    backward: Callable[[Tensor], None] = Tensor.backward  # of a loss
+    # the context of all passes but the last
     unfinished: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 

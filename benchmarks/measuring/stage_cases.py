@@ -10,23 +10,16 @@ UNET = "measuring.networks:unet"
 
 @dataclass(frozen=True)
 class StageCase(Case):
-    """One network at one global batch.
+    """One network at one global batch."""
 
-    Attributes:
-        microbatch: samples over which batch norm takes its statistics; 0 where the network has none.
-        divided: plans without stages by number of devices, beside `sample` and the planner's own.
-        staged: plans with stages, by number of devices.
-        parts: into how many parts the batch is cut that go through the stages one after the other: those tried.
-        cuts: by number of stages the modules at which torch's stages begin, those after the first: those tried.
-        rows: PhysicsNeMo's ShardTensor divides the images by rows.
-    """
-
-    microbatch: int = 0
+    microbatch: int = 0  # samples over which batch norm takes its statistics; 0 where the network has none
+    # plans without stages by number of devices, beside `sample` and the planner's own
     divided: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    staged: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    staged: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # plans with stages, by number of devices
+    # into how many parts the batch is cut that go through the stages one after the other: those tried
     parts: tuple[int, ...] = (4, 8)
+    # by number of stages the modules at which torch's stages begin, those after the first: those tried
     cuts: Mapping[int, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    rows: bool = False
 
     def changed(self, batch: int | None, updates: int | None) -> "StageCase":
         """The case at another batch, for which passes and parts of other sizes are tried too, or with other updates."""
@@ -56,10 +49,7 @@ CASES = {
             passes=(8, 16, 32),
             staged={2: ("stage=2",), 4: ("stage=4", "stage=2,sample=2")},
             parts=(2, 4),
-            cuts={
-                2: (("layer3.0",), ("layer3.1",)),
-                4: (("layer2.0", "layer3.0", "layer4.0"),),
-            },
+            cuts={2: (("layer3.0",), ("layer3.1",)), 4: (("layer2.0", "layer3.0", "layer4.0"),)},
         ),
         StageCase(
             "resnet50-224",
@@ -84,10 +74,7 @@ CASES = {
             divided={2: ("owt=2",), 4: ("owt=4",)},
             staged={2: ("stage=2",), 4: ("stage=4", "stage=2,sample=2")},
             parts=(2, 4),
-            cuts={
-                2: (("features.10",), ("features.17",)),
-                4: (("features.5", "features.14", "classifier.0"),),
-            },
+            cuts={2: (("features.10",), ("features.17",)), 4: (("features.5", "features.14", "classifier.0"),)},
         ),
         StageCase(
             "unet",
@@ -116,7 +103,6 @@ CASES = {
             staged={2: ("stage=2",), 4: ("stage=4", "stage=2,height=2", "stage=2,sample=2")},
             parts=(4,),
             cuts={2: (("up.1",),), 4: (("down.1", "up.1", "up.3"),)},
-            rows=True,
         ),
     )
 }

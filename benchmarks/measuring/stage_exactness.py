@@ -32,23 +32,15 @@ KINDS = ("loss", "outputs", "gradients", "inputs", "buffers", "weights")
 
 @dataclass(frozen=True)
 class Subject:
-    """A network of the table.
-
-    Attributes:
-        shape: of an image.
-        dense: a label for every pixel.
-        batches: sizes of the global batch, one after the other; the second is cut unevenly.
-        parts: of every rank's samples.
-        steps: weight updates.
-    """
+    """A network of the table."""
 
     model: str
-    shape: tuple[int, int, int] = (3, 32, 32)
-    dense: bool = False
+    shape: tuple[int, int, int] = (3, 32, 32)  # of an image
+    dense: bool = False  # a label for every pixel
     options: Mapping[str, Any] = field(default_factory=dict)
-    batches: tuple[int, ...] = (12, 14)
-    parts: int = 3
-    steps: int = 5
+    batches: tuple[int, ...] = (12, 14)  # sizes of the global batch, one after the other; the second is cut unevenly
+    parts: int = 3  # of every rank's samples
+    steps: int = 5  # weight updates
 
     def build(self) -> nn.Module:
         """The network, the same everywhere."""
@@ -90,16 +82,12 @@ class Trained:
 
 @dataclass
 class Distance:
-    """The largest distance of any tensor, as a part of its largest element.
+    """The largest distance of any tensor, as a part of its largest element."""
 
-    Attributes:
-        worst: by kind, with the tensor's name. Weights are those after the last update, all else of the first two.
-        perturbed: that of the weights of the perturbed run.
-        rounding: of gradients and weights that are nothing but rounding, in units of what the perturbation makes.
-    """
-
+    # by kind, with the tensor's name. Weights are those after the last update, all else of the first two
     worst: dict[str, tuple[float, str]] = field(default_factory=lambda: dict.fromkeys(KINDS, (0.0, "")))
-    perturbed: float = 0.0
+    perturbed: float = 0.0  # that of the weights of the perturbed run
+    # of gradients and weights that are nothing but rounding, in units of what the perturbation makes
     rounding: float = 0.0
 
     def note(self, kind: str, name: str, error: float) -> None:

@@ -33,7 +33,6 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES
 from convoy.training import load_recipe
-from measuring.shard_tensor import scattered
 from measuring.sides import Arrangement, Trained
 from measuring.stage_cases import StageCase
 from measuring.training import Timing, batch, build, timed, updater
@@ -45,28 +44,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StageSide:
-    """One way to train a case.
+    """One way to train a case."""
 
-    Attributes:
-        label: in the table.
-        kind: a key of `SIDES`, or `trainer`.
-        plan: of Convoy.
-        parts: into how many parts the batch is cut that go through the stages one after the other.
-        schedule: of the parts, where there are stages.
-        cuts: of torch's pipelining.
-        samples: of each rank, where they do not talk to each other.
-        returns_memory: freed memory goes back to the system after each part, as under `--memory-limit`.
-    """
-
-    label: str
-    kind: str
+    label: str  # in the table
+    kind: str  # a key of `SIDES`, or `trainer`
     arrangement: Arrangement
-    plan: Plan | None = None
-    parts: int = 1
-    schedule: str = ""
-    cuts: tuple[str, ...] = ()
-    samples: tuple[int, ...] = ()
-    returns_memory: bool = False
+    plan: Plan | None = None  # of Convoy
+    parts: int = 1  # into how many parts the batch is cut that go through the stages one after the other
+    schedule: str = ""  # of the parts, where there are stages
+    cuts: tuple[str, ...] = ()  # of torch's pipelining
+    samples: tuple[int, ...] = ()  # of each rank, where they do not talk to each other
+    returns_memory: bool = False  # freed memory goes back to the system after each part, as under `--memory-limit`
 
     @property
     def how(self) -> str:
@@ -201,40 +189,18 @@ def _torch(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
     return update
 
 
-def _rows(side: StageSide, case: StageCase) -> Callable[[], Tensor]:
-    """Images and labels as ShardTensors, divided by rows; the weights are whole on every rank."""
-    model, (images, labels) = build(case, side.arrangement), batch(case, side.arrangement)
-    images, labels = scattered(images, 2), scattered(labels, 1)
-    optimizer = _optimizer(model.parameters())
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels).full_tensor()  # type: ignore[attr-defined]
-        loss.backward()
-        optimizer.step()
-        return loss.detach()  # type: ignore[no-any-return]
-
-    return update
-
-
-SIDES = {"serial": _serial, "apart": _apart, "convoy": _convoy, "torch": _torch, "rows": _rows}
+SIDES = {"serial": _serial, "apart": _apart, "convoy": _convoy, "torch": _torch}
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the planner says of a plan before it is run.
+    """What the planner says of a plan before it is run."""
 
-    Attributes:
-        name: `auto`, `auto without stages`, or the text of the plan.
-        seconds: of an update; None where it was not asked.
-        parts: through the stages, by which the planner goes.
-        others: seconds with other numbers of parts and schedules, by their names.
-    """
-
-    name: str
+    name: str  # `auto`, `auto without stages`, or the text of the plan
     plan: Plan
-    seconds: float | None = None
-    parts: int = 1
+    seconds: float | None = None  # of an update; None where it was not asked
+    parts: int = 1  # through the stages, by which the planner goes
+    # seconds with other numbers of parts and schedules, by their names
     others: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, side: StageSide) -> float | None:
@@ -245,11 +211,7 @@ class Predicted:
 def predict(
     case: StageCase, plans: Iterable[str], arrangement: Arrangement, folder: Path
 ) -> tuple[float, list[Predicted]]:
-    """Seconds of one device, and the predictions for the planner's own plans and for others. All ranks call it.
-
-    Args:
-        folder: keeps what was measured for later predictions on the same devices.
-    """
+    """Seconds of one device, and the predictions for the planner's own plans and for others. All ranks call it."""
     keep_freed_memory(CPU)
     join()
     ranks = Ranks.here()

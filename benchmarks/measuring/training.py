@@ -19,17 +19,11 @@ from measuring.sides import Arrangement, Side, Trained, set_up
 
 @dataclass(frozen=True)
 class Timing:
-    """What one rank measured.
+    """What one rank measured."""
 
-    Attributes:
-        seconds: of each update.
-        losses: mean over this rank's samples, of each update from the first, those that were not timed too.
-        busy: processor seconds of the process in a second of the timed updates.
-    """
-
-    seconds: list[float]
-    losses: list[float]
-    busy: float
+    seconds: list[float]  # of each update
+    losses: list[float]  # mean over this rank's samples, of each update from the first, those that were not timed too
+    busy: float  # processor seconds of the process in a second of the timed updates
 
     @property
     def median(self) -> float:
@@ -84,10 +78,6 @@ def try_arrangements(case: Case, keeps: bool = False) -> dict[Arrangement, float
     """Seconds of an update on one device under each arrangement, from a few passes of each.
 
     The memory format is chosen at passes of one size, unless the formats are near each other there.
-
-    Args:
-        case: the network and its batch.
-        keeps: freed memory stays with the process.
     """
     if keeps:
         keep_freed_memory(torch.device("cpu"))
