@@ -47,7 +47,7 @@ def test_every_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if verb == "doctor" and arguments[0] == "train":
             verb, *arguments = arguments
         command: click.Command = importlib.import_module(VERBS[verb][0]).command
-        with command.make_context(verb, list(arguments), obj=arguments) as context:
+        with command.make_context(verb, list(arguments), obj=arguments, help_option_names=["-h", "--help"]) as context:
             values = context.params
         if verb == "plan":
             plan = PlanRequest.of(arguments, values)
