@@ -185,7 +185,7 @@ def distance(
     convoy.load_state_dict(net, final)  # outputs of other weights, however near, say nothing about evaluation
     _evaluate(found, net, serial, x.to(device))
     found.captured = network_of(net).captured
-    assert len(network_of(net)._programs) <= 2 * len(set(batches)) + 2, "more than of two parts, and evaluation, is kept"
+    assert len(network_of(net)._programs) <= 2 * len(set(batches)) + 2, "programs of modes that are gone"
     return found
 
 
