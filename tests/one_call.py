@@ -114,7 +114,11 @@ def run_call(
     case: OneCall, timeout: float = 60.0, results: Callable[[OneCall], dict[str, Tensor]] = rank_results
 ) -> dict[str, Tensor]:
     """The call's whole results; asserts that what ranks have alike is alike."""
-    ranks = run_ranks(results, math.prod(case.sizes), case, timeout=timeout)
+    return whole(case, run_ranks(results, math.prod(case.sizes), case, timeout=timeout))
+
+
+def whole(case: OneCall, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole of what each rank has of a call's results; asserts that what ranks have alike is alike."""
     placed = case.placed()
     layouts = {"y": placed.outputs["y"], **{name: placed.inputs[name] for name in case.buffers}}
     layouts |= {f"{name}.grad": layout for name, layout in placed.inputs.items()}

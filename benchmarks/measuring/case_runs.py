@@ -1,13 +1,14 @@
 """One case: trials that choose arrangements and plans, then rounds in which all sides take turns."""
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from convoy.bench.emulated import EmulatedDevice
 from convoy.errors import ConvoyError
 from measuring import harness
-from measuring.cases import Case, Plan
+from measuring.cases import Plan
 from measuring.ranks import Limits, RankFailed, run_ranks
 from measuring.results import SERIAL, Results, Row
 from measuring.sides import PEERS, Arrangement, Side
@@ -22,7 +23,7 @@ def slowest(timings: Sequence[Timing]) -> float:
 
 
 @dataclass
-class Runs:
+class Runs(ABC):
     """Measures sides of one case by fresh processes, and gives up those that fail."""
 
     case: Any
@@ -36,9 +37,9 @@ class Runs:
     def __post_init__(self) -> None:
         self.results = Results(self.case.name, self.case.batch, f"{self.case.model}, {self.case.image_size} px")
 
+    @abstractmethod
     def measure(self, side: Any, number: int, trial: bool = False) -> list[Timing]:
         """What each rank measures of a side in a round."""
-        raise NotImplementedError
 
     def one_device(self, *arguments: Any) -> Arrangement:
         """The fastest arrangement of one device by itself."""
@@ -49,11 +50,10 @@ class Runs:
             self._note(f"one device, {arrangement}", seconds[arrangement])
         return min(seconds, key=lambda arrangement: seconds[arrangement])
 
-    def best(self, sides: Iterable[Any]) -> list[Any]:
+    def best(self, rivals: Sequence[Any]) -> list[Any]:
         """The fastest in one trial, which a side without rivals does not need; none if all fail."""
-        rivals = list(sides)
         if len(rivals) < 2:
-            return rivals
+            return list(rivals)
         seconds: list[tuple[float, int]] = []
         for number, side in enumerate(rivals):
             timings = self._try(side, f"{side.label}, {side.how}", trial=True)
@@ -78,8 +78,8 @@ class Runs:
         try:
             return self.measure(side, number, trial)
         except (RankFailed, ConvoyError) as error:
-            lines = str(error).strip().splitlines()
-            self.results.skipped[name] = f"failed: {lines[-1] if isinstance(error, RankFailed) else lines[0]}"
+            line = str(error).strip().splitlines()[-1 if isinstance(error, RankFailed) else 0]
+            self.results.skipped[name] = f"failed: {line}"
             self.say(f"{name}: {error}")
             return None
 
@@ -109,7 +109,7 @@ class CaseRun(Runs):
     def _sides(self, one: Arrangement) -> list[Side]:
         """Those of the rounds: one device and the peers, `sample` and the plan that is best of all, each arranged as
         is best for it; all peers as is best for DistributedDataParallel, which they use."""
-        case: Case = self.case
+        case = self.case
         ways = list(dict.fromkeys([one.for_batch(case.batch // 2), Arrangement(one.channels_last)]))
         sides = [Side(SERIAL, "serial", one), Side(f"{SERIAL}, memory kept", "serial", one, keeps=True)]
         by_data = self.best([Side("DDP", "ddp", way) for way in ways])

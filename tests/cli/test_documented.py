@@ -11,6 +11,7 @@ import click
 import pytest
 
 from convoy.cli.app import VERBS
+from convoy.cli.options import HELP
 from convoy.cli.requests import PlanRequest, TrainRequest
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def test_every_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if verb == "doctor" and arguments[0] == "train":
             verb, *arguments = arguments
         command: click.Command = importlib.import_module(VERBS[verb][0]).command
-        with command.make_context(verb, list(arguments), obj=arguments, help_option_names=["-h", "--help"]) as context:
+        with command.make_context(verb, list(arguments), obj=arguments, **HELP) as context:
             values = context.params
         if verb == "plan":
             plan = PlanRequest.of(arguments, values)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import interpreted
 from convoy.ops import shared_batch_norm
-from one_call import OneCall, joined, rank_results
+from one_call import OneCall, rank_results, whole
 from ranks import run_ranks
 
 
@@ -42,16 +42,5 @@ def run_calls(cases: Sequence[OneCall], kernels: str = "cpu") -> list[dict[str, 
         numbers = [number for number, case in enumerate(cases) if math.prod(case.sizes) == world]
         ranks = run_ranks(on_this_rank, world, [cases[number] for number in numbers], kernels, timeout=120)
         for place, number in enumerate(numbers):
-            found[number] = _whole(cases[number], [rank[place] for rank in ranks])
+            found[number] = whole(cases[number], [rank[place] for rank in ranks])
     return [found[number] for number in range(len(cases))]
-
-
-def _whole(case: OneCall, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    placed = case.placed()
-    layouts = {"y": placed.outputs["y"], **{name: placed.inputs[name] for name in case.buffers}}
-    layouts |= {f"{name}.grad": layout for name, layout in placed.inputs.items()}
-    shapes = {"y": case.gradient.shape, **{name: t.shape for name, t in case.tensors.items()}}
-    return {
-        name: joined([rank[name] for rank in ranks], layouts[name], case.mesh, shapes[name.removesuffix(".grad")])
-        for name in ranks[0]
-    }

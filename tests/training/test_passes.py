@@ -16,6 +16,7 @@ from convoy.engine import microbatch_sizes, prepare
 from convoy.engine.gradients import GradientReducer
 from convoy.errors import ConvoyError
 from convoy.models import create
+from convoy.ops import statistics
 from convoy.ops.statistics import RunningStatistics
 from convoy.planner.planner import passes_of
 from convoy.plans.layout import proportional
@@ -179,7 +180,8 @@ def test_running_statistics_need_the_passes_that_are_left_out_and_filters_run_th
     assert [each[1:] for each in run_ranks(_update, 2, "owt=2", False)] == [([0, 1, 2, 3], 1)] * 2
 
 
-def test_a_layer_that_is_called_twice_notes_one_microbatch_after_the_other() -> None:
+def _on_one_device() -> Result:
+    """Two updates of a network that calls a batch norm layer twice, all microbatches in one pass."""
     recipe = load_recipe("default", ["model.name=twice", "data.path=nowhere", "batch=10", f"microbatch={SIZE}"])
     model, sizes = _network(True), (SIZE,) * sum(COUNTS)
     found = probed(copy.deepcopy(model).float(), recipe, (3, 4, 4), sizes, CPU, "nothing")
@@ -193,7 +195,22 @@ def test_a_layer_that_is_called_twice_notes_one_microbatch_after_the_other() -> 
             network.enter(update, piece)
             network.backward(network.forward(_images()[list(piece.parts[0])]).square().sum(), last=False)
         network.finish_update()
-    torch.testing.assert_close(_state(model), _serial(True), rtol=1e-12, atol=1e-12)
+    return _state(model)
+
+
+def test_a_layer_that_is_called_twice_notes_one_microbatch_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = _serial(True)
+    torch.testing.assert_close(_on_one_device(), want, rtol=1e-12, atol=1e-12)
+
+    def by_calls(passes: statistics.Passes) -> tuple[tuple[int, int], ...]:
+        return tuple((0, i) for i in range(sum(len(starts) for starts, _ in passes)))
+
+    statistics._own_rows.cache_clear()
+    monkeypatch.setattr(statistics, "_order", by_calls)  # all microbatches of one call before those of the next
+    result = _on_one_device()
+    statistics._own_rows.cache_clear()
+    wrong = {name for name, tensor in want.items() if not torch.allclose(result[name], tensor, rtol=1e-6)}
+    assert wrong and all("running" in name for name in wrong)
 
 
 def test_passes_are_as_few_as_they_may_be_and_through_stages_as_many_as_are_asked_for() -> None:

@@ -18,6 +18,7 @@ from convoy.bench.processes import Say
 from convoy.bench.records import CONVOY, PEERS, RankTimes
 from convoy.bench.study import data_of
 from convoy.comm.joining import join as join_group
+from convoy.compiler import compile_function
 from convoy.data import Batch, Order, mix, open_data, training_batches
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
@@ -89,8 +90,7 @@ class Wrapped:
     network: Callable[..., Any]
     optimizer: Optimizer
     backward: Callable[[Tensor], None] = Tensor.backward
-    # the context of a pass whose gradients are not exchanged
-    unfinished: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    unfinished: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # of passes without an exchange
 
 
 def wrap(kind: str, model: nn.Module, optimizer: Optimizer, num: int, device: torch.device) -> Wrapped:
@@ -146,7 +146,7 @@ def _measure_peer(task: MeasurementTask) -> RankTimes:
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     quantities = resolve(recipe, len(data.train))
-    called: nn.Module = torch.compile(model) if recipe.compile else model  # type: ignore[assignment]
+    called: nn.Module = compile_function(model) if recipe.compile else model  # type: ignore[assignment]
     wrapped = wrap(task.kind, called.train(), create_optimizer(model, recipe.optimizer, quantities.lr), num, device)
     torch.set_num_threads(threads)  # some libraries set it
     pipeline = InputPipeline(data, device, memory_format)

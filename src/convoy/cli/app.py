@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 import convoy
-from convoy.cli.options import LazyGroup, is_verbose
+from convoy.cli.options import HELP, LazyGroup, is_verbose
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import Failure, has_agent, leave_word, place_of
 from convoy.terminal import LOST, brief, printable, shortened, write_to_any
@@ -36,7 +36,7 @@ VERBS = {
 @click.command(
     cls=LazyGroup,
     verbs=VERBS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={**HELP, "max_content_width": 110},
 )
 @click.version_option(convoy.__version__, prog_name="convoy")
 def convoy_command() -> None:

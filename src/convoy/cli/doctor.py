@@ -114,9 +114,7 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
             )
     elif len(what) > 1 and RunDirectory(Path(what[1])).is_run():
         raise ConvoyError(f"{what[1]} is a run: write convoy doctor {shlex.join(what[1:])}")
-    values: dict[str, Any] = train.make_context(
-        "convoy train", _line(what), obj=arguments, help_option_names=["-h", "--help"]
-    ).params
+    values: dict[str, Any] = train.make_context("convoy train", _line(what), obj=arguments, **options.HELP).params
     for option in ("resume", "extend", "out"):
         if values.get(option):
             raise ConvoyError(f"--{option} is for a run, but the doctor leaves none: leave it out")

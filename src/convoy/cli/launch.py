@@ -357,7 +357,7 @@ def without_model(arguments: Sequence[str]) -> list[str]:
 
 def parsed(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL."""
-    return train.make_context("convoy train", list(arguments), help_option_names=["-h", "--help"]).params
+    return train.make_context("convoy train", list(arguments), **options.HELP).params
 
 
 def without(arguments: Sequence[str], *options: str, flags: Sequence[str] = ()) -> list[str]:

@@ -21,6 +21,8 @@ from convoy.errors import ConvoyError
 from convoy.files import expanded, unwritable, write_text
 from convoy.terminal import Console
 
+HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}  # click keeps those of a command's first context
+
 
 def command_of(arguments: Sequence[str]) -> str:
     """The command line as a run, a plan or a study keeps it."""
