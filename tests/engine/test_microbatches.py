@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from convoy.engine import SampleDropout, StepContext, passes, prepare
 from convoy.engine.coupling import CPU_BUDGET, Probe, probe
-from convoy.engine.parallelize import take_part
+from convoy.engine.parallelize import BatchNorm, take_part
 
 CPU = torch.device("cpu")
 SIZES = (5, 4, 3)
@@ -159,19 +160,23 @@ def test_one_pass_equals_microbatches_one_by_one() -> None:
     assert difference(prepared(lambda model: setattr(model.drop, "key", 1), 3), want) > 1e-3, "nor another key"
 
 
-def by_engine(between: nn.Module, merge: int, by_pass: bool = False) -> dict[str, Tensor]:
+def by_engine(
+    between: nn.Module, merge: int, by_pass: bool = False, batch_norm: BatchNorm = "microbatch"
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Net(between).double()
-    network = take_part(model, "serial", IMAGES[:5], batch_norm="microbatch", loss="part", seed=3)
+    network = take_part(model, "serial", IMAGES[:5], batch_norm=batch_norm, loss="part", seed=3)
     return results(model, network.context, merge, by_pass, network)
 
 
-@pytest.mark.parametrize("between", [InvertedResidual(), OwnBatchNorm(6)])
-def test_one_pass_of_the_engine_equals_microbatches_one_by_one(between: nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("between", "wrong"),
+    [(InvertedResidual(), {"merge": 1, "by_pass": True}), (OwnBatchNorm(6), {"merge": 3, "batch_norm": "sync"})],
+)
+def test_one_pass_of_the_engine_equals_microbatches_one_by_one(between: nn.Module, wrong: dict[str, Any]) -> None:
     have = by_engine(copy.deepcopy(between), 3)
     assert difference(have, by_engine(copy.deepcopy(between), 1)) < 1e-10
-    if isinstance(between, InvertedResidual):
-        assert difference(have, by_engine(copy.deepcopy(between), 1, by_pass=True)) > 1e-3
+    assert difference(have, by_engine(copy.deepcopy(between), **wrong)) > 1e-3
 
 
 PROBES = [
