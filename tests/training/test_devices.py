@@ -10,9 +10,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
+from convoy.comm.collectives import Group
 from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
+from convoy.engine.gradients.buckets import own_piece
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, division, set_up
@@ -387,8 +389,15 @@ class Wide(TinyDouble):
         self.head = nn.Sequential(nn.Linear(8 * 49, 300), nn.ReLU(), nn.Linear(300, num_classes)).double()
 
 
+def _gather_nothing(elements: Tensor, group: Group) -> Mock:
+    """Zeros where other ranks' elements would come: memory that nobody has filled may hold anything."""
+    own = own_piece(elements, group).clone()
+    own_piece(elements.zero_(), group).copy_(own)
+    return Mock()
+
+
 SABOTAGES: dict[str, tuple[Any, str, Any]] = {
-    "nobody gets what others have updated": (sharded, "start_gather", lambda elements, group: Mock()),
+    "nobody gets what others have updated": (sharded, "start_gather", _gather_nothing),
     "a checkpoint's state is not taken over": (ShardedOptimizer, "load_state_dict", lambda self, state: None),
     "the norm is of whatever lies in .grad": (GradientReducer, "own_gradients", lambda self: {}),
 }
