@@ -16,8 +16,7 @@ import pytest
 
 from cli.calls import Call, faults
 from convoy.cli import doctor, doctor_run
-from convoy.doctor.advice import Advice
-from convoy.doctor.diagnosis import Diagnosis
+from convoy.doctor.diagnosis import Advice, Diagnosis
 from convoy.errors import ConvoyError, MachineError
 from convoy.terminal import Console
 from convoy.training import Session

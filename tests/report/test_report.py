@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from convoy.doctor.advice import Advice
-from convoy.doctor.diagnosis import Diagnosis
+from convoy.doctor.diagnosis import Advice, Diagnosis
 from convoy.errors import ConvoyError
 from convoy.report import pages
 from convoy.report.pages import running

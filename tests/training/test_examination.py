@@ -19,8 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from convoy.comm import collectives
 from convoy.data import Batch
-from convoy.doctor.advice import Advice
-from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
+from convoy.doctor.diagnosis import WORTH_SAYING, Advice, Diagnosis
 from convoy.doctor.facts import Facts, Pictures, Trial
 from convoy.engine import profiling
 from convoy.errors import ConvoyError

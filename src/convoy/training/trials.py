@@ -16,7 +16,7 @@ import torch
 
 from convoy.comm.joining import meeting_store
 from convoy.comm.ranks import Ranks
-from convoy.doctor.advice import LEAST, STEADY
+from convoy.doctor.diagnosis import LEAST, STEADY
 from convoy.doctor.facts import Cause, Trial
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
