@@ -20,7 +20,7 @@ from convoy.doctor.diagnosis import Advice, Diagnosis
 from convoy.errors import ConvoyError, MachineError
 from convoy.terminal import Console
 from convoy.training import Session
-from convoy.training.budget import Budget
+from convoy.training.trials import Budget
 from processes import alive, children
 from started import Started, wait_for
 from tiny import write_pictures

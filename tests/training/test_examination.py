@@ -15,6 +15,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from convoy.training.budget import Budget
+from convoy.training.checkup import Checkup
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from convoy.comm import collectives
@@ -26,9 +28,7 @@ from convoy.errors import ConvoyError
 from convoy.launch.cores import own_cores, pin
 from convoy.launch.host import HostWatch
 from convoy.training import Session, budget, checkup, evaluate, examination, loop, step, trials
-from convoy.training.budget import Budget
 from convoy.training.checkpoints import Saver
-from convoy.training.checkup import Checkup
 from convoy.training.evaluate import EvaluationTally
 from convoy.training.examination import examine
 from convoy.training.observation import Observation

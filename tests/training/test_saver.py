@@ -18,8 +18,7 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.training import checkpoints as saving
-from convoy.training.checkpoint_interval import Every
-from convoy.training.checkpoints import Saver
+from convoy.training.checkpoints import Every, Saver
 from ranks import run_ranks
 
 BIG = 40_000

@@ -25,6 +25,7 @@ from convoy.training.build import NetworkInput
 from convoy.training.code import OtherCodeError
 from convoy.training.defaults import as_begun
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
+from convoy.training.log import write_summary
 from convoy.training.loop import Loop
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.resume import (
@@ -37,10 +38,9 @@ from convoy.training.resume import (
     moved_data,
     other_machine,
 )
-from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
+from convoy.training.run_directory import RunDirectory, briefly, disk_explained, save_weights
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.summary import briefly, note_failure, write_summary
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LIMIT_S = 600.0  # seconds that it may take
@@ -196,7 +196,7 @@ def train(
             except Exception:
                 raise error from None
             if first:
-                briefly(partial(note_failure, run, sentence))
+                briefly(partial(run.note_failure, sentence))
             raise ConvoyError(sentence) from error
         except BaseException as error:
             why = failure_of(ranks.rank, error).sentence
@@ -268,7 +268,7 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
             loop.resume()
     except Exception as error:
         if rank == 0 and not isinstance(error, OtherCodeError):
-            briefly(partial(note_failure, run, failure_of(rank, error).sentence))
+            briefly(partial(run.note_failure, failure_of(rank, error).sentence))
         raise
     if loop.finished:
         reporter.say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")

@@ -1,4 +1,6 @@
-"""Trials of changes of a training: a few updates of each change, in turns with updates as they are."""
+"""Trials of changes of a training: a few updates of each change, in turns with updates as they are; and the time in
+which the doctor answers, of which each part of its work gets a share.
+"""
 
 import math
 import os
@@ -23,7 +25,6 @@ from convoy.errors import ConvoyError
 from convoy.launch import cores
 from convoy.launch.host import HostWatch, network_place
 from convoy.plans.plan import plan_text
-from convoy.training.budget import Budget
 from convoy.training.defaults import has_bf16
 from convoy.training.derived import num_threads
 from convoy.training.precision import set_numerics
@@ -32,6 +33,7 @@ from convoy.training.session import Session
 from convoy.training.step import TrainingStep, update_seconds
 
 SetUp = Callable[..., Session]
+Say = Callable[[str, int, int], None]
 _ENOUGH, _MOST = 3, 10  # how many measurements near the fastest are enough, and how many there are at most
 _LEAST_S = 0.1  # of a measurement: more than the slices in which a system hands out cores
 # How many times as large batches are tried, but only small ones more than 4 times as large.
@@ -41,6 +43,41 @@ _FREE = 0.3  # part of a core that other processes may use before there is a thr
 _UPDATES = 2  # updates that a measurement takes at least: one to warm up, and one that counts
 # Seconds before the first update: guesses, as nothing ends them.
 _PREPARING_S: dict[Cause, float] = {"compile": 30.0, "plan": 10.0}
+
+
+@dataclass
+class Budget:
+    """Seconds for the work of all ranks. The clock of rank 0 counts."""
+
+    ranks: Ranks
+    seconds: float = math.inf
+    began: float = field(default_factory=lambda: time.perf_counter())  # by `time.perf_counter`
+    say: Say = lambda *work: None  # told of the work: what, and how many of the seconds have passed
+    missed: list[str] = field(default_factory=list)  # what there was no time for
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end, by the clock of this rank."""
+        return max(0.0, self.began + self.seconds - time.perf_counter())
+
+    def part(self, share: float) -> "Budget":
+        """A share of what is left, from now on."""
+        return Budget(self.ranks, share * self.left, missed=self.missed)
+
+    def allows(self, seconds: float, what: str | None = None) -> bool:
+        """Whether there are `seconds` left; if not, `what` is kept as missed. All ranks call it, and are told the
+        same.
+        """
+        fits = self.ranks.broadcast(seconds <= self.left)
+        if not fits and what is not None and what not in self.missed:
+            self.missed.append(what)
+        return fits
+
+    def tell(self, what: str) -> None:
+        """Say what is done now."""
+        if math.isfinite(self.seconds):
+            total = max(1, math.ceil(self.seconds))
+            self.say(f"{what}, seconds", min(int(self.seconds - self.left), total - 1), total)
 
 
 @dataclass(frozen=True)
