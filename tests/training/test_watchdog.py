@@ -99,19 +99,12 @@ def test_every_rank_says_where_all_are() -> None:
 
 
 @pytest.mark.slow
-def test_who_moves_and_who_waits_for_one_that_moves_is_left_alone() -> None:
-    assert run_ranks(watched, 2, "moves", join=False) == [[], []]
-    assert run_ranks(watched, 2, "works", join=False) == [[], []]
-    assert all(run_ranks(watched, 2, "idle", join=False))
-
-
-@pytest.mark.slow
-def test_while_a_run_is_set_up_only_those_who_wait_end() -> None:
-    assert run_ranks(watched, 2, "set up", join=False) == [[], []]
+def test_who_moves_waits_for_one_that_moves_or_is_being_set_up_is_left_alone() -> None:
+    for kind in ("moves", "works", "set up"):
+        assert run_ranks(watched, 2, kind, join=False) == [[], []]
+    assert all(run_ranks(watched, 2, "idle", join=False)) and all(run_ranks(watched, 2, "begun", join=False))
     works, waits = run_ranks(watched, 2, "set up", 1.0, join=False)
-    assert works == []
-    assert "(--timeout)" not in waits[0] and "waiting for other ranks" in waits[0]
-    assert all(run_ranks(watched, 2, "begun", join=False))
+    assert works == [] and "(--timeout)" not in waits[0] and "waiting for other ranks" in waits[0]
 
 
 def held_up(data: Path, out: Path, where: str) -> str:
@@ -133,17 +126,17 @@ def held_up(data: Path, out: Path, where: str) -> str:
             sleep()
             return super().load_latest(identity)
 
-    def save_late(*args: object) -> None:
+    def write_late(*args: object) -> str:
         sleep()
-        save(*args)
+        return write(*args)
 
     running = sys.modules["convoy.training.run"]
-    save = running.save_weights
+    write = running.write_tensors
     with as_before() as patch, Watchdog(ranks, meeting_store(), say, 3.0, patient=True) as watchdog:
         if ranks.rank == 0 and where == "reading":
             patch.setattr(sys.modules["convoy.training.loop"], "CheckpointStore", Sleeping)
         if ranks.rank == 0 and where == "weights":
-            patch.setattr(running, "save_weights", save_late)
+            patch.setattr(running, "write_tensors", write_late)
         train_here(data, out, {"epochs": "3ba"}, where == "reading", watchdog=watchdog)
     leave()
     return said[0]

@@ -14,7 +14,6 @@ import re
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,18 +130,6 @@ class CheckpointStore:
     def draft(self, step: int, num_shards: int, token: str) -> Draft:
         """A new checkpoint to be written; `token` is the same on all who write it, and never used again."""
         return Draft(self.folder / f".step-{step:08d}.{token}.tmp", step, num_shards)
-
-    def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
-        """Write a checkpoint from this process alone, then remove old ones; gives the checkpoint's folder."""
-        draft = self.draft(checkpoint.step, 1, uuid.uuid4().hex)
-        try:
-            draft.add(0, {name: tensor.detach().cpu() for name, tensor in checkpoint.tensors.items()})
-            draft.put(self.place(checkpoint.step), checkpoint.identity, checkpoint.values)
-        except BaseException:
-            draft.discard()
-            raise
-        self.prune(checkpoint.step, best_step)
-        return self.place(checkpoint.step)
 
     def load(self, step: int) -> Checkpoint:
         """Read one checkpoint; see `read_checkpoint`."""

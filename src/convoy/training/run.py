@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from convoy.checkpoint.files import write_tensors
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.joining import meeting_store
 from convoy.comm.memory import memory_explained
@@ -16,7 +17,7 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.failure import failure_of
-from convoy.files import write_json, write_text
+from convoy.files import write_atomically, write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
 from convoy.progress import Reporter
@@ -38,7 +39,7 @@ from convoy.training.resume import (
     moved_data,
     other_machine,
 )
-from convoy.training.run_directory import RunDirectory, briefly, disk_explained, save_weights
+from convoy.training.run_directory import RunDirectory, briefly, disk_explained
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from convoy.training.watchdog import Watchdog, say_and_end
@@ -300,4 +301,4 @@ def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
         assert loop.evaluation is not None
         data = session.data
         write_json(run.evaluation, loop.evaluation.save(run.path, data.classes, data.test.name))
-        save_weights(kinds, wholes, run.weights)
+        write_atomically(run.weights, lambda temporary: write_tensors(temporary, kinds, wholes))

@@ -13,18 +13,13 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convoy.errors import ConvoyError, GoneError
-from convoy.files import unwritable, write_atomically, write_json, write_text
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from convoy.checkpoint.files import Kinds
+from convoy.files import unwritable, write_json, write_text
 
 LOCK = ".lock"
 WRITE_S = 5.0  # seconds that a file system is given to answer when the run has failed
@@ -306,18 +301,6 @@ def disk_explained(folder: Path, check: Callable[[], None] = lambda: None) -> It
             f"cannot write to {name.parent if name else folder} ({error.strerror}): free what is in its way, "
             "then go on with --resume"
         ) from error
-
-
-def save_weights(kinds: "Kinds", wholes: Iterable["Tensor"], path: Path) -> None:
-    """Write a model's parameters and buffers, whole and under its own names, as `RunState.whole_weights` gives
-    them."""
-    from convoy.checkpoint.files import pieces
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            file.writelines(pieces(kinds, wholes))
-
-    write_atomically(path, write)
 
 
 def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
