@@ -32,8 +32,8 @@ from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally
 from convoy.training.input import InputPipeline
-from convoy.training.predict import Classifier, FileClasses, classify
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
+from convoy.training.use import Classifier, FileClasses, classify
 from ranks import run_ranks
 from tiny import train_on_pictures, write_pictures
 from training.scenarios import change_json, lines, put, store_of, summary
@@ -371,7 +371,7 @@ def test_threads_do_not_meet_in_a_network_that_keeps_things_in_itself(
 ) -> None:
     names, loaded = pictures(run.parent / "data"), load_run(run)
     want = answers(run, names, 4)
-    monkeypatch.setattr("convoy.training.predict.num_cores", lambda: 8)
+    monkeypatch.setattr("convoy.training.use.num_cores", lambda: 8)
     with as_before():
         classifier = Classifier(replace(loaded, network=kind(loaded.network).eval()), CPU, 3)
         assert classifier._networks.qsize() == (8 if kind is Remembering else 1)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -45,7 +45,6 @@ class Pace:
         self._done = 0
 
     def updated(self, done: int) -> None:
-        """`done` updates are done."""
         self._done = done
         if self._first is None:
             self._first, self._began = done, time.perf_counter()
@@ -83,13 +82,12 @@ class Every:
         return None
 
 
-@dataclass(frozen=True)
-class Interval:
-    """The updates between two checkpoints, and the seconds by the measured time of an update."""
+class Interval(NamedTuple):
+    """The updates between two checkpoints, the seconds by the measured time of one, and a sentence that says why."""
 
     updates: int
     seconds: float
-    sentence: str  # with formula, numbers and source
+    sentence: str
 
 
 @dataclass
@@ -116,12 +114,8 @@ class Young:
         formula = f"sqrt(2 · {in_words(cost)} · {in_words(self.mtbf.seconds)}), Young 1974"
         if write_s > young:
             formula = f"as long as one takes to be written, more than {formula}"
-        return Interval(
-            updates,
-            seconds,
-            f"checkpoint every {updates:,} update{'s' if updates > 1 else ''} ({in_words(seconds)}): {formula}; "
-            f"at most {in_words(seconds + write_s)} of work are lost",
-        )
+        every = f"checkpoint every {updates:,} update{'s' if updates > 1 else ''} ({in_words(seconds)})"
+        return Interval(updates, seconds, f"{every}: {formula}; at most {in_words(seconds + write_s)} of work are lost")
 
 
 class Automatic(Every):
@@ -177,10 +171,6 @@ class CheckpointTally:
     failed: int = 0
     waited_s: float = 0.0  # of the run: while its state was copied, and for a checkpoint that was not yet on disk
     longest_wait_s: float = 0.0  # in one go
-
-    def at_once(self, seconds: float) -> None:
-        """The run waited so long without a break."""
-        self.longest_wait_s = max(self.longest_wait_s, seconds)
 
     def __str__(self) -> str:
         return (
@@ -303,7 +293,7 @@ class Saver:
         self._look_at = step + 1
         self._when.saved(step)
         self._waited(began)
-        self.tally.at_once(self.tally.waited_s - before_s)
+        self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def finish(self, or_raise: bool = False) -> None:
         """Wait until the checkpoint on its way is written; with `or_raise`, a failure ends the run in any case. All
@@ -324,7 +314,7 @@ class Saver:
             if not said and kept_s > LONG_S:
                 said = True
                 self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
-        self.tally.at_once(self.tally.waited_s - before_s)
+        self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def _waited(self, since: float) -> None:
         seconds = time.perf_counter() - since
@@ -340,16 +330,8 @@ class Saver:
         if state != "running" and failure is not None:
             named = isinstance(failure, OSError) and failure.strerror
             reason = named or f"{type(failure).__name__}: {failure}"
-        mine = Report(
-            state,
-            reason,
-            self._wait_s,
-            writing.processor_s,
-            writing.seconds,
-            self._pace.update_s,
-            kept_s,
-        )
-        reports = self._ranks.gather(mine)
+        spent = self._wait_s, writing.processor_s, writing.seconds, self._pace.update_s, kept_s
+        reports = self._ranks.gather(Report(state, reason, *spent))
         states = [report.state for report in reports]
         if "failed" in states:
             writing.give_up()
