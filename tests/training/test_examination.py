@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -178,7 +178,7 @@ OFFERED: dict[tuple[tuple[str, ...], int, bool], set[str]] = {
 
 def offered(data: Path, cases: list[tuple[tuple[str, ...], int, bool]], taken: float = 0.0) -> list[set[str]]:
     """Arguments of what would be tried on a machine with some cores."""
-    found = []
+    offers = []
     for settings, cores, bf16 in cases:
         machine = {"own_cores": lambda n=cores: list(range(n)), "cores_allowed": lambda n=cores: float(n)}
         with (
@@ -187,31 +187,21 @@ def offered(data: Path, cases: list[tuple[tuple[str, ...], int, bool]], taken: f
             cores_as_before(),
         ):
             each = list(changes(session(data, *settings), taken))
-        found.append({" ".join(one.arguments) for one in each if one.cause != "microbatch"})
-    return found
+        offers.append({" ".join(one.arguments) for one in each if one.cause != "microbatch"})
+    return offers
 
 
 def test_what_is_tried_and_that_threads_leave_others_their_cores(data: Path) -> None:
     assert run_ranks(offered, 1, data, list(OFFERED)) == [list(OFFERED.values())]
     assert run_ranks(offered, 1, data, [(("threads=2",), 2, False)], 0.9) == [[{"--set threads=1"}]]
-    bits = ("reproducible=true",)
-    first, other = run_ranks(offered, 2, data, [((), 1, False), (bits, 1, False)])
+    first, other = run_ranks(offered, 2, data, [((), 1, False), (("reproducible=true",), 1, False)])
     assert first == other and {"--devices 1", "--plan auto"} <= first[0]
     assert "--devices 1" in first[1] and "--plan auto" not in first[1]
 
 
 LAST = Change("memory_format", ("--channels-last",), {"channels_last": True})
 ALONE = Change("devices", ("--devices", "1"), {"parallel": {"devices": 1, "plan": None}}, alone=True)
-
-
-@dataclass
-class Left:
-    """What there is after trials, on a rank."""
-
-    trials: tuple[Trial, ...]
-    as_it_is: float
-    before: list[Any] = field(default_factory=list)
-    after: list[Any] = field(default_factory=list)
+BATCH, THREADS = Change("batch", (), {"batch": 32}, 2), Change("threads", ("--set", "threads=2"), {"threads": 2})
 
 
 def switches() -> list[Any]:
@@ -219,21 +209,25 @@ def switches() -> list[Any]:
     return [*numbers, own_cores(), os.environ.get("CONVOY_CORES")]
 
 
-def some(data: Path, folder: Path, failing: str, how: str) -> Left:
-    """Some trials, of which one fails: on rank 1 alone, on rank 0 alone, or on both, by a mistake or otherwise."""
-    found = session(data)
-    threads, batch = Change("threads", ("--set", "threads=2"), {"threads": 2}), Change("batch", (), {"batch": 32}, 2)
+def some(data: Path, folder: Path, failing: str, how: str) -> tuple[tuple[Trial, ...], float | None, bool, list[bool]]:
+    """Trials of which one fails: on rank 1 alone, on rank 0 alone, or on both, by a mistake or otherwise.
+
+    Returns:
+        The trials, an update as it is, whether all is as before, and whether random numbers go on as if nobody had
+        tried anything, after each kind of trial.
+    """
+    trained, same = session(data), []
 
     def set_up_or_fail(recipe: Any, device: Any, say: Any, ranks: Any, data: Any) -> Session:
         """Each update of what is tried takes 2 s, of what is there a second."""
         changed = {
-            "memory_format": recipe.channels_last != found.recipe.channels_last,
-            "devices": ranks.num < found.ranks.num or recipe.parallel.devices == 1 != found.recipe.parallel.devices,
+            "memory_format": recipe.channels_last != trained.recipe.channels_last,
+            "devices": ranks.num < trained.ranks.num or recipe.parallel.devices == 1 != trained.recipe.parallel.devices,
             "batch": recipe.batch == 32,
         }.get(failing, False)
         if changed and how == "mistake":
             raise ConvoyError("it does not go with this network")
-        if changed and how == f"rank {found.ranks.rank}":
+        if changed and how == f"rank {trained.ranks.rank}":
             raise RuntimeError("the network cannot do this")
         other = set_up(recipe, device, say, ranks, data)
         other.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(2.0))
@@ -241,16 +235,22 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
 
     with (
         made_time(trials, step, profiling) as clock,
-        patch.object(trials, "changes", lambda *_: iter([LAST, ALONE, batch, threads])),
+        patch.object(trials, "changes", lambda *_: iter([LAST, ALONE, BATCH, THREADS])),
         cores_as_before(),
         contextlib.chdir(folder),
     ):
-        found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
+        trained.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
         cores = own_cores()
-        pin([cores[found.ranks.rank % len(cores)]])  # as ranks of a run are
+        pin([cores[trained.ranks.rank % len(cores)]])  # as ranks of a run are
         before = switches()
-        as_it_is, done = try_changes(found, set_up_or_fail, Budget(found.ranks, 1000.0))
-        return Left(done, as_it_is, before, switches())
+        as_it_is, tried = try_changes(trained, set_up_or_fail, Budget(trained.ranks, 1000.0))
+        is_as_before = before == switches()
+    for change, work in ((LAST, trials._by_all), (ALONE, trials._by_one)) if not failing else ():
+        drawn = torch.get_rng_state()
+        with cores_as_before():
+            trained.ranks.trying("trying", partial(work, trained, set_up, change, Budget(trained.ranks)))
+        same.append(torch.equal(drawn, torch.get_rng_state()))
+    return tried, as_it_is, is_as_before, same
 
 
 @pytest.mark.parametrize(
@@ -265,28 +265,13 @@ def some(data: Path, folder: Path, failing: str, how: str) -> Left:
 def test_a_change_that_fails_is_left_out_and_nothing_is_left_of_any(
     data: Path, tmp_path: Path, failing: str, how: str
 ) -> None:
-    found = run_ranks(some, 2, data, tmp_path, failing, how)
-    wanted = [cause for cause in ("memory_format", "devices", "batch", "threads") if cause != failing]
-    for left in found:
-        assert [trial.cause for trial in left.trials] == wanted and left.before == left.after
-        assert left.trials == found[0].trials and left.as_it_is == found[0].as_it_is == 1.0  # all ranks know the same
-        assert all((trial.seconds, trial.before_s) == (2.0, 1.0) for trial in left.trials)
-        assert {trial.cause: trial.samples for trial in left.trials}.get("batch", 2) == 2
+    first, second = run_ranks(some, 2, data, tmp_path, failing, how)
+    assert first == second  # all ranks know the same
+    tried, as_it_is, is_as_before, same = first
+    assert [trial.cause for trial in tried] == [
+        c for c in ("memory_format", "devices", "batch", "threads") if c != failing
+    ]
+    assert as_it_is == 1.0 and is_as_before and all(same) and len(same) == 2 * (not failing)
+    assert all((trial.seconds, trial.before_s) == (2.0, 1.0) for trial in tried)
+    assert {trial.cause: trial.samples for trial in tried}.get("batch", 2) == 2
     assert not list(tmp_path.iterdir())
-
-
-def random_numbers(data: Path) -> list[bool]:
-    """Whether they go on as if nobody had tried anything, after each kind of trial."""
-    found, same = session(data), []
-    for change, work in ((LAST, trials._by_all), (ALONE, trials._by_one)):
-        before = torch.get_rng_state()
-        with cores_as_before():
-            found.ranks.trying(
-                "trying", lambda ranks, work=work, change=change: work(found, set_up, change, Budget(ranks), ranks)
-            )
-        same.append(torch.equal(before, torch.get_rng_state()))
-    return same
-
-
-def test_random_numbers_go_on(data: Path) -> None:
-    assert run_ranks(random_numbers, 2, data) == [[True, True]] * 2

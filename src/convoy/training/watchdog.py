@@ -124,8 +124,8 @@ def explain(
 
 
 def _late(ranks: Mapping[int, RankState]) -> tuple[list[int], str] | None:
-    """Who holds the others' GPUs up, and by what: of the ranks that have enqueued the fewest collectives of a group, or whose GPU alone does not finish one: first
-    those that wait for nobody themselves. None where no GPU waits."""
+    """Who holds the others' GPUs up, and by what: the ranks that have enqueued the fewest collectives of a group, or
+    whose GPU alone does not finish one, first those that wait for nobody themselves. None where no GPU waits."""
     late: list[tuple[list[int], str]] = []
     for name in dict.fromkeys(name for seen in ranks.values() for name in seen.groups):
         members = next(seen.groups[name][0] for seen in ranks.values() if name in seen.groups)
