@@ -18,7 +18,7 @@ from convoy.engine.gradients.buckets import own_piece
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, division, set_up
-from convoy.training import checkpoint_interval as when
+from convoy.training import checkpoints as when
 from convoy.training.checkpoints import Young
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks

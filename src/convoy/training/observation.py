@@ -32,7 +32,7 @@ from convoy.launch import cores
 from convoy.launch.host import HostLoad, HostWatch, beside_others, network_place
 from convoy.ops.precision import under_autocast
 from convoy.planner import Scored
-from convoy.planner.comparison import Both, Comparison, groups_beside, of_all_stages, parts_beside, stages_beside
+from convoy.planner.comparison import Both, Comparison, Group, groups_beside, of_all_stages, parts_beside, stages_beside
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
@@ -371,7 +371,7 @@ def _compared(
         names = f"{', '.join(map(str, of_stages[:-1]))} and {of_stages[-1]}"
         notes = [*notes, f"rank {rank} runs stage {mesh.stage_of(rank) + 1}; the layers are those of ranks {names}"]
     both = of_all_stages(before), of_all_stages(after)
-    groups = ()
+    groups: tuple[Group, ...] = ()
     if placement is not None:
         stage_of = network.engine.staged(placement).stages if isinstance(network, StagedTraining) else ()
         groups = groups_beside(placement, *both, stage_of)
