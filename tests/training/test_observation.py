@@ -30,7 +30,7 @@ from convoy.planner.profiling import local_op_of
 from convoy.training import Session, evaluate, loop, observation, step
 from convoy.training.build import build_model
 from convoy.training.evaluate import EvaluationTally
-from convoy.training.observation import LAST, SEPARATE, WARM_UP, WATCHED, Observation
+from convoy.training.observation import WARM_UP, WATCHED, Observation
 from convoy.training.step import TrainingStep
 from convoy.training.workloads import measuring, workload_in_passes
 from engine.test_watched import ticking
@@ -40,6 +40,9 @@ from training.scenarios import session
 from whole_runs import Ended, train_here
 
 # The first updates, beside a prediction
+
+EARLY: dict[str, Any] = {"watched": (5, 8, 11), "separate": (6, 9, 12), "last": 14}
+"""Which updates are looked at here, where others are up to the 64th."""
 
 
 def run(trained: Session, updates: int, watch: Observation | None = None) -> dict[str, torch.Tensor]:
@@ -70,9 +73,9 @@ UNCHANGED = (
 def both_ways(data: Path) -> list[tuple[bool, Comparison]]:
     ways = []
     for settings in UNCHANGED:
-        plain, watched = run(session(data, *settings), SEPARATE[1] + 1), session(data, *settings)
-        watch = Observation(watched)
-        seen = run(watched, SEPARATE[1] + 1, watch)
+        plain, watched = run(session(data, *settings), 10), session(data, *settings)
+        watch = Observation(watched, **EARLY)
+        seen = run(watched, 10, watch)
         ways.append((all(torch.equal(plain[name], seen[name]) for name in plain), watch.conclude(None, None)))
     return ways
 
@@ -80,7 +83,7 @@ def both_ways(data: Path) -> list[tuple[bool, Comparison]]:
 def test_nothing_that_is_computed_changes(data: Path) -> None:
     for same, comparison in itertools.chain.from_iterable(run_ranks(both_ways, 2, data)):
         assert same and comparison.groups
-        assert comparison.timed == SEPARATE[1] + 1 - WARM_UP - 4 and comparison.watched == 2
+        assert comparison.timed == 10 - WARM_UP - 4 and comparison.watched == 2
 
 
 def in_passes(trained: Session) -> Any:
@@ -111,7 +114,7 @@ def observed(
         every operation with weights of this rank; and how many it knows.
     """
     trained, store = session(data, f"parallel.plan={plan}"), ProfileStore(folder / "store")
-    watch = Observation(trained, *([DeviceClock(trained.device, ticking(1e-3))] if by_clock else []))
+    watch = Observation(trained, *([DeviceClock(trained.device, ticking(1e-3))] if by_clock else []), **EARLY)
     run(trained, updates, watch)
     watched = [sum(segment.seconds for segment in one.segments()) for one in watch._watched]
     scored = predicted(trained) if predicts else None
@@ -128,12 +131,12 @@ def observed(
 
 
 def test_the_store_learns_what_the_calls_took_but_not_beside_other_processes(data: Path, tmp_path: Path) -> None:
-    (comparison, _, _, known, learned), _ = run_ranks(observed, 2, data, tmp_path, "filter=2", LAST + 3, True)
-    assert known and comparison.learned == learned > 0 and comparison.watched == len(WATCHED)
-    assert comparison.timed == LAST - WARM_UP - len(WATCHED) - len(SEPARATE)
+    (comparison, _, _, known, learned), _ = run_ranks(observed, 2, data, tmp_path, "filter=2", 17, True)
+    assert known and comparison.learned == learned > 0 and comparison.watched == 3
+    assert comparison.timed == 14 - WARM_UP - 6
     assert comparison.update.measured_s == pytest.approx(1e-3)  # from one mark to the next
     assert [group.name for group in comparison.groups] == ["conv", "norm", "head", "aux", GRADIENTS]
-    more = data, tmp_path / "beside", "sample=2", SEPARATE[1] + 1, False, False, True
+    more = data, tmp_path / "beside", "sample=2", 10, False, False, True
     (comparison, *_, learned), _ = run_ranks(observed, 2, *more)
     assert comparison.learned == learned == 0
     assert any(note.startswith("other processes kept") for note in comparison.notes)
@@ -141,7 +144,7 @@ def test_the_store_learns_what_the_calls_took_but_not_beside_other_processes(dat
 
 @pytest.mark.parametrize("plan", ["stage=2", "sample=2"])
 def test_one_of_the_watched_updates_is_kept_beside_the_predicted_one(data: Path, tmp_path: Path, plan: str) -> None:
-    ranks = run_ranks(observed, 2, data, tmp_path, plan, WATCHED[1] + 1, True, True)
+    ranks = run_ranks(observed, 2, data, tmp_path, plan, 9, True, True)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"measured rank 0", "measured rank 1", "predicted rank 0"} <= set(names.values())
@@ -180,11 +183,12 @@ def test_one_of_the_watched_updates_is_kept_beside_the_predicted_one(data: Path,
 
 
 def test_one_device_is_watched_too_and_a_short_run_is_said_to_be_short(data: Path, tmp_path: Path) -> None:
-    ((comparison, *_),) = run_ranks(observed, 1, data, tmp_path, "serial", WATCHED[0] + 1)
+    ((comparison, *_),) = run_ranks(observed, 1, data, tmp_path, "serial", 6)
     assert comparison.groups and comparison.parts["waiting"].measured_s == 0
     assert all(comparison.parts[part].measured_s for part in ("forward", "backward", "optimizer"))
     for comparison, *_ in run_ranks(observed, 2, data, tmp_path / "short", "sample=2", 2):
-        assert comparison.update.measured_s is None and "too short" in " ".join(comparison.notes)
+        assert comparison.update.measured_s is None
+        assert f"the run was too short to be watched: that takes {WATCHED[0]} updates" in comparison.notes
     assert not (tmp_path / "short" / "trace.json").exists()
 
 
