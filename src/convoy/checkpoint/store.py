@@ -190,10 +190,10 @@ def snapshot(tensors: Iterable[tuple[str, Tensor]], number: int | None, num_shar
 def stamp(path: Path) -> tuple[int, int, int] | None:
     """What tells a file or folder from one of the same name on another machine; None where it is not seen here."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class Writing:

@@ -141,16 +141,19 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
     if budget.allows(0.0, "how pictures are made"):
         most_s = budget.part(_PICTURES_PART).left
         everyone = ranks.gather(measure_pictures(session.data, recipe.data, _fresh(session), recipe.seed, most_s))
-        answers = [one for one in everyone if one is not None]
-        if answers:
-            facts = replace(facts, pictures=max(answers, key=lambda one: one.read_s + one.cpu_s))
+        measured = [pictures for pictures in everyone if pictures is not None]
+        if measured:
+            facts = replace(facts, pictures=max(measured, key=lambda pictures: pictures.read_s + pictures.cpu_s))
     if ranks.num > 1 and budget.allows(0.0, "the link"):
         facts = replace(facts, link_bits_per_s=_bits_per_s(session))
     budget.tell("timing an evaluation")
     part = budget.part(_EVALUATION_PART)
     samples = session.evaluation_batch() * ranks.num_sample_ranks
     if part.allows(facts.update_s * samples / facts.batch / 3, "an evaluation"):  # a third of an update, about
-        facts = replace(facts, evaluation_s=_evaluation_s(session, part))
+        evaluation_s = _evaluation_s(session, part)
+        if part.allows(part.seconds / 2):  # for the first one, memory and kernels are made
+            evaluation_s = _evaluation_s(session, part)
+        facts = replace(facts, evaluation_s=evaluation_s)
     if folder is not None:
         facts = _with_checkpoints(session, facts, folder, budget)
     busy_cores = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
@@ -245,25 +248,18 @@ def _of_few(facts: Facts, counted: int, pace: Pace) -> tuple[str, ...]:
 def _bits_per_s(session: Session) -> float:
     """Bits a second that an all-reduce moves each way: 2 (n - 1) / n times the size of a message (Patarasuk, 2009)."""
     ranks, message = session.ranks, torch.zeros(_MESSAGE // 4, device=session.device)
-    taken = list[float]()
+    sent_s = list[float]()
     for _ in range(3):
         ranks.barrier()
         began = time.perf_counter()
         all_reduce(message, ranks.group)
         wait_for(session.device)
-        taken.append(time.perf_counter() - began)
-    (longest,) = ranks.largest(round(1e6 * min(taken)))
+        sent_s.append(time.perf_counter() - began)
+    (longest,) = ranks.largest(round(1e6 * min(sent_s)))
     return 8 * _MESSAGE * 2 * (ranks.num - 1) / ranks.num / (1e-6 * max(1, longest))
 
 
 def _evaluation_s(session: Session, part: Budget) -> float:
-    """Seconds of the second evaluation, as all later ones take: for the first, memory and kernels are made. Where that
-    one has taken the time, it has to do."""
-    first = _from_first_batches(session, part)
-    return _from_first_batches(session, part) if part.allows(part.seconds / 2) else first
-
-
-def _from_first_batches(session: Session, part: Budget) -> float:
     """Seconds of an evaluation, as its first batches tell."""
     size = max(1, session.evaluation_batch() * session.ranks.num_sample_ranks)
     number = -(-len(session.data.test) // size)
@@ -276,13 +272,13 @@ def _from_first_batches(session: Session, part: Budget) -> float:
     began = time.perf_counter()
     try:
         session.evaluate(stop)
-        taken = time.perf_counter() - began
+        evaluation_s = time.perf_counter() - began
     except StoppedError:
-        others = asked[1:] if len(asked) > 2 else asked
-        each = (others[-1] - others[0]) / (len(others) - 1)
-        taken = asked[1] - began + each * (number - 1)
+        later = asked[1:] if len(asked) > 2 else asked
+        batch_s = (later[-1] - later[0]) / (len(later) - 1)
+        evaluation_s = asked[1] - began + batch_s * (number - 1)
     session.model.train()
-    return max(session.ranks.gather(taken))
+    return max(session.ranks.gather(evaluation_s))
 
 
 def _with_checkpoints(session: Session, facts: Facts, folder: Path, budget: Budget) -> Facts:
@@ -298,11 +294,11 @@ def _with_checkpoints(session: Session, facts: Facts, folder: Path, budget: Budg
     if not part.allows(_RUNS * facts.update_s, "checkpoints"):
         return facts
     with suppress(OSError, ConvoyError):  # a full disk, or a folder that is not to be written to
-        taken = _checkpoint_s(session, min(between), facts, folder, part)
+        checkpoint_s = _checkpoint_s(session, min(between), facts, folder, part)
         if is_often:
-            facts = replace(facts, checkpoint_s=taken, checkpoint_every=every)
+            facts = replace(facts, checkpoint_s=checkpoint_s, checkpoint_every=every)
         if pauses and facts.evaluation_s is not None:
-            facts = replace(facts, evaluation_s=facts.evaluation_s + _BEST * taken)
+            facts = replace(facts, evaluation_s=facts.evaluation_s + _BEST * checkpoint_s)
     return facts
 
 

@@ -114,7 +114,7 @@ class MetricsWindow:
                 for value in part:
                     self.loss += value
         before = self.ranks_s or [0.0] * len(everyone)
-        self.ranks_s = [own + said[4] for own, said in zip(before, everyone, strict=True)]
+        self.ranks_s = [seconds + rank[4] for seconds, rank in zip(before, everyone, strict=True)]
         for _, num_correct, rank_wait_s, rank_bad, _ in parts:
             self.num_correct += num_correct
             wait_s = max(wait_s, rank_wait_s)

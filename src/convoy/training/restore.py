@@ -244,8 +244,8 @@ def _changed_code(
         return ""
     # a run looked at two microbatches of two samples, or of one, where they have no more
     graphs = (graph_of(network, shape, samples, training=True) for samples in (2, 1))
-    found = [difference(was, code_of(network, graph)) for graph in graphs]
-    return found[0] if all(found) else ""
+    changes = [difference(was, code_of(network, graph)) for graph in graphs]
+    return changes[0] if all(changes) else ""
 
 
 def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, list[str]]:

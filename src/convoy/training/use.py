@@ -96,8 +96,8 @@ class Classifier:
         finally:
             self._networks.put(network)
         # As in an evaluation: of equally likely classes the first one.
-        found = logits.softmax(1).sort(dim=1, descending=True, stable=True)
-        classes, probabilities = (part[:, : self._top].tolist() for part in (found.indices, found.values))
+        ranked = logits.softmax(1).sort(dim=1, descending=True, stable=True)
+        classes, probabilities = (part[:, : self._top].tolist() for part in (ranked.indices, ranked.values))
         return [tuple(zip(*row, strict=True)) for row in zip(classes, probabilities, strict=True)]
 
 
@@ -172,13 +172,13 @@ class _Reader:
         turn: list[list[str]] = []
         while len(turn) < self._most and not self._ended:
             try:
-                found = self._batches.get(timeout=_SOON_S if turn else patience)
+                batch = self._batches.get(timeout=_SOON_S if turn else patience)
             except queue.Empty:
                 return turn
-            if isinstance(found, list):
-                turn.append(found)
+            if isinstance(batch, list):
+                turn.append(batch)
             else:
-                self._ended, self._end = True, found
+                self._ended, self._end = True, batch
         if turn:
             return turn
         if self._end is not None:
