@@ -273,22 +273,6 @@ def answers(run: Path, names: list[str], batch: int, top: int = 3) -> list[FileC
         return [answer for some in classify(classifier, names, batch) for answer in some]
 
 
-def test_each_picture_has_the_class_that_the_evaluation_counts(run: Path) -> None:
-    trained_run = load_run(run)
-    data, _ = evaluation_data(trained_run)
-    files = [str(run.parent / "data" / data.test.name(i)) for i in range(len(data.test))]
-    classified = answers(run, files, 5)
-    assert [answer.name for answer in classified] == files
-    confusion = torch.zeros(3, 3, dtype=torch.int64)
-    for answer, label in zip(classified, data.test.labels, strict=True):
-        confusion[int(label), answer.best[0][0]] += 1
-        assert [p for _, p in answer.best] == sorted((p for _, p in answer.best), reverse=True)
-        assert sum(p for _, p in answer.best) == pytest.approx(1, abs=1e-6)
-        assert sorted(number for number, _ in answer.best) == [0, 1, 2]
-    assert torch.equal(confusion, evaluate_run(trained_run, data, CPU).confusion)
-    assert {len(answer.best) for answer in answers(run, files[:4], 2, top=1)} == {1}
-
-
 def on_ranks(run: Path, names: list[str], batch: int) -> tuple[list[FileClasses], list[list[int]], float, str]:
     """Answers; the evaluation's matrix and loss; and what is said of a list of names that breaks off."""
 
@@ -310,16 +294,27 @@ def on_ranks(run: Path, names: list[str], batch: int) -> tuple[list[FileClasses]
     return [answer for turn in turns for answer in turn], result.confusion.tolist(), result.loss, str(caught.value)
 
 
-def test_any_number_of_ranks_and_threads_gives_the_same_bits(run: Path, tmp_path: Path) -> None:
+def test_any_number_of_ranks_and_threads_gives_the_classes_that_the_evaluation_counts(
+    run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "bad.png").write_text("x")
     names = pictures(run.parent / "data")
     names = [*names[:7], str(tmp_path / "bad.png"), *names[7:], str(tmp_path / "none.png")]
     want, loaded = answers(run, names, 4), load_run(run)
     assert [answer.name for answer in want] == names and [answer.bad is None for answer in want].count(False) == 2
-    alone = evaluate_run(loaded, evaluation_data(loaded)[0], CPU)
-    for classified, confusion, loss, said in run_ranks(on_ranks, 3, run, names, 4):
+    data, _ = evaluation_data(loaded)
+    alone, confusion = evaluate_run(loaded, data, CPU), torch.zeros(3, 3, dtype=torch.int64)
+    of_name = {answer.name: answer for answer in want}
+    for number, label in enumerate(data.test.labels.tolist()):
+        best = of_name[str(run.parent / "data" / data.test.name(number))].best
+        confusion[label, best[0][0]] += 1
+        assert [p for _, p in best] == sorted((p for _, p in best), reverse=True)
+        assert sum(p for _, p in best) == pytest.approx(1, abs=1e-6) and sorted(c for c, _ in best) == [0, 1, 2]
+    assert torch.equal(confusion, alone.confusion)
+    assert {len(answer.best) for answer in answers(run, names[:4], 2, top=1)} == {1}
+    for classified, on_all, loss, said in run_ranks(on_ranks, 3, run, names, 4):
         assert classified == want and said == "the list ends here"
-        assert confusion == alone.confusion.tolist() and loss == pytest.approx(alone.loss, rel=1e-6)
+        assert on_all == confusion.tolist() and loss == pytest.approx(alone.loss, rel=1e-6)
 
 
 def test_what_is_known_is_said_before_the_next_names_come(run: Path) -> None:

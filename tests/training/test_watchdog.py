@@ -32,33 +32,29 @@ def seen(
     return replace(RankState(host, update, part, "conv1", collective, 31.0, 3, silent_s), **more)
 
 
-@pytest.mark.parametrize(
-    ("others", "words"),
-    [
+def test_the_one_who_holds_the_others_up_is_named() -> None:
+    where = "update 7, forward pass of layer conv1, waiting for other ranks (exchange)"
+    for others, words in (
         ({1: seen(host="b", silent_s=29)}, "held up by rank 1 on host b, not heard of any more\n"),
         ({1: seen(host="b")}, "held up by rank 1 on host b\n"),
         ({1: seen(collective="wait")}, "while all wait for each other\n"),
         ({1: seen(update=5, collective="wait")}, "while all wait for each other, rank 1 on host a behind the others\n"),
         ({}, "held up by rank 1, not heard of any more\n"),
-    ],
-)
-def test_the_one_who_holds_the_others_up_is_named(others: dict[int, RankState], words: str) -> None:
-    found = explain(0, {0: seen(collective="exchange"), **others}, 31.0, 5.0, 2)
-    where = "update 7, forward pass of layer conv1, waiting for other ranks (exchange)"
-    assert found.startswith(f"rank 0 on host a has not moved for 31 s (--timeout): {where}, {words}last positions:\n")
-    assert len(found.splitlines()) == 4
-
-
-def test_stages_and_parts_are_named() -> None:
-    found = explain(1, {0: seen(collective="wait"), 1: seen(part="data")}, 31.0, 5.0, 2)
-    assert "update 7, waiting for data of layer conv1, and the others wait for it" in found
+    ):
+        said = explain(0, {0: seen(collective="exchange"), **others}, 31.0, 5.0, 2)
+        assert said.startswith(
+            f"rank 0 on host a has not moved for 31 s (--timeout): {where}, {words}last positions:\n"
+        )
+        assert len(said.splitlines()) == 4
+    said = explain(1, {0: seen(collective="wait"), 1: seen(part="data")}, 31.0, 5.0, 2)
+    assert "update 7, waiting for data of layer conv1, and the others wait for it" in said
     waiting = seen(part="backward", collective="value of another stage", stage=1)
-    found = explain(0, {0: waiting, 1: seen(host="b", silent_s=29, stage=2)}, 31.0, 5.0, 2)
-    assert found.startswith("rank 0 (stage 1) on host a has not moved for 31 s (--timeout): update 7, backward pass")
-    assert "held up by rank 1 (stage 2) on host b, not heard of any more\n" in found
+    said = explain(0, {0: waiting, 1: seen(host="b", silent_s=29, stage=2)}, 31.0, 5.0, 2)
+    assert said.startswith("rank 0 (stage 1) on host a has not moved for 31 s (--timeout): update 7, backward pass")
+    assert "held up by rank 1 (stage 2) on host b, not heard of any more\n" in said
     for part, words in (("start", "before the first update"), ("reading", "reading a checkpoint")):
-        found = explain(0, {0: seen(collective="barrier"), 1: seen(part=part)}, 31.0, 5.0, 2, "")
-        assert f"rank 1 on host a: {words} (for 31 s)" in found  # without a number of an update
+        said = explain(0, {0: seen(collective="barrier"), 1: seen(part=part)}, 31.0, 5.0, 2, "")
+        assert f"rank 1 on host a: {words} (for 31 s)" in said  # without a number of an update
 
 
 def watched(kind: str, limit_s: float = 600.0) -> list[str]:
