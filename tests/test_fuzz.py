@@ -37,6 +37,7 @@ from convoy.plans.plan import Plan
 from convoy.training.recipe import Recipe, check_names, load_recipe
 from convoy.training.schema import all_keys
 from data.made import encoded, picture, tar_members, write_cifar, write_mnist, write_parquet, write_tar
+from training.scenarios import put
 
 LONGEST = 1_000
 """Characters of a sentence about what was typed, however long that was."""
@@ -268,7 +269,7 @@ def forge_yaml(draw: random.Random, folder: Path) -> None:
 def make_checkpoint(folder: Path) -> None:
     tensors = {"weight": torch.ones(3, 2), "count": torch.tensor(3), "none": torch.empty(0, dtype=torch.bfloat16)}
     store = CheckpointStore(folder.with_name("store"))
-    store.save(Checkpoint(3, "x", tensors, {"loop": {"progress": {"best_step": 3}}})).rename(folder)
+    put(store, Checkpoint(3, "x", tensors, {"loop": {"progress": {"best_step": 3}}})).rename(folder)
 
 
 def forge_checkpoint(draw: random.Random, folder: Path) -> None:

@@ -31,7 +31,7 @@ from PIL import Image
 
 from convoy.bench.emulated.network import EmulatedHost
 from convoy.cli import main as convoy
-from convoy.training import run, set_up, step, summary  # noqa: F401  loaded once, for all that are forked
+from convoy.training import run, set_up, step  # noqa: F401  loaded once, for all that are forked
 from measuring import gate
 
 LINE = (

@@ -11,8 +11,9 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, as_text, write_record
+from convoy.checkpoint.files import RECORD, Checkpoint, DamagedCheckpointError, as_text, write_record
 from convoy.checkpoint.store import CheckpointStore
+from training.scenarios import put
 
 
 def checkpoint(step: int) -> Checkpoint:
@@ -25,17 +26,6 @@ def checkpoint(step: int) -> Checkpoint:
     return Checkpoint(step, "run", tensors, {"loss": 0.1 + 0.2, "name": "x", "list": [1, None]})
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", keep=2)
-
-
-def test_the_last_ones_and_the_best_are_kept(store: CheckpointStore) -> None:
-    for step in range(1, 6):
-        store.save(checkpoint(step), best_step=2)
-    assert store.steps() == [2, 4, 5]
-
-
 def of_three(store: CheckpointStore, step: int) -> Path:
     """A checkpoint that three ranks wrote; the last one of them had nothing to write."""
     draft = store.draft(step, 3, "token")
@@ -46,8 +36,23 @@ def of_three(store: CheckpointStore, step: int) -> Path:
     return store.place(step)
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+def test_the_last_ones_and_the_best_are_kept(store: CheckpointStore) -> None:
+    assert store.load_latest("run") == (None, [])
+    for step in range(1, 6):
+        put(store, checkpoint(step))
+        store.prune(step, best_step=2)
+    assert store.steps() == [2, 4, 5]
+    newest, refused = store.load_latest("run")
+    assert newest is not None and (newest.step, refused) == (5, [])
+
+
 def test_what_several_wrote_is_what_one_would_have_written(store: CheckpointStore) -> None:
-    for place in (store.save(checkpoint(6)), of_three(store, 7)):
+    for place in (put(store, checkpoint(6)), of_three(store, 7), of_three(store, 7)):  # also in the place of one
         assert {path.suffix for path in place.rglob("*") if path.is_file()} == {".json", ".safetensors"}  # no pickle
     assert len(list((place / "state").iterdir())) == 3
     for back, want in ((store.load(6), checkpoint(6)), (store.load(7), checkpoint(7))):
@@ -56,64 +61,48 @@ def test_what_several_wrote_is_what_one_would_have_written(store: CheckpointStor
         assert all(back.tensors[name].dtype == tensor.dtype for name, tensor in want.tensors.items())
 
 
-FILES = ["checkpoint.json", *(f"state/shard-0000{number}-of-00003.safetensors" for number in (1, 2, 3))]
+SHARD = "state/shard-00002-of-00003.safetensors"
 
 
-def damaged(content: bytes, damage: str) -> bytes:
-    if damage == "empty":
-        return b""
-    if damage == "truncated":
-        return content[:-1]
-    if damage == "longer":
-        return content + b" "
-    place = {"first bit": 0, "middle bit": len(content) // 2, "last bit": len(content) - 1}[damage]
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
-DAMAGES = ["truncated", "first bit", "middle bit", "last bit", "longer", "empty", "missing", "a folder"]
-
-
-@pytest.mark.parametrize("name", [FILES[0], FILES[2]])
-def test_damage_is_refused_by_name_and_the_one_before_is_used(store: CheckpointStore, name: str) -> None:
+def test_damage_and_foreign_files_are_refused_by_name_and_the_one_before_is_used(store: CheckpointStore) -> None:
     of_three(store, 1)
-    path = of_three(store, 2) / name
-    content = path.read_bytes()
-    for damage in DAMAGES:
-        path.unlink()
-        if damage == "a folder":
-            path.mkdir()
-        elif damage != "missing":
-            path.write_bytes(damaged(content, damage))
-        found, (sentence,) = store.load_latest("run")
-        assert found is not None and found.step == 1
-        assert "step-00000002" in sentence and path.name in sentence
-        if damage == "a folder":
-            path.rmdir()
-        path.write_bytes(content)
-
-
-def test_every_byte_counts(store: CheckpointStore) -> None:
     place = of_three(store, 2)
-    for path in (place / FILES[0], place / FILES[2]):
+
+    def refused(words: str) -> None:
+        latest, (sentence,) = store.load_latest("run")
+        assert latest is not None and latest.step == 1
+        assert "step-00000002" in sentence and words in sentence
+
+    for path in (place / RECORD, place / SHARD):
         content = path.read_bytes()
-        for index in range(0, len(content), 5):
-            path.write_bytes(content[:index] + bytes([content[index] ^ 4]) + content[index + 1 :])
+        for damaged in (content[:-1], content + b" ", b""):
+            path.write_bytes(damaged)
+            refused(path.name)
+        path.unlink()
+        refused(path.name)
+        path.mkdir()
+        refused(path.name)
+        path.rmdir()
+        for index in [*range(0, len(content), 5), len(content) - 1]:  # every byte counts
+            path.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
             with pytest.raises(DamagedCheckpointError, match="step-00000002"):
                 store.load(2)
         path.write_bytes(content)
-    assert store.load(2).step == 2
-
-
-def test_a_file_that_was_put_in_is_refused(store: CheckpointStore) -> None:
-    of_three(store, 2)
-    place = of_three(store, 3)
     for name in ("state/shard-00004-of-00003.safetensors", "state/data.pkl", "more.json", "state/a/b"):
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_bytes(b"")
-        found, (sentence,) = store.load_latest("run")
-        assert found is not None and found.step == 2
-        assert "step-00000003 holds the foreign file" in sentence
+        refused("holds the foreign file")
         (place / name).unlink()
+    (place / "state/a").rmdir()
+    assert store.load(2).step == 2
+    put(store, checkpoint(3)).rename(store.folder / "step-00000009")
+    with pytest.raises(DamagedCheckpointError, match="step-00000009"):
+        store.load(9)
+    (store.folder / "step-00000009" / RECORD).write_text(
+        json.dumps({"format": "other", "record_sha256": "", "sha256": {}})
+    )
+    with pytest.raises(DamagedCheckpointError, match="foreign format 'other'"):
+        store.load(9)
 
 
 class _Bomb:
@@ -121,20 +110,9 @@ class _Bomb:
         return (pytest.fail, ("unpickled",))
 
 
-def test_a_pickle_with_the_right_checksum_is_not_run(store: CheckpointStore) -> None:
+def test_right_checksums_of_a_pickle_of_files_elsewhere_and_of_other_values_do_not_help(store: CheckpointStore) -> None:
     place = of_three(store, 3)
-    content = pickle.dumps(_Bomb())
-    (place / FILES[1]).write_bytes(content)
-    record = json.loads((place / "checkpoint.json").read_text())
-    checksums = record["sha256"] | {Path(FILES[1]).name: hashlib.sha256(content).hexdigest()}
-    write_record(place, 3, "run", record["values"], checksums)
-    with pytest.raises(DamagedCheckpointError, match="is no file of tensors"):
-        store.load(3)
-
-
-def test_a_record_cannot_name_files_elsewhere_or_hold_other_values(store: CheckpointStore) -> None:
-    place = of_three(store, 3)
-    whole = json.loads((place / "checkpoint.json").read_text())
+    whole = json.loads((place / RECORD).read_text())
     (store.folder.parent / "secret.safetensors").write_bytes(b"")
     for name in ("../../secret.safetensors", "/etc/passwd", "..", ""):
         write_record(place, 3, "run", {}, {name: hashlib.sha256(b"").hexdigest()})
@@ -143,9 +121,15 @@ def test_a_record_cannot_name_files_elsewhere_or_hold_other_values(store: Checkp
     for key, value in (("step", "3"), ("identity", None), ("values", []), ("sha256", [])):
         record = {name: each for name, each in whole.items() if name != "record_sha256"} | {key: value}
         digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()  # it fits
-        (place / "checkpoint.json").write_text(as_text(record | {"record_sha256": digest}))
+        (place / RECORD).write_text(as_text(record | {"record_sha256": digest}))
         with pytest.raises(DamagedCheckpointError, match="lacks what belongs into it"):
             store.load(3)
+    content = pickle.dumps(_Bomb())
+    (place / SHARD).write_bytes(content)
+    checksums = whole["sha256"] | {Path(SHARD).name: hashlib.sha256(content).hexdigest()}
+    write_record(place, 3, "run", whole["values"], checksums)
+    with pytest.raises(DamagedCheckpointError, match="is no file of tensors"):
+        store.load(3)
 
 
 def test_a_checkpoint_of_before_shards_is_read(store: CheckpointStore) -> None:
@@ -163,39 +147,20 @@ def test_a_checkpoint_of_before_shards_is_read(store: CheckpointStore) -> None:
     assert all(torch.equal(back.tensors[name], tensor) for name, tensor in checkpoint(5).tensors.items())
 
 
-def test_what_a_killed_process_left_is_swept_and_never_taken(store: CheckpointStore) -> None:
+def test_a_write_that_fails_or_is_killed_leaves_the_one_before(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     of_three(store, 1)
     unfinished = store.draft(2, 2, "killed")
     unfinished.add(0, checkpoint(2).tensors)
     assert not unfinished.complete()
-    assert store.steps() == [1]
-    store.sweep()
-    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
-
-
-def test_the_newest_is_used_and_what_is_foreign_is_refused(store: CheckpointStore) -> None:
-    assert store.load_latest("run") == (None, [])
-    store.save(checkpoint(1))
-    store.save(checkpoint(2))
-    found, refused = store.load_latest("run")
-    assert found is not None and (found.step, refused) == (2, [])
-    store.save(checkpoint(3)).rename(store.folder / "step-00000009")
-    with pytest.raises(DamagedCheckpointError, match="step-00000009"):
-        store.load(9)
-    record = {"format": "other", "record_sha256": "", "sha256": {}}
-    (store.folder / "step-00000009" / "checkpoint.json").write_text(json.dumps(record))
-    with pytest.raises(DamagedCheckpointError, match="foreign format 'other'"):
-        store.load(9)
-
-
-def test_a_write_that_fails_leaves_the_one_before(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.save(checkpoint(1))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("convoy.checkpoint.store.write_record", full)
     with pytest.raises(OSError, match="No space"):
-        store.save(checkpoint(2))
+        put(store, checkpoint(3))
+    assert store.steps() == [1] and store.load(1).step == 1
+    store.sweep()
     assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
-    assert store.load(1).step == 1

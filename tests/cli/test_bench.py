@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cli.calls import Call, faults
-from convoy.training import RunDirectory, lock
+from convoy.training import RunDirectory
+from convoy.training.run_directory import LOCK
 from started import ENVIRONMENT, wait_for
 
 TINY = "--batch 8 --image-size 28 --updates 2 --warm-up 1 --timeout 300"
@@ -144,7 +145,7 @@ def test_a_folder_is_for_one_study_at_a_time(tmp_path: Path, call: Call) -> None
     with RunDirectory(tmp_path).lock():
         sentence = call(f"bench tiny:TinyNet --devices 1 --plans sample --out {tmp_path} {TINY}", status=2).err
     assert f"another process is training in {tmp_path} (process " in sentence and "wait for its end" in sentence
-    assert [entry.name for entry in tmp_path.iterdir()] == [lock.NAME]
+    assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

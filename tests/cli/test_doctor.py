@@ -16,12 +16,11 @@ import pytest
 
 from cli.calls import Call, faults
 from convoy.cli import doctor, doctor_run
-from convoy.doctor.advice import Advice
-from convoy.doctor.diagnosis import Diagnosis
+from convoy.doctor.diagnosis import Advice, Diagnosis
 from convoy.errors import ConvoyError, MachineError
 from convoy.terminal import Console
 from convoy.training import Session
-from convoy.training.budget import Budget
+from convoy.training.trials import Budget
 from processes import alive, children
 from started import Started, wait_for
 from tiny import write_pictures

@@ -155,7 +155,7 @@ def test_export_writes_onnx_into_the_run_unless_said_otherwise(
     run: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forms = []
-    monkeypatch.setattr("convoy.training.export.export", lambda run, form, path: forms.append((form, path)) or 0)
+    monkeypatch.setattr("convoy.training.use.export", lambda run, form, path: forms.append((form, path)) or 0)
     for options in ("", " --to x.onnx", " --torch-export"):
         call(f"export {run}{options}")
     assert forms == [("onnx", run / "model.onnx"), ("onnx", Path("x.onnx")), ("torch-export", run / "model.pt2")]

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from convoy.doctor.advice import Advice, advise
-from convoy.doctor.diagnosis import Diagnosis
+from convoy.doctor.diagnosis import Advice, Diagnosis, advise
 from convoy.doctor.facts import Facts, InputModel, Pictures, RankFacts, Trial
 from convoy.launch.gpu import GpuLoad, GpuProcess
 from convoy.launch.host import HostLoad, OtherProcess

@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 
 from convoy.data import AugmentConfig, DataConfig, open_data, turbo
-from convoy.data.batch import BatchMaker, Filled
+from convoy.data.batch import BatchMaker
 from convoy.data.dataset import DataSet
 from convoy.data.decode import BadImage
 from convoy.data.sources import EncodedSource
@@ -38,17 +38,13 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MadeTime]
         yield clock
 
 
-Working = Callable[[Callable[[bytes], float]], None]
-
-
 @pytest.fixture
-def working(clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> Working:
+def working(clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[bytes], float]], None]:
     """Says how long the work on a picture of some bytes takes."""
     fill = BatchMaker.fill
 
     def work(seconds: Callable[[bytes], float]) -> None:
-        def taking(maker: BatchMaker, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int) -> Filled:
-            assert isinstance(maker.source, EncodedSource)
+        def taking(maker: Any, images: Any, samples: Any, epoch: int) -> Any:
             clock.work(sum(seconds(maker.source.read(sample)) for sample in samples.tolist()))
             return fill(maker, images, samples, epoch)
 
@@ -58,44 +54,44 @@ def working(clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> Working:
 
 
 class Photos(EncodedSource):
-    """JPEG files.
+    """JPEG files of a side; `arrive` waits for the bytes of one, and those that are not good are cut off."""
 
-    Args:
-        arrive: waits for the bytes of one.
-        bad: sample that cannot be read.
-        side: pixels.
-    """
-
-    def __init__(self, arrive: Callable[[], None] = lambda: None, bad: int = -1, side: int = 96) -> None:
+    def __init__(
+        self, arrive: Callable[[], object] = int, good: Callable[[int], bool] = lambda sample: True, side: int = 96
+    ) -> None:
         self.labels = np.zeros(len(SAMPLES), np.int64)
         self._file = encoded(picture(width=side, height=side), "JPEG", quality=95)
-        self._arrive, self._bad = arrive, bad
+        self._arrive, self._good = arrive, good
 
     def read(self, sample: int) -> bytes:
-        if sample == self._bad:
-            raise BadImage("photo", "is cut off")
         self._arrive()
-        return self._file
+        return self._file if self._good(sample) else self._file[:300]
 
     def name(self, sample: int) -> str:
         return f"photo {sample}"
 
 
-def measured(source: EncodedSource, samples: NDArray[np.int64] = SAMPLES, side: int = 48, **time: float) -> Pictures:
-    found = measured_if_readable(source, samples, side, **time)
-    assert found is not None
-    return found
+class Unreadable(Photos):
+    def read(self, sample: int) -> bytes:
+        if not self._good(sample):
+            raise BadImage("photo", "is cut off")
+        return super().read(sample)
 
 
-def measured_if_readable(
-    source: EncodedSource, samples: NDArray[np.int64], side: int = 48, **time: float
-) -> Pictures | None:
-    data = DataSet("photos", ["a", "b"], source, source, side, 3, (0.5,) * 3, (0.5,) * 3, side + 8)
-    config = DataConfig(path="photos", augment=AugmentConfig(crop="random-resized", flip=True))
-    return measure_pictures(data, config, samples, 3, **time)
+def if_readable(source: EncodedSource, number: int = 32, bad_images: Any = "error", **time: float) -> Pictures | None:
+    data = DataSet("photos", ["a", "b"], source, source, 48, 3, (0.5,) * 3, (0.5,) * 3, 56)
+    augment = AugmentConfig(crop="random-resized", flip=True)
+    config = DataConfig(path="photos", augment=augment, bad_images=bad_images)
+    return measure_pictures(data, config, SAMPLES[:number], 3, **time)
 
 
-def test_waiting_for_bytes_is_told_from_work(clock: MadeTime, working: Working, tmp_path: Path) -> None:
+def measured(source: EncodedSource, number: int = 32, **time: float) -> Pictures:
+    facts = if_readable(source, number, **time)
+    assert facts is not None
+    return facts
+
+
+def test_waiting_for_bytes_is_told_from_work(clock: MadeTime, working: Any, tmp_path: Path) -> None:
 
     def arrive() -> None:
         """For a third of the time another process has the core."""
@@ -103,12 +99,12 @@ def test_waiting_for_bytes_is_told_from_work(clock: MadeTime, working: Working, 
         (tmp_path / "none").write_text(f"5 {round(clock.now * 1e9 / 3)} 1")
 
     assert measured(Photos(arrive)).read_s == pytest.approx(WAIT_S * 2 / 3)
-    found = measured(Photos(partial(clock.work, WAIT_S)))  # a read that computes for as long
-    assert (found.read_s, found.least_read_s, found.cpu_s) == pytest.approx((0, 0, WAIT_S))
+    facts = measured(Photos(partial(clock.work, WAIT_S)))  # a read that computes for as long
+    assert (facts.read_s, facts.least_read_s, facts.cpu_s) == pytest.approx((0, 0, WAIT_S))
     working(lambda file: WORK_S)
-    found = measured(Photos(partial(clock.sleep, WAIT_S)))
-    assert found.read_s == pytest.approx(WAIT_S)
-    assert [found.cpu_s, found.packed_s, found.raw_s] == pytest.approx([WORK_S] * 3)
+    facts = measured(Photos(partial(clock.sleep, WAIT_S)))
+    assert facts.read_s == pytest.approx(WAIT_S)
+    assert [facts.cpu_s, facts.packed_s, facts.raw_s] == pytest.approx([WORK_S] * 3)
 
 
 def test_what_is_slow_to_answer_is_told_from_what_carries_little(clock: MadeTime) -> None:
@@ -123,11 +119,12 @@ def test_what_is_slow_to_answer_is_told_from_what_carries_little(clock: MadeTime
 
     answers, carries = measured(Photos(answer)), measured(Photos(partial(clock.sleep, WAIT_S)))
     assert [answers.read_s, carries.read_s] == pytest.approx([WAIT_S] * 2)
-    assert answers.least_read_s == pytest.approx(WAIT_S / 8)
-    assert carries.least_read_s == pytest.approx(WAIT_S)
+    assert (answers.least_read_s, carries.least_read_s) == pytest.approx((WAIT_S / 8, WAIT_S))
 
 
-def test_large_photographs_are_smaller_once_they_are_packed(working: Working) -> None:
+def test_large_photographs_are_smaller_once_they_are_packed_but_not_what_is_packed(
+    working: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Work takes as long as there are pixels, but for raw ones a tenth of it."""
 
     def seconds(file: bytes) -> float:
@@ -135,68 +132,53 @@ def test_large_photographs_are_smaller_once_they_are_packed(working: Working) ->
         return image.width * image.height * (1e-9 if image.format == "PPM" else 1e-8)
 
     working(seconds)
-    found = measured(Photos(side=480))
-    assert found.cpu_s == pytest.approx(480**2 * 1e-8)
-    assert (found.packed_s, found.raw_s) == (pytest.approx(56**2 * 1e-8), pytest.approx(56**2 * 1e-9))
-    assert found.short_side == 56
-    assert found.turbo_s == (None if turbo.missing() else found.cpu_s)
-
-
-def test_packing_what_is_packed_is_not_offered_and_a_few_pictures_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in (1, 2, 3):
-        found = measured(Photos(), SAMPLES[:number])
-        assert found.cpu_s > 0
-        assert all(np.isfinite(each) for each in (found.read_s, found.least_read_s, found.packed_s))
+    facts = measured(Photos(side=480))
+    assert (facts.cpu_s, facts.packed_s, facts.raw_s) == pytest.approx((480**2 * 1e-8, 56**2 * 1e-8, 56**2 * 1e-9))
+    assert facts.short_side == 56 and facts.turbo_s == (None if turbo.missing() else facts.cpu_s)
     stored = lambda source, sample, options: SimpleNamespace(data=source.read(sample))  # noqa: E731
     monkeypatch.setattr(pictures, "packed_picture", stored)
-    found = measured(Photos())
-    assert found.packed_s is None and found.raw_s is None
+    facts = measured(Photos())
+    assert facts.packed_s is None and facts.raw_s is None
 
 
-def test_it_does_not_take_longer_than_it_may(clock: MadeTime) -> None:
+def test_a_few_pictures_suffice_and_it_does_not_take_longer_than_it_may(clock: MadeTime) -> None:
+    for number in (1, 2, 3):
+        facts = measured(Photos(), number)
+        assert all(np.isfinite(each) for each in (facts.read_s, facts.least_read_s, facts.cpu_s, facts.packed_s))
     reads: list[int] = []
-
-    def arrive() -> None:
-        reads.append(1)
-        clock.sleep(0.04)
-
-    found = measured(Photos(arrive), most_s=8 * 0.05)
-    assert found.read_s == pytest.approx(0.04)
+    facts = measured(Photos(lambda: (reads.append(1), clock.sleep(0.04))), most_s=8 * 0.05)
+    assert facts.read_s == pytest.approx(0.04)
     # Two, at once one and one more for each reader, and three for each way to keep them: all would be over 100.
     assert len(reads) <= 2 + 9 + 2 * (1 if turbo.missing() else 2) + 2 * 3
 
 
 def test_bad_pictures_are_no_measurement_but_where_they_are_skipped() -> None:
     for bad in (0, 20):
-        assert measured_if_readable(Photos(bad=bad), SAMPLES) is None
-    whole = Photos().read(0)
-
-    class Cut(Photos):
-        good = 31
-
-        def read(self, sample: int) -> bytes:
-            return whole if sample < self.good and sample != 3 else whole[:300]
-
+        assert if_readable(Unreadable(good=lambda sample, bad=bad: sample != bad)) is None
     for good, bad_images in ((31, "skip"), (31, "error"), (0, "skip")):
-        source = Cut()
-        source.good = good
-        data = DataSet("photos", ["a", "b"], source, source, 48, 3, (0.5,) * 3, (0.5,) * 3, 56)
-        found = measure_pictures(data, DataConfig(path="photos", bad_images=bad_images), SAMPLES, seed=3)
-        assert (found is not None) == (good == 31 and bad_images == "skip")
-        assert found is None or (found.cpu_s > 0 and found.packed_s is not None)
+        source = Photos(good=lambda sample, good=good: sample < good and sample != 3)
+        facts = if_readable(source, bad_images=bad_images)
+        assert (facts is not None) == (good == 31 and bad_images == "skip")
+        assert facts is None or (facts.cpu_s > 0 and facts.packed_s is not None)
 
 
 def test_pictures_in_memory(tmp_path: Path, clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first batch takes longer, as it does with what is loaded for it."""
-    training, fill = BatchMaker.training, BatchMaker.fill
     seconds = iter((1.0, 32e-6))
-    monkeypatch.setattr(BatchMaker, "training", lambda *args: (clock.work(next(seconds)), training(*args))[1])
-    monkeypatch.setattr(BatchMaker, "fill", lambda *args: (clock.work(WORK_S), fill(*args))[1])
+    monkeypatch.setattr(BatchMaker, "training", clock_before(clock, BatchMaker.training, lambda: next(seconds)))
+    monkeypatch.setattr(BatchMaker, "fill", clock_before(clock, BatchMaker.fill, lambda: WORK_S))
     data = open_data(DataConfig(path=str(write_mnist(tmp_path / "data"))))
     plain = measure_pictures(data, DataConfig(path="data"), SAMPLES, seed=3)
-    assert plain is not None and plain.in_memory
-    assert plain.cpu_s == pytest.approx(1e-6)
+    assert plain is not None and plain.in_memory and plain.cpu_s == pytest.approx(1e-6)
     assert plain.read_s == 0 and plain.packed_s is None and plain.turbo_s is None
     cut = DataConfig(path="data", augment=AugmentConfig(crop="random-resized"))
     resized = measure_pictures(replace(data, resize=32), cut, SAMPLES, seed=3)
     assert resized is not None and not resized.in_memory and resized.cpu_s == pytest.approx(WORK_S)
+
+
+def clock_before(clock: MadeTime, function: Callable[..., Any], seconds: Callable[[], float]) -> Callable[..., Any]:
+    def working(*args: Any) -> Any:
+        clock.work(seconds())
+        return function(*args)
+
+    return working

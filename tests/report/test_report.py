@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from convoy.doctor.advice import Advice
-from convoy.doctor.diagnosis import Diagnosis
+from convoy.doctor.diagnosis import Advice, Diagnosis
 from convoy.errors import ConvoyError
 from convoy.report import pages
 from convoy.report.pages import running
 from convoy.report.remarks import about, remarks
 from convoy.report.report import render, write_report
 from convoy.report.run_directory import read_run
-from convoy.training.lock import locked
+from convoy.training import RunDirectory
 from report.made_runs import CONFIG, DIGITS, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
 from report.pages import HOSTILE, Page, harmless
 
@@ -112,7 +111,7 @@ def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path, state: str,
     run = write_run(tmp_path, results=summary(status="running", steps=31))
     with contextlib.ExitStack() as stack:
         if state != "unknown":
-            stack.enter_context(locked(run))
+            stack.enter_context(RunDirectory(run).lock())
         if state == "killed":
             stack.close()
         words = page(run).words

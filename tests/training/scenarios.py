@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError
 from convoy.launch.cores import own_cores, pin
@@ -139,6 +140,14 @@ def lines(out: Path, *keys: str, split: str | None = None) -> list[list[Any]]:
 
 def store_of(out: Path) -> CheckpointStore:
     return CheckpointStore(out / "checkpoints", keep=99)
+
+
+def put(store: CheckpointStore, checkpoint: Checkpoint) -> Path:
+    """A checkpoint that one process has written."""
+    draft = store.draft(checkpoint.step, 1, "put")
+    draft.add(0, checkpoint.tensors)
+    draft.put(store.place(checkpoint.step), checkpoint.identity, checkpoint.values)
+    return store.place(checkpoint.step)
 
 
 def drop_checkpoints(out: Path, after: int) -> None:

@@ -25,10 +25,10 @@ from convoy.training import load_recipe
 from convoy.training.code import code_of, difference
 from convoy.training.environment import machine
 from convoy.training.restore import load_run
-from data.made import tar_members, write_parquet, write_tar
+from data.made import tar_members, write_tar
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
-from training.scenarios import change_json, drop_checkpoints, files, refusals, summary, trained
+from training.scenarios import change_json, drop_checkpoints, files, put, refusals, store_of, summary, trained
 from whole_runs import as_before, train_here, train_until
 
 TWO = {"epochs": "2ba"}
@@ -68,23 +68,19 @@ def test_other_classes_and_fewer_samples_are_refused_and_nothing_is_changed(data
             trained(data, out, TWO, resume=True)
 
 
-@pytest.mark.parametrize("bits", ["true", "false"])
-def test_another_processor_is_said_of_reproducible_runs(data: Path, tmp_path: Path, bits: str) -> None:
-    out, settings = tmp_path / "run", TWO | {"reproducible": bits}
-
-    def go_on(**recorded: str) -> list[str]:
-        change_json(out / "environment.json", lambda begun: begun.update(recorded))
-        (out / "summary.json").unlink(missing_ok=True)  # the run is not finished
-        said = trained(data, out, settings, resume=True).said
-        return [sentence for sentence in said if "the run was begun on" in sentence]
-
-    trained(data, out, settings)
-    assert go_on() == []
+def test_another_processor_is_said_of_reproducible_runs(data: Path, tmp_path: Path) -> None:
     facts = machine(torch.device("cpu"))
-    sentences = go_on(machine="Z80", kernels="AVX9 with AMX")
     start = f"the run was begun on Z80 with AVX9 with AMX and continues on {facts['machine']} with {facts['kernels']}: "
-    assert [one.startswith(f"{start}its numbers may differ") for one in sentences] == [True] * (bits == "true")
-    assert all(sentence in summary(out)["notes"] for sentence in sentences)
+    for bits in ("true", "false"):
+        out, settings = tmp_path / bits, TWO | {"reproducible": bits}
+        trained(data, out, settings)
+        for recorded in ({}, {"machine": "Z80", "kernels": "AVX9 with AMX"}):
+            change_json(out / "environment.json", lambda begun, recorded=recorded: begun.update(recorded))
+            (out / "summary.json").unlink()  # the run is not finished
+            sentences = [one for one in trained(data, out, settings, resume=True).said if "was begun on" in one]
+            said = [one.startswith(f"{start}its numbers may differ") for one in sentences]
+            assert said == [True] * (bits == "true" and bool(recorded))
+            assert all(sentence in summary(out)["notes"] for sentence in sentences)
 
 
 def repaint(folder: Path, pattern: str = "train/*/*.png") -> None:
@@ -121,13 +117,6 @@ def tars(folder: Path, size: int) -> None:
     write_tar(folder / "train.tar", tar_members(40, width=size))
 
 
-def parquet(folder: Path, size: int) -> None:
-    shutil.rmtree(folder)
-    members = tar_members(40, width=size)
-    images = [content for name, content in members.items() if name.endswith(".jpg")]
-    write_parquet(folder / "train.parquet", images, [number % 2 for number in range(40)])
-
-
 Change = Callable[[Path], object]
 
 
@@ -147,13 +136,7 @@ HOSTS: dict[str, tuple[Change, Change, str | None]] = {
         lambda data: (data / "train/a/7.png").unlink(),
         r"the number of training samples is 23 for rank 1 on \S+, and 24 for rank 0 on \S+",
     ),
-    "fewer to test on": (nothing, lambda data: (data / "val/c/0.png").unlink(), "number of test samples is 11"),
     "renamed": (nothing, rename, "names or the order"),
-    "another class": (
-        nothing,
-        lambda data: [(data / s / "b").rename(data / s / "bb") for s in ("train", "val")],
-        "names",
-    ),
     "repainted": (nothing, repaint, "the sizes of the training files differ"),
     "packed": (nothing, pack_it, "the format is pack for rank 1"),
     "packed from others": (pack_it, pack_others, "the contents of the training samples"),
@@ -164,7 +147,6 @@ HOSTS: dict[str, tuple[Change, Change, str | None]] = {
     ),
     "other labels": (mnist, lambda data: mnist(data, "t10k-labels-idx1-ubyte"), "the labels of the test samples"),
     "tars": (lambda data: tars(data, 40), lambda data: tars(data, 41), "the sizes of the training files"),
-    "parquet": (lambda data: parquet(data, 40), lambda data: parquet(data, 41), "the sizes of the training files"),
 }
 
 
@@ -261,24 +243,33 @@ def test_what_computes_the_same_is_the_same_and_a_call_more_or_less_is_named() -
     assert difference(code[:-1], code) == "linear of layer head is new"
 
 
-@pytest.mark.parametrize("network", ["Changing", "Unseen"])
-def test_other_code_is_refused_and_an_option_goes_on(data: Path, tmp_path: Path, network: str) -> None:
-    out, longer, settings = tmp_path / "run", tmp_path / "longer", TWO | {"model.name": f"changing:{network}"}
-    trained(data, out, settings)
-    trained(data, out, settings, resume=True)
-    CHANGES["act"] = nn.ReLU
-    before = files(out)
-    changed = "layer act was silu and is relu" if network == "Changing" else r"layer act was SiLU\(\) and is ReLU\(\)"
-    with pytest.raises(ConvoyError, match=rf"another than at update 2 \({changed}\): .*--accept-code-change"):
+def test_other_code_is_refused_and_an_option_goes_on(data: Path, tmp_path: Path) -> None:
+    for network, changed in (
+        ("Changing", "layer act was silu and is relu"),
+        ("Unseen", r"layer act was SiLU\(\) and is ReLU\(\)"),
+    ):
+        CHANGES.clear()
+        out, longer = tmp_path / network, tmp_path / f"{network}-longer"
+        settings = TWO | {"model.name": f"changing:{network}"}
+        trained(data, out, settings)
         trained(data, out, settings, resume=True)
-    assert files(out) == before
-    more = settings | {"extends": str(out), "epochs": "3ba"}
-    with pytest.raises(ConvoyError, match=changed):
-        trained(data, longer, more)
-    said = trained(data, longer, more, accept_code_change=True).said
-    (sentence,) = [each for each in said if each.startswith("from update 3 on with other code")]
-    assert sentence in summary(longer)["notes"]
-    assert not any("other code" in each for each in trained(data, longer, more, resume=True).said)
+        CHANGES["act"] = nn.ReLU
+        before = files(out)
+        with pytest.raises(ConvoyError, match=rf"another than at update 2 \({changed}\): .*--accept-code-change"):
+            trained(data, out, settings, resume=True)
+        assert files(out) == before
+        more = settings | {"extends": str(out), "epochs": "3ba"}
+        with pytest.raises(ConvoyError, match=changed):
+            trained(data, longer, more)
+        said = trained(data, longer, more, accept_code_change=True).said
+        (sentence,) = [each for each in said if each.startswith("from update 3 on with other code")]
+        assert sentence in summary(longer)["notes"]
+        assert not any("other code" in each for each in trained(data, longer, more, resume=True).said)
+    checkpoint = store_of(out).load(2)  # of before code was noted
+    del checkpoint.values["loop"]["code"]
+    put(store_of(out), checkpoint)
+    (out / "weights.safetensors").unlink()
+    assert any("going on after 2 of 2 updates" in each for each in trained(data, out, settings, resume=True).said)
 
 
 def test_whoever_uses_a_run_by_other_code_is_told(
@@ -303,16 +294,6 @@ def test_whoever_uses_a_run_by_other_code_is_told(
         assert main(["train", str(out), "--resume", "--device", "cpu", "--accept-code-change"]) == 0
     sentence = "from update 3 on with other code: layer act was silu and is relu"
     assert sentence in capsys.readouterr().out and sentence in (out / "report.html").read_text()
-
-
-def test_checkpoints_of_before_go_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, settings = tmp_path / "run", TWO | {"model.name": "changing:Changing"}
-    with monkeypatch.context() as patch:
-        patch.setattr("convoy.training.set_up.code_of", lambda *of: None)
-        trained(data, out, settings)
-    CHANGES["act"] = nn.ReLU
-    (out / "weights.safetensors").unlink()
-    assert any("going on after 2 of 2 updates" in each for each in trained(data, out, settings, resume=True).said)
 
 
 def test_it_is_the_same_on_every_plan(data: Path, tmp_path: Path) -> None:

@@ -18,15 +18,15 @@ from convoy.engine.gradients.buckets import own_piece
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, division, set_up
-from convoy.training import checkpoint_interval as when
-from convoy.training.checkpoint_interval import Young
+from convoy.training import checkpoints as when
+from convoy.training.checkpoints import Young
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
 from convoy.training.input import InputPipeline
 from convoy.training.parallel import Method
 from ranks import run_ranks
 from tiny import TinyDouble
-from training.scenarios import Settings, drop_checkpoints, refusals, store_of, summary
+from training.scenarios import Settings, drop_checkpoints, put, refusals, store_of, summary
 from whole_runs import Ended, as_before, train_here, train_until
 
 BITS = {"reproducible": "true", "epochs": "3ba"}
@@ -276,7 +276,7 @@ def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path
             assert second
             for key in second:
                 del checkpoint.tensors[key]
-            store_of(tmp_path / name).save(checkpoint)
+            put(store_of(tmp_path / name), checkpoint)
         ended[name] = run_ranks(train_here, world, data, tmp_path / name, settings, True, timeout=120)[0]
     assert ended["parts"] == Ended(ended["whole"].digest, ended["whole"].curve, ended["parts"].said)
     assert ended["control"].digest != ended["whole"].digest

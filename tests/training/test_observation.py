@@ -1,14 +1,25 @@
-"""A run is observed without being changed; what was seen stands beside the prediction, and the profile store learns."""
+"""A run is observed without being changed: what was seen stands beside the prediction, the profile store learns, waits
+are told from work, and what holds the run back is said once.
+"""
 
 import itertools
 import json
+import re
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from convoy.comm import collectives
+from convoy.doctor.diagnosis import Diagnosis
+from convoy.doctor.facts import Facts, Pictures
 from convoy.engine.clock import DeviceClock
+from convoy.launch.host import HostWatch
 from convoy.planner import Scored, score
 from convoy.planner.comparison import GRADIENTS, Comparison
 from convoy.planner.cost.costs import Costs
@@ -16,139 +27,146 @@ from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.cost.times import Roofline
 from convoy.planner.profiling import local_op_of
-from convoy.training import Session
+from convoy.training import Session, evaluate, loop, observation, step
 from convoy.training.build import build_model
-from convoy.training.observation import APART, LAST, WARM_UP, WATCHED, Observation
+from convoy.training.evaluate import EvaluationTally
+from convoy.training.observation import WARM_UP, WATCHED, Observation
+from convoy.training.step import TrainingStep
 from convoy.training.workloads import measuring, workload_in_passes
 from engine.test_watched import ticking
+from made_time import MadeTime, made_time
 from ranks import run_ranks
 from training.scenarios import session
+from whole_runs import Ended, train_here
 
-slow = pytest.mark.slow
+# The first updates, beside a prediction
+
+EARLY: dict[str, Any] = {"watched": (5, 8, 11), "separate": (6, 9, 12), "last": 14}
+"""Which updates are looked at here, where others are up to the 64th."""
 
 
-def run(found: Session, updates: int, observation: Observation | None = None) -> dict[str, torch.Tensor]:
+def run(trained: Session, updates: int, watch: Observation | None = None) -> dict[str, torch.Tensor]:
     """Whole weights after some updates."""
-    step = found.step()
-    if observation is not None:
-        observation.begin()
-    for update, batch in enumerate(found.batches(0, updates)):
-        if observation is None:
-            step(batch, update)
+    work = trained.step()
+    for update, batch in enumerate(trained.batches(0, updates)):
+        if watch is None:
+            work(batch, update)
             continue
-        with observation.update(step):
-            step(batch, update)
-        observation.begin()
-    return {name: found.network.whole(name, tensor).clone() for name, tensor in found.model.state_dict().items()}
+        watch.ask()
+        watch.got()
+        with watch.update(work):
+            result = work(batch, update)
+        watch.add(result)
+    if watch is not None:
+        watch.ask()
+    return {name: trained.network.whole(name, tensor).clone() for name, tensor in trained.model.state_dict().items()}
 
 
-def both_ways(data: Path, settings: tuple[str, ...]) -> tuple[bool, Comparison]:
-    plain, found = run(session(data, *settings), APART[1] + 1), session(data, *settings)
-    observation = Observation(found)
-    seen = run(found, APART[1] + 1, observation)
-    return all(torch.equal(plain[name], seen[name]) for name in plain), observation.conclude(None, None)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("parallel.plan=sample=2", "reproducible=true"),
-        ("parallel.plan=filter=2", "compile=false", "clip_norm=1.0"),
-        pytest.param(("parallel.plan=sample=2", "parallel.gradient_compression=bf16"), marks=slow),
-        pytest.param(("parallel.plan=sample=2", "parallel.local_sgd=2"), marks=slow),
-    ],
+UNCHANGED = (
+    ("parallel.plan=sample=2", "reproducible=true"),
+    ("parallel.plan=filter=2", "compile=false", "clip_norm=1.0"),
+    ("parallel.plan=sample=2", "parallel.gradient_compression=bf16"),
+    ("parallel.plan=sample=2", "parallel.local_sgd=2"),
 )
-def test_nothing_that_is_computed_changes(data: Path, settings: tuple[str, ...]) -> None:
-    for same, comparison in run_ranks(both_ways, 2, data, settings):
+
+
+def both_ways(data: Path) -> list[tuple[bool, Comparison]]:
+    ways = []
+    for settings in UNCHANGED:
+        plain, watched = run(session(data, *settings), 10), session(data, *settings)
+        watch = Observation(watched, **EARLY)
+        seen = run(watched, 10, watch)
+        ways.append((all(torch.equal(plain[name], seen[name]) for name in plain), watch.conclude(None, None)))
+    return ways
+
+
+def test_nothing_that_is_computed_changes(data: Path) -> None:
+    for same, comparison in itertools.chain.from_iterable(run_ranks(both_ways, 2, data)):
         assert same and comparison.groups
-        assert comparison.timed == APART[1] + 1 - WARM_UP - 4 and comparison.watched == 2
+        assert comparison.timed == 10 - WARM_UP - 4 and comparison.watched == 2
 
 
-def predicted(found: Session) -> Scored:
+def in_passes(trained: Session) -> Any:
+    plain, _ = build_model(trained.recipe, trained.data)
+    return workload_in_passes(trained.recipe, plain, (1, 28, 28), (8, 8), trained.merge, 2, trained.device)
+
+
+def predicted(trained: Session) -> Scored:
     """By a made-up device and links."""
-    plain, _ = build_model(found.recipe, found.data)
-    workload = workload_in_passes(found.recipe, plain, (1, 28, 28), (8, 8), found.merge, 2, found.device)
     curve = Curve(((1, 1e-5), (10**6, 1e-3)))
-    costs = Costs(Roofline(1e9, 1e9, 1e-6), Links({(0, 1): Link(curve, curve)}), batch_norm="microbatch", microbatch=8)
-    return score(workload, found.plan, costs)
-
-
-Observed = tuple[Comparison, list[float], float | None, bool, int, int]
-"""A comparison; seconds of the watched updates on this rank, and of the predicted one; whether the store knows every
-operation with weights of this rank; what it has learned, and of how many devices it knows."""
+    links = Links({(0, 1): Link(curve, curve)})
+    return score(in_passes(trained), trained.plan, Costs(Roofline(1e9, 1e9, 1e-6), links, microbatch=8))
 
 
 def observed(
-    data: Path, folder: Path, plan: str, updates: int, by_clock: bool, predicts: bool, disturbed: bool
-) -> Observed:
-    """A run; by the clock every mark is a millisecond after the one before."""
-    found, store = session(data, f"parallel.plan={plan}"), ProfileStore(folder / "store")
-    clock = [DeviceClock(found.device, ticking(1e-3))] if by_clock else []
-    observation = Observation(found, *clock)
-    run(found, updates, observation)
-    watched = [sum(segment.seconds for segment in one.segments()) for one in observation._watched]
-    scored = predicted(found) if predicts else None
-    with patch("convoy.launch.host.HostLoad.is_disturbed", disturbed):
-        comparison = observation.conclude(scored, store, folder / "trace.json")
-    learned = ProfileStore(folder / "store").times(measuring(found.recipe, found.device, found.ranks.num))
-    knows = found.plan is not None and found.ranks.num > 1
+    data: Path,
+    folder: Path,
+    plan: str,
+    updates: int,
+    by_clock: bool = False,
+    predicts: bool = False,
+    busy: bool = False,
+) -> tuple[Comparison, list[float], float | None, bool, int]:
+    """A run; by the clock every mark is a millisecond after the one before. Beside it other processes may compute.
+
+    Returns:
+        A comparison; seconds of the watched updates on this rank, and of the predicted one; whether the store knows
+        every operation with weights of this rank; and how many it knows.
+    """
+    trained, store = session(data, f"parallel.plan={plan}"), ProfileStore(folder / "store")
+    watch = Observation(trained, *([DeviceClock(trained.device, ticking(1e-3))] if by_clock else []), **EARLY)
+    run(trained, updates, watch)
+    watched = [sum(segment.seconds for segment in one.segments()) for one in watch._watched]
+    scored = predicted(trained) if predicts else None
+    with patch("convoy.launch.host.HostLoad.is_disturbed", busy):
+        comparison = watch.conclude(scored, store, folder / "trace.json")
+    learned = ProfileStore(folder / "store").times(measuring(trained.recipe, trained.device, trained.ranks.num))
+    knows = trained.ranks.num > 1
     if knows:
-        plain, _ = build_model(found.recipe, found.data)
-        workload = workload_in_passes(found.recipe, plain, (1, 28, 28), (8, 8), found.merge, 2, found.device)
-        placement = workload.place(found.plan)
-        wanted = {local_op_of(workload, placement, placed, found.ranks.rank) for placed in placement.calls}
+        workload = in_passes(trained)
+        placement = workload.place(trained.plan)
+        wanted = {local_op_of(workload, placement, placed, trained.ranks.rank) for placed in placement.calls}
         knows = {one for one in wanted if one.op in ("conv", "linear", "batch_norm")} <= set(learned)
-    return comparison, watched, scored and scored.seconds, knows, len(learned), len(store.devices())
+    return comparison, watched, scored and scored.seconds, knows, len(learned)
 
 
 def test_the_store_learns_what_the_calls_took_but_not_beside_other_processes(data: Path, tmp_path: Path) -> None:
-    (comparison, _, _, known, learned, _), _ = run_ranks(
-        observed, 2, data, tmp_path, "filter=2", LAST + 3, True, False, False
-    )
-    assert known and comparison.learned == learned > 0 and comparison.watched == len(WATCHED)
-    assert comparison.timed == LAST - WARM_UP - len(WATCHED) - len(APART)
+    (comparison, _, _, known, learned), _ = run_ranks(observed, 2, data, tmp_path, "filter=2", 17, True)
+    assert known and comparison.learned == learned > 0 and comparison.watched == 3
+    assert comparison.timed == 14 - WARM_UP - 6
     assert comparison.update.measured_s == pytest.approx(1e-3)  # from one mark to the next
     assert [group.name for group in comparison.groups] == ["conv", "norm", "head", "aux", GRADIENTS]
-    (comparison, *_, devices), _ = run_ranks(
-        observed, 2, data, tmp_path / "beside", "sample=2", APART[1] + 1, False, False, True
-    )
-    assert comparison.learned == devices == 0
+    more = data, tmp_path / "beside", "sample=2", 10, False, False, True
+    (comparison, *_, learned), _ = run_ranks(observed, 2, *more)
+    assert comparison.learned == learned == 0
     assert any(note.startswith("other processes kept") for note in comparison.notes)
 
 
-@pytest.mark.parametrize(
-    "plan", ["stage=2", pytest.param("sample=2", marks=slow), pytest.param("filter=2", marks=slow)]
-)
+@pytest.mark.parametrize("plan", ["stage=2", "sample=2"])
 def test_one_of_the_watched_updates_is_kept_beside_the_predicted_one(data: Path, tmp_path: Path, plan: str) -> None:
-    ranks = run_ranks(observed, 2, data, tmp_path, plan, WATCHED[1] + 1, True, True, False)
-    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    ranks = run_ranks(observed, 2, data, tmp_path, plan, 9, True, True)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"measured rank 0", "measured rank 1", "predicted rank 0"} <= set(names.values())
     for pid, name in names.items():
-        spans = [(e["tid"], e["ts"], e["ts"] + e["dur"]) for e in found if e["ph"] == "X" and e["pid"] == pid]
-        for (tid, _, end), (after, start, _) in itertools.pairwise(sorted(spans)):
-            assert tid != after or round(1e3 * end) <= round(1e3 * start), name
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == pid]
+        total, last = sum(end - start for start, end in spans) / 1e6, max(end for _, end in spans) / 1e6
         source, _, rank = name.split()
         watched, seconds = ranks[int(rank)][1:3]
-        total, last = sum(end - start for _, start, end in spans) / 1e6, max(end for *_, end in spans) / 1e6
-        if source == "measured":
-            assert any(total == pytest.approx(one, rel=1e-9) for one in watched)
-            assert last == pytest.approx(total, rel=1e-9)
+        if source == "measured":  # one thing after the other
+            assert last == pytest.approx(total, rel=1e-9) and any(total == pytest.approx(s, rel=1e-9) for s in watched)
         else:
             assert last <= seconds + 1e-9  # rounded to nanoseconds
-    kinds = {name: {e["cat"] for e in found if e["ph"] == "X" and e["pid"] == pid} for pid, name in names.items()}
+    kinds = {name: {e["cat"] for e in events if e["ph"] == "X" and e["pid"] == pid} for pid, name in names.items()}
     wanted = {"forward", "backward", "gradient" if plan == "sample=2" else "transfer"}
     assert wanted <= kinds["measured rank 0"] & kinds["predicted rank 0"]
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
-    between = [e for e in found if e["ph"] == "X" and threads[e["pid"], e["tid"]] == "stages"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    between = [e for e in events if e["ph"] == "X" and threads[e["pid"], e["tid"]] == "stages"]
     assert all(e["args"]["layer"] for e in between if e["name"] != "what was sent")
     assert {names[e["pid"]] for e in between} == (set(names.values()) if plan == "stage=2" else set())
-    if plan == "stage=2":
-        stages_of(ranks[0][0])
-
-
-def stages_of(comparison: Comparison) -> None:
-    """Stages have the layers of all of them, each its weights for itself."""
+    if plan == "sample=2":
+        return
+    comparison = ranks[0][0]  # stages have the layers of all of them, each its weights for itself
     assert comparison.parts["stages"].measured_s and comparison.parts["stages"].predicted_s
     groups = {group.name: group for group in comparison.groups}
     assert {"conv", "head"} <= set(groups) and GRADIENTS not in groups
@@ -156,16 +174,136 @@ def stages_of(comparison: Comparison) -> None:
     assert comparison.notes[-1].endswith("the layers are those of ranks 0 and 1")
     assert [group.stages for group in comparison.groups] == sorted(group.stages for group in comparison.groups)
     assert comparison.groups[0].title == "conv (stage 1)" and comparison.groups[-1].stages == (2,)
-    assert len(comparison.stages) == 2
     for one in comparison.stages:
         assert one.computes.measured_s and one.waits.measured_s and one.computes.predicted_s
+    assert len(comparison.stages) == 2
 
 
 def test_one_device_is_watched_too_and_a_short_run_is_said_to_be_short(data: Path, tmp_path: Path) -> None:
-    ((comparison, *_),) = run_ranks(observed, 1, data, tmp_path, "serial", WATCHED[0] + 1, False, False, False)
-    assert comparison.groups
+    ((comparison, *_),) = run_ranks(observed, 1, data, tmp_path, "serial", 6)
+    assert comparison.groups and comparison.parts["waiting"].measured_s == 0
     assert all(comparison.parts[part].measured_s for part in ("forward", "backward", "optimizer"))
-    assert comparison.parts["waiting"].measured_s == 0
-    for comparison, *_ in run_ranks(observed, 2, data, tmp_path / "short", "sample=2", 2, False, False, False):
-        assert comparison.update.measured_s is None and "too short" in " ".join(comparison.notes)
+    for comparison, *_ in run_ranks(observed, 2, data, tmp_path / "short", "sample=2", 2):
+        assert comparison.update.measured_s is None
+        assert f"the run was too short to be watched: that takes {WATCHED[0]} updates" in comparison.notes
     assert not (tmp_path / "short" / "trace.json").exists()
+
+
+# Waits and work
+
+LATE_S, OWN_S, EXCHANGE_S, NUM = 0.03, 0.01, 0.5, 12
+"""Seconds by which a batch comes late, of an update's own work, and of every wait for other ranks; updates."""
+
+
+def exchanging(clock: MadeTime) -> SimpleNamespace:
+    """The time of the collectives, which look at it as a wait begins and as it ends."""
+    looks = itertools.cycle((0.0, EXCHANGE_S))
+
+    def monotonic() -> float:
+        clock.sleep(next(looks))
+        return clock.now
+
+    return SimpleNamespace(monotonic=monotonic)
+
+
+def updates(data: Path, late: dict[int, tuple[int, int]], since: int) -> Facts:
+    """What is seen of some updates, where each rank's batches come late from one update to another."""
+    trained = session(data)
+    with made_time(observation, step) as clock, patch.object(collectives, "time", exchanging(clock)):
+        trained.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(OWN_S))
+        watch, work = Observation(trained), trained.step()
+        first, last = late.get(trained.ranks.rank, (0, 0))
+        for done, batch in enumerate(trained.batches(0, NUM)):
+            watch.ask()
+            clock.sleep(LATE_S if first <= done < last else 0.0)
+            watch.got()
+            with watch.update(work):
+                result = work(batch, done)
+            watch.add(result)
+        watch.look()
+        return watch.facts(watch.conclude(None, None), since)
+
+
+def test_of_updates_waits_and_own_work_are_told_apart(data: Path) -> None:
+    (facts,) = run_ranks(updates, 1, data, {0: (0, NUM)}, 2)
+    (rank,) = facts.ranks
+    assert (facts.devices, facts.plan, facts.batch, rank.samples) == (1, "serial", 16, 16)
+    assert rank.wait_s == facts.wait_s == pytest.approx(LATE_S)
+    assert rank.own_s == pytest.approx(OWN_S) and facts.update_s == pytest.approx(LATE_S + OWN_S)
+    assert (facts.workers, facts.threads, facts.microbatches, facts.updates_per_epoch) == (0, 1, 2, 6)
+    assert facts.pictures == Pictures(in_memory=True) and rank.load is not None and rank.load.wall_s > 0
+    for since, wait_s in ((0, LATE_S * 4 / NUM), (4, 0.0)):  # the first updates do not count
+        assert run_ranks(updates, 1, data, {0: (0, 4)}, since)[0].wait_s == pytest.approx(wait_s)
+    first, second = run_ranks(updates, 2, data, {1: (0, NUM)}, 2)
+    assert replace(first, threads=0) == replace(second, threads=0)  # all know the same
+    on_time, late = first.ranks
+    assert late.wait_s == pytest.approx(LATE_S) and on_time.wait_s == pytest.approx(0)
+    assert [rank.own_s for rank in first.ranks] == pytest.approx([OWN_S] * 2)  # an exchange is no work of its own
+    assert first.update_s >= LATE_S + OWN_S + EXCHANGE_S
+
+
+# A run says what holds it back: once, after its first hundred updates, and in a file; and is not changed by that
+
+FIRST = 70
+"""Updates after which these runs say it, where others take a hundred."""
+LONG = {"epochs": "110ba", "log_every": "50ba", "evaluate_every": "2ba", "checkpoint.every": "90ba"}
+
+
+def diagnosed(data: Path, out: Path, settings: dict[str, str], how: str = "") -> Ended:
+    """A run in which an update takes a tenth of a second, and so does each batch of an evaluation. There may be no
+    diagnosis, or no room for it."""
+    write, of = loop.write_json, Diagnosis.of
+
+    def write_or_fail(path: Path, document: Any) -> None:
+        if how == "full" and path.name == "diagnosis.json":
+            raise OSError(28, "No space left on device")
+        write(path, document)
+
+    def diagnosis(*facts: Any) -> Diagnosis:
+        if how == "fails":
+            raise ZeroDivisionError("division by zero")
+        return of(*facts)
+
+    with made_time(observation, evaluate, step) as clock, ExitStack() as stack:
+        update, batch = (clock.before(work, lambda: 0.1) for work in (TrainingStep.__call__, EvaluationTally.add))
+        for owner, name, value in (
+            (loop, "UPDATES", FIRST),
+            (loop, "write_json", write_or_fail),
+            (TrainingStep, "__call__", update),
+            (EvaluationTally, "add", batch),
+            (Diagnosis, "of", staticmethod(diagnosis)),
+            (Observation, "look", lambda self: None),  # what else the machine does
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        return train_here(data, out, LONG | settings)
+
+
+def closer(ended: Ended) -> list[str]:
+    return [sentence for sentence in ended.said if "looks closer" in sentence]
+
+
+def test_a_diagnosis_is_said_once_and_changes_nothing(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ended = run_ranks(diagnosed, 2, data, out, {})[0]
+    (sentence,) = set(closer(ended))  # said, and among the notes
+    words = r"An evaluation takes .* What would help most: --set evaluate_every=\S+: [\d.]+ × .* \(predicted\)"
+    assert re.fullmatch(rf"In updates 6 to {FIRST}: {words}\. convoy doctor {out} looks closer", sentence)
+    assert len(closer(ended)) == 2
+    kept = Diagnosis.from_document(json.loads((out / "diagnosis.json").read_text()))
+    assert (kept.batch, kept.devices, kept.model) == (24, 2, "tiny:TinyNet") and kept.images_per_s > 0
+    assert kept.advice[0].cause == "evaluation" and kept.advice[0].gain > 1.3
+    for how, rate in (("fails", "0.05"), ("full", "0.05"), ("", "0.0501")):
+        other = run_ranks(diagnosed, 2, data, tmp_path / f"other {how}", {"optimizer.lr": rate}, how)[0]
+        assert (other.digest == ended.digest) == (how != "")  # another rate would be noticed
+        assert (tmp_path / f"other {how}" / "diagnosis.json").exists() == (how == "")
+        assert any("not known (ZeroDivisionError: division" in said for said in other.said) == (how == "fails")
+    for name, settings in (("little", {"evaluate_every": "1000ba"}), ("short", {"epochs": "8ba"})):
+        assert not closer(diagnosed(data, tmp_path / name, settings))
+        assert (tmp_path / name / "diagnosis.json").exists() == (name == "little")
+
+
+def test_a_machine_that_cannot_be_looked_at_ends_nothing(data: Path) -> None:
+    watch = Observation(session(data))
+    with patch.object(HostWatch, "_count", side_effect=ValueError("no number")):
+        watch.begin()
+        assert watch.look() is None

@@ -21,6 +21,7 @@ from training.scenarios import (
     digest,
     drop_checkpoints,
     lines,
+    put,
     recipe_of,
     store_of,
     summary,
@@ -75,7 +76,7 @@ def test_the_comparison_would_notice_another_momentum(data: Path, tmp_path: Path
     trained(data, parts := tmp_path / "parts", SHORT, stop_at=5)
     checkpoint = store_of(parts).load(5)
     checkpoint.tensors["optimizer.momentum_buffer.head.bias"] += 1e-7
-    store_of(parts).save(checkpoint)
+    put(store_of(parts), checkpoint)
     trained(data, parts, SHORT, resume=True)
     assert digest(tmp_path / "whole") != digest(parts)
 

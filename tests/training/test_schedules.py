@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.training.checkpoint_interval import FIRST_UPDATES, Automatic, Every, Pace, Young
+from convoy.training.checkpoints import FIRST_UPDATES, Automatic, Every, Pace, Young
 from convoy.training.config import TimeSpan
 from convoy.training.derived import resolve
 from convoy.training.loss import ClassificationLoss, heads, num_correct

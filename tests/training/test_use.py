@@ -32,59 +32,70 @@ from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally
 from convoy.training.input import InputPipeline
-from convoy.training.predict import Classifier, FileClasses, classify
-from convoy.training.restore import TrainedRun, evaluate_run, evaluation_data, load_run
+from convoy.training.restore import evaluate_run, evaluation_data, load_run
+from convoy.training.use import Classifier, FileClasses, classify
 from ranks import run_ranks
 from tiny import train_on_pictures, write_pictures
-from training.scenarios import change_json, lines, store_of, summary
+from training.scenarios import change_json, lines, put, store_of, summary
 from whole_runs import as_before, train_here
 
 CPU = torch.device("cpu")
-slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of three classes of pictures, in `data` beside it."""
     tmp = tmp_path_factory.mktemp("use")
-    return train_on_pictures(write_pictures(tmp / "data"), tmp / "run", "--workers", "0")
+    return train_on_pictures(write_pictures(tmp / "data"), tmp / "run", "--workers", "0", "--set", "data.resize=29")
 
 
-SETTINGS = {
-    "small, of one size, in memory": ((40, 30), ["--set", "data.resize=29"]),
-    "large, in grey, resized otherwise": (
-        (90, 70),
-        ["--set", "data.channels=1", "--set", "data.augment.interpolation=bicubic"],
-    ),
-    "averaged weights": ((40, 30), ["--set", "ema.decay=0.5", "--channels-last", "--set", "data.channels=1"]),
-}
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of large pictures in grey without a split of their own, resized otherwise, with averaged weights."""
+    tmp = tmp_path_factory.mktemp("other")
+    data = (write_pictures(tmp / "all", size=(90, 70)) / "train").rename(tmp / "data")
+    settings = ["data.channels=1", "data.augment.interpolation=bicubic", "ema.decay=0.5"]
+    settings += ["data.validation_fraction=0.25", "data.workers=0"]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return train_on_pictures(data, tmp / "run", "--channels-last", *sets)
 
 
-@pytest.mark.parametrize(
-    "name", [*list(SETTINGS)[:1], *(pytest.param(name, marks=slow) for name in list(SETTINGS)[1:])]
-)
-def test_network_and_transform_give_the_evaluations_logits_without_the_data(name: str, tmp_path: Path) -> None:
-    size, settings = SETTINGS[name]
-    data = write_pictures(tmp_path / "data", size=size)
-    out = train_on_pictures(data, tmp_path / "run", *settings)
+@pytest.fixture(scope="module")
+def checkpointed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with averaged weights whose checkpoints two ranks wrote, each with a part of every weight."""
+    often = {"evaluate_every": "2ba", "checkpoint.every": "1000ba", "checkpoint.keep": "99"}
+    settings = often | {"epochs": "12ba", "parallel.plan": "filter=2", "ema.decay": "0.5"}
+    out = tmp_path_factory.mktemp("checkpointed") / "run"
+    run_ranks(train_here, 2, data, out, settings)
+    return out
+
+
+@pytest.mark.parametrize("name", ["run", "other_run"])
+def test_network_and_transform_give_the_evaluations_logits_without_the_data(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    out: Path = request.getfixturevalue(name)
     recorded = load_run(out)
     opened, _ = evaluation_data(recorded)
     (batch,) = evaluation_batches(opened, recorded.recipe.data, batch=100)
-    moved = data.rename(tmp_path / "away")
-    torch.manual_seed(3)
-    run, drawn = load_run(out), torch.rand(4)
-    torch.manual_seed(3)
-    assert torch.equal(torch.rand(4), drawn)  # nobody's random numbers change
-    assert run.classes == ["a", "b", "c"] and not run.network.training
-    files = [str(moved / opened.test.name(i)) for i in range(len(opened.test))]
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (opened.mean, opened.std))
-    for way in (str, Path, Image.open, lambda file: np.asarray(Image.open(file))):
-        samples = [run.transform(way(file)) for file in files]
-        assert samples[0].shape == batch.images.shape[1:] and samples[0].dtype == torch.float32
-        images = torch.stack(samples)
-        assert torch.equal((images * std + mean).mul(255).round().to(torch.uint8), batch.images)
+    data, moved = out.parent / "data", out.parent / "away"
+    data.rename(moved)
+    try:
+        torch.manual_seed(3)
+        loaded, drawn = load_run(out), torch.rand(4)
+        torch.manual_seed(3)
+        assert torch.equal(torch.rand(4), drawn)  # nobody's random numbers change
+        assert loaded.classes == ["a", "b", "c"] and not loaded.network.training
+        files = [str(moved / opened.test.name(i)) for i in range(len(opened.test))]
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (opened.mean, opened.std))
+        for way in (str, Path, Image.open, lambda file: np.asarray(Image.open(file))):
+            images = torch.stack([loaded.transform(way(file)) for file in files])
+            assert images.shape == batch.images.shape and images.dtype == torch.float32
+            assert torch.equal((images * std + mean).mul(255).round().to(torch.uint8), batch.images)
+    finally:
+        moved.rename(data)
     with torch.inference_mode():
-        right = run.network(images).argmax(1) == batch.labels
+        right = loaded.network(images).argmax(1) == batch.labels
     assert right.float().mean().item() == pytest.approx(summary(out)["top1"])
 
 
@@ -109,18 +120,27 @@ def test_pictures_are_turned_upright_once_and_what_is_none_is_refused(run: Path,
             loaded.transform(picture)
 
 
-def test_what_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
-    out, want = shutil.copytree(run, tmp_path / "run"), load_run(run)
-    with pytest.raises(ConvoyError, match="is no run directory"):
-        load_run(tmp_path)
-    change_json(out / "environment.json", lambda found: found.update(input={"classes": ["a"]}))
-    with pytest.raises(ConvoyError, match="does not say how pictures were prepared"):
-        load_run(out)
-    change_json(out / "environment.json", lambda found: found.pop("input"))  # as the first versions wrote it
-    assert load_run(out).given == want.given
+def test_what_is_no_run_and_a_checkpoint_that_is_not_there_are_refused(
+    run: Path, checkpointed: Path, tmp_path: Path
+) -> None:
+    out, stopped = shutil.copytree(run, tmp_path / "run"), shutil.copytree(checkpointed, tmp_path / "stopped")
+
+    def refused(folder: Path, words: str, *checkpoint: Any) -> None:
+        with pytest.raises(ConvoyError, match=words):
+            load_run(folder, *checkpoint)
+
+    refused(tmp_path, "is no run directory")
+    change_json(out / "environment.json", lambda begun: begun.update(input={"classes": ["a"]}))
+    refused(out, "does not say how pictures were prepared")
+    change_json(out / "environment.json", lambda begun: begun.pop("input"))  # as the first versions wrote it
+    assert load_run(out).given == load_run(run).given
     (out / "weights.safetensors").unlink()
-    with pytest.raises(ConvoyError, match=r"has no weights.safetensors yet: finish the run with"):
-        load_run(out)
+    refused(out, r"has no weights.safetensors yet: finish the run with")
+    (stopped / "weights.safetensors").unlink()
+    refused(stopped, r"--resume, or use its newest checkpoint \(--checkpoint last\)")
+    refused(stopped, r"has no checkpoint 11: .* an update that has one: .*, 12$", 11)
+    shutil.rmtree(stopped / "checkpoints")
+    refused(stopped, r"has no checkpoint best: .* an update that has one: none$", "best")
 
 
 WEIGHT = torch.randn(3, 4)
@@ -148,49 +168,27 @@ def test_odd_tensors_in_a_file_of_weights_are_named(tmp_path: Path) -> None:
     assert torch.equal(net.weight, before)
 
 
-@pytest.fixture(scope="module")
-def checkpointed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with averaged weights whose checkpoints two ranks wrote, each with a part of every weight."""
-    often = {"evaluate_every": "2ba", "checkpoint.every": "1000ba", "checkpoint.keep": "99"}
-    settings = often | {"epochs": "12ba", "parallel.plan": "filter=2", "ema.decay": "0.5"}
-    out = tmp_path_factory.mktemp("checkpointed") / "run"
-    run_ranks(train_here, 2, data, out, settings)
-    return out
-
-
 def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
-    checkpointed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpointed: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    final, found = load_run(checkpointed).network.state_dict(), summary(checkpointed)
+    final, summed = load_run(checkpointed).network.state_dict(), summary(checkpointed)
     measured = {step: (top1, loss) for step, top1, loss in lines(checkpointed, "step", "top1", "loss", split="test")}
     stopped = shutil.copytree(checkpointed, tmp_path / "stopped")  # as one is whose end has not come
     for file in ("weights.safetensors", "evaluation.json", "summary.json", "metrics.jsonl"):
         (stopped / file).unlink()
-    for which, step in {"last": 12, "best": found["best_step"]}.items():
+    for which, step in {"last": 12, "best": summed["best_step"]}.items():
         assert main(["eval", str(stopped), "--checkpoint", which, "--json"]) == 0
         said = capsys.readouterr()
         assert said.err == f"the network is that of the checkpoint after {step} updates\n"
         (row,) = json.loads(said.out)
         assert (row["top1"], row["loss"]) == (measured[step][0], pytest.approx(measured[step][1], rel=1e-6))
-    assert row["top1"] == found["best_top1"] == max(top1 for top1, _ in measured.values())
+    assert row["top1"] == summed["best_top1"] == max(top1 for top1, _ in measured.values())
     last = load_run(stopped, "last").network.state_dict()
     assert all(torch.equal(last[name], tensor) for name, tensor in final.items())
     assert not (stopped / "evaluation.json").exists()  # that is of the final weights
     assert main(["export", str(stopped), "--checkpoint", "best", "--torch-export"]) == 0
     assert (stopped / "model-best.pt2").exists()
-    assert main(["predict", str(stopped), "--checkpoint", "last", str(write_pictures(tmp_path / "x") / "val")]) == 0
-
-
-def test_a_checkpoint_that_is_not_there_is_refused(checkpointed: Path, tmp_path: Path) -> None:
-    stopped = shutil.copytree(checkpointed, tmp_path / "stopped")
-    (stopped / "weights.safetensors").unlink()
-    with pytest.raises(ConvoyError, match=r"--resume, or use its newest checkpoint \(--checkpoint last\)"):
-        load_run(stopped)
-    with pytest.raises(ConvoyError, match=r"has no checkpoint 11: .* an update that has one: .*, 12$"):
-        load_run(stopped, 11)
-    shutil.rmtree(stopped / "checkpoints")
-    with pytest.raises(ConvoyError, match=r"has no checkpoint best: .* an update that has one: none$"):
-        load_run(stopped, "best")
+    assert main(["predict", str(stopped), "--checkpoint", "last", str(run.parent / "data" / "val")]) == 0
 
 
 FORGED: dict[str, Any] = {
@@ -207,16 +205,17 @@ FORGED: dict[str, Any] = {
 def test_other_values_with_checksums_that_fit_are_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    out = shutil.copytree(run, tmp_path / "run")
+    store = store_of(out)
+    last = store.load(store.steps()[-1])
     for forged, change in FORGED.items():
-        store = store_of(shutil.copytree(run, tmp_path / forged))
-        last = store.load(store.steps()[-1])
-        store.save(replace(last, values=last.values | change if change else {}))
+        put(store, replace(last, values=last.values | change if change else {}))
         capsys.readouterr()
-        assert main(["train", str(tmp_path / forged), "--resume"]) == 2
+        assert main(["train", str(out), "--resume"]) == 2, forged
         said = capsys.readouterr().err
         assert said.startswith(f"convoy: the checkpoint of update {last.step} holds other values than Convoy writes")
         assert said.count("\n") == 1
-        best = main(["eval", str(tmp_path / forged), "--checkpoint", "best"])
+        best = main(["eval", str(out), "--checkpoint", "best"])
         assert best == (0 if "optimizer" in change else 2)
         assert best == 0 or "holds other values" in capsys.readouterr().err
 
@@ -250,15 +249,16 @@ def test_data_with_some_of_the_classes_and_with_others(run: Path, tmp_path: Path
         evaluation_data(trained, str(tmp_path / "odd" / "dog" / "0.png"))
 
 
-def test_the_runs_data_in_another_place_keep_their_split(data: Path, checkpointed: Path, tmp_path: Path) -> None:
+def test_the_runs_data_in_another_place_keep_their_split(
+    data: Path, checkpointed: Path, other_run: Path, tmp_path: Path
+) -> None:
     assert counted(checkpointed, data) == [4] * 10
-    photos = write_pictures(tmp_path / "photos") / "train"
-    trained_run = load_run(train_on_pictures(photos, tmp_path / "run", "--set", "data.validation_fraction=0.25"))
-    own, _ = evaluation_data(trained_run)
-    moved = shutil.copytree(photos, tmp_path / "moved")
+    trained_run = load_run(other_run)
+    held_out, _ = evaluation_data(trained_run)
+    moved = shutil.copytree(other_run.parent / "data", tmp_path / "moved")
     opened, notes = evaluation_data(trained_run, str(moved))
-    assert [opened.test.name(i) for i in range(6)] == [own.test.name(i) for i in range(6)] and len(opened.test) == 6
-    assert "6 of its 24 samples are held out" in notes[0]
+    assert [opened.test.name(i) for i in range(6)] == [held_out.test.name(i) for i in range(6)]
+    assert len(opened.test) == 6 and "6 of its 24 samples are held out" in notes[0]
     (moved / "a" / "0.png").unlink()
     opened, notes = evaluation_data(trained_run, str(moved))
     assert len(opened.test) == 23 and notes == ["moved has no split of its own: all of its 23 pictures are evaluated"]
@@ -287,66 +287,55 @@ def on_ranks(run: Path, names: list[str], batch: int) -> tuple[list[FileClasses]
         loaded = load_run(run)
         classifier = Classifier(loaded, CPU)
         classifier.num_threads += ranks.rank  # they agree on it
-        found = list(classify(classifier, names if ranks.rank == 0 else None, batch, ranks))
+        turns = list(classify(classifier, names if ranks.rank == 0 else None, batch, ranks))
         result = evaluate_run(loaded, evaluation_data(loaded)[0], CPU, ranks)
         with pytest.raises(ConvoyError) as caught:
             list(classify(classifier, broken() if ranks.rank == 0 else None, batch, ranks))
-    return [answer for turn in found for answer in turn], result.confusion.tolist(), result.loss, str(caught.value)
+    return [answer for turn in turns for answer in turn], result.confusion.tolist(), result.loss, str(caught.value)
 
 
-def test_each_picture_has_the_class_that_the_evaluation_counts(run: Path) -> None:
-    trained_run = load_run(run)
-    data, _ = evaluation_data(trained_run)
-    files = [str(run.parent / "data" / data.test.name(i)) for i in range(len(data.test))]
-    found = answers(run, files, 5)
-    assert [answer.name for answer in found] == files
-    confusion = torch.zeros(3, 3, dtype=torch.int64)
-    for answer, label in zip(found, data.test.labels, strict=True):
-        confusion[int(label), answer.best[0][0]] += 1
-        assert [p for _, p in answer.best] == sorted((p for _, p in answer.best), reverse=True)
-        assert sum(p for _, p in answer.best) == pytest.approx(1, abs=1e-6)
-        assert sorted(number for number, _ in answer.best) == [0, 1, 2]
-    assert torch.equal(confusion, evaluate_run(trained_run, data, CPU).confusion)
-    assert {len(answer.best) for answer in answers(run, files[:4], 2, top=1)} == {1}
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=slow)])
-def test_any_number_of_ranks_and_threads_gives_the_same_bits(run: Path, tmp_path: Path, world: int) -> None:
+def test_any_number_of_ranks_and_threads_gives_the_classes_that_the_evaluation_counts(
+    run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "bad.png").write_text("x")
     names = pictures(run.parent / "data")
     names = [*names[:7], str(tmp_path / "bad.png"), *names[7:], str(tmp_path / "none.png")]
     want, loaded = answers(run, names, 4), load_run(run)
     assert [answer.name for answer in want] == names and [answer.bad is None for answer in want].count(False) == 2
-    alone = evaluate_run(loaded, evaluation_data(loaded)[0], CPU)
-    for found, confusion, loss, said in run_ranks(on_ranks, world, run, names, 4):
-        assert found == want and said == "the list ends here"
-        assert confusion == alone.confusion.tolist() and loss == pytest.approx(alone.loss, rel=1e-6)
+    data, _ = evaluation_data(loaded)
+    alone, confusion = evaluate_run(loaded, data, CPU), torch.zeros(3, 3, dtype=torch.int64)
+    of_name = {answer.name: answer for answer in want}
+    for number, label in enumerate(data.test.labels.tolist()):
+        best = of_name[str(run.parent / "data" / data.test.name(number))].best
+        confusion[label, best[0][0]] += 1
+        assert [p for _, p in best] == sorted((p for _, p in best), reverse=True)
+        assert sum(p for _, p in best) == pytest.approx(1, abs=1e-6) and sorted(c for c, _ in best) == [0, 1, 2]
+    assert torch.equal(confusion, alone.confusion)
+    assert {len(answer.best) for answer in answers(run, names[:4], 2, top=1)} == {1}
+    for classified, on_all, loss, said in run_ranks(on_ranks, 3, run, names, 4):
+        assert classified == want and said == "the list ends here"
+        assert on_all == confusion.tolist() and loss == pytest.approx(alone.loss, rel=1e-6)
 
 
 def test_what_is_known_is_said_before_the_next_names_come(run: Path) -> None:
     names: queue.Queue[str] = queue.Queue()
-    files, found, ended = pictures(run.parent / "data")[:6], list[FileClasses](), threading.Event()
-    for file in files[:4]:
-        names.put(file)
-
-    def read() -> Iterator[str]:
-        while (name := names.get()) != "":
-            yield name
+    files, answered, ended = pictures(run.parent / "data")[:6], list[FileClasses](), threading.Event()
 
     def consume() -> None:
-        for some in classify(Classifier(load_run(run), CPU), read(), 2):
-            found.extend(some)
+        for some in classify(Classifier(load_run(run), CPU), iter(names.get, ""), 2):
+            answered.extend(some)
         ended.set()
 
     with as_before():
         threading.Thread(target=consume, daemon=True).start()
-        for number in (4, 6):  # nothing follows, and nobody has said that nothing will
-            began = time.monotonic()
-            while len(found) < number and time.monotonic() - began < 30:
-                time.sleep(0.01)
-            assert [answer.name for answer in found] == files[:number]
-            for file in files[4:] if number == 4 else [""]:
+        for part in (files[:4], files[4:]):  # nothing follows, and nobody has said that nothing will
+            for file in part:
                 names.put(file)
+            began, wanted = time.monotonic(), files[: files.index(part[-1]) + 1]
+            while len(answered) < len(wanted) and time.monotonic() - began < 30:
+                time.sleep(0.01)
+            assert [answer.name for answer in answered] == wanted
+        names.put("")
         assert ended.wait(30)
 
 
@@ -376,11 +365,10 @@ def test_threads_do_not_meet_in_a_network_that_keeps_things_in_itself(
     run: Path, kind: type[Remembering], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, loaded = pictures(run.parent / "data"), load_run(run)
-    want, network = answers(run, names, 4), kind(loaded.network).eval()
-    other = TrainedRun(loaded.path, loaded.recipe, network, loaded.transform, loaded.classes, loaded.given)
-    monkeypatch.setattr("convoy.training.predict.num_cores", lambda: 8)
+    want = answers(run, names, 4)
+    monkeypatch.setattr("convoy.training.use.num_cores", lambda: 8)
     with as_before():
-        classifier = Classifier(other, CPU, 3)
+        classifier = Classifier(replace(loaded, network=kind(loaded.network).eval()), CPU, 3)
         assert classifier._networks.qsize() == (8 if kind is Remembering else 1)
         assert [answer for some in classify(classifier, names, 4) for answer in some] == want
     weights = [next(classifier._networks.get().parameters()) for _ in range(classifier._networks.qsize())]

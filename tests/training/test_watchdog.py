@@ -32,33 +32,29 @@ def seen(
     return replace(RankState(host, update, part, "conv1", collective, 31.0, 3, silent_s), **more)
 
 
-@pytest.mark.parametrize(
-    ("others", "words"),
-    [
+def test_the_one_who_holds_the_others_up_is_named() -> None:
+    where = "update 7, forward pass of layer conv1, waiting for other ranks (exchange)"
+    for others, words in (
         ({1: seen(host="b", silent_s=29)}, "held up by rank 1 on host b, not heard of any more\n"),
         ({1: seen(host="b")}, "held up by rank 1 on host b\n"),
         ({1: seen(collective="wait")}, "while all wait for each other\n"),
         ({1: seen(update=5, collective="wait")}, "while all wait for each other, rank 1 on host a behind the others\n"),
         ({}, "held up by rank 1, not heard of any more\n"),
-    ],
-)
-def test_the_one_who_holds_the_others_up_is_named(others: dict[int, RankState], words: str) -> None:
-    found = explain(0, {0: seen(collective="exchange"), **others}, 31.0, 5.0, 2)
-    where = "update 7, forward pass of layer conv1, waiting for other ranks (exchange)"
-    assert found.startswith(f"rank 0 on host a has not moved for 31 s (--timeout): {where}, {words}last positions:\n")
-    assert len(found.splitlines()) == 4
-
-
-def test_stages_and_parts_are_named() -> None:
-    found = explain(1, {0: seen(collective="wait"), 1: seen(part="data")}, 31.0, 5.0, 2)
-    assert "update 7, waiting for data of layer conv1, and the others wait for it" in found
+    ):
+        said = explain(0, {0: seen(collective="exchange"), **others}, 31.0, 5.0, 2)
+        assert said.startswith(
+            f"rank 0 on host a has not moved for 31 s (--timeout): {where}, {words}last positions:\n"
+        )
+        assert len(said.splitlines()) == 4
+    said = explain(1, {0: seen(collective="wait"), 1: seen(part="data")}, 31.0, 5.0, 2)
+    assert "update 7, waiting for data of layer conv1, and the others wait for it" in said
     waiting = seen(part="backward", collective="value of another stage", stage=1)
-    found = explain(0, {0: waiting, 1: seen(host="b", silent_s=29, stage=2)}, 31.0, 5.0, 2)
-    assert found.startswith("rank 0 (stage 1) on host a has not moved for 31 s (--timeout): update 7, backward pass")
-    assert "held up by rank 1 (stage 2) on host b, not heard of any more\n" in found
+    said = explain(0, {0: waiting, 1: seen(host="b", silent_s=29, stage=2)}, 31.0, 5.0, 2)
+    assert said.startswith("rank 0 (stage 1) on host a has not moved for 31 s (--timeout): update 7, backward pass")
+    assert "held up by rank 1 (stage 2) on host b, not heard of any more\n" in said
     for part, words in (("start", "before the first update"), ("reading", "reading a checkpoint")):
-        found = explain(0, {0: seen(collective="barrier"), 1: seen(part=part)}, 31.0, 5.0, 2, "")
-        assert f"rank 1 on host a: {words} (for 31 s)" in found  # without a number of an update
+        said = explain(0, {0: seen(collective="barrier"), 1: seen(part=part)}, 31.0, 5.0, 2, "")
+        assert f"rank 1 on host a: {words} (for 31 s)" in said  # without a number of an update
 
 
 def watched(kind: str, limit_s: float = 600.0) -> list[str]:
@@ -99,19 +95,12 @@ def test_every_rank_says_where_all_are() -> None:
 
 
 @pytest.mark.slow
-def test_who_moves_and_who_waits_for_one_that_moves_is_left_alone() -> None:
-    assert run_ranks(watched, 2, "moves", join=False) == [[], []]
-    assert run_ranks(watched, 2, "works", join=False) == [[], []]
-    assert all(run_ranks(watched, 2, "idle", join=False))
-
-
-@pytest.mark.slow
-def test_while_a_run_is_set_up_only_those_who_wait_end() -> None:
-    assert run_ranks(watched, 2, "set up", join=False) == [[], []]
+def test_who_moves_waits_for_one_that_moves_or_is_being_set_up_is_left_alone() -> None:
+    for kind in ("moves", "works", "set up"):
+        assert run_ranks(watched, 2, kind, join=False) == [[], []]
+    assert all(run_ranks(watched, 2, "idle", join=False)) and all(run_ranks(watched, 2, "begun", join=False))
     works, waits = run_ranks(watched, 2, "set up", 1.0, join=False)
-    assert works == []
-    assert "(--timeout)" not in waits[0] and "waiting for other ranks" in waits[0]
-    assert all(run_ranks(watched, 2, "begun", join=False))
+    assert works == [] and "(--timeout)" not in waits[0] and "waiting for other ranks" in waits[0]
 
 
 def held_up(data: Path, out: Path, where: str) -> str:
@@ -133,17 +122,17 @@ def held_up(data: Path, out: Path, where: str) -> str:
             sleep()
             return super().load_latest(identity)
 
-    def save_late(*args: object) -> None:
+    def write_late(*args: object) -> str:
         sleep()
-        save(*args)
+        return write(*args)
 
     running = sys.modules["convoy.training.run"]
-    save = running.save_weights
+    write = running.write_tensors
     with as_before() as patch, Watchdog(ranks, meeting_store(), say, 3.0, patient=True) as watchdog:
         if ranks.rank == 0 and where == "reading":
             patch.setattr(sys.modules["convoy.training.loop"], "CheckpointStore", Sleeping)
         if ranks.rank == 0 and where == "weights":
-            patch.setattr(running, "save_weights", save_late)
+            patch.setattr(running, "write_tensors", write_late)
         train_here(data, out, {"epochs": "3ba"}, where == "reading", watchdog=watchdog)
     leave()
     return said[0]

@@ -57,17 +57,50 @@ class Checkpoint:
     values: dict[str, Any]  # everything that is no tensor, as JSON can hold it
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors on the CPU into a new file, sync it to disk, and give the file's SHA-256."""
-    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of tensors by name
+
+
+def in_file(kinds: Kinds) -> list[str]:
+    """The order of tensors in a file: the widest types come first, so that all are aligned."""
+    return sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+
+
+def write_tensors(path: Path, kinds: Kinds, tensors: Iterable[Tensor]) -> str:
+    """Write a file of tensors, sync it to disk, and give its SHA-256. They come in the order of `in_file`; each is let
+    go before the next one is asked for.
+    """
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-        for piece in pieces(kinds, (tensors[name] for name in in_file(kinds))):
+        for piece in _pieces(kinds, tensors):
             digest.update(piece)
             while piece:
                 piece = piece[file.write(piece) :]
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """The same of tensors by name, which are on the CPU."""
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_tensors(path, kinds, (tensors[name] for name in in_file(kinds)))
+
+
+def _pieces(kinds: Kinds, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name in in_file(kinds):
+        dtype, shape = kinds[name]
+        end = place + dtype.itemsize * prod(shape)
+        header[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(content), _PIECE):
+            yield content[start : start + _PIECE]
+        del tensor, content
 
 
 def read_shard(path: Path) -> dict[str, Tensor]:
@@ -109,47 +142,45 @@ def as_text(record: Mapping[str, Any]) -> str:
     return to_json(record, indent=2) + "\n"
 
 
+def _damaged(folder: Path, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"checkpoint {folder} {what}")
+
+
 def checked_record(folder: Path, step: int | None = None) -> dict[str, Any]:
     """Read the record, and check every file of the checkpoint against it."""
     record = _read(folder, step)
-    checksums: dict[str, str] = record["sha256"]
-    for name, checksum in checksums.items():
+    for name, checksum in record["sha256"].items():
         file = folder / STATE / name
         if not file.is_file():
-            raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {STATE}/{name} is missing")
+            raise _damaged(folder, f"is damaged: {STATE}/{name} is missing")
         try:
-            whole = sha256(file) == checksum
+            is_whole = sha256(file) == checksum
         except OSError as error:
-            raise DamagedCheckpointError(
-                f"checkpoint {folder} is damaged: {STATE}/{name} cannot be read ({error.strerror})"
-            ) from error
-        if not whole:
-            raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {STATE}/{name} does not match its checksum")
+            raise _damaged(folder, f"is damaged: {STATE}/{name} cannot be read ({error.strerror})") from error
+        if not is_whole:
+            raise _damaged(folder, f"is damaged: {STATE}/{name} does not match its checksum")
     there = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    extra = there - {RECORD, STATE} - {f"{STATE}/{name}" for name in checksums}
+    extra = there - {RECORD, STATE} - {f"{STATE}/{name}" for name in record["sha256"]}
     if extra:
-        raise DamagedCheckpointError(f"checkpoint {folder} holds the foreign file {min(extra)}")
+        raise _damaged(folder, f"holds the foreign file {min(extra)}")
     return record
 
 
 def _read(folder: Path, step: int | None) -> dict[str, Any]:
-    path = folder / RECORD
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (folder / RECORD).read_text(encoding="utf-8")
         record: dict[str, Any] = json.loads(text)
-        known, as_written = record["format"] == FORMAT, text == as_text(record)
+        form, is_as_written = record["format"], text == as_text(record)
         digest = record.pop("record_sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(
-            f"checkpoint {folder} is damaged or not Convoy's: {path.name} cannot be read"
-        ) from error
-    if not known:
-        raise DamagedCheckpointError(f"checkpoint {folder} has the foreign format {record['format']!r}")
+        raise _damaged(folder, f"is damaged or not Convoy's: {RECORD} cannot be read") from error
+    if form != FORMAT:
+        raise _damaged(folder, f"has the foreign format {form!r}")
     kinds = {"step": int, "identity": str, "values": dict, "sha256": dict}
     if [type(record.get(key)) for key in kinds] != list(kinds.values()):
-        raise DamagedCheckpointError(f"checkpoint {folder} is not Convoy's: {path.name} lacks what belongs into it")
-    if not as_written or digest != _digest(record) or step not in (None, record["step"]):
-        raise DamagedCheckpointError(f"checkpoint {folder} is damaged: {path.name} does not match its checksum")
+        raise _damaged(folder, f"is not Convoy's: {RECORD} lacks what belongs into it")
+    if not is_as_written or digest != _digest(record) or step not in (None, record["step"]):
+        raise _damaged(folder, f"is damaged: {RECORD} does not match its checksum")
     return record
 
 
@@ -169,33 +200,3 @@ def values_explained(what: str) -> Iterator[None]:
 
 def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of tensors by name
-
-
-def in_file(kinds: Kinds) -> list[str]:
-    """The order of tensors in a file: the widest types come first, so that all are aligned."""
-    return sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
-
-
-def pieces(kinds: Kinds, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """A file of tensors, piece by piece. The tensors are on the CPU, in the order of `in_file`; each is let go before
-    the next one is asked for.
-    """
-    ordered = in_file(kinds)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for name in ordered:
-        dtype, shape = kinds[name]
-        end = place + dtype.itemsize * prod(shape)
-        header[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [place, end]}
-        place = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors:
-        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(content), _PIECE):
-            yield content[start : start + _PIECE]
-        del tensor, content

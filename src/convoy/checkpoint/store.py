@@ -1,6 +1,4 @@
-"""A rank's share of a checkpoint: copied to the memory of the host, then written beside the training.
-
-Writing and reading a checkpoint, and the checkpoints of one run directory: the newest whole one, the last ones.
+"""Writing and reading a checkpoint, each rank its share beside the training, and the checkpoints of one run directory.
 
 A checkpoint is a folder, in a run directory `step-00000123`, that holds the tensors as safetensors, in as many files as
 ranks wrote it, and `checkpoint.json` with everything else and the SHA-256 of every file. It is written under another
@@ -14,7 +12,6 @@ import re
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +73,6 @@ class Draft:
         sync(place.parent)
 
     def discard(self) -> None:
-        """Remove what there is of it."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _ready(self, number: int) -> Path:
@@ -99,9 +95,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def read_checkpoint(place: Path, step: int | None = None) -> Checkpoint:
-    """Read the checkpoint in the folder `place`, by however many ranks it was written; with `step`, it must be of that
-    step.
-    """
+    """The checkpoint in a folder, by however many ranks it was written; with `step`, it must be of that step."""
     record = checked_record(place, step)
     tensors: dict[str, Tensor] = {}
     for name in record["sha256"]:
@@ -125,27 +119,13 @@ class CheckpointStore:
         return sorted(int(name[1]) for name in names if name)
 
     def place(self, step: int) -> Path:
-        """The folder of a checkpoint."""
         return self.folder / f"step-{step:08d}"
 
     def draft(self, step: int, num_shards: int, token: str) -> Draft:
         """A new checkpoint to be written; `token` is the same on all who write it, and never used again."""
         return Draft(self.folder / f".step-{step:08d}.{token}.tmp", step, num_shards)
 
-    def save(self, checkpoint: Checkpoint, best_step: int | None = None) -> Path:
-        """Write a checkpoint from this process alone, then remove old ones; gives the checkpoint's folder."""
-        draft = self.draft(checkpoint.step, 1, uuid.uuid4().hex)
-        try:
-            draft.add(0, {name: tensor.detach().cpu() for name, tensor in checkpoint.tensors.items()})
-            draft.put(self.place(checkpoint.step), checkpoint.identity, checkpoint.values)
-        except BaseException:
-            draft.discard()
-            raise
-        self.prune(checkpoint.step, best_step)
-        return self.place(checkpoint.step)
-
     def load(self, step: int) -> Checkpoint:
-        """Read one checkpoint; see `read_checkpoint`."""
         return read_checkpoint(self.place(step), step)
 
     def load_latest(self, identity: str) -> tuple[Checkpoint | None, list[str]]:
@@ -210,14 +190,15 @@ def snapshot(tensors: Iterable[tuple[str, Tensor]], number: int | None, num_shar
 def stamp(path: Path) -> tuple[int, int, int] | None:
     """What tells a file or folder from one of the same name on another machine; None where it is not seen here."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class Writing:
-    """Writes a rank's shard; on the rank that has `put`, waits for the shards of the others and then calls it.
+    """Writes shard `number` of a draft (None: this rank writes none); on the rank that has `put`, waits for the shards
+    of the others and then calls it, which makes the draft a checkpoint.
 
     The thread talks to other ranks through the files of the draft alone, never through torch.distributed, whose calls
     belong to the training. A shard that cannot be written is not said there, as the disk may be full: the rank's own
@@ -231,9 +212,6 @@ class Writing:
         tensors: Mapping[str, Tensor],
         put: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to write shard `number` (None: this rank writes none); on one rank, `put` makes the complete draft a
-        checkpoint.
-        """
         self.draft = draft
         self.failure: Exception | None = None  # what went wrong
         self.seconds = 0.0  # how long it took, once it has ended
@@ -245,13 +223,11 @@ class Writing:
 
     @property
     def state(self) -> State:
-        """How it stands."""
         if self._thread.is_alive():
             return "running"
         return "failed" if self.failure is not None else "written"
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for its end, but not for longer."""
         self._thread.join(timeout_s)
 
     def give_up(self) -> None:

@@ -18,10 +18,10 @@ from convoy.launch import cores
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
 from convoy.training import choose_device
-from convoy.training.budget import Budget
 from convoy.training.examination import examine
 from convoy.training.parallel_config import num_devices
 from convoy.training.set_up import check_devices, set_up
+from convoy.training.trials import Budget
 
 Complete = Callable[[Diagnosis], Diagnosis]
 

@@ -48,7 +48,7 @@ def command(
     with waiting_for("loading PyTorch"):
         from convoy.cli.on_devices import load_chosen
         from convoy.comm.ranks import Ranks
-        from convoy.training.export import export  # with torch, for which no mistake is to wait
+        from convoy.training.use import export  # with torch, for which no mistake is to wait
 
     as_torch = torch_export or suffix == ".pt2"
     name = "model" if checkpoint is None else f"model-{checkpoint}"

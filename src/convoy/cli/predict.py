@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from convoy.comm.ranks import Ranks
-    from convoy.training.predict import FileClasses
+    from convoy.training.use import FileClasses
 
 HEADER = ("file", "rank", "class", "probability")
 STANDARD_INPUT = "-"
@@ -86,7 +86,7 @@ def command(
     RunDirectory(run).check_trained(checkpoint)
     with waiting_for("loading PyTorch"):
         from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
-        from convoy.training.predict import Classifier, classify
+        from convoy.training.use import Classifier, classify
 
     def work(ranks: "Ranks", local_device: "torch.device") -> int:
         first = ranks.rank == 0

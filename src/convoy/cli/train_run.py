@@ -27,8 +27,8 @@ from convoy.training.environment import join_ranks
 from convoy.training.interrupt import SIGNALS, Interrupt
 from convoy.training.parallel_config import num_devices, plan_of
 from convoy.training.resume import check_run
+from convoy.training.run_directory import Witness
 from convoy.training.set_up import check_devices
-from convoy.training.summary import Witness
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import shorten
 

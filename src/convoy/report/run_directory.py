@@ -16,8 +16,8 @@ from convoy.doctor.diagnosis import Diagnosis
 from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.planner.comparison import Comparison
-from convoy.training.lock import is_locked
 from convoy.training.records import EvaluationFile, MetricsLine, RunSummary
+from convoy.training.run_directory import is_locked
 
 
 @dataclass(frozen=True)

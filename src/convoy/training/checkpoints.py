@@ -1,13 +1,18 @@
-"""Saves a run's state while it trains: all ranks together, beside the training, one checkpoint at a time."""
+"""Saves a run's state while it trains: when a checkpoint is due, every so many updates or as was measured; and by all
+ranks together, beside the training, one at a time.
+"""
 
 import json
+import math
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,15 +20,147 @@ from convoy.checkpoint.store import CheckpointStore, Draft, State, Writing, snap
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import to_json
-from convoy.training.checkpoint_interval import CheckpointSchedule, Pace
-from convoy.training.config import in_words
+from convoy.training.config import TimeSpan, in_words
 
+# The first checkpoint of a process comes after this many updates at most: those by which predictions are checked are
+# before it.
+FIRST_UPDATES = 65
+FIRST_S = 30.0  # the same in seconds: the first one shows what a checkpoint costs, and whether it can be written at all
+_REMEMBERED = 5  # costs of checkpoints, of which the median counts
 LOOK_S = 0.5  # how often the ranks ask each other, beside the training, whether a checkpoint is written
 MAX_UPDATES = 1000  # the same in updates, at most
 PATIENCE_S = (0.05, 1.0)  # a rank's wait for its own thread before it hears of the other ranks: at first, and at most
 LONG_S = 30.0  # a longer wait is mentioned
 TIMEOUT_S = 300.0  # the default limit of the run's wait for a checkpoint
 END_S = 5.0  # what a checkpoint on its way is given when the run ends by a mistake
+
+
+class Pace:
+    """The time of an update on this rank, with evaluations and without checkpoints, from the second update on."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._began = 0.0
+        self._waited_s = 0.0
+        self._done = 0
+
+    def updated(self, done: int) -> None:
+        self._done = done
+        if self._first is None:
+            self._first, self._began = done, time.perf_counter()
+
+    def waited(self, seconds: float) -> None:
+        """The run was kept by a checkpoint."""
+        if self._first is not None:
+            self._waited_s += seconds
+
+    @property
+    def update_s(self) -> float:
+        """Seconds; 0 while nothing is known."""
+        if self._first is None or self._done == self._first:
+            return 0.0
+        return max(1e-6, (time.perf_counter() - self._began - self._waited_s) / (self._done - self._first))
+
+
+class Every:
+    """A checkpoint every so many updates, at least 1; the same on all ranks."""
+
+    def __init__(self, updates: int) -> None:
+        self._updates = updates
+
+    def due(self, done: int, pace: Pace) -> bool:
+        """Whether a checkpoint is due after so many updates. All ranks call it after every update."""
+        return done % self._updates == 0
+
+    def saved(self, step: int) -> None:
+        """One was begun, due or not."""
+
+    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
+        """One is on disk: seconds that it kept the run from its work, until it was written, and of an update (0: not
+        known yet); the same numbers on all ranks. Gives a sentence where there is something new to say.
+        """
+        return None
+
+
+class Interval(NamedTuple):
+    """The updates between two checkpoints, the seconds by the measured time of one, and a sentence that says why."""
+
+    updates: int
+    seconds: float
+    sentence: str
+
+
+@dataclass
+class Young:
+    """Derives the interval from what checkpoints cost.
+
+    Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
+    mean time M between failures, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly, 2006, adds
+    terms that matter where C is not far below M.) Shorter than the time in which a checkpoint is written it cannot be.
+    """
+
+    mtbf: TimeSpan  # M of the formula
+    multiple: int = 1  # the interval is a multiple of so many updates
+    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def decide(self, cost_s: float, write_s: float, update_s: float) -> Interval:
+        """Take one more measurement into account: the median of the last ones counts."""
+        self._costs.append(max(cost_s, 1e-6))
+        cost, update_s = median(self._costs), max(update_s, 1e-6)
+        young = math.sqrt(2 * cost * self.mtbf.seconds)
+        updates = max(1, round(max(young, write_s) / update_s))
+        updates = math.ceil(updates / self.multiple) * self.multiple
+        seconds = updates * update_s
+        formula = f"sqrt(2 · {in_words(cost)} · {in_words(self.mtbf.seconds)}), Young 1974"
+        if write_s > young:
+            formula = f"as long as one takes to be written, more than {formula}"
+        every = f"checkpoint every {updates:,} update{'s' if updates > 1 else ''} ({in_words(seconds)})"
+        return Interval(updates, seconds, f"{every}: {formula}; at most {in_words(seconds + write_s)} of work are lost")
+
+
+class Automatic(Every):
+    """At Young's interval after the one before; the first one soon, to measure what a checkpoint costs. The ranks
+    follow the clock of rank 0.
+    """
+
+    def __init__(self, young: Young, ranks: Ranks) -> None:
+        self._young = young
+        self._ranks = ranks
+        self._calls = 0
+        self._next: int | None = None
+        self._last = 0
+        self._interval: Interval | None = None
+        self._said = 0
+
+    def due(self, done: int, pace: Pace) -> bool:
+        self._calls += 1
+        if self._calls == 2 and self._next is None:
+            updates = min(FIRST_UPDATES, max(2, int(FIRST_S / pace.update_s)))
+            (updates,) = self._ranks.largest(updates if self._ranks.rank == 0 else 0)
+            self._next = self._rounded(done + updates - 2)
+        return self._next is not None and done >= self._next
+
+    def saved(self, step: int) -> None:
+        self._last = step
+        if self._interval is not None:
+            self._next = self._rounded(step + self._interval.updates)
+        else:
+            self._next = None if self._next is None else self._rounded(step + FIRST_UPDATES)
+
+    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
+        """Derive the interval; it is said at first, and where it has changed to half or double of that."""
+        if update_s == 0:
+            return None
+        self._interval = self._young.decide(cost_s, write_s, update_s)
+        self._next = self._rounded(self._last + self._interval.updates)
+        if self._said and 0.5 < self._interval.updates / self._said < 2:
+            return None
+        self._said = self._interval.updates
+        return self._interval.sentence
+
+    def _rounded(self, step: int) -> int:
+        multiple = self._young.multiple
+        return -(-step // multiple) * multiple
 
 
 @dataclass
@@ -34,10 +171,6 @@ class CheckpointTally:
     failed: int = 0
     waited_s: float = 0.0  # of the run: while its state was copied, and for a checkpoint that was not yet on disk
     longest_wait_s: float = 0.0  # in one go
-
-    def at_once(self, seconds: float) -> None:
-        """The run waited so long without a break."""
-        self.longest_wait_s = max(self.longest_wait_s, seconds)
 
     def __str__(self) -> str:
         return (
@@ -72,7 +205,7 @@ class Saver:
     def __init__(
         self,
         store: CheckpointStore,
-        when: CheckpointSchedule,
+        when: Every,
         ranks: Ranks,
         tell: Callable[[str], None],
         *,
@@ -160,7 +293,7 @@ class Saver:
         self._look_at = step + 1
         self._when.saved(step)
         self._waited(began)
-        self.tally.at_once(self.tally.waited_s - before_s)
+        self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def finish(self, or_raise: bool = False) -> None:
         """Wait until the checkpoint on its way is written; with `or_raise`, a failure ends the run in any case. All
@@ -181,7 +314,7 @@ class Saver:
             if not said and kept_s > LONG_S:
                 said = True
                 self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
-        self.tally.at_once(self.tally.waited_s - before_s)
+        self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def _waited(self, since: float) -> None:
         seconds = time.perf_counter() - since
@@ -197,16 +330,8 @@ class Saver:
         if state != "running" and failure is not None:
             named = isinstance(failure, OSError) and failure.strerror
             reason = named or f"{type(failure).__name__}: {failure}"
-        mine = Report(
-            state,
-            reason,
-            self._wait_s,
-            writing.processor_s,
-            writing.seconds,
-            self._pace.update_s,
-            kept_s,
-        )
-        reports = self._ranks.gather(mine)
+        spent = self._wait_s, writing.processor_s, writing.seconds, self._pace.update_s, kept_s
+        reports = self._ranks.gather(Report(state, reason, *spent))
         states = [report.state for report in reports]
         if "failed" in states:
             writing.give_up()

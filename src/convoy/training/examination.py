@@ -4,11 +4,14 @@ Nothing is written, but a few checkpoints to a temporary folder where these may 
 compute are tried; those of the input are not, and pictures are measured one by one instead.
 """
 
+import math
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +25,13 @@ from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
 from convoy.errors import ConvoyError
-from convoy.training.budget import Budget
-from convoy.training.checkpoint_interval import Every
-from convoy.training.checkpoints import Saver
-from convoy.training.checkup import Checkup
+from convoy.training.checkpoints import Every, Saver
 from convoy.training.evaluate import StoppedError
 from convoy.training.observation import Observation
-from convoy.training.pace import Pace, Window, updates_for
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from convoy.training.step import random_batch, wait_for
-from convoy.training.trials import try_changes
+from convoy.training.trials import Budget, try_changes
 from convoy.units import per_second, plural, seconds
 
 _WATCHED = (2, 4, 6)  # the updates whose parts are looked at; few and early, as that takes longer
@@ -50,6 +49,83 @@ _FREQUENT_S = 120.0  # where two checkpoints are further apart, their cost is no
 _LONG_PAUSES = 0.05  # part of an update from which on evaluations are counted with the checkpoints that follow them
 _BEST = 0.5  # the share of evaluations that find the best weights so far: a guess
 
+# When a training has its pace: worker processes run, batches that lay ready are used up, kernels are chosen.
+_WINDOWS_ALIKE = 4  # windows whose two halves are to agree
+_WITHIN = 0.05  # how near the halves have to be, as a part of the slower one
+_NEAR = 0.1  # how near to the pace earlier windows have to be to count as well
+_WAITING = 0.01  # part of a window from which on batches were waited for, so that none lay ready
+# Batches, as a multiple of those that may lie ready, after which these hide no loader that is a tenth too slow.
+_TIMES_READY = 10
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some updates in a row: how many, and the seconds that they took and waited for their batches, on any rank."""
+
+    updates: int
+    seconds: float
+    waited: float
+
+    @property
+    def update_s(self) -> float:
+        return self.seconds / self.updates
+
+
+@dataclass
+class Pace:
+    """The updates of a training so far, in windows.
+
+    The first window holds what happens once (kernels are tried out, memory grows), and the first batch, for which
+    worker processes start. Others may start while batches are waited for, and take as long until they have made one.
+    """
+
+    ready: float  # batches that may lie ready before they are asked for
+    windows: list[Window] = field(default_factory=list)  # all of them but the first
+    _start_s: float | None = None
+    _since: int = 0
+    _starting_s: float = 0.0
+
+    def add(self, window: Window, grew: bool = False) -> None:
+        """A window has ended, in which other worker processes may have started."""
+        if self._start_s is None:
+            self._start_s = window.waited
+            return
+        self.windows.append(window)
+        self._starting_s = self._start_s if grew else self._starting_s - window.seconds
+        if grew or self._starting_s > 0:
+            self._since = len(self.windows)
+
+    def is_steady(self, late: bool = False) -> bool:
+        """Whether the last windows have the pace that the training keeps. It is `late` where there is no time to see
+        whether batches that lie ready hide a loader that is a little too slow.
+        """
+        since = self.windows[self._since :]
+        last = since[-_WINDOWS_ALIKE:]
+        if len(last) < _WINDOWS_ALIKE:
+            return False
+        half = _WINDOWS_ALIKE // 2
+        faster, slower = sorted((_update_s(last[:half]), _update_s(last[half:])))
+        if faster < (1 - _WITHIN) * slower:
+            return False
+        waits = all(window.waited > _WAITING * window.seconds for window in last)
+        return waits or late or sum(window.updates for window in since) >= _TIMES_READY * self.ready
+
+    def counted(self) -> Sequence[Window]:
+        """The windows that tell the pace: the last ones and all before them that are as fast, or, as long as there is
+        none, the later half of those since workers started."""
+        since = self.windows[self._since :] or self.windows[-1:]
+        if not self.is_steady(late=True):
+            return since[len(since) // 2 :]
+        pace = _update_s(since[-_WINDOWS_ALIKE:])
+        as_fast = takewhile(
+            lambda window: abs(window.update_s - pace) <= _NEAR * pace, reversed(since[:-_WINDOWS_ALIKE])
+        )
+        return since[-_WINDOWS_ALIKE - len(list(as_fast)) :]
+
+
+def _update_s(windows: Sequence[Window]) -> float:
+    return sum(window.seconds for window in windows) / sum(window.updates for window in windows)
+
 
 def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Path | None = None) -> Facts:
     """Measure a training, whose weights change, and with `trials` try changes of it. All ranks call it, and get the
@@ -65,15 +141,19 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
     if budget.allows(0.0, "how pictures are made"):
         most_s = budget.part(_PICTURES_PART).left
         everyone = ranks.gather(measure_pictures(session.data, recipe.data, _fresh(session), recipe.seed, most_s))
-        answers = [one for one in everyone if one is not None]
-        if answers:
-            facts = replace(facts, pictures=max(answers, key=lambda one: one.read_s + one.cpu_s))
+        measured = [pictures for pictures in everyone if pictures is not None]
+        if measured:
+            facts = replace(facts, pictures=max(measured, key=lambda pictures: pictures.read_s + pictures.cpu_s))
     if ranks.num > 1 and budget.allows(0.0, "the link"):
         facts = replace(facts, link_bits_per_s=_bits_per_s(session))
     budget.tell("timing an evaluation")
     part = budget.part(_EVALUATION_PART)
-    if part.allows(_pass_s(session, facts), "an evaluation"):
-        facts = replace(facts, evaluation_s=_evaluation_s(session, part))
+    samples = session.evaluation_batch() * ranks.num_sample_ranks
+    if part.allows(facts.update_s * samples / facts.batch / 3, "an evaluation"):  # a third of an update, about
+        evaluation_s = _evaluation_s(session, part)
+        if part.allows(part.seconds / 2):  # for the first one, memory and kernels are made
+            evaluation_s = _evaluation_s(session, part)
+        facts = replace(facts, evaluation_s=evaluation_s)
     if folder is not None:
         facts = _with_checkpoints(session, facts, folder, budget)
     busy_cores = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
@@ -86,15 +166,12 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
             compute_s = max(compute_s, facts.update_s - facts.wait_s)
             tried = tuple(replace(trial, before_s=compute_s) for trial in tried)
         facts = replace(facts, compute_s=min(compute_s, facts.update_s), trials=tried)
-    return ranks.broadcast(replace(facts, notes=(*facts.notes, *_no_time_for(budget))))
-
-
-def _no_time_for(budget: Budget) -> list[str]:
-    if not budget.missed:
-        return []
-    *others, last = budget.missed
-    what = f"{', '.join(others)} or {last}" if others else last
-    return [f"There was no time for {what}: --seconds {2 * budget.seconds:g} leaves more."]
+    if budget.missed:
+        *others, last = budget.missed
+        what = f"{', '.join(others)} or {last}" if others else last
+        note = f"There was no time for {what}: --seconds {2 * budget.seconds:g} leaves more."
+        facts = replace(facts, notes=(*facts.notes, note))
+    return ranks.broadcast(facts)
 
 
 def _fresh(session: Session) -> NDArray[np.int64]:
@@ -107,44 +184,49 @@ def _fresh(session: Session) -> NDArray[np.int64]:
 
 def _measure_updates(session: Session, budget: Budget) -> Facts:
     """The facts that updates tell which run with their input, as they come, once they have their pace."""
-    ranks, recipe, device = session.ranks, session.recipe, session.device
-    step, checkup = session.step(), Checkup(session, gpu=True, remembered=None)
-    observation = Observation(session, watched=_WATCHED, apart=(), last=max(_WATCHED))
+    ranks, recipe = session.ranks, session.recipe
+    step = session.step()
+    watch = Observation(session, watched=_WATCHED, separate=(), last=max(_WATCHED), gpu=True, remembered=None)
     samples = max(1, len(session.division.positions(ranks.sample_rank)))
-    pace = Pace(max(ranks.gather(samples_ahead(samples) / samples if checkup.workers else 0.0)))
+    pace = Pace(max(ranks.gather(samples_ahead(samples) / samples if watch.workers else 0.0)))
     part = budget.part(_UPDATES_PART)
     window_s, number, done, bad = part.seconds / _WINDOWS, 1, 0, set[int]()
     budget.tell("timing updates")
-    with closing(session.batches(0, _MOST, checkup.told)) as batches:
+
+    def more_workers(number: int) -> None:
+        watch.workers = number
+
+    with closing(session.batches(0, _MOST, more_workers)) as batches:
         while True:
-            began, waited, workers = time.perf_counter(), 0.0, checkup.workers
+            began, waited, workers = time.perf_counter(), 0.0, watch.workers
             for place in range(number):
-                observation.begin()
-                checkup.ask()
+                watch.ask()
                 made = next(batches)
-                waited += checkup.got()
+                waited += watch.got()
                 bad.update(sample for sample, _ in made.bad)
-                with observation.update(step):
+                with watch.update(step):
                     result = step(made, done)
                 done += 1
                 if place == number - 1:  # the host of a GPU may be ahead of it by many updates
-                    wait_for(device)
-                checkup.add(result)
-            own = time.perf_counter() - began, waited, checkup.workers > workers
-            spans, waits, grew = zip(*ranks.gather(own), strict=True)  # all know the same
+                    wait_for(session.device)
+                watch.add(result)
+            mine = time.perf_counter() - began, waited, watch.workers > workers
+            spans, waits, grew = zip(*ranks.gather(mine), strict=True)  # all know the same
             window = Window(number, max(spans), max(waits))
             pace.add(window, any(grew))
-            budget.tell(f"timing updates, {per_second(recipe.batch / window.each)} images a second so far")
+            budget.tell(f"timing updates, {per_second(recipe.batch / window.update_s)} images a second so far")
             if done == 1:
-                if not budget.allows(window.each):
+                if not budget.allows(window.update_s):
                     break
-                checkup.begin()
-            elif pace.is_steady(late=not part.allows(part.seconds / 2)) or not part.allows(window.each):
+                watch.begin()
+            elif pace.is_steady(late=not part.allows(part.seconds / 2)) or not part.allows(window.update_s):
                 break
-            number = ranks.broadcast(updates_for(window_s, window, part.left))
-        checkup.look()
-    counted = sum(one.updates for one in pace.counted()) or 1
-    facts = checkup.facts(observation.conclude(session.scored, None), since=checkup.num - counted)
+            # No more than four times as many as in the window before, which may have been faster than usual.
+            fitting = math.ceil(min(window_s, part.left) / max(window.update_s, 1e-9))
+            number = ranks.broadcast(max(1, min(fitting, 4 * number)))
+        watch.look()
+    counted = sum(window.updates for window in pace.counted()) or 1
+    facts = watch.facts(watch.conclude(session.scored, None), since=watch.num - counted)
     unread = len(set().union(*ranks.gather(bad)))
     told = f"{plural(unread, 'picture')} cannot be read: convoy data {recipe.data.path} --check names them, and others."
     return replace(facts, notes=(*_of_few(facts, counted, pace), *([told] if unread else [])))
@@ -158,7 +240,7 @@ def _of_few(facts: Facts, counted: int, pace: Pace) -> tuple[str, ...]:
         return ()
     if counted < _FEW:
         return (f"An update takes {seconds(facts.update_s)}, so that only {plural(counted, 'update')} could be timed.",)
-    rates = [facts.batch / one.each for one in pace.counted()]
+    rates = [facts.batch / window.update_s for window in pace.counted()]
     between = f"{per_second(min(rates))} to {per_second(max(rates))} images a second"
     return (f"The pace changed as long as there was time to look: {between}.",)
 
@@ -166,30 +248,18 @@ def _of_few(facts: Facts, counted: int, pace: Pace) -> tuple[str, ...]:
 def _bits_per_s(session: Session) -> float:
     """Bits a second that an all-reduce moves each way: 2 (n - 1) / n times the size of a message (Patarasuk, 2009)."""
     ranks, message = session.ranks, torch.zeros(_MESSAGE // 4, device=session.device)
-    taken = list[float]()
+    sent_s = list[float]()
     for _ in range(3):
         ranks.barrier()
         began = time.perf_counter()
         all_reduce(message, ranks.group)
         wait_for(session.device)
-        taken.append(time.perf_counter() - began)
-    (longest,) = ranks.largest(round(1e6 * min(taken)))
+        sent_s.append(time.perf_counter() - began)
+    (longest,) = ranks.largest(round(1e6 * min(sent_s)))
     return 8 * _MESSAGE * 2 * (ranks.num - 1) / ranks.num / (1e-6 * max(1, longest))
 
 
-def _pass_s(session: Session, facts: Facts) -> float:
-    """Seconds of a pass of an evaluation, about: a third of an update with as many samples."""
-    return facts.update_s * session.evaluation_batch() * session.ranks.num_sample_ranks / facts.batch / 3
-
-
 def _evaluation_s(session: Session, part: Budget) -> float:
-    """Seconds of the second evaluation, as all later ones take: for the first, memory and kernels are made. Where that
-    one has taken the time, it has to do."""
-    first = _from_first_batches(session, part)
-    return _from_first_batches(session, part) if part.allows(part.seconds / 2) else first
-
-
-def _from_first_batches(session: Session, part: Budget) -> float:
     """Seconds of an evaluation, as its first batches tell."""
     size = max(1, session.evaluation_batch() * session.ranks.num_sample_ranks)
     number = -(-len(session.data.test) // size)
@@ -202,13 +272,13 @@ def _from_first_batches(session: Session, part: Budget) -> float:
     began = time.perf_counter()
     try:
         session.evaluate(stop)
-        taken = time.perf_counter() - began
+        evaluation_s = time.perf_counter() - began
     except StoppedError:
-        others = asked[1:] if len(asked) > 2 else asked
-        each = (others[-1] - others[0]) / (len(others) - 1)
-        taken = asked[1] - began + each * (number - 1)
+        later = asked[1:] if len(asked) > 2 else asked
+        batch_s = (later[-1] - later[0]) / (len(later) - 1)
+        evaluation_s = asked[1] - began + batch_s * (number - 1)
     session.model.train()
-    return max(session.ranks.gather(taken))
+    return max(session.ranks.gather(evaluation_s))
 
 
 def _with_checkpoints(session: Session, facts: Facts, folder: Path, budget: Budget) -> Facts:
@@ -224,11 +294,11 @@ def _with_checkpoints(session: Session, facts: Facts, folder: Path, budget: Budg
     if not part.allows(_RUNS * facts.update_s, "checkpoints"):
         return facts
     with suppress(OSError, ConvoyError):  # a full disk, or a folder that is not to be written to
-        taken = _checkpoint_s(session, min(between), facts, folder, part)
+        checkpoint_s = _checkpoint_s(session, min(between), facts, folder, part)
         if is_often:
-            facts = replace(facts, checkpoint_s=taken, checkpoint_every=every)
+            facts = replace(facts, checkpoint_s=checkpoint_s, checkpoint_every=every)
         if pauses and facts.evaluation_s is not None:
-            facts = replace(facts, evaluation_s=facts.evaluation_s + _BEST * taken)
+            facts = replace(facts, evaluation_s=facts.evaluation_s + _BEST * checkpoint_s)
     return facts
 
 
@@ -238,8 +308,6 @@ def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path, part
     fitting = ranks.broadcast(max(1, int(part.left / _RUNS / facts.update_s)))
     step, between = session.step(), min(every, fitting)
     batch = random_batch(step, session.image_shape, session.device)
-    while not folder.is_dir():
-        folder = folder.absolute().parent
 
     def updates() -> float:
         ranks.barrier()
@@ -261,8 +329,7 @@ def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path, part
                 elif number > 1 and not part.allows(0.0):
                     break
                 timed = number
-                tensors, rest = session.state.contents({})
-                saver.save(number, "", tensors, rest, None)
+                saver.save(number, "", *session.state.contents({}), None)
                 updates()
             passed = time.perf_counter() - began
             saver.finish()
@@ -271,6 +338,9 @@ def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path, part
 
 
 def _temporary(folder: Path, stack: ExitStack) -> Path:
+    """A folder of its own on the disk of the run, which need not be there yet."""
+    while not folder.is_dir():
+        folder = folder.absolute().parent
     made = tempfile.TemporaryDirectory(prefix=".convoy-doctor-", dir=folder, ignore_cleanup_errors=True)
     place = Path(stack.enter_context(made))
     (place / "seen").touch()

@@ -153,15 +153,14 @@ class FiniteGuard:
         loss_share = sum(float(loss) for loss in losses)
         reports = self._ranks.gather((origin.found, loss_share, socket.gethostname()))
         loss = sum(self._ranks.gather_samples(loss_share))
-        return NonFiniteUpdate(update, loss, _where([(found, host) for found, _, host in reports]))
+        return NonFiniteUpdate(update, loss, _where([(layer, host) for layer, _, host in reports]))
 
 
-def _where(said: Sequence[tuple[NonFiniteLayer | None, str]]) -> str:
-    """The earliest of what the ranks have found, and which of them have."""
-    order = {"input": 0, "output": 0, "gradient": 1}
-    known = [found for found, _ in said if found is not None]
-    if not known:
+def _where(reports: Sequence[tuple[NonFiniteLayer | None, str]]) -> str:
+    """The earliest layer of those that the ranks name, with their hosts, and which of them do."""
+    layers = [layer for layer, _ in reports if layer is not None]
+    if not layers:
         return ""
-    first = min(known, key=lambda found: (order[found.of], found.run))
-    ranks = [f"rank {rank} on host {host}" for rank, (found, host) in enumerate(said) if found == first]
-    return f", first in {first}" + (f" on {', '.join(ranks)}" if len(said) > 1 else "")
+    first = min(layers, key=lambda layer: (layer.of == "gradient", layer.run))
+    ranks = [f"rank {rank} on host {host}" for rank, (layer, host) in enumerate(reports) if layer == first]
+    return f", first in {first}" + (f" on {', '.join(ranks)}" if len(reports) > 1 else "")

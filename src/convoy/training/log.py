@@ -1,4 +1,6 @@
-"""What is written and said of a run while it goes on: lines of metrics, the latest figures, ranks that are slow."""
+"""What is written and said of a run while it goes on: lines of metrics, the latest figures, ranks that are slow; and
+how it stands, in `summary.json`.
+"""
 
 import math
 import time
@@ -9,13 +11,16 @@ import torch
 from torch import Tensor
 
 from convoy.comm.ranks import Ranks
+from convoy.files import write_json
 from convoy.progress import Reporter
+from convoy.terminal import losses
 from convoy.training.division import SlowRanks
 from convoy.training.evaluate import Evaluation
 from convoy.training.metrics import MetricsWriter
+from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
+from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import StepResult
-from convoy.training.summary import RunProgress
 
 UnreadablePicture = tuple[int, int, str]  # update, sample and reason
 
@@ -109,7 +114,7 @@ class MetricsWindow:
                 for value in part:
                     self.loss += value
         before = self.ranks_s or [0.0] * len(everyone)
-        self.ranks_s = [own + said[4] for own, said in zip(before, everyone, strict=True)]
+        self.ranks_s = [seconds + rank[4] for seconds, rank in zip(before, everyone, strict=True)]
         for _, num_correct, rank_wait_s, rank_bad, _ in parts:
             self.num_correct += num_correct
             wait_s = max(wait_s, rank_wait_s)
@@ -226,3 +231,48 @@ class Log:
 
 def _number(epochs: float) -> str:
     return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"
+
+
+def write_summary(
+    run: RunDirectory,
+    session: Session,
+    progress: RunProgress,
+    status: Status,
+    steps: int,
+    evaluation: Evaluation | None,
+    error: str | None = None,
+) -> None:
+    """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
+    run.check_there(steps)
+    recipe, data, counts = session.recipe, session.data, session.counts
+    summary = RunSummary.model_construct(  # nothing in it may end a run
+        status=status,
+        error=error,
+        model=recipe.model.name,
+        data=data.name,
+        devices=session.ranks.num,
+        plan=str(session.plan),
+        approximate=recipe.parallel.approximation(session.plan),
+        parameters=counts.parameters,
+        flops=counts.flops,
+        num_train=len(data.train),
+        num_test=len(data.test),
+        steps=steps,
+        total_steps=session.quantities.total_updates,
+        epochs=steps / session.quantities.updates_per_epoch,
+        top1=evaluation.top1 if evaluation else None,
+        top5=evaluation.top5 if evaluation else None,
+        loss=evaluation.loss if evaluation else None,
+        best_top1=progress.best_top1,
+        best_step=progress.best_step,
+        time_s=progress.time_s,
+        images_per_s=progress.num_images / progress.train_s if progress.train_s else None,
+        data_wait_share=progress.data_wait_s / after if (after := progress.train_s - progress.start_s) > 0 else 0.0,
+        checkpoints=progress.checkpoints,
+        left_out=progress.left_out,
+        bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
+        derived=session.derived,
+        stages=session.stages,
+        notes=[*session.notes, *losses()],
+    )
+    write_json(run.summary_file, summary.model_dump())

@@ -19,9 +19,7 @@ from convoy.files import write_json, write_text
 from convoy.launch.place import HANDED_ON
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
-from convoy.training.checkpoint_interval import Automatic, Every, Young
-from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver
-from convoy.training.checkup import LEAST, UPDATES, Checkup
+from convoy.training.checkpoints import TIMEOUT_S, Automatic, CheckpointTally, Every, Saver, Young
 from convoy.training.code import OtherCodeError, difference
 from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
@@ -29,12 +27,11 @@ from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
 from convoy.training.interrupt import SIGNALS, Interrupt, Stop
 from convoy.training.log import Log, MetricsWindow
 from convoy.training.metrics import MetricsWriter
-from convoy.training.observation import Observation
+from convoy.training.observation import LEAST, UPDATES, Observation
+from convoy.training.records import RunProgress
 from convoy.training.resume import extended, identity, load_latest, moved_data, state_at_end
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.step import TrainingStep
-from convoy.training.summary import RunProgress
 
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
@@ -84,8 +81,7 @@ class Loop:
         self.comparison: Comparison | None = None  # of prediction and measurement, once enough has been seen
         auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
         self._speed = SpeedTest() if auto else None
-        self._observation: Observation | None = Observation(session)
-        self._checkup = Checkup(session)
+        self._observation = Observation(session)
         self._skipped_in_a_row = 0
         self._extends = False
 
@@ -193,7 +189,7 @@ class Loop:
             with closing(self._updates()) as updates:
                 for _ in updates:
                     if self._stop.after_update():
-                        self._checkup.look()
+                        self._observation.look()
                         return
 
     def _updates(self) -> Generator[None, None, None]:
@@ -211,10 +207,10 @@ class Loop:
         with closing(self.session.batches(self.done, left, self._more_workers)) as batches:
             self._ask()
             for batch in batches:
-                self.window.wait_s += self._checkup.got()
+                self.window.wait_s += self._observation.got()
                 self.window.bad += [(self.done, sample, reason) for sample, reason in batch.bad]
-                with self._observed(step):
-                    step.records = self._observation is None or self._observation.has_watched
+                with self._observation.update(step):
+                    step.records = self._observation.has_watched
                     result = step(batch, self.done)
                     if result.bad is not None:
                         self._skipped(result.bad)
@@ -223,7 +219,7 @@ class Loop:
                         if averaged is not None:
                             averaged.update(self.session.model)
                 self.done += 1
-                self._checkup.add(result)
+                self._observation.add(result)
                 self.window.add(result, step.num_samples)
                 self._after_update()
                 yield
@@ -252,23 +248,14 @@ class Loop:
         """The next batch is asked for."""
         current.update = self.done
         current.to("data")
-        if self._observation is not None and self._speed is None:
-            self._observation.begin()
-        self._checkup.ask()
-
-    def _observed(self, step: TrainingStep) -> AbstractContextManager[None]:
-        """Around an update, which is looked at if it is its turn."""
-        if self._observation is None or self._speed is not None:
-            return nullcontext()
-        return self._observation.update(step)
+        self._observation.ask(counts=self._speed is None)
 
     def _conclude(self) -> None:
         """Say what was seen of the first updates, and keep it. All ranks call it."""
-        if self._observation is None:
+        if self.comparison is not None:
             return
-        observation, self._observation = self._observation, None
         session = self.session
-        self.comparison = observation.conclude(session.scored, session.profiles, self.run.trace)
+        self.comparison = self._observation.conclude(session.scored, session.profiles, self.run.trace)
         session.scored = None
         if session.ranks.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             try:
@@ -278,13 +265,13 @@ class Loop:
 
     def _diagnose(self, at_end: bool = False) -> None:
         """See what holds the run back, keep it, and say it once if that is much. All ranks call it."""
-        if self.comparison is None or self._checkup.num < LEAST:
+        if self.comparison is None or self._observation.num < LEAST:
             return
-        facts = self._with_pauses(self._checkup.facts(self.comparison, since=LEAST // 2))
+        facts = self._with_pauses(self._observation.facts(self.comparison, since=LEAST // 2))
         if self.session.ranks.rank > 0:
             return
         try:
-            counted = min(self._checkup.num, UPDATES) - LEAST // 2
+            counted = min(self._observation.num, UPDATES) - LEAST // 2
             diagnosis = Diagnosis.of(facts, (self.done - counted + 1, self.done))
         except Exception as error:  # no reason to stop a training
             self._tell(f"what holds the run back is not known ({type(error).__name__}: {error})")
@@ -310,11 +297,11 @@ class Loop:
         else:
             self._log.show(self.done)
         self.window.pause()
-        if self._observation is not None and self._observation.done:
+        if self._observation.done:
             self._conclude()
-        if self._checkup.num % UPDATES == 0 or self.done == total:
-            self._checkup.look()
-        if self._checkup.num == UPDATES:
+        if self._observation.num % UPDATES == 0 or self.done == total:
+            self._observation.look()
+        if self._observation.num == UPDATES:
             self._diagnose()
         if self.done % quantities.evaluate_every == 0 and self.done < total:
             self._evaluate()
@@ -333,7 +320,7 @@ class Loop:
         self.reporter.say(session.notes[-1])
 
     def _more_workers(self, number: int) -> None:
-        self._checkup.told(number)
+        self._observation.workers = number
         self._tell(f"data workers: {number} from update {self.done + 1:,} on, as batches were waited for")
 
     def _tell(self, sentence: str) -> None:

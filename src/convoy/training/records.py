@@ -1,6 +1,8 @@
-"""What a run leaves for its report, written by the trainer and read, checked, by whoever shows it."""
+"""What a run remembers over a stop, and what it leaves for its report: written by the trainer, and read, checked, by
+whoever shows it.
+"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -14,6 +16,29 @@ Status = Literal["running", "stopped", "finished", "failed"]
 
 # A number between 0 and 1, or null.
 Share = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(finite)]
+
+
+@dataclass
+class RunProgress:
+    """What the loop remembers over a stop; stored in every checkpoint."""
+
+    time_s: float = 0.0  # of the run so far, over all resumptions
+    train_s: float = 0.0  # of it without evaluations and checkpoints
+    data_wait_s: float = 0.0  # of that, spent waiting for data, after the first update
+    start_s: float = 0.0  # of the first update, with the start of the processes that load data
+    num_images: int = 0  # training images seen
+    best_top1: float | None = None
+    best_step: int | None = None
+    to_evaluate: bool = False  # an evaluation was stopped, and is to be done again
+    left_out: int = 0  # updates not made, because loss or gradient were not finite
+    bad_images: list[dict[str, str]] = field(default_factory=list)  # that could not be read: name, reason, split
+    checkpoints: dict[str, Any] = field(default_factory=dict)  # their `CheckpointTally`
+
+    def add_bad(self, name: str, reason: str, split: str) -> None:
+        """Remember a bad picture, once."""
+        entry = {"name": name, "reason": reason, "split": split}
+        if entry not in self.bad_images:
+            self.bad_images.append(entry)
 
 
 class Record(BaseModel):

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,13 @@ class Transform:
         else:
             name = "the picture" if name is None else name
             image = picture if isinstance(picture, Image.Image) else _image_of(picture)
-        if self._turbo is not None:
+        if self._turbo is not None or self._in_memory:
             pixels = np.asarray(in_channels(finish_picture(image, name), self._channels))
-            box = self._geometry.center_box(pixels.shape[1], pixels.shape[0])
-            self._turbo.write_part(pixels, box, False, planes := self._planes())
-            return planes
-        if self._in_memory:
-            image = Image.fromarray(np.asarray(in_channels(finish_picture(image, name), self._channels)))
+            if self._turbo is not None:
+                box = self._geometry.center_box(pixels.shape[1], pixels.shape[0])
+                self._turbo.write_part(pixels, box, False, planes := self._planes())
+                return planes
+            image = Image.fromarray(pixels)
         return evaluation_pixels(image, name, self._geometry, self._channels)
 
     def _planes(self) -> NDArray[np.uint8]:
@@ -136,6 +136,15 @@ class TrainedRun:
         self.network.to(device=device, memory_format=self.memory_format)  # type: ignore[call-overload]
 
 
+def _of_loop(place: Path, *keys: str) -> Any:
+    """What the loop has put into a checkpoint that is whole; None where it is of an earlier version."""
+    with values_explained(f"checkpoint {place}"):
+        value = checked_record(place)["values"]["loop"]
+        for key in keys:
+            value = value[key] if key != "code" else value.get(key)
+        return value
+
+
 def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     """The update after which a checkpoint was written: the `best` of the evaluations, the `last`, or an update's; a
     ConvoyError where there is none.
@@ -146,8 +155,7 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     if steps and which == "last":
         wanted = steps[-1]
     elif steps and which == "best":
-        with values_explained(f"checkpoint {store.place(steps[-1])}"):
-            wanted = checked_record(store.place(steps[-1]))["values"]["loop"]["progress"]["best_step"]
+        wanted = _of_loop(store.place(steps[-1]), "progress", "best_step")
     for step in steps:
         if str(step) == str(wanted):
             return step
@@ -227,19 +235,17 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
 def _changed_code(
     run: RunDirectory, checkpoint: str | int | None, network: nn.Module, shape: tuple[int, int, int]
 ) -> str:
-    store = CheckpointStore(run.checkpoints)
     try:
         step = checkpoint_step(run, "last" if checkpoint is None else checkpoint)
-        with values_explained(f"checkpoint {store.place(step)}"):
-            was = checked_record(store.place(step))["values"]["loop"].get("code")
+        was = _of_loop(CheckpointStore(run.checkpoints).place(step), "code")
     except ConvoyError:  # final weights need no checkpoint
         return ""
     if was is None:  # by an earlier version
         return ""
     # a run looked at two microbatches of two samples, or of one, where they have no more
     graphs = (graph_of(network, shape, samples, training=True) for samples in (2, 1))
-    found = [difference(was, code_of(network, graph)) for graph in graphs]
-    return found[0] if all(found) else ""
+    changes = [difference(was, code_of(network, graph)) for graph in graphs]
+    return changes[0] if all(changes) else ""
 
 
 def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, list[str]]:
@@ -264,9 +270,10 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     data = open_data(_settings(run, path, {}), to_evaluate=True)
     unknown = [name for name in data.classes if name not in run.classes]
     if unknown:
+        classes = f"the class{'es' if len(unknown) > 1 else ''} {_listed([repr(printable(name)) for name in unknown])}"
         raise ConvoyError(
-            f"{printable(path)} has {_listed('class', unknown)}, which {run.path} was not trained on (it knows "
-            f"{_listed('class', run.classes, quoted=False)}): give its classes the same names; {advice}"
+            f"{printable(path)} has {classes}, which {run.path} was not trained on (it knows "
+            f"{_listed([printable(name) for name in run.classes])}): give its classes the same names; {advice}"
         )
     notes = list(data.notes)
     if data.test is data.train:
@@ -284,12 +291,9 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     return data, notes
 
 
-def _listed(what: str, names: list[str], most: int = 5, quoted: bool = True) -> str:
-    shown = [repr(name) if quoted else name for name in map(printable, names[:most])]
+def _listed(names: Sequence[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    if not quoted:
-        return ", ".join(shown) + more
-    return f"the {what}{'es' if len(names) > 1 else ''} {', '.join(shown)}{more}"
+    return ", ".join(names[:most]) + more
 
 
 def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfig:

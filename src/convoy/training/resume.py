@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,17 @@ def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Ch
     """The newest checkpoint that rank 0 finds whole, on every rank (None where there is none at all), and a sentence
     for each damaged one passed over; a DamagedCheckpointError where all of them are. All ranks call it.
     """
-    found: Checkpoint | None = None
+    latest: Checkpoint | None = None
 
-    def read() -> tuple[tuple[int, str, dict[str, Any]] | None, list[str]]:
-        nonlocal found
-        found, refused = store.load_latest(identity)
-        return (found.step, found.identity, found.values) if found is not None else None, refused
+    def read() -> tuple[Checkpoint | None, list[str]]:
+        nonlocal latest
+        latest, refused = store.load_latest(identity)
+        return replace(latest, tensors={}) if latest is not None else None, refused
 
-    facts, refused = ranks.first(read)
-    if facts is None:
+    checkpoint, refused = ranks.first(read)
+    if checkpoint is None:
         return None, refused
-    tensors = ranks.broadcast_tensors(found.tensors if found is not None else None)
-    return Checkpoint(facts[0], facts[1], tensors, facts[2]), refused
+    return replace(checkpoint, tensors=ranks.broadcast_tensors(latest.tensors if latest is not None else None)), refused
 
 
 def check_run(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:

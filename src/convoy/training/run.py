@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from convoy.checkpoint.files import write_tensors
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.joining import meeting_store
 from convoy.comm.memory import memory_explained
@@ -16,7 +17,7 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.failure import failure_of
-from convoy.files import write_json, write_text
+from convoy.files import write_atomically, write_json, write_text
 from convoy.planner.comparison import Comparison
 from convoy.plans.plan import plan_text
 from convoy.progress import Reporter
@@ -25,6 +26,7 @@ from convoy.training.build import NetworkInput
 from convoy.training.code import OtherCodeError
 from convoy.training.defaults import as_begun
 from convoy.training.finite import ADVICE, SKIP, NotFiniteError
+from convoy.training.log import write_summary
 from convoy.training.loop import Loop
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.resume import (
@@ -37,10 +39,9 @@ from convoy.training.resume import (
     moved_data,
     other_machine,
 )
-from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
+from convoy.training.run_directory import RunDirectory, briefly, disk_explained
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.summary import briefly, note_failure, write_summary
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LIMIT_S = 600.0  # seconds that it may take
@@ -196,7 +197,7 @@ def train(
             except Exception:
                 raise error from None
             if first:
-                briefly(partial(note_failure, run, sentence))
+                briefly(partial(run.note_failure, sentence))
             raise ConvoyError(sentence) from error
         except BaseException as error:
             why = failure_of(ranks.rank, error).sentence
@@ -268,7 +269,7 @@ def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) 
             loop.resume()
     except Exception as error:
         if rank == 0 and not isinstance(error, OtherCodeError):
-            briefly(partial(note_failure, run, failure_of(rank, error).sentence))
+            briefly(partial(run.note_failure, failure_of(rank, error).sentence))
         raise
     if loop.finished:
         reporter.say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")
@@ -300,4 +301,4 @@ def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
         assert loop.evaluation is not None
         data = session.data
         write_json(run.evaluation, loop.evaluation.save(run.path, data.classes, data.test.name))
-        save_weights(kinds, wholes, run.weights)
+        write_atomically(run.weights, lambda temporary: write_tensors(temporary, kinds, wholes))

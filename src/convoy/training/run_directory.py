@@ -1,52 +1,30 @@
-"""The folder of one run: what lies where, and that nobody's earlier results are overwritten."""
+"""The folder of one run: what lies where, that nobody's earlier results are overwritten, and that one process at a time
+trains in it.
+
+The last by an advisory lock on a file in it, which ends with its process. The file stays: a lock on a file that is
+removed keeps nobody out. It is open for writing, as NFS has it. It also says whether the folder is still the same one.
+"""
 
 import errno
+import fcntl
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convoy.errors import ConvoyError
-from convoy.files import unwritable, write_atomically, write_json, write_text
-from convoy.training import lock
+from convoy.errors import ConvoyError, GoneError
+from convoy.files import unwritable, write_json, write_text
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from convoy.checkpoint.files import Kinds
-
+LOCK = ".lock"
+WRITE_S = 5.0  # seconds that a file system is given to answer when the run has failed
+_LOOK_S = 0.5  # a wait: another process may just be looking whether the lock is free
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-
-
-@contextmanager
-def disk_explained(folder: Path, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Say in one sentence what is wrong with the disk that `folder` is on; `check` says whether that has gone."""
-    try:
-        yield
-    except OSError as error:
-        check()
-        name = Path(str(error.filename)) if error.filename is not None else None
-        if error.errno not in _FULL and (name is None or not name.is_relative_to(folder)):
-            raise
-        raise ConvoyError(
-            f"cannot write to {name.parent if name else folder} ({error.strerror}): free what is in its way, "
-            "then go on with --resume"
-        ) from error
-
-
-def save_weights(kinds: "Kinds", wholes: Iterable["Tensor"], path: Path) -> None:
-    """Write a model's parameters and buffers, whole and under its own names, as `RunState.whole_weights` gives
-    them."""
-    from convoy.checkpoint.files import pieces
-
-    def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:
-            file.writelines(pieces(kinds, wholes))
-
-    write_atomically(path, write)
-
-
 _HALF_WRITTEN = (".environment.json.", ".config.yaml.", ".convoy-")
 
 
@@ -67,7 +45,7 @@ class RunDirectory:
         self.evaluation = path / "evaluation.json"  # the final one
         self.summary_file = path / "summary.json"  # how the run stands
         self.tensorboard = path / "tensorboard"
-        self._lock: lock.Lock | None = None
+        self._locked: int | None = None  # the open file of the lock that this process has
 
     def is_run(self) -> bool:
         """Whether a run was begun here."""
@@ -83,9 +61,17 @@ class RunDirectory:
 
     def add_restart(self, restart: dict[str, Any]) -> None:
         """Note in `environment.json` how the run was started again."""
-        found = self.begun_by()
-        before = found.get("restarts")
-        write_json(self.environment, {**found, "restarts": [*(before if isinstance(before, list) else []), restart]})
+        begun = self.begun_by()
+        before = begun.get("restarts")
+        write_json(self.environment, {**begun, "restarts": [*(before if isinstance(before, list) else []), restart]})
+
+    def note_failure(self, sentence: str) -> None:
+        """Put into the summary that is there that the run failed, and why; a run that is finished stays so. An OSError
+        where it cannot be written.
+        """
+        summary = self.summary()
+        if summary and summary.get("status") != "finished":
+            write_json(self.summary_file, {**summary, "status": "failed", "error": sentence})
 
     def check_run(self) -> None:
         """Refuse a folder that holds no run."""
@@ -99,39 +85,37 @@ class RunDirectory:
     def check_trained(self, checkpoint: object = None) -> None:
         """Refuse a folder without a trained network, unless a checkpoint with weights of its own is to be used."""
         self.check_run()
-        path = self.path
         if checkpoint is None and not self.weights.is_file():
             newest = ", or use its newest checkpoint (--checkpoint last)" if self.checkpoints.is_dir() else ""
             raise ConvoyError(
-                f"{path} has no weights.safetensors yet: finish the run with convoy train {path} --resume{newest}"
+                f"{self.path} has no weights.safetensors yet: finish the run with convoy train {self.path} "
+                f"--resume{newest}"
             )
 
     def check_free(self, mine: bool = False) -> None:
         """Refuse to begin a run where something is already; `mine` says that this process has the lock, so that nobody
         else trains there.
         """
+        path = self.path
         if self.is_run():
-            raise ConvoyError(self._taken(mine))
-        if self.path.is_file():
-            raise ConvoyError(f"{self.path} is a file: choose a folder for --out")
-        if self.path.is_dir() and not all(map(self._is_left_over, self.path.iterdir())):
-            raise ConvoyError(f"the folder {self.path} is not empty: choose a new one for --out")
-
-    def _taken(self, mine: bool) -> str:
-        """What there is, and how to go on with it if that can be."""
-        if not mine and lock.is_locked(self.path):
-            return lock.busy(self.path)
-        status = self.summary().get("status")
-        if status == "finished":
-            return f"{self.path} already holds a run, which is finished: choose another --out"
-        failed = ", which failed" if status == "failed" else ""
-        return f"{self.path} already holds a run{failed}: add --resume to go on with it, or choose another --out"
+            if not mine and is_locked(path):
+                raise ConvoyError(_busy(path))
+            status = self.summary().get("status")
+            if status == "finished":
+                raise ConvoyError(f"{path} already holds a run, which is finished: choose another --out")
+            failed = ", which failed" if status == "failed" else ""
+            ways = "add --resume to go on with it, or choose another --out"
+            raise ConvoyError(f"{path} already holds a run{failed}: {ways}")
+        if path.is_file():
+            raise ConvoyError(f"{path} is a file: choose a folder for --out")
+        if path.is_dir() and not all(map(self._is_left_over, path.iterdir())):
+            raise ConvoyError(f"the folder {path} is not empty: choose a new one for --out")
 
     def _is_left_over(self, entry: Path) -> bool:
         """Whether a process has left it that was killed while it began its run, which is no run yet."""
         if entry.name == self.environment.name:
             return "convoy" in self.begun_by()
-        return entry.name == lock.NAME or entry.name.startswith(_HALF_WRITTEN)
+        return entry.name == LOCK or entry.name.startswith(_HALF_WRITTEN)
 
     def check_writable(self) -> None:
         """Refuse a place where the run could not be written, before the work for it is done."""
@@ -141,45 +125,21 @@ class RunDirectory:
 
     def make(self) -> None:
         """Make the folder."""
-        with self._writing():
+        with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConvoyError(f"cannot write to {self.path} ({error.strerror}): choose another --out") from error
-
-    @contextmanager
-    def lock(self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None) -> Iterator[None]:
-        """Keep other processes from training in this folder, while entered; see `convoy.training.lock`."""
-        with lock.locked(self.path, patience_s, tell) as self._lock:
-            try:
-                yield
-            finally:
-                self._lock = None
-
-    def check_there(self, done: int) -> None:
-        """Refuse to write, after so many updates, where the folder that this process has locked has gone.
-
-        Below an unmounted disk a new one would fill another disk, and nobody takes half of one for a run.
-        """
-        if self._lock is not None:
-            self._lock.check(done)
+    def create(self, config: str, environment: dict[str, Any]) -> None:
+        """Write how the run was begun."""
+        self.make()
+        with _writing(self.path):
+            write_json(self.environment, environment)
+            write_text(self.config, config)
 
     def sweep(self) -> None:
         """Remove what killed processes left half-written; nobody may be writing."""
         for unfinished in self.path.glob(".*.tmp"):
             with suppress(OSError):
                 unfinished.unlink()
-
-    def create(self, config: str, environment: dict[str, Any]) -> None:
-        """Write how the run was begun."""
-        self.make()
-        with self._writing():
-            write_json(self.environment, environment)
-            write_text(self.config, config)
 
     def forget_metrics_after(self, step: int, and_evaluation: bool = False) -> None:
         """Drop the metrics of updates after `step`, which will be done again, and with `and_evaluation` that of the
@@ -189,19 +149,195 @@ class RunDirectory:
             return
         kept = []
         for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
+            with suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(line)
                 again = and_evaluation and entry["split"] == "test"
                 if entry["step"] < step or (entry["step"] == step and not again):
                     kept.append(line)
-            except (ValueError, KeyError, TypeError):
-                continue
         write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+
+    @contextmanager
+    def lock(self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None) -> Iterator[None]:
+        """Keep other processes from training in this folder, while entered; wait so many seconds for one that is about
+        to end."""
+        with _writing(self.path):
+            file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        with suppress(OSError):  # that of somebody else stays as it is
+            os.fchmod(file, _mode(self.path))
+        try:
+            if _wait_for(file, self.path, max(_LOOK_S, patience_s), tell):
+                with suppress(OSError):  # say whose it is, if there is room
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            else:
+                tell(f"the file system of {self.path} knows no locks: see to it that no other process trains there")
+            self._locked = file
+            yield
+        finally:
+            self._locked = None
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing would leave it to what was forked meanwhile
+            os.close(file)
+
+    def check_there(self, done: int) -> None:
+        """Refuse to write, after so many updates, where the folder that this process has locked has gone.
+
+        Below an unmounted disk a new one would fill another disk, and nobody takes half of one for a run.
+        """
+        if self._locked is None:
+            return
+        try:
+            if os.path.samestat(os.fstat(self._locked), (self.path / LOCK).stat()):
+                return
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                return  # whoever writes next hears what is wrong
+        raise GoneError(
+            f"{self.path} is not the folder any more that this run writes to, as was seen after {done:,} updates: "
+            f"{_fate(self._locked, self.path)}"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConvoyError(f"cannot write to {folder} ({error.strerror}): choose another --out") from error
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process trains in a folder now; None where that cannot be told."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        is_free = _take(file, fcntl.LOCK_SH)
+    finally:
+        os.close(file)
+    return None if is_free is None else not is_free
+
+
+def _mode(folder: Path) -> int:
+    """Of the lock's file: whoever can open it can lock it, so only those may who could train in the folder."""
+    mode = folder.stat().st_mode
+    return 0o600 | 0o060 * bool(mode & stat.S_IWGRP) | 0o006 * bool(mode & stat.S_IWOTH)
+
+
+def _wait_for(file: int, folder: Path, patience_s: float, tell: Callable[[str], None]) -> bool:
+    """Take the lock; False where there are none."""
+    began, told = time.monotonic(), False
+    while (is_taken := _take(file, fcntl.LOCK_EX)) is False:
+        waited_s = time.monotonic() - began
+        if waited_s >= patience_s:
+            raise ConvoyError(_busy(folder))
+        if not told and waited_s > _LOOK_S:
+            told = True
+            tell(f"waiting for the end of another process that is training in {folder}{_holder(folder)}")
+        time.sleep(0.1)
+    return is_taken is not None
+
+
+def _take(file: int, kind: int) -> bool | None:
+    """Whether this process has the lock now; None where the file system has none."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _busy(folder: Path) -> str:
+    return f"another process is training in {folder}{_holder(folder)}: wait for its end, or choose another --out"
+
+
+def _holder(folder: Path) -> str:
+    """Who has signed last, in words."""
+    try:
+        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        return f" (process {holder['process']} on host {holder['host']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _fate(file: int, folder: Path) -> str:
+    """What became of a folder, whose lock is open, and what there is in its place."""
+    time.sleep(_LOOK_S)  # somebody may still be removing it
+    names = []
+    with suppress(OSError):
+        names = sorted(entry.name for entry in folder.iterdir())
+    there = f"there is now {', '.join(names[:6])}{', …' * (len(names) > 6)}" if names else "nothing is there now"
+    with suppress(OSError):
+        if os.fstat(file).st_nlink == 0:
+            return f"{f'its {LOCK}' if 'config.yaml' in names else 'it'} was removed; {there}"
+        place = Path(f"/proc/self/fd/{file}").readlink()
+        if os.path.samestat(os.fstat(file), place.stat()):
+            return f"it was moved; go on with convoy train {place.parent} --resume"
+    return f"its disk was unmounted, or another put there; {there}; bring it back, then go on with --resume"
+
+
+@contextmanager
+def disk_explained(folder: Path, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Say in one sentence what is wrong with the disk that `folder` is on; `check` says whether that has gone."""
+    try:
+        yield
+    except OSError as error:
+        check()
+        name = Path(str(error.filename)) if error.filename is not None else None
+        if error.errno not in _FULL and (name is None or not name.is_relative_to(folder)):
+            raise
+        raise ConvoyError(
+            f"cannot write to {name.parent if name else folder} ({error.strerror}): free what is in its way, "
+            "then go on with --resume"
+        ) from error
+
+
+def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
+    """Write something if that can be, but do not wait for a file system that does not answer."""
+
+    def try_it() -> None:
+        with suppress(Exception):
+            write()
+
+    thread = threading.Thread(target=try_it, daemon=True, name="convoy-summary")
+    thread.start()
+    thread.join(seconds)
+
+
+class Witness:
+    """Notes from outside why a run's processes failed: those that are killed cannot do so themselves. The processes are
+    about to begin the run, or to go on with it.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._before = self._stamp()
+
+    def note(self, sentence: str) -> None:
+        """Put it into the summary, if it was they who wrote that, and nobody goes on with the run already.
+
+        A run that was stopped stays so: all that it had done was saved before.
+        """
+        with suppress(OSError, ConvoyError):
+            if self._stamp() not in (None, self._before):  # None: the run directory has gone, and stays so
+                with self._run.lock():
+                    if self._run.summary().get("status") != "stopped":
+                        self._run.note_failure(sentence)
+
+    def _stamp(self) -> tuple[int, int] | None:
+        try:
+            status = self._run.summary_file.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns

@@ -1,4 +1,6 @@
-"""Trials of changes of a training: a few updates of each change, in turns with updates as they are."""
+"""Trials of changes of a training: a few updates of each change, in turns with updates as they are; and the time in
+which the doctor answers, of which each part of its work gets a share.
+"""
 
 import math
 import os
@@ -16,14 +18,13 @@ import torch
 
 from convoy.comm.joining import meeting_store
 from convoy.comm.ranks import Ranks
-from convoy.doctor.advice import LEAST, STEADY
+from convoy.doctor.diagnosis import LEAST, STEADY
 from convoy.doctor.facts import Cause, Trial
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.launch import cores
 from convoy.launch.host import HostWatch, network_place
 from convoy.plans.plan import plan_text
-from convoy.training.budget import Budget
 from convoy.training.defaults import has_bf16
 from convoy.training.derived import num_threads
 from convoy.training.precision import set_numerics
@@ -32,7 +33,7 @@ from convoy.training.session import Session
 from convoy.training.step import TrainingStep, update_seconds
 
 SetUp = Callable[..., Session]
-_ENOUGH, _MOST = 3, 10  # how many measurements near the fastest are enough, and how many there are at most
+_MOST = 10  # measurements, at most
 _LEAST_S = 0.1  # of a measurement: more than the slices in which a system hands out cores
 # How many times as large batches are tried, but only small ones more than 4 times as large.
 _LARGER, _SMALL = (2, 4, 16), 64
@@ -41,6 +42,43 @@ _FREE = 0.3  # part of a core that other processes may use before there is a thr
 _UPDATES = 2  # updates that a measurement takes at least: one to warm up, and one that counts
 # Seconds before the first update: guesses, as nothing ends them.
 _PREPARING_S: dict[Cause, float] = {"compile": 30.0, "plan": 10.0}
+
+
+@dataclass
+class Budget:
+    """Seconds for the work of all ranks. The clock of rank 0 counts."""
+
+    ranks: Ranks
+    seconds: float = math.inf
+    began: float = field(default_factory=lambda: time.perf_counter())  # by `time.perf_counter`
+    say: Callable[[str, int, int], None] = lambda *work: (
+        None
+    )  # told of the work: what, and how many of the seconds have passed
+    missed: list[str] = field(default_factory=list)  # what there was no time for
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end, by the clock of this rank."""
+        return max(0.0, self.began + self.seconds - time.perf_counter())
+
+    def part(self, share: float) -> "Budget":
+        """A share of what is left, from now on."""
+        return Budget(self.ranks, share * self.left, missed=self.missed)
+
+    def allows(self, seconds: float, what: str | None = None) -> bool:
+        """Whether there are `seconds` left; if not, `what` is kept as missed. All ranks call it, and are told the
+        same.
+        """
+        fits = self.ranks.broadcast(seconds <= self.left)
+        if not fits and what is not None and what not in self.missed:
+            self.missed.append(what)
+        return fits
+
+    def tell(self, what: str) -> None:
+        """Say what is done now."""
+        if math.isfinite(self.seconds):
+            total = max(1, math.ceil(self.seconds))
+            self.say(f"{what}, seconds", min(int(self.seconds - self.left), total - 1), total)
 
 
 @dataclass(frozen=True)
@@ -56,11 +94,8 @@ class Change:
 
     def of(self, recipe: Recipe) -> Recipe:
         """The recipe with the change."""
-        parallel = self.settings.get("parallel")
-        settings = dict(self.settings)
-        if parallel is not None:
-            settings["parallel"] = recipe.parallel.model_copy(update=parallel)
-        return recipe.model_copy(update=settings)
+        parallel = recipe.parallel.model_copy(update=self.settings.get("parallel"))
+        return recipe.model_copy(update=self.settings | {"parallel": parallel})
 
 
 def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
@@ -182,7 +217,6 @@ def _seconds(session: Session, step: TrainingStep, patience_s: float) -> float:
         session.image_shape,
         session.device,
         session.ranks,
-        enough=_ENOUGH,
         most=_MOST,
         least_s=_LEAST_S,
         patience_s=patience_s,
@@ -200,20 +234,21 @@ def _by_all(session: Session, set_up: SetUp, change: Change, share: Budget, rank
 def _by_one(session: Session, set_up: SetUp, change: Change, share: Budget, ranks: Ranks) -> float | None:
     """By rank 0 with the cores of all on its host, while the others wait."""
     host = network_place()
-    every = [own for where, own in ranks.gather((host, cores.own_cores())) if where == host]
-    taken, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
+    members = ranks.gather((host, cores.own_cores()))
+    all_cores = sorted({core for place, of_rank in members if place == host for core in of_rank})
+    update_s, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
     store = meeting_store()
     if ranks.rank > 0 and store is not None:  # without a core: those who wait in a collective look again and again
         store.wait([done], _LONGEST)
     elif ranks.rank == 0:
         try:
-            with _random_numbers_kept(session.device), _on(sorted({core for own in every for core in own})):
+            with _random_numbers_kept(session.device), _on(all_cores):
                 other = set_up(change.of(session.recipe), session.device, None, Ranks(), session.data)
-                taken = _seconds(other, other.step(), share.left / 2)
+                update_s = _seconds(other, other.step(), share.left / 2)
         finally:
             if store is not None:
                 store.set(done, "")
-    return ranks.broadcast(taken)
+    return ranks.broadcast(update_s)
 
 
 @contextmanager

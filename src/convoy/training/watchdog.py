@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import NamedTuple, Self
+from typing import Self
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -97,8 +97,9 @@ def explain(
     if missing or silent:
         held = f"held up by {_named([*silent, *missing], ranks)}, not heard of any more"
     elif late is not None:
-        others = [other for other in late.ranks if other != rank]
-        held = f"held up by {_named(others, ranks)}, {late.why}" if others else f"{late.why}: the others wait for it"
+        members, why = late
+        others = [other for other in members if other != rank]
+        held = f"held up by {_named(others, ranks)}, {why}" if others else f"{why}: the others wait for it"
     elif busy == [rank]:
         held = "and the others wait for it"
     elif busy:
@@ -122,17 +123,10 @@ def explain(
     return "\n".join(lines)
 
 
-class _Late(NamedTuple):
-    """Who holds the others' GPUs up, and by what."""
-
-    ranks: list[int]
-    why: str
-
-
-def _late(ranks: Mapping[int, RankState]) -> _Late | None:
-    """Of the ranks that have enqueued the fewest collectives of a group, or whose GPU alone does not finish one: first
-    those that wait for nobody themselves. None where no GPU waits."""
-    found: list[_Late] = []
+def _late(ranks: Mapping[int, RankState]) -> tuple[list[int], str] | None:
+    """Who holds the others' GPUs up, and by what: the ranks that have enqueued the fewest collectives of a group, or
+    whose GPU alone does not finish one, first those that wait for nobody themselves. None where no GPU waits."""
+    late: list[tuple[list[int], str]] = []
     for name in dict.fromkeys(name for seen in ranks.values() for name in seen.groups):
         members = next(seen.groups[name][0] for seen in ranks.values() if name in seen.groups)
         states = {rank: ranks[rank].groups.get(name, (members, 0, [])) for rank in members if rank in ranks}
@@ -143,11 +137,11 @@ def _late(ranks: Mapping[int, RankState]) -> _Late | None:
         behind = [rank for rank, (_, count, _) in states.items() if count == least]
         if len(behind) < len(states):
             rows = [row for rank in waiting for row in states[rank][2] if row[0] > least]
-            found += [_Late(behind, f"which has not begun {_collective(*min(rows))}")] if rows else []
+            late += [(behind, f"which has not begun {_collective(*min(rows))}")] if rows else []
         elif len(waiting) < len(states):
-            found.append(_Late(waiting, f"whose GPU does not finish {_collective(*states[waiting[0]][2][0])}"))
-    free = [late for late in found if not all(_first(ranks[rank]) for rank in late.ranks)]
-    return next(iter([*free, *found]), None)
+            late.append((waiting, f"whose GPU does not finish {_collective(*states[waiting[0]][2][0])}"))
+    free = [(members, why) for members, why in late if not all(_first(ranks[rank]) for rank in members)]
+    return next(iter([*free, *late]), None)
 
 
 def _collective(number: int, name: str, layer: str) -> str:

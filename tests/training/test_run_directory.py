@@ -10,23 +10,20 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from convoy.checkpoint.files import in_file
 from convoy.cli import main
 from convoy.errors import ConvoyError, GoneError
-from convoy.training import lock
-from convoy.training.run_directory import RunDirectory, disk_explained, save_weights
+from convoy.training import RunDirectory
+from convoy.training.run_directory import LOCK, Witness, briefly, disk_explained, is_locked
 from ranks import run_ranks
 from training.scenarios import files, summary, trained
-from whole_runs import BASE, as_before, train_here
+from whole_runs import BASE, as_before
 
 running = sys.modules["convoy.training.run"]
 TWO = {"epochs": "2ba"}
@@ -35,87 +32,79 @@ ANOTHER = "another process is training"
 HOLD = """
 import sys, time
 from pathlib import Path
-from convoy.training.lock import locked
-with locked(Path(sys.argv[1])):
+from convoy.training import RunDirectory
+with RunDirectory(Path(sys.argv[1])).lock():
     print("held", flush=True)
     time.sleep(100)
 """
 
 
 def test_a_second_one_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
-    assert lock.is_locked(tmp_path) is None  # nobody ever trained here
-    with lock.locked(tmp_path):
-        words = rf"{ANOTHER} in {tmp_path} \(process {os.getpid()} on host .+\): wait for its end"
-        with pytest.raises(ConvoyError, match=words), lock.locked(tmp_path):
-            pass
-        assert lock.is_locked(tmp_path) is True
-    assert lock.is_locked(tmp_path) is False
-    with lock.locked(tmp_path):
-        pass
-    with pytest.raises(ConvoyError, match=r"cannot write to .*: choose another --out"), lock.locked(tmp_path / "none"):
+    run = RunDirectory(tmp_path)
+    assert is_locked(tmp_path) is None  # nobody ever trained here
+    (tmp_path / LOCK).touch(0o644)  # as it was made before
+    for folder, file in ((0o755, 0o600), (0o775, 0o660), (0o777, 0o666)):
+        tmp_path.chmod(folder)
+        with run.lock():  # only those who could train there can open it
+            assert (tmp_path / LOCK).stat().st_mode & 0o777 == file
+            words = rf"{ANOTHER} in {tmp_path} \(process {os.getpid()} on host .+\): wait for its end"
+            with pytest.raises(ConvoyError, match=words), run.lock():
+                pass
+            assert is_locked(tmp_path) is True
+        assert is_locked(tmp_path) is False
+    none = RunDirectory(tmp_path / "none")
+    with pytest.raises(ConvoyError, match=r"cannot write to .*: choose another --out"), none.lock():
         pass
 
 
 def test_it_ends_with_a_process_that_is_killed_and_is_not_kept_by_what_it_forked(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
-    assert lock.is_locked(tmp_path) is True
+    assert is_locked(tmp_path) is True
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert lock.is_locked(tmp_path) is False
-    with lock.locked(tmp_path):
+    assert is_locked(tmp_path) is False
+    with RunDirectory(tmp_path).lock():
         child = os.fork()
         if child == 0:
             time.sleep(100)
             os._exit(0)
     try:
-        assert lock.is_locked(tmp_path) is False
+        assert is_locked(tmp_path) is False
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
-def test_who_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+def test_who_is_about_to_end_is_waited_for_and_where_there_are_no_locks_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said, began, ended = list[str](), threading.Event(), threading.Event()
 
     def train() -> None:
-        with lock.locked(tmp_path):
+        with RunDirectory(tmp_path).lock():
             began.set()
             ended.wait(60)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    began.wait(60)
 
     def tell(sentence: str) -> None:
         said.append(sentence)
         ended.set()
 
-    with lock.locked(tmp_path, 60, tell):
+    thread = threading.Thread(target=train)
+    thread.start()
+    began.wait(60)
+    with RunDirectory(tmp_path).lock(60, tell):
         assert ended.is_set()
     thread.join()
     assert [sentence.partition(" that ")[0] for sentence in said] == ["waiting for the end of another process"]
 
-
-def test_a_file_system_without_locks_keeps_nobody_out_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def unknown(*_: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unknown)
-    said: list[str] = []
-    with lock.locked(tmp_path, tell=said.append):
-        assert lock.is_locked(tmp_path) is None
-    assert said == [f"the file system of {tmp_path} knows no locks: see to it that no other process trains there"]
-
-
-def test_only_those_who_could_train_there_can_open_it(tmp_path: Path) -> None:
-    (tmp_path / lock.NAME).touch(0o644)  # as it was made before
-    for folder, file in ((0o755, 0o600), (0o775, 0o660), (0o777, 0o666)):
-        tmp_path.chmod(folder)
-        with lock.locked(tmp_path):
-            assert (tmp_path / lock.NAME).stat().st_mode & 0o777 == file
+    with RunDirectory(tmp_path).lock(tell=tell):
+        assert is_locked(tmp_path) is None
+    assert said[1:] == [f"the file system of {tmp_path} knows no locks: see to it that no other process trains there"]
 
 
 def _moved(run: Path) -> None:
@@ -134,7 +123,7 @@ GONE: list[tuple[Callable[[Path], object], str]] = [
     (shutil.rmtree, "after 7 updates: it was removed; nothing is there now$"),
     (_moved, "it was moved; go on with convoy train .*/there --resume$"),
     (_replaced, "it was removed; there is now notes$"),
-    (lambda run: (run / lock.NAME).unlink(), "its .lock was removed; there is now config.yaml$"),
+    (lambda run: (run / LOCK).unlink(), "its .lock was removed; there is now config.yaml$"),
 ]
 
 
@@ -157,7 +146,7 @@ ALREADY = {
 }
 
 
-def test_runs_files_and_full_folders_are_not_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_overwritten_but_what_a_process_left_that_was_killed_as_it_began(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.check_free()
     run.create("seed: 0\n", {"device": "cpu"})
@@ -167,28 +156,25 @@ def test_runs_files_and_full_folders_are_not_overwritten(tmp_path: Path) -> None
             run.check_free()
         assert str(caught.value) == f"{run.path} {words}"
     with run.lock():
-        with pytest.raises(ConvoyError, match=f"{ANOTHER} in {run.path} "):
-            run.check_free()
-        with pytest.raises(ConvoyError, match="already holds a run"):
-            run.check_free(mine=True)
+        for mine, words in ((False, f"{ANOTHER} in {run.path} "), (True, "already holds a run")):
+            with pytest.raises(ConvoyError, match=words):
+                run.check_free(mine=mine)
     (tmp_path / "file").touch()
     for path, words in ((tmp_path, "is not empty"), (tmp_path / "file", "is a file")):
         with pytest.raises(ConvoyError, match=words):
             RunDirectory(path).check_free()
     with pytest.raises(ConvoyError, match="choose another --out"):
         RunDirectory(tmp_path / "file" / "run").create("", {})
-
-
-def test_what_is_left_of_a_process_that_was_killed_as_it_began_is_no_run(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    for name in (lock.NAME, ".environment.json.4711.tmp", ".config.yaml.4711.tmp"):
-        (tmp_path / name).write_text("{")
-    run.check_free()
-    run.sweep()
-    assert [entry.name for entry in tmp_path.iterdir()] == [lock.NAME]
-    run.environment.write_text("{}")
+    begun = RunDirectory(tmp_path / "begun")
+    begun.make()
+    for name in (LOCK, ".environment.json.4711.tmp", ".config.yaml.4711.tmp"):
+        (begun.path / name).write_text("{")
+    begun.check_free()
+    begun.sweep()
+    assert [entry.name for entry in begun.path.iterdir()] == [LOCK]
+    begun.environment.write_text("{}")
     with pytest.raises(ConvoyError, match="is not empty"):
-        run.check_free()
+        begun.check_free()
 
 
 def test_metrics_of_updates_to_be_done_again_and_damaged_lines_are_dropped(tmp_path: Path) -> None:
@@ -196,25 +182,6 @@ def test_metrics_of_updates_to_be_done_again_and_damaged_lines_are_dropped(tmp_p
     run.metrics.write_bytes(b'{"step": 1}\n{"st\xff\xfe\n{"step": 2}\n{"step": 3}\n{"st')
     run.forget_metrics_after(2)
     assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_weights_are_written_one_after_the_other(tmp_path: Path) -> None:
-    kinds = {"small": (torch.int8, (3,)), "wide": (torch.float64, (2, 5)), "usual": (torch.float32, ())}
-    wanted = {name: torch.full(shape, 7, dtype=dtype) for name, (dtype, shape) in kinds.items()}
-    alive: list[weakref.ref[torch.Tensor]] = []
-
-    def one_by_one() -> Iterator[torch.Tensor]:
-        for name in in_file(kinds):
-            assert all(before() is None for before in alive)
-            whole = wanted[name].clone()
-            alive.append(weakref.ref(whole))
-            yield whole
-            del whole
-
-    save_weights(kinds, one_by_one(), tmp_path / "weights.safetensors")
-    found = load_file(tmp_path / "weights.safetensors")
-    assert found.keys() == wanted.keys() and len(alive) == 3
-    assert all(torch.equal(found[n], tensor) and found[n].dtype == tensor.dtype for n, tensor in wanted.items())
 
 
 def test_what_is_wrong_with_a_disk_is_said_of_its_own_folder_only(tmp_path: Path) -> None:
@@ -230,12 +197,52 @@ def test_what_is_wrong_with_a_disk_is_said_of_its_own_folder_only(tmp_path: Path
         assert str(raised.value).startswith(f"cannot write to {tmp_path} ") if explained else raised.value is error
 
 
+def test_who_looks_on_notes_what_killed_ranks_cannot(tmp_path: Path) -> None:
+    run, sentence = RunDirectory(tmp_path), "rank 0 failed: it was killed"
+
+    def write(status: str, steps: int) -> None:
+        (tmp_path / "new").write_text(json.dumps({"status": status, "error": None, "steps": steps}))
+        (tmp_path / "new").replace(run.summary_file)
+
+    def stands() -> list[Any]:
+        return list(summary(tmp_path).values())
+
+    write("running", 3)
+    witness = Witness(run)
+    witness.note(sentence)  # before they have begun
+    assert stands() == ["running", None, 3]
+    write("running", 7)
+    with run.lock():
+        witness.note(sentence)  # another process goes on already
+    assert stands() == ["running", None, 7]
+    witness.note(sentence)
+    assert stands() == ["failed", sentence, 7]
+    for status in ("stopped", "finished"):  # all is saved by then
+        write(status, 8)
+        witness.note(sentence)
+        assert stands() == [status, None, 8]
+
+
+def test_what_cannot_be_written_does_not_keep_the_run_from_its_end() -> None:
+    never = threading.Event()
+    briefly(lambda: never.wait() and None, 0.05)
+    briefly(lambda: 1 / 0 and None)
+    never.set()
+
+
 # Two starts
 
 
-@pytest.mark.parametrize("options", [[], ["--resume"]])
+def _held(data: Path, out: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "LOCK_PATIENCE_S", 0.0)
+        with pytest.raises(ConvoyError) as caught:
+            trained(data, out, TWO, resume=True)
+    return str(caught.value)
+
+
 def test_the_second_start_ends_with_a_sentence_before_anything_costly(
-    data: Path, tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     trained(data, out, TWO)
@@ -243,13 +250,16 @@ def test_the_second_start_ends_with_a_sentence_before_anything_costly(
     def costly(*_: object, **__: object) -> None:
         raise AssertionError("something costly was begun")
 
-    monkeypatch.setattr(running, "LOCK_PATIENCE_S", 0.0)
-    monkeypatch.setattr(running, "set_up", costly)
     sets = [part for key, value in (BASE | TWO).items() for part in ("--set", f"{key}={value}")]
     with RunDirectory(out).lock(), as_before():
         before = files(out)
-        assert main(["train", "--recipe", "default", "--data", str(data), "--out", str(out), *sets, *options]) == 2
-        assert f"convoy: {ANOTHER} in {out} (process " in capsys.readouterr().err
+        one, other = run_ranks(_held, 2, data, out)  # all ranks of the second end
+        assert one == other and one.startswith(f"{ANOTHER} in {out} ")
+        monkeypatch.setattr(running, "LOCK_PATIENCE_S", 0.0)
+        monkeypatch.setattr(running, "set_up", costly)
+        for options in ([], ["--resume"]):
+            assert main(["train", "--recipe", "default", "--data", str(data), "--out", str(out), *sets, *options]) == 2
+            assert f"convoy: {ANOTHER} in {out} (process " in capsys.readouterr().err
         assert files(out) == before
 
 
@@ -260,7 +270,7 @@ def test_two_that_begin_at_once_do_not_share_a_folder(
     out.mkdir()
     with RunDirectory(out).lock(), pytest.raises(ConvoyError, match=ANOTHER):
         trained(data, out, TWO)
-    assert [path.name for path in out.iterdir()] == [".lock"]
+    assert [path.name for path in out.iterdir()] == [LOCK]
 
     def later(self: RunDirectory, *rest: object, **more: object) -> object:
         if not self.is_run():
@@ -285,22 +295,3 @@ def test_ranks_that_are_started_again_wait_until_a_file_server_breaks_the_lock(
     for jobs in (["job"], ["job"], ["another"]):
         trained(data, tmp_path / "run", TWO, resume=True, jobs=jobs)
     assert waited == [0.0, 150.0, 30.0]
-
-
-def _held(data: Path, out: Path) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "LOCK_PATIENCE_S", 0.0)
-        with pytest.raises(ConvoyError) as caught:
-            trained(data, out, TWO, resume=True)
-    return str(caught.value)
-
-
-def test_all_ranks_of_the_second_end(data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    run_ranks(train_here, 2, data, out, TWO)
-    with RunDirectory(out).lock():
-        before = files(out)
-        one, other = run_ranks(_held, 2, data, out)
-        assert one == other and one.startswith(f"{ANOTHER} in {out} ")
-        assert files(out) == before
-    assert summary(out)["status"] == "finished"
