@@ -15,8 +15,7 @@ import click
 from convoy.cli.options import check_writable, command_of
 from convoy.errors import ConvoyError
 from convoy.files import expanded
-from convoy.hardware.catalog import Machine, machine, read_devices
-from convoy.hardware.links import link_named
+from convoy.hardware.catalog import Machine, link_named, machine, read_devices
 from convoy.planner.cost.link import links_named
 from convoy.plans.fixes import parse_fix
 from convoy.plans.plan import Plan
