@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.comm.objects import from_json, to_json
+from convoy.comm.ranks import from_json, to_json
 from convoy.errors import ConvoyError, RankFailedError, TooLargeError
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Span, Task
