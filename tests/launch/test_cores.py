@@ -9,7 +9,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.launch import cores, memory
-from convoy.launch.memory import free_memory, host_memory, memory_left, memory_limits
+from convoy.launch.cores import free_memory, host_memory, memory_left, memory_limits
 
 
 def test_ranks_have_runs_of_cores_or_take_turns() -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from convoy.launch.folder import private_folder
+from convoy.launch.rank import private_folder
 
 LAUNCHER = """
 import signal
-from convoy.launch.folder import private_folder
+from convoy.launch.rank import private_folder
 with private_folder() as folder:
     (folder / "pid-0").touch()
     print(folder, flush=True)

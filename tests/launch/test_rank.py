@@ -13,7 +13,7 @@ import pytest
 from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.launch import rank
-from convoy.launch.place import find_place, first_host, slurm_variables
+from convoy.launch.rank import find_place, first_host, slurm_variables
 from convoy.launch.rank import ended
 
 TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job"}
@@ -120,7 +120,7 @@ def test_a_failure_that_cannot_be_written_is_printed(
 
 IN_A_FINALIZER = """
 import os, sys, time, weakref
-from convoy.launch.place import find_place
+from convoy.launch.rank import find_place
 from convoy.launch.rank import as_rank
 
 class Tensor: pass

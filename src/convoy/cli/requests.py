@@ -186,7 +186,7 @@ class TrainRequest:
         """The recipe of this command line, and the folder of its run; the same on every rank.
 
         A run that the same ranks began, before they were started again, is gone on with: `jobs` are the names of what
-        started them (`convoy.launch.place.job`). The number of `elastic` ranks may be another one than the plan is for,
+        started them (`convoy.launch.rank.job`). The number of `elastic` ranks may be another one than the plan is for,
         which is fitted to it.
         """
         if jobs:

@@ -17,9 +17,7 @@ from types import FrameType
 from convoy import interfaces
 from convoy.failure import Failure, cause, end_of, read_failures
 from convoy.late import waiting_for
-from convoy.launch.folder import private_folder
-from convoy.launch.place import FOLDER, STOP, outlives
-from convoy.launch.rank import PARENT
+from convoy.launch.rank import FOLDER, PARENT, STOP, outlives, private_folder
 from convoy.launch.torchrun import BACKEND, register
 
 # A rank takes SIGTERM as the end (torch's launcher sends it when another rank has failed); a request to the run
