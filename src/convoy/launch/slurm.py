@@ -104,7 +104,7 @@ def script(
     """The script of a training with the arguments of `convoy train`, `--resume` among them.
 
     `out` is what they say of the run directory, on a file system that all nodes share, None for a new one for each
-    job; `python` the interpreter that has Convoy, on every node. Each device is a task, and one of `gpus` a GPU. `time`,
+    job; `python` the interpreter that has Convoy, on every node. Each device is a task, of `gpus` a GPU too. `time`,
     as a person writes it, is the limit of the job before it is queued again, saved `save_before` seconds earlier; ranks
     start again within the job `max_restarts` times when one has failed. `options` are others of `sbatch`, by name.
     """
