@@ -67,7 +67,7 @@ MISTAKES = {
     "hosts --interface a/b a:1 -- lenet": "--interface 'a/b'",
     "hosts --secret /no/such a:1 -- lenet": "--secret /no/such cannot be written",
     "slurm --nodes 0 -- lenet": "'--nodes': 0 must be 1 or more",
-    "slurm --interface eth0;rm -- lenet": "--interface 'eth0;rm'",
+    "slurm --interface eth0,eth1 -- lenet": "--interface 'eth0,eth1'",
     "slurm --option nodes=3 -- lenet": "--option nodes is set by an option of its own",
     "slurm --script /no/such/folder/x -- lenet": "--script /no/such/folder/x cannot be written",
     "slurm -- lenet --dvice cpu": "--dvice",
