@@ -38,7 +38,7 @@ TRAIN = [
     "--set",
     "log_every=1ba",
 ]
-SHORT, LONG = (*TRAIN, "--epochs", "120ba"), (*TRAIN, "--epochs", "400ba")
+SHORT, LONG = (*TRAIN, "--epochs", "60ba"), (*TRAIN, "--epochs", "400ba")
 ON_HOSTS = ENVIRONMENT | {"PATH": f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"}
 
 
@@ -148,7 +148,7 @@ def test_a_job_that_slurm_queues_again_in_its_middle(folder: Path, serial: Calla
 
         def wait_until(condition: Callable[[], bool]) -> None:
             try:
-                wait_for(condition, 60)
+                wait_for(condition, 120)
             except AssertionError:
                 pytest.fail(log.read_text() if log.exists() else "no log")
 
@@ -160,7 +160,7 @@ def test_a_job_that_slurm_queues_again_in_its_middle(folder: Path, serial: Calla
         assert cluster.state(job)["Restarts"] == "1"
     text = log.read_text()
     assert "SIGUSR2: stopped and saved after" in text and "on 2 devices (cpu), plan sample=2" in text
-    assert 5 <= int(text.partition("going on after ")[2].partition(" of 120 updates")[0]) < 120
+    assert 5 <= int(text.partition("going on after ")[2].partition(" of 60 updates")[0]) < 60
     assert digest(run) == weights
 
 
