@@ -307,7 +307,7 @@ def networks(bench: Bench, say: Say) -> None:
 
 def tests(bench: Bench, say: Say) -> None:
     """The suite of what runs on GPUs alone, or differs there."""
-    for paths in (["tests/engine/test_cuda.py"], ["tests/ops", "tests/comm/test_nccl.py"]):
+    for paths in (["tests/engine/test_cuda.py"], ["tests/ops", "tests/comm/test_collectives.py"]):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-x" if not bench.on_gpu else "-q"]
         command += ["-p", "no:cacheprovider", *(paths if bench.on_gpu else ["tests/ops/test_recompute.py"])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,7 +1,11 @@
-"""Collectives of every dtype, small and large, even and uneven, against what the ranks' tensors say."""
+"""Collectives of every dtype, small and large, even and uneven, through memory, gloo and NCCL, against what the ranks'
+tensors say."""
 
 import os
+import statistics
+import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from convoy.comm import collectives
 from convoy.comm.collectives import gather_ints, time_limit
 from convoy.comm.groups import Groups, everyone, temporary
 from convoy.comm.joining import leave
+from convoy.comm.shared_memory import SWITCH
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 
@@ -23,14 +28,8 @@ def _of(rank, *shape, dtype=torch.float64):
     return torch.randint(-8, 8, shape, generator=generator).to(dtype)
 
 
-def _through(transport):
-    """Say through what this rank sends from now on."""
-    os.environ["CONVOY_SHARED_MEMORY"] = "1" if transport == "memory" else "0"
-
-
-def _even(dtype, transport):
-    _through(transport)
-    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+def _even(dtype, group):
+    ranks, rank = group.size(), group.rank()
     for shape in [(), (0,), (3,), (5, 2), (70_000,), (3, 200_001)]:
         everyones = torch.stack([_of(r, *shape, dtype=dtype) for r in range(ranks)])
         x = everyones[rank].clone()
@@ -46,12 +45,8 @@ def _even(dtype, transport):
         assert torch.equal(z, everyones[1])
 
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["memory", "gloo"])
-
-
-def _uneven(dtype, scale, transport):
-    _through(transport)
-    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+def _uneven(dtype, scale, group):
+    ranks, rank = group.size(), group.rank()
 
     def shape(sender, receiver):
         keeps = dtype is not torch.bfloat16  # something of its own
@@ -59,8 +54,7 @@ def _uneven(dtype, scale, transport):
 
     sends = [shape(rank, r) and _of(10 * rank + r, *shape(rank, r), dtype=dtype).t() for r in range(ranks)]
     shapes = [shape(r, rank) and shape(r, rank)[::-1] for r in range(ranks)]
-    found = collectives.exchange(sends, shapes, group)
-    for sender, piece in enumerate(found):
+    for sender, piece in enumerate(collectives.exchange(sends, shapes, group)):
         if shape(sender, rank) is None:
             assert piece.shape == (0,)
         else:
@@ -68,25 +62,22 @@ def _uneven(dtype, scale, transport):
     assert collectives.gather_ints([rank, 7], group) == [[r, 7] for r in range(ranks)]
 
 
-def _into(transport, sizes):
+def _into(sizes, group):
     """Every rank sends `sizes[sender][receiver]` numbers."""
-    _through(transport)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks, rank = group.size(), group.rank()
     sends = [_of(10 * rank + r, sizes[rank][r]) for r in range(ranks)]
     receives = [torch.full((sizes[r][rank],), -99.0, dtype=torch.float64) for r in range(ranks)]
-    found = collectives.start_exchange_into(sends, receives, dist.group.WORLD).wait()
-    assert found is receives[rank - 1]
+    assert collectives.start_exchange_into(sends, receives, group).wait() is receives[rank - 1]
     for sender, piece in enumerate(receives):
         assert torch.equal(piece, _of(10 * sender + rank, sizes[sender][rank]) if sender != rank else piece.fill_(-99))
 
 
-def _mixed(transport):
-    _through(transport)
-    group, rank = dist.group.WORLD, dist.get_rank()
-    part = dist.new_group([0, 1])
+def _mixed(group, part):
+    """Collectives in two groups while one of the first is pending."""
+    ranks, rank = group.size(), group.rank()
     for number in range(60):
         x = _of(rank, 1 + 997 * number % 3000)
-        everyones = [_of(r, len(x)) for r in range(3)]
+        everyones = [_of(r, len(x)) for r in range(ranks)]
         pending = collectives.start_all_reduce(x.clone(), group)
         assert torch.equal(collectives.all_gather(x, group), torch.stack(everyones))
         if rank < 2:
@@ -94,32 +85,32 @@ def _mixed(transport):
         assert torch.equal(pending.wait(), sum(everyones))
 
 
-def _bits(transport):
-    """Sums of all sizes have the same bits on every rank."""
-    _through(transport)
-    found = []
-    for count in (1, 1000, 10_000, 200_000, 1_000_003):
-        x = torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank()))
-        found.append(collectives.all_reduce(x, dist.group.WORLD))
-    return found
+SIZES = {2: [[0, 0], [700_000, 0]], 3: [[3, 0, 900_000], [0, 1, 0], [5, 300_000, 0]]}  # in unlike numbers of rounds
 
 
-@TRANSPORTS
+def _everything():
+    """Every collective by every way; sums of all sizes, which have the same bits on every rank."""
+    sums = []
+    for shared in "10":
+        os.environ[SWITCH] = shared
+        group, part = dist.new_group(), dist.new_group([0, 1])
+        assert (collectives._channel(torch.ones(1), group) is not None) == (shared == "1")
+        for dtype in (torch.float64, torch.bfloat16, torch.int64)[group.size() - 2 :]:
+            _even(dtype, group)
+            _uneven(dtype, 1, group)
+            _uneven(dtype, 150_000, group)
+        _into(SIZES[group.size()], group)
+        _mixed(group, part)
+        for count in (1, 1000, 10_000, 200_000, 1_000_003):
+            x = torch.randn(count, generator=torch.Generator().manual_seed(group.rank()))
+            sums.append(collectives.all_reduce(x, group))
+    return sums
+
+
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_collective_gives_what_the_ranks_tensors_say(world, transport):
-    for dtype in (torch.float64, torch.bfloat16, torch.int64)[world - 2 :]:
-        run_ranks(_even, world, dtype, transport)
-        run_ranks(_uneven, world, dtype, 1, transport)
-        run_ranks(_uneven, world, dtype, 150_000, transport)
-
-
-@TRANSPORTS
-def test_collectives_of_other_sizes_and_kinds_after_one_another(transport):
-    run_ranks(_into, 3, transport, [[3, 0, 900_000], [0, 1, 0], [5, 300_000, 0]])  # in unlike numbers of rounds
-    run_ranks(_into, 2, transport, [[0, 0], [700_000, 0]])
-    run_ranks(_mixed, 3, transport)
-    first, *others = run_ranks(_bits, 3, transport)
-    assert all(all(map(torch.equal, first, other)) for other in others), "sums have the same bits on every rank"
+def test_every_collective_gives_what_the_ranks_tensors_say(world):
+    first, *others = run_ranks(_everything, world, timeout=120)
+    assert all(all(map(torch.equal, first, other)) for other in others)
 
 
 def test_one_rank_alone():
@@ -156,7 +147,7 @@ def _numbers_of_gpus():
     """As with `init_process_group("nccl")`: all ranks have joined for tensors of GPUs alone; profilings come and go."""
     place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     dist.init_process_group("cuda:gloo", timeout=LIMIT, **place)
-    rank, known, found = dist.get_rank(), [], []
+    rank, known, results = dist.get_rank(), [], []
     for _ in range(3):
         with temporary():
             groups = Groups(Mesh(("a", "b"), (2, 2)))
@@ -164,17 +155,54 @@ def _numbers_of_gpus():
         numbers += [gather_ints([rank], dist.group.WORLD), gather_ints([rank], everyone())]
         assert all(time_limit(group) == LIMIT for group in dist.distributed_c10d._world.pg_map)
         del groups
-        found.append(numbers)
+        results.append(numbers)
         known.append(len(dist.distributed_c10d._world.pg_map))
     assert known == [2, 2, 2], "all ranks, and one group beside"
-    assert found[0] == found[1] == found[2]
+    assert results[0] == results[1] == results[2]
     dist.barrier(everyone())
     leave()
-    return found[0]
+    return results[0]
 
 
-def test_numbers_of_ranks_with_gpus_travel_between_cpus():
-    """And leave no groups behind."""
+def test_numbers_of_ranks_with_gpus_travel_between_cpus_and_leave_no_groups_behind():
     every = [[0], [1], [2], [3]]
-    for rank, found in enumerate(run_ranks(_numbers_of_gpus, 4, join=False)):
-        assert found == [every, [[rank % 2], [2 + rank % 2]], every, every, every]
+    for rank, numbers in enumerate(run_ranks(_numbers_of_gpus, 4, join=False)):
+        assert numbers == [every, [[rank % 2], [2 + rank % 2]], every, every, every]
+
+
+DEVICE = os.environ.get("CONVOY_TEST_DEVICE", "cuda:0")  # cpu tries the test itself, over gloo
+HOST_S = 60e-6
+ON_ONE_RANK = {
+    "all_reduce": lambda x, group: collectives.all_reduce(x.clone(), group),
+    "all_gather": lambda x, group: collectives.all_gather(x, group)[0],
+    "exchange": lambda x, group: collectives.exchange([x], [x.shape], group)[0],
+    "reduce_scatter": lambda x, group: collectives.reduce_scatter(x[None], group),
+    "broadcast": lambda x, group: collectives.broadcast(x.clone(), group),
+}
+
+
+def _over_nccl():
+    """Check every collective on one rank, with sizes and types that differ; the host's seconds for each."""
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl")
+    seconds = {}
+    with mock.patch.object(collectives, "_channel", lambda x, group: None):  # which one rank alone has not
+        for name, run in ON_ONE_RANK.items():
+            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+                for shape in [(5, 3), (1,), (0, 3)]:
+                    x = torch.arange(torch.Size(shape).numel(), device=DEVICE).view(shape).to(dtype)
+                    y = run(x, dist.group.WORLD)
+                    assert y.dtype == dtype and torch.equal(y, x), (name, dtype, shape)
+            x, took = torch.ones(1 << 20, device=DEVICE), []
+            for _ in range(50):
+                began = time.perf_counter()
+                run(x, dist.group.WORLD)
+                took.append(time.perf_counter() - began)
+            seconds[name] = statistics.median(took)
+    dist.destroy_process_group()
+    return seconds
+
+
+@pytest.mark.skipif(DEVICE != "cpu" and not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+def test_collectives_of_one_rank_over_nccl_cost_the_host_little():
+    (seconds,) = run_ranks(_over_nccl, 1, join=False)
+    assert DEVICE == "cpu" or max(seconds.values()) < HOST_S, seconds

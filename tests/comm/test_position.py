@@ -1,7 +1,6 @@
 """What a device was given, as a watchdog reads it while others add and forget."""
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from convoy.comm.position import Ledger, current
 
 
 def test_a_group_may_end_while_its_state_is_read() -> None:
-    given, asked, answer = Ledger(), threading.Event(), threading.Event()
+    ledger, asked, answer = Ledger(), threading.Event(), threading.Event()
 
     def slowly() -> bool:
         asked.set()
@@ -20,29 +19,25 @@ def test_a_group_may_end_while_its_state_is_read() -> None:
         return False
 
     current.to("start")  # wherever another test has left it
-    given.add("group", lambda: [0, 1], "all reduce", slowly)
-    found: list[dict] = []
-    reader = threading.Thread(target=lambda: found.append(given.state()))
+    ledger.add("group", lambda: [0, 1], "all reduce", slowly)
+    states: list[dict] = []
+    reader = threading.Thread(target=lambda: states.append(ledger.state()))
     reader.start()
     asked.wait(10)
-    given.forget("group")
+    ledger.forget("group")
     answer.set()
     reader.join(10)
-    assert found == [{"group": ([0, 1], 1, [(1, "all reduce", "")])}]
-    assert given.state() == {}
+    assert states == [{"group": ([0, 1], 1, [(1, "all reduce", "")])}]
+    assert ledger.state() == {}
 
 
 def test_what_is_done_is_forgotten_and_little_is_shown() -> None:
-    given, done = Ledger(), set[int]()
-
-    def finished(number: int) -> Callable[[], bool]:
-        return lambda: number in done
-
+    ledger, done = Ledger(), set[int]()
     for number in range(1, 41):
-        given.add("group", lambda: [0], "exchange", finished(number))
+        ledger.add("group", lambda: [0], "exchange", lambda number=number: number in done)
     done |= {1, 2, 4}
-    members, count, still = given.state()["group"]
-    assert (members, count, [number for number, _, _ in still]) == ([0], 40, [3, *range(5, 20)])
+    members, count, unfinished = ledger.state()["group"]
+    assert (members, count, [number for number, _, _ in unfinished]) == ([0], 40, [3, *range(5, 20)])
 
 
 class Nccl(dist._Work):
@@ -50,10 +45,7 @@ class Nccl(dist._Work):
 
     def __init__(self, result: torch.futures.Future) -> None:
         super().__init__()
-        self.result_of_thread = result
-
-    def get_future_result(self) -> torch.futures.Future:
-        return self.result_of_thread
+        self.get_future_result = lambda: result
 
     def is_completed(self) -> bool:
         pytest.fail("CUDA was asked")

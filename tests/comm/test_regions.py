@@ -10,6 +10,7 @@ FEW = (0, 1, 2, 9, 10, 30)
 MANY = tuple(range(0, 260, 2))
 UNORDERED = (7, 8, 3, 4, 20)
 
+# A box, and the larger one in which it lies.
 CASES = {
     "consecutive": ((range(2, 5), range(4), range(1, 3)), (range(6), range(4), range(3))),
     "all": ((range(3, 6), range(4)), (range(3, 6), range(4))),
@@ -24,7 +25,6 @@ CASES = {
     "two lists, one of many runs": ((UNORDERED, MANY), (range(24), range(260))),
     "three lists": (((0, 2), (1, 3), (5, 0, 4)), (range(3), range(4), range(7))),
 }
-"""A box, and the larger one in which it lies."""
 
 
 def grid(part: Box, whole: Box) -> tuple[Tensor, ...]:
@@ -61,13 +61,13 @@ def test_a_region_is_plain_indexing_and_another_one_is_not() -> None:
         region, x, values = Region(part, whole), numbers(whole), numbers(part)
         assert region.shape == extents(part)
         wanted = indexed(part, whole, x, values)
-        for name, found in results(region, x, values).items():
-            assert torch.equal(found, wanted[name]), (case, name)
+        for name, result in results(region, x, values).items():
+            assert torch.equal(result, wanted[name]), (case, name)
         if case not in ("nothing", "all", "of a list"):  # of the next one along a dimension
             room = next(dim for dim, inner in enumerate(part) if max(inner) < max(whole[dim]))
             shifted = tuple(tuple(i + 1 for i in inner) if dim == room else inner for dim, inner in enumerate(part))
-            for name, found in results(Region(shifted, whole), x, values).items():
-                assert found.shape == wanted[name].shape and not torch.allclose(found, wanted[name]), (case, name)
+            for name, other in results(Region(shifted, whole), x, values).items():
+                assert other.shape == wanted[name].shape and not torch.allclose(other, wanted[name]), (case, name)
 
 
 def test_blocks_are_copied_where_runs_are_few_and_nothing_is_where_all_is_consecutive() -> None:

@@ -14,22 +14,52 @@ from convoy.comm import collectives
 from convoy.comm.shared_memory import SWITCH
 from ranks import RankFailed, run_ranks
 
-
-def _channel():
-    x = torch.ones(3)
-    collectives.all_reduce(x, dist.group.WORLD)
-    return collectives._channel(x, dist.group.WORLD)
-
-
-def _shares(switches):
-    os.environ[SWITCH] = switches[dist.get_rank()]
-    return _channel() is not None
+MISMATCHES = {
+    "sizes": lambda rank, group: collectives.all_reduce(torch.ones(8 - 4 * rank), group),
+    "types": lambda rank, group: collectives.all_reduce(torch.ones(8, dtype=(torch.float32, torch.int32)[rank]), group),
+    "functions": lambda rank, group: (collectives.all_reduce, collectives.all_gather)[rank](torch.ones(8), group),
+    "pieces": lambda rank, group: collectives.exchange([torch.ones(3), torch.ones(3)], [(4 + rank,)] * 2, group),
+}
 
 
-def test_all_ranks_share_memory_or_none():
-    assert run_ranks(_shares, 2, "11") == [True, True]
-    assert run_ranks(_shares, 2, "00") == [False, False]
-    assert run_ranks(_shares, 3, "110") == [False] * 3
+def _channel(group=None):
+    x, group = torch.ones(3), group or dist.group.WORLD
+    collectives.all_reduce(x, group)
+    return collectives._channel(x, group)
+
+
+def _together():
+    """All ranks share memory or none; ranks that do different things are told; groups that are gone leave no open
+    files; and a child that ends does not end its parent."""
+    rank, first = dist.get_rank(), dist.get_rank() == 0
+    for switches, share in (("11", True), ("00", False), ("10", False)):
+        os.environ[SWITCH] = switches[rank]
+        assert (_channel(dist.new_group()) is not None) == share
+    os.environ[SWITCH] = "1"
+    for mismatch in MISMATCHES.values():
+        words = "exchange different things: all ranks must pass images of the same size"
+        with pytest.raises(RuntimeError, match=words):
+            mismatch(rank, dist.new_group())
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        assert collectives.all_reduce(torch.ones(4), group).tolist() == [2.0] * 4
+        dist.destroy_process_group(group)
+        del group
+    left = len(list(Path("/proc/self/fd").iterdir())) - before
+    names = [entry.name for entry in Path("/dev/shm").iterdir()] if Path("/dev/shm").is_dir() else []
+    assert left <= 12 and not any("convoy" in name for name in names)
+
+    x = collectives.all_reduce(torch.ones(3), dist.group.WORLD)
+    if first and os.fork() == 0:
+        collectives._channels[dist.group.WORLD].close()
+        os._exit(0)
+    os.wait() if first else time.sleep(0.5)
+    assert collectives.all_reduce(x, dist.group.WORLD).tolist() == [4.0] * 3
+
+
+def test_all_ranks_share_memory_or_none_know_of_each_others_mistakes_and_leave_nothing():
+    run_ranks(_together, 2)
 
 
 def _in_another_network():
@@ -46,23 +76,6 @@ def test_other_networks_are_other_hosts():
         assert run_ranks(_in_another_network, 2) == [False, False]
     finally:
         ranks._pool.close()  # a process in another network cannot join again
-
-
-def _descriptors():
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(3):
-        group = dist.new_group([0, 1])
-        x = collectives.all_reduce(torch.ones(4), group)
-        assert x.tolist() == [2.0] * 4
-        dist.destroy_process_group(group)
-        del group
-    names = [entry.name for entry in Path("/dev/shm").iterdir()] if Path("/dev/shm").is_dir() else []
-    assert not any("convoy" in name for name in names)
-    return len(list(Path("/proc/self/fd").iterdir())) - before
-
-
-def test_groups_that_are_gone_leave_no_open_files():
-    assert all(left <= 12 for left in run_ranks(_descriptors, 2))
 
 
 def _one_dies(begin):
@@ -97,34 +110,3 @@ def _one_stays_away():
 @pytest.mark.slow
 def test_a_rank_that_stays_away_is_waited_for_as_long_as_the_group_says():
     run_ranks(_one_stays_away, 2, timeout=12.0)
-
-
-MISMATCHES = {
-    "sizes": lambda rank, group: collectives.all_reduce(torch.ones(8 - 4 * rank), group),
-    "types": lambda rank, group: collectives.all_reduce(torch.ones(8, dtype=(torch.float32, torch.int32)[rank]), group),
-    "functions": lambda rank, group: (collectives.all_reduce, collectives.all_gather)[rank](torch.ones(8), group),
-    "pieces": lambda rank, group: collectives.exchange([torch.ones(3), torch.ones(3)], [(4 + rank,)] * 2, group),
-}
-
-
-def _mismatched(name):
-    with pytest.raises(RuntimeError, match="exchange different things: all ranks must pass images of the same size"):
-        MISMATCHES[name](dist.get_rank(), dist.group.WORLD)
-
-
-def test_ranks_that_do_different_things_are_told():
-    for name in MISMATCHES:
-        run_ranks(_mismatched, 2, name)
-
-
-def _forks():
-    x = collectives.all_reduce(torch.ones(3), dist.group.WORLD)
-    if dist.get_rank() == 0 and os.fork() == 0:
-        collectives._channels[dist.group.WORLD].close()
-        os._exit(0)
-    os.wait() if dist.get_rank() == 0 else time.sleep(0.5)
-    return collectives.all_reduce(x, dist.group.WORLD).tolist()
-
-
-def test_a_child_that_ends_does_not_end_its_parent():
-    assert run_ranks(_forks, 2) == [[4.0] * 3] * 2

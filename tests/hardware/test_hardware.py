@@ -7,9 +7,8 @@ import pytest
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.hardware.catalog import device_named, devices, machine, read_devices
+from convoy.hardware.catalog import device_named, devices, link_named, machine, read_devices
 from convoy.hardware.exchange import Scheme, Site, inside_link, ring, site_of, step
-from convoy.hardware.links import link_named
 from convoy.hardware.speed import Software, arithmetic, times
 from convoy.hardware.work import KINDS, work_of
 

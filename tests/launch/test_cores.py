@@ -8,8 +8,31 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.launch import cores, memory
-from convoy.launch.memory import free_memory, host_memory, memory_left, memory_limits
+from convoy.launch import cores
+
+PINNED = """
+import os, threading
+from convoy.launch import cores
+ends, go = [], threading.Event()
+thread = threading.Thread(target=lambda: (go.wait(), ends.append(os.sched_getaffinity(0))))
+thread.start()
+own = cores.own_cores()
+cases = {
+    "shared": ([("here", own), ("here", own)], cores.share(own, 2, 1, None)),
+    "another machine": ([("there", own), ("here", own)], own),
+    "its own already": ([("here", [max(own) + 1]), ("here", own)], own),
+}
+for name, (answers, expected) in cases.items():
+    os.sched_setaffinity(0, own)
+    assert cores.take_share(lambda answer: answers, 1, None) == expected, name
+cores.pin(own[:1]); go.set(); thread.join()
+assert ends == [set(own[:1])] == [os.sched_getaffinity(0)], ends
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
+def test_a_rank_takes_its_share_with_all_of_its_threads() -> None:
+    subprocess.run([sys.executable, "-c", PINNED], check=True, timeout=60)
 
 
 def test_ranks_have_runs_of_cores_or_take_turns() -> None:
@@ -28,54 +51,25 @@ def test_ranks_have_runs_of_cores_or_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ([("here", [0, 1, 2, 3]), ("here", [0, 1, 2, 3])], [2, 3]),
-        ([("there", [0, 1, 2, 3]), ("here", [0, 1, 2, 3])], [0, 1, 2, 3]),
-        ([("here", [4, 5]), ("here", [0, 1, 2, 3])], [0, 1, 2, 3]),
-    ],
-    ids=["shared", "another machine", "its own already"],
+    ("is_pinned", "ranks", "allowed", "share"),
+    [(False, 1, 16.0, 16.0), (False, 4, 16.0, 4.0), (True, 4, 64.0, 16.0), (False, 4, 4.0, 1.0), (True, 4, 4.0, 1.0)],
 )
-def test_a_rank_takes_its_share(
-    monkeypatch: pytest.MonkeyPatch, ranks: list[tuple[str, list[int]]], expected: list[int]
+def test_ranks_share_cores_and_a_quota(
+    monkeypatch: pytest.MonkeyPatch, is_pinned: bool, ranks: int, allowed: float, share: float
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
-    monkeypatch.setattr(cores, "own_cores", lambda: [0, 1, 2, 3])
-    monkeypatch.setattr(cores, "pin", lambda own: None)
-    assert cores.take_share(lambda own: ranks, 1, None) == expected
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
-def test_all_threads_are_pinned() -> None:
-    code = (
-        "import os, threading\n"
-        "from convoy.launch import cores\n"
-        "found = []\n"
-        "go = threading.Event()\n"
-        "thread = threading.Thread(target=lambda: (go.wait(), found.append(os.sched_getaffinity(0))))\n"
-        "thread.start()\n"
-        "own = cores.own_cores()[:1]\n"
-        "cores.pin(own); go.set(); thread.join()\n"
-        "assert found == [set(own)] == [os.sched_getaffinity(0)], found\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_ranks_share_cores_and_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "own_cores", lambda: list(range(16)))
-    for is_pinned, ranks, allowed, share in (
-        (False, 1, 16.0, 16.0),
-        (False, 4, 16.0, 4.0),
-        (True, 4, 64.0, 16.0),
-        (False, 4, 4.0, 1.0),
-        (True, 4, 4.0, 1.0),
-    ):
-        monkeypatch.setattr(cores, "cores_allowed", lambda allowed=allowed: allowed)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        monkeypatch.setenv(cores.PINNED, "0-15")
-        if not is_pinned:
-            monkeypatch.delenv(cores.PINNED)
-        assert cores.own_share() == share
+    monkeypatch.setattr(cores, "cores_allowed", lambda: allowed)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv(cores.PINNED, "0-15")
+    if not is_pinned:
+        monkeypatch.delenv(cores.PINNED)
+    assert cores.own_share() == share
+
+
+GROUPS = {
+    2: ("0::/batch/job", "", ("memory.max", "memory.current"), ""),
+    1: ("4:cpu,memory:/batch/job", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+}
 
 
 def write(path: Path, text: str) -> None:
@@ -83,43 +77,30 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("line", "folder", "names", "prefix"),
-    [
-        ("0::/batch/job", "", ("memory.max", "memory.current"), ""),
-        (
-            "4:cpu,memory:/batch/job",
-            "memory",
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-            "total_",
-        ),
-    ],
-    ids=["version 2", "version 1"],
-)
+@pytest.mark.parametrize("version", GROUPS)
 def test_control_groups_and_those_around_them_limit_memory_and_files_count_as_free(
-    tmp_path: Path, line: str, folder: str, names: tuple[str, str], prefix: str
+    tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    line, folder, names, prefix = GROUPS[version]
     group, mount = tmp_path / "cgroup", tmp_path / folder
-    assert list(memory_limits(group, tmp_path)) == []
+    assert list(cores.memory_limits(group, tmp_path)) == []
     write(group, "nonsense\n0::/gone\n")
-    assert list(memory_limits(group, tmp_path)) == []
+    assert list(cores.memory_limits(group, tmp_path)) == []
     write(group, f"9:pids:/other\n{line}\n")
     for place, limit in (("batch/job", "max"), ("batch", "5000"), ("", "9000")):
         write(mount / place / names[0], f"{limit}\n")
-    assert sorted(memory_limits(group, tmp_path)) == [5000, 9000]
+    limits = sorted(cores.memory_limits(group, tmp_path))
+    assert limits == [5000, 9000]
     write(mount / "batch" / names[1], "3000\n")
     stat = f"{prefix}rss 2000\n{prefix}inactive_file 600\n{prefix}active_file 400\n{prefix}active_anon 70\n"
     write(mount / "batch" / "memory.stat", stat)
-    assert list(memory_left(group, tmp_path)) == [3000]
+    left = list(cores.memory_left(group, tmp_path))
+    assert left == [3000]
 
-
-def test_the_least_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**21}.__getitem__)
-    for limits, expected in (((), 2**33), ((2**32, 2**63), 2**32), ((2**63,), 2**33)):
-        monkeypatch.setattr(memory, "memory_limits", lambda limits=limits: limits)
-        assert host_memory() == expected
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2}.__getitem__)
     write(tmp_path / "meminfo", "MemTotal: 9000 kB\nMemAvailable:    4 kB\n")
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    for left, expected in (((), 4096), ((5000, 3000), 3000), ((-1,), 0)):
-        monkeypatch.setattr(memory, "memory_left", lambda left=left: left)
-        assert free_memory() == expected
+    monkeypatch.setattr(cores, "_MEMINFO", tmp_path / "meminfo")
+    for of_groups, host, free in (((), 8192, 4096), ((5000, 3000), 3000, 3000), ((2**63,), 8192, 4096)):
+        monkeypatch.setattr(cores, "memory_limits", lambda numbers=of_groups: numbers)
+        monkeypatch.setattr(cores, "memory_left", lambda numbers=of_groups: numbers)
+        assert (cores.host_memory(), cores.free_memory()) == (host, free)

@@ -1,82 +1,52 @@
-"""What a machine does beside a run is seen: on this one, and on made-up ones."""
+"""What a machine does beside a run is seen: on this one, on made-up ones, and on a GPU as drivers tell it."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from convoy.launch import host
+from convoy.launch import gpu, host
+from convoy.launch.gpu import GpuProcess, GpuWatch
 from convoy.launch.host import HostWatch, OtherProcess
 
-LINUX = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's counters")
 # It is busy until it has had a core for a while, however many others have it as well, and says what it saw: of
 # every process, as on a machine with much to do a share may be small.
 WATCHED = """
-import json, sys, time
+import json, time
 from dataclasses import asdict
 from convoy.launch import host
-from convoy.launch.host import HostWatch
 host.LEAST_CORES = 0.0
-watch = HostWatch(ours=[int(pid) for pid in sys.argv[1].split()])
+watch = host.HostWatch()
 until = time.process_time() + 0.3
 while time.process_time() < until:
     sum(range(1000))
-load = watch.read()
-waited = max(load.waited_s or 0.0, load.throttled_s or 0.0)
-print(json.dumps({**asdict(load), "got": load.cpu_s / (load.cpu_s + waited)}))
+print(json.dumps(asdict(watch.read())))
 """
 BUSY = "print(flush=True)\nwhile True: sum(range(1000))"
 
 
-def watched(core: int, ours: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What is seen; `others` by their numbers."""
-    done = subprocess.run(
-        ["taskset", "-c", str(core), sys.executable, "-c", WATCHED, ours],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found | {"others": {other["pid"]: other["cores"] for other in found["others"]}}
-
-
-@contextmanager
-def busy(core: int, environment: Mapping[str, str] = {}) -> Iterator[int]:
-    """The number of a process that keeps a core busy."""
-    command = ["taskset", "-c", str(core), sys.executable, "-c", BUSY]
-    with subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's counters")
+def test_a_process_on_the_same_core_is_named_unless_it_is_a_rank_of_the_same_run() -> None:
+    python = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, "-c"]
+    run = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with subprocess.Popen([*python, BUSY], env=run, stdout=subprocess.PIPE) as busy:
         try:
-            yield process.pid
+            assert busy.stdout is not None and busy.stdout.readline()
+            for port in ("2", "1"):
+                answer = subprocess.check_output([*python, WATCHED], env=run | {"MASTER_PORT": port}, timeout=100)
+                load = json.loads(answer)
+                waited = max(load["waited_s"] or 0.0, load["throttled_s"] or 0.0)
+                assert load["cores"] == 1 and waited > 0.3 * load["cpu_s"]
+                others = {other["pid"]: other["cores"] for other in load["others"]}
+                assert (others.get(busy.pid, 0) > 0) == (port == "2")
+                assert load["others_cores"] > 0 if port == "2" else load["run_cores"] > 0
         finally:
-            process.kill()
-
-
-@pytest.fixture
-def core() -> int:
-    return min(os.sched_getaffinity(0))
-
-
-@LINUX
-def test_a_process_on_the_same_core_is_named_unless_it_is_a_rank_of_the_same_run(core: int) -> None:
-    run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with busy(core, run) as pid:
-        for numbers, environment in (("", run | {"MASTER_PORT": "2"}), (str(pid), {}), ("", run)):
-            is_foreign = environment.get("MASTER_PORT") == "2"
-            load = watched(core, numbers, environment)
-            assert load["cores"] == 1
-            assert load["waited_s"] > 0.3 * load["cpu_s"] and load["got"] < 0.7
-            assert (load["others"].get(pid, 0) > 0) == is_foreign
-            assert load["others_cores"] > 0 if is_foreign else load["run_cores"] > 0
+            busy.kill()
 
 
 def made(machine: Path, files: Mapping[str, str]) -> Path:
@@ -92,6 +62,7 @@ def stat(pid: int, name: str, parent: int, ticks: int, flags: int = 0) -> dict[s
     return {f"proc/{pid}/stat": f"{pid} ({name}) R {' '.join(map(str, numbers))}"}
 
 
+# By the version of control groups: what says the groups and their quota, and the files of what they held back.
 GROUPS = {
     1: {
         "proc/self/cgroup": "3:cpu,cpuacct:/job\n2:memory:/job\n",
@@ -111,19 +82,18 @@ PRESSURE = {1: "proc/pressure/memory", 2: "sys/fs/cgroup/pod/job/memory.pressure
 def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     monkeypatch.setattr(host, "own_cores", lambda: [0, 1])
     monkeypatch.setattr(os, "sysconf", {"SC_CLK_TCK": 100, "SC_PAGE_SIZE": 4096}.__getitem__)
-    own, file = os.getpid(), THROTTLED[version][0]
 
     def counters(n: int) -> dict[str, str]:
         core = " ".join(str(n * ticks) for ticks in (10_000, 0, 0, 9, 9, 0, 0, 50, 0, 0))
         return {
             "proc/self/task/1/schedstat": f"5 {n}000000000 1",
-            file: THROTTLED[version][1].format(n=n),
+            THROTTLED[version][0]: THROTTLED[version][1].format(n=n),
             "proc/stat": f"cpu  1 2\ncpu0 {core}\ncpu1 {core}\ncpu2 {core}\nintr 1\n",
             "proc/vmstat": f"pswpin {n}\npswpout {2 * n}\nzswpin {n}\n",
             PRESSURE[version]: f"some avg10=0.00 total=9\nfull avg10=0.00 avg60=0.00 avg300=0.00 total={n}250000\n",
             "sys/devices/system/cpu/cpu1/thermal_throttle/core_throttle_total_time_ms": f"{n}500",
-            **stat(own, "python", 1, 100 * n),
-            **stat(4_000_001, "worker", own, 100_000 * n),
+            **stat(os.getpid(), "python", 1, 100 * n),
+            **stat(4_000_001, "worker", os.getpid(), 100_000 * n),
             **stat(4_000_002, "odd ) name", 1, 200_000 * n),
             **stat(4_000_005, "python3", 1, 50_000 * n),
             "proc/4000005/cmdline": "python3\0/home/x/train.py\0--lr\0",
@@ -136,18 +106,13 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
     watch = HostWatch(machine=machine)
     made(machine, counters(3))
     load = watch.read()
-    assert load.cores == 1.5
-    assert load.waited_s == 2
-    assert load.throttled_s == 2
-    assert load.swapped_bytes == 8 * 4096
-    assert load.memory_pressure_s == 2
-    assert load.hot_s == 2
+    assert (load.cores, load.waited_s, load.throttled_s, load.memory_pressure_s, load.hot_s) == (1.5, 2, 2, 2, 2)
+    assert (load.swapped_bytes, load.gpu) == (8 * 4096, None)
     assert load.others == (
         OtherProcess("odd ) name", 4_000_002, 4000 / load.wall_s),
         OtherProcess("python3 train.py", 4_000_005, 1000 / load.wall_s),
     )
     assert load.run_cores == pytest.approx(2000 / load.wall_s)
-    assert load.gpu is None
     made(machine, counters(4))
     assert watch.read().waited_s == 1  # since the reading before
 
@@ -155,10 +120,62 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
 def test_a_machine_that_says_nothing_or_something_else(tmp_path: Path) -> None:
     load = HostWatch(machine=tmp_path).read()
     assert (load.waited_s, load.throttled_s, load.others_cores, load.memory_pressure_s) == (None,) * 4
-    assert (load.others, load.swapped_bytes, load.gpu) == ((), 0, None)
+    assert (load.others, load.swapped_bytes) == ((), 0)
     garbled = ("stat", "vmstat", "self/task/1/schedstat", "self/cgroup", "pressure/memory", "12/stat", "self/environ")
     for text in ("", "?", "0 0 0", "cpu0 x\n"):
         load = HostWatch(machine=made(tmp_path, {f"proc/{name}": text for name in garbled})).read()
         assert load.others == ()
     (tmp_path / "proc/self/environ").write_bytes(b"NAME=M\xfcller\0MASTER_ADDR=here\0")  # which is no text
     assert HostWatch(machine=tmp_path).read().others == ()
+
+
+# It knows the names of fields that its driver knows, and fails where it is asked for others.
+NVIDIA_SMI = """#!/bin/sh
+echo "$@" >> {folder}/asked
+case "$*" in
+  *compute-apps*) cat {folder}/processes ;;
+  *counters*) [ {driver} = 2025 ] && cat {folder}/counters && rm {folder}/counters && exit
+              [ {driver} = 2025 ] && cat {folder}/later && exit
+              echo 'Field is not a valid field to query.'; exit 2 ;;
+  *) [ {driver} = 2023 ] && echo '7' && exit; echo '[N/A]' ;;
+esac
+"""
+
+
+def test_a_gpu_that_throttles_as_drivers_old_and_new_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu, "_identifier", lambda device: "GPU-1")
+    monkeypatch.setattr(gpu, "_SAMPLED_S", 0.0)
+    (tmp_path / "counters").write_text("99, 1000000, 500000, [N/A]\n")
+    (tmp_path / "later").write_text("40, 1000000, 2500000, [N/A]\n")
+    (tmp_path / "processes").write_text(
+        f"{os.getpid()}, python, 900\n77, /opt/other job/bin/render, 100\n78, python, [N/A]\n79, python, 400\n"
+    )
+
+    def watch(script: str) -> GpuWatch:
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        return GpuWatch(torch.device("cuda"))
+
+    reader = watch(NVIDIA_SMI.format(folder=tmp_path, driver=2025))
+    load = reader.read(lambda pid: pid in (os.getpid(), 79))
+    assert load is not None and load.throttled_s == {"sw_power_cap": 0.0, "sw_thermal_slowdown": 2.0}
+    assert load.others == (GpuProcess("render", 77, 100 * 2**20), GpuProcess("python", 78, 0))
+    assert load.others_busy == 0.4
+    assert "-i GPU-1 --query-gpu=utilization.gpu," in (tmp_path / "asked").read_text()
+    again = reader.read(lambda pid: True)
+    assert again is not None and again.throttled_s["sw_thermal_slowdown"] == 0  # since the reading before
+    for driver in (2023, 2020):
+        load = watch(NVIDIA_SMI.format(folder=tmp_path, driver=driver)).read(lambda pid: True)
+        assert load is not None and (load.throttled_s, load.others_busy) == ({}, 0.0)  # no others: not looked at
+    (tmp_path / "processes").write_text("4711, python, 900\n")  # numbers of another name space
+    load = watch(NVIDIA_SMI.format(folder=tmp_path, driver=2023)).read(lambda pid: False)
+    assert load is not None and load.others == ()
+    monkeypatch.setattr(gpu, "_TIMEOUT_S", 0.1)
+    for script in ("#!/bin/sh\nexit 9\n", "#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\necho\n", "gone"):
+        assert watch(script).read(lambda pid: False) is None
+
+
+def test_a_device_that_is_no_gpu_has_no_load() -> None:
+    for device in (None, torch.device("cpu"), torch.device("cuda", 63)):
+        assert HostWatch(device).read().gpu is None

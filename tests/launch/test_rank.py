@@ -1,11 +1,14 @@
 """Where a process stands among the ranks, and how it ends: with which status and words, also where nothing can be
-written."""
+written; and the folder that it shares with the process that started it."""
 
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,8 @@ import pytest
 from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.launch import rank
-from convoy.launch.place import find_place, first_host, slurm_variables
-from convoy.launch.rank import ended
+from convoy.launch.rank import ended, find_place, private_folder
+from convoy.launch.slurm import first_host, slurm_variables
 
 TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job"}
 SLURM = {
@@ -28,44 +31,31 @@ SLURM = {
 }
 
 
-def test_torchrun_is_joined() -> None:
+def test_torchrun_is_joined_and_slurm_translated() -> None:
     place = find_place({"RANK": "1", "WORLD_SIZE": "3"})
-    assert place is not None
-    assert (place.rank, place.num_ranks, place.folder) == (1, 3, None)
+    assert place is not None and (place.rank, place.num_ranks, place.folder) == (1, 3, None)
     place.check(3)
     place.check(None)
     with pytest.raises(ConvoyError, match=r"--devices 2 contradicts torchrun, which started 3 ranks"):
         place.check(2)
-
-
-def test_slurm_is_translated() -> None:
     environment = dict(SLURM)
     place = find_place(environment)
-    assert place is not None
-    assert (place.rank, place.num_ranks, place.source) == (5, 6, "Slurm")
-    assert environment["MASTER_ADDR"] == "gpu07"
+    assert place is not None and (place.rank, place.num_ranks, place.source) == (5, 6, "Slurm")
+    assert (environment["MASTER_ADDR"], environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == (
+        *("gpu07", "1", "2"),
+    )
     assert 1024 < int(environment["MASTER_PORT"]) < 32768
-    assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == ("1", "2")
     first = slurm_variables(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert first is not None and first["MASTER_PORT"] == environment["MASTER_PORT"]
-    for nodes, host in {
-        "one": "one",
-        "a,b": "a",
-        "node[03-05,9],x": "node03",
-        "n[7,9]": "n7",
-        "r[1-2]-x": "r1-x",
-    }.items():
-        assert first_host(nodes) == host
+    nodes = {"one": "one", "a,b": "a", "node[03-05,9],x": "node03", "n[7,9]": "n7", "r[1-2]-x": "r1-x"}
+    assert {text: first_host(text) for text in nodes} == nodes
 
 
-def test_a_batch_script_and_a_single_task_are_no_ranks() -> None:
+def test_a_batch_script_and_a_single_task_are_no_ranks_and_incomplete_variables_are_refused() -> None:
     assert find_place({}) is None
     assert find_place(SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
     assert find_place(SLURM | {"SLURM_TASK_PID": "77"}) is None
     assert find_place(SLURM | {"SLURM_TASK_PID": "77", "SLURM_STEP_ID": "0"}) is not None
-
-
-def test_incomplete_variables_are_refused() -> None:
     for environment, words in (
         ({"RANK": "1"}, "WORLD_SIZE is not set"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'"),
@@ -76,28 +66,23 @@ def test_incomplete_variables_are_refused() -> None:
             find_place(dict(environment))
 
 
-def status_of(environment: dict[str, str], status: int) -> int:
-    place = find_place(environment)
-    assert place is not None
-    return ended(place, status)
+def statuses(environment: dict[str, str], status: int, name: str = "RANK") -> list[int]:
+    """Of two ranks, whose number has a name."""
+    places = [find_place(environment | {name: number}) for number in "01"]
+    return [ended(place, status) for place in places if place is not None]
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_every_rank_of_torchrun_has_the_status_and_of_srun_the_first(status: int) -> None:
-    """An agent of torchrun's sees no other hosts, and srun takes the highest status."""
-    assert [status_of(TORCHRUN | {"RANK": rank}, status) for rank in "01"] == [status, status]
+def test_every_rank_of_torchrun_has_the_status_and_of_srun_the_first(status: int, tmp_path: Path) -> None:
+    """An agent of torchrun's sees no other hosts, srun takes the highest status, and Convoy's own launcher reads it."""
+    assert statuses(TORCHRUN, status) == [status, status]
     job = SLURM | {"SLURM_NTASKS": "2"}
-    assert [status_of(job | {"SLURM_PROCID": rank}, status) for rank in "01"] == [status, 0]
-    assert status_of(TORCHRUN | job | {"RANK": "1", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}, status) == status
-
-
-def test_the_starting_process_reads_the_status_or_has_that_of_the_first_rank(tmp_path: Path) -> None:
+    assert statuses(job, status, "SLURM_PROCID") == [status, 0]
+    assert statuses(TORCHRUN | job | {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}, status)[1] == status
     (tmp_path / "attempt-0").mkdir()
-    environment = TORCHRUN | {"CONVOY_LAUNCH": str(tmp_path)}
-    assert [status_of(environment | {"RANK": rank}, 1) for rank in "01"] == [0, 0]
-    assert (tmp_path / "attempt-0" / "status").read_text() == "1"
-    environment["CONVOY_LAUNCH"] = str(tmp_path / "gone")
-    assert [status_of(environment | {"RANK": rank}, 1) for rank in "01"] == [1, 0]
+    assert statuses(TORCHRUN | {"CONVOY_LAUNCH": str(tmp_path)}, status) == [0, 0]
+    assert (tmp_path / "attempt-0" / "status").read_text() == str(status)
+    assert statuses(TORCHRUN | {"CONVOY_LAUNCH": str(tmp_path / "gone")}, status) == [status, 0]
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])
@@ -120,8 +105,7 @@ def test_a_failure_that_cannot_be_written_is_printed(
 
 IN_A_FINALIZER = """
 import os, sys, time, weakref
-from convoy.launch.place import find_place
-from convoy.launch.rank import as_rank
+from convoy.launch.rank import as_rank, find_place
 
 class Tensor: pass
 
@@ -156,3 +140,43 @@ def test_a_signal_that_a_finalizer_swallows_still_ends_the_rank_without_noise(tm
         "saves": ["SIGINT: stopped at once, without saving"],
         "shows": ["SIGINT: stopped at once"],
     }
+
+
+LAUNCHER = """
+import signal
+from convoy.launch.rank import private_folder
+with private_folder() as folder:
+    (folder / "pid-0").touch()
+    print(folder, flush=True)
+    signal.pause()
+"""
+
+
+def test_what_launchers_leave_is_swept_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    launchers = [subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True) for _ in "ab"]
+    try:
+        living, killed = (Path(each.stdout.readline().strip()) for each in launchers if each.stdout is not None)
+        launchers[1].send_signal(signal.SIGKILL)
+        launchers[1].wait(10)
+        victim, young, theirs = (tmp_path / name for name in ("victim", "convoy-launch-young", "convoy-launch-theirs"))
+        for folder in (victim, young, theirs):
+            folder.mkdir()
+        then = time.time() - 3600
+        for folder in (living, killed, victim, theirs):
+            os.utime(folder, (then, then))
+        if os.geteuid() == 0:
+            os.chown(theirs, 65534, 65534)
+        link = tmp_path / "convoy-launch-link"
+        link.symlink_to(victim)
+        os.utime(link, (0, 0), follow_symlinks=False)
+        with private_folder() as folder:
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            left = {living, victim, young, link, folder} | ({theirs} if os.geteuid() == 0 else set())
+            assert set(tmp_path.iterdir()) == left and killed not in left
+        assert not folder.exists()
+    finally:
+        for each in launchers:
+            each.kill()
+            each.communicate()

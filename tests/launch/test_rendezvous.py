@@ -39,8 +39,8 @@ def test_torchs_handler_still_makes_the_ranks_store_by_the_method_that_is_replac
 
 
 def test_the_package_tells_torchrun() -> None:
-    found = [entry for entry in entry_points(group="torchrun.handlers") if entry.name == "convoy"]
-    assert [entry.load()() for entry in found] == [torchrun.entry_point()]
+    entries = [entry for entry in entry_points(group="torchrun.handlers") if entry.name == "convoy"]
+    assert [entry.load()() for entry in entries] == [torchrun.entry_point()]
     torchrun.register()
     torchrun.register()  # a second time is no mistake
 
@@ -106,11 +106,11 @@ def test_the_secret_of_a_file_is_its_owners_alone(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     named = {"CONVOY_SECRET_FILE": str(file)}
     assert (secret({}), secret({"CONVOY_SECRET": "a"} | named)) == (b"", b"a")
-    for content, mode, said in ((None, 0, "No such file"), ("a\n", 0o640, "chmod 600"), ("\n", 0o600, "is empty")):
+    for content, mode, words in ((None, 0, "No such file"), ("a\n", 0o640, "chmod 600"), ("\n", 0o600, "is empty")):
         if content is not None:
             file.write_text(content)
             file.chmod(mode)
-        with pytest.raises(ConvoyError, match=said):
+        with pytest.raises(ConvoyError, match=words):
             secret(named)
     file.write_text("a\n")
     assert secret(named) == b"a"
@@ -118,6 +118,6 @@ def test_the_secret_of_a_file_is_its_owners_alone(tmp_path: Path) -> None:
 
 def test_a_name_that_others_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr("socket.getaddrinfo", lambda *given, **named: [(2, 1, 6, "", ("127.0.1.1", 0))])
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: [(2, 1, 6, "", ("127.0.1.1", 0))])
     with pytest.raises(ConvoyError, match=r"node1, where the ranks are to meet, is 127\.0\.1\.1 on this host"):
         make(parameters("node1:0", max_nodes=2))

@@ -25,8 +25,7 @@ from convoy import interfaces
 from convoy.errors import ConvoyError
 from convoy.failure import end_of
 from convoy.launch.cores import PINNED, own_cores
-from convoy.launch.folder import private_folder
-from convoy.launch.rank import end_with_parent
+from convoy.launch.rank import end_with_parent, private_folder
 
 Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 

@@ -21,11 +21,35 @@ from convoy.cli.options import LazyGroup, written
 from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
-from convoy.launch.hosts import Host, HostGroup
-from convoy.launch.kubernetes import KINDS, SecretVariable, Training, to_yaml
-from convoy.launch.kubernetes.training import RUNTIME, complete, name_for
-from convoy.launch.slurm import SlurmJob, submit
+from convoy.launch import slurm
+from convoy.launch.hosts import Host, commands
+from convoy.launch.kubernetes import KINDS, RUNTIME, SecretVariable, Training, complete, name_for, to_yaml
 from convoy.models.registry import check_name
+
+
+class Count(click.types.IntParamType):
+    """A whole number from `least` to `most`."""
+
+    def __init__(self, least: int, most: int = 2**31) -> None:
+        self.least, self.most = least, most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not self.least <= number <= self.most:
+            limits = f"from {self.least} to {self.most}" if self.most < 2**31 else f"{self.least} or more"
+            self.fail(f"{number} must be {limits}", param, ctx)
+        return number
+
+
+def _named(context: click.Context, option: click.Parameter, interface: str | None) -> str | None:
+    if interface is not None:
+        interfaces.check_name(interface)
+    return interface
+
+
+trained = click.argument("arguments", metavar="-- TRAIN...", nargs=-1, type=click.UNPROCESSED)
+interface_option = partial(click.option, "--interface", metavar="NAME", callback=_named)
+restarts_option = partial(click.option, "--max-restarts", type=Count(0), show_default=True)
 
 LAUNCHERS = {
     "hosts": ("convoy.cli.launch:on_hosts", "Print the command to start on each of several hosts."),
@@ -61,12 +85,14 @@ Examples:
 """,
 )
 @click.argument("hosts")
-@click.argument("arguments", metavar="-- TRAIN...", nargs=-1, type=click.UNPROCESSED)
+@trained
 @click.option("--devices-per-host", metavar="N", type=int, help="Of hosts without :N, so many ranks.")
-@click.option("--interface", metavar="NAME", help="Talk through it, e.g. eth1. [default: on the way to the first host]")
-@click.option("--port", type=int, default=29_400, show_default=True, help="Where they meet, on the first host.")
-@click.option("--min-hosts", metavar="N", type=int, help="Begin, and go on, with so many. [default: all]")
-@click.option("--max-restarts", metavar="N", type=int, default=0, show_default=True, help="After failures of ranks.")
+@interface_option(help="Talk through it, e.g. eth1. [default: on the way to the first host]")
+@click.option(
+    "--port", type=Count(1, 65_535), default=29_400, show_default=True, help="Where they meet, on the first host."
+)
+@click.option("--min-hosts", "least", metavar="N", type=int, help="Begin, and go on, with so many. [default: all]")
+@restarts_option(metavar="N", default=0, help="After failures of ranks.")
 @click.option(
     "--rendezvous",
     type=click.Choice(["convoy", "c10d", "static"]),
@@ -94,14 +120,14 @@ def on_hosts(
     HOSTS are names or addresses, as in node1:4,node2:4. The first one is where they meet. What comes after -- is what
     convoy train would be given.
     """
-    values["least"] = values.pop("min_hosts")
     variables = (
         {interfaces.SECRET: token_hex(16)} if secret is None else {interfaces.SECRET_FILE: str(secret.absolute())}
     )
-    group = HostGroup(Host.parse(hosts, devices_per_host), f"convoy-{token_hex(4)}", **values, secret=variables)
-    devices = sum(host.devices for host in group.hosts)
-    training_arguments(arguments, devices, elastic=group.least not in (None, len(group.hosts)))
-    commands = group.commands(arguments)
+    group = Host.parse(hosts, devices_per_host)
+    starting = commands(group, arguments, f"convoy-{token_hex(4)}", secret=variables, **values)
+    elastic = values["least"] not in (None, len(group))
+    requested(arguments, sum(host.devices for host in group), elastic)
+    check_recipe(arguments)
     if secret is not None and not secret.exists():
         try:
             # a new file, through no link: others who may write into the folder would read there what is kept from them
@@ -119,11 +145,11 @@ def on_hosts(
                 "arguments": one.arguments,
                 "command": str(one),
             }
-            for one in commands
+            for one in starting
         ]
         click.echo(json.dumps(records, indent=2))
         return 0
-    for one in commands:
+    for one in starting:
         click.echo(f"# {one.host.name}, {one.host.devices} device{'s' if one.host.devices > 1 else ''}")
         click.echo(str(one))
     click.echo(
@@ -143,20 +169,20 @@ Examples:
   convoy launch slurm --nodes 4 --cores-per-device 16 --script job.sh -- lenet --data mnist-mini --device cpu
 """,
 )
-@click.argument("arguments", metavar="-- TRAIN...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--nodes", metavar="N", type=int, default=1, show_default=True)
+@trained
+@click.option("--nodes", metavar="N", type=Count(1), default=1, show_default=True)
 @click.option(
-    "--devices-per-node", metavar="N", type=int, default=1, show_default=True, help="GPUs, so ranks, of each."
+    "--devices-per-node", metavar="N", type=Count(1), default=1, show_default=True, help="GPUs, so ranks, of each."
 )
-@click.option("--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: Slurm's]")
+@click.option("--cores-per-device", metavar="N", type=Count(1), help="CPU cores of each. [default: Slurm's]")
 @click.option(
     "--time", default="1h", show_default=True, help="At once: 8h, 90m, 1d12h. A run may take many times that."
 )
 @click.option(
     "--save-before", metavar="SECONDS", type=int, default=120, show_default=True, help="Save so long before its end."
 )
-@click.option("--max-restarts", metavar="N", type=int, default=3, show_default=True, help="After failures of ranks.")
-@click.option("--interface", metavar="NAME", help="Talk through it, e.g. ib0. [default: on the way to the first node]")
+@restarts_option(metavar="N", default=3, help="After failures of ranks.")
+@interface_option(help="Talk through it, e.g. ib0. [default: on the way to the first node]")
 @click.option("--name", help="Of the job. [default: of the network]")
 @click.option("--option", "others", metavar="NAME=VALUE", multiple=True, help="Any other of sbatch's; repeatable.")
 @click.option("--python", default=sys.executable, help="The Python that has Convoy, on the nodes. [default: this one]")
@@ -167,6 +193,7 @@ Examples:
 def on_slurm(
     arguments: tuple[str, ...],
     name: str | None,
+    interface: str | None,
     others: tuple[str, ...],
     script: Path | None,
     to_submit: bool,
@@ -178,23 +205,22 @@ def on_slurm(
     What comes after -- is what convoy train would be given. Before the time of the job is over the run is saved and
     the job queued again, until the run is done.
     """
-    opts = training_arguments(arguments, values["nodes"] * values["devices_per_node"])
-    if values["interface"] is None:
-        values["interface"] = opts["interface"]
+    opts = requested(arguments, values["nodes"] * values["devices_per_node"])
+    opts |= check_recipe(arguments)
     name = name or re.sub(r"[^\w.-]+", "-", opts["model"] or Path(opts["recipe"] or opts["out"]).stem)
-    if opts["model"] is None:
-        arguments = tuple(without_model(arguments))
-    job = SlurmJob(
-        arguments=without(arguments, "--out", "--interface", flags=("--resume",)),
-        out=None if opts["out"] is None else str(opts["out"]),
-        name=name,
+    added = [] if opts["resume"] else ["--resume"]
+    added += [] if interface is None else ["--interface", interface]
+    text = slurm.script(
+        (*arguments, *added),
+        None if opts["out"] is None else str(opts["out"]),
+        name,
         gpus=opts["device"] != "cpu",
-        options=dict(_option(text) for text in others),
+        options=dict(_option(option) for option in others),
         **values,
     )
-    script = script or Path(f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.sbatch")
-    written("--script", script, job.script())
-    number = submit(script) if to_submit else None
+    script = script or Path(f"{slurm.word(name)}.sbatch")
+    written("--script", script, text)
+    number = slurm.submit(script) if to_submit else None
     if as_json:
         click.echo(json.dumps({"script": str(script), "job": number}))
     elif number is None:
@@ -223,7 +249,7 @@ Examples:
       --run-claim runs -- lenet --data mnist-mini | kubectl apply -f -
 """,
 )
-@click.argument("arguments", metavar="-- TRAIN...", nargs=-1, type=click.UNPROCESSED)
+@trained
 @click.option("--image", required=True, help="The container image, with Convoy in it (see the Dockerfile).")
 @click.option("--run-claim", metavar="CLAIM", required=True, help="Volume claim for runs: /runs in the pods.")
 @click.option("--data-claim", metavar="CLAIM", help="Volume claim with the data: /data in the pods, read-only.")
@@ -231,9 +257,9 @@ Examples:
 @click.option("--runtime", default=RUNTIME, show_default=True, help="Of a trainjob: its ClusterTrainingRuntime.")
 @click.option("--name", help="Of the job and its run. [default: made from the model's]")
 @click.option("--namespace", help="[default: kubectl's]")
-@click.option("--nodes", "num_nodes", type=int, default=1, show_default=True, help="Pods.")
+@click.option("--nodes", "num_nodes", type=Count(1), default=1, show_default=True, help="Pods.")
 @click.option("--min-nodes", "least_nodes", type=int, help="Begin, and go on, with so many pods. [default: all]")
-@click.option("--devices-per-node", type=int, default=1, show_default=True, help="Devices, so ranks, in each pod.")
+@click.option("--devices-per-node", type=Count(1), default=1, show_default=True, help="Devices, so ranks, in each pod.")
 @click.option("--accelerator", default="nvidia.com/gpu", show_default=True, help="What a device is; none for CPUs.")
 @click.option("--cpu", metavar="N", help="CPUs of a pod. [default: 4 a device, 1 if it is a CPU]")
 @click.option("--memory", metavar="N", help="Memory of a pod. [default: 16Gi a device, 4Gi if it is a CPU]")
@@ -246,10 +272,10 @@ Examples:
     multiple=True,
     help="An environment variable whose value is in a Kubernetes Secret; repeatable.",
 )
+@restarts_option(default=3, help="Restarts of a pod's ranks, and of each pod.")
 @click.option(
-    "--max-restarts", type=int, default=3, show_default=True, help="Restarts of a pod's ranks, and of each pod."
+    "--user", metavar="UID", type=Count(1), default=1000, show_default=True, help="User and group of the pods."
 )
-@click.option("--user", metavar="UID", type=int, default=1000, show_default=True, help="User and group of the pods.")
 @click.option("--out", type=options.OutputPath(), help="The file. [default: print it]")
 @options.verbose
 def on_kubernetes(
@@ -267,11 +293,10 @@ def on_kubernetes(
     What comes after -- is what convoy train would be given; --out and --resume are added, so that a pod that is
     started again goes on from the newest checkpoint.
     """
-    opts = parsed(arguments)  # a slip is found here, and not in the cluster
-    name = name_for(opts["model"], opts["recipe"]) if name is None else name
     on_cpus, devices = accelerator == "none", values["devices_per_node"]
-    elastic, has_data = values["least_nodes"] is not None, values["data_claim"] is not None
-    completed = complete(arguments, opts, name, values["num_nodes"] * devices, elastic, has_data)
+    opts = requested(arguments, values["num_nodes"] * devices, elastic=values["least_nodes"] is not None)
+    name = name_for(opts["model"], opts["recipe"]) if name is None else name
+    completed = complete(arguments, opts, name, values["data_claim"] is not None)
     values["cpu"] = values["cpu"] or str(CPUS[on_cpus] * devices)
     values["memory"] = values["memory"] or f"{MEMORY_GI[on_cpus] * devices}Gi"
     values["shared_memory"] = values["shared_memory"] or f"{SHARED_GI[on_cpus] * devices}Gi"
@@ -318,8 +343,8 @@ def _secret(text: str) -> SecretVariable:
     return SecretVariable(name, secret, key)
 
 
-def training_arguments(arguments: Sequence[str], devices: int, elastic: bool = False) -> dict[str, Any]:
-    """The options of `convoy train`, by name, checked; a run that is gone on with is in `out`, not `model`.
+def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> dict[str, Any]:
+    """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL.
 
     So many ranks will be started, or fewer where that is `elastic`.
     """
@@ -331,7 +356,9 @@ def training_arguments(arguments: Sequence[str], devices: int, elastic: bool = F
         raise ConvoyError(f"--devices {asked} contradicts the {devices} ranks that are started: leave it out")
     if values["max_restarts"]:
         raise ConvoyError("--max-restarts after -- is for the ranks of one host: put it before the --")
-    return values | check_recipe(arguments)
+    if values["interface"] is not None:
+        interfaces.check_name(values["interface"])
+    return values
 
 
 def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
@@ -345,29 +372,6 @@ def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
     return {"model": request.model, "out": request.out}
 
 
-def without_model(arguments: Sequence[str]) -> list[str]:
-    """Arguments without MODEL, which may stand anywhere and say the same as the value of an option."""
-    values, words = parsed(arguments), list(arguments)
-    for number, argument in enumerate(words):
-        shorter = [*words[:number], *words[number + 1 :]]
-        if argument == values["model"] and parsed(shorter) == values | {"model": None}:
-            return shorter
-    return words
-
-
 def parsed(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL."""
     return train.make_context("convoy train", list(arguments), **options.HELP).params
-
-
-def without(arguments: Sequence[str], *options: str, flags: Sequence[str] = ()) -> list[str]:
-    """Arguments without some options, whose values follow them or an equals sign, and without some flags."""
-    left, skip = [], False
-    for argument in arguments:
-        if skip or argument in flags:
-            skip = False
-        elif argument in options:
-            skip = True
-        elif argument.partition("=")[0] not in options:
-            left.append(argument)
-    return left

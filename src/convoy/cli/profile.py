@@ -70,7 +70,7 @@ def _export(path: Path, device: str | None) -> None:
     options.check_writable("--export", path)
     import torch
 
-    from convoy.hardware.measure import measure_device
+    from convoy.hardware.speed import measure_device
     from convoy.training import choose_device
 
     chosen = choose_device(device)

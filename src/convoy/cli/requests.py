@@ -15,8 +15,7 @@ import click
 from convoy.cli.options import check_writable, command_of
 from convoy.errors import ConvoyError
 from convoy.files import expanded
-from convoy.hardware.catalog import Machine, machine, read_devices
-from convoy.hardware.links import link_named
+from convoy.hardware.catalog import Machine, link_named, machine, read_devices
 from convoy.planner.cost.link import links_named
 from convoy.plans.fixes import parse_fix
 from convoy.plans.plan import Plan
@@ -187,7 +186,7 @@ class TrainRequest:
         """The recipe of this command line, and the folder of its run; the same on every rank.
 
         A run that the same ranks began, before they were started again, is gone on with: `jobs` are the names of what
-        started them (`convoy.launch.place.job`). The number of `elastic` ranks may be another one than the plan is for,
+        started them (`convoy.launch.rank.job`). The number of `elastic` ranks may be another one than the plan is for,
         which is fitted to it.
         """
         if jobs:

@@ -15,7 +15,7 @@ from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import cores
-from convoy.launch.place import HANDED_ON
+from convoy.launch.rank import HANDED_ON
 from convoy.planner.comparison import comparison_text, headline
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter

@@ -5,8 +5,8 @@ function with shapes and dtypes that fit together, and wait for pending results 
 `comm/redistribution.py` adds those.
 
 CPU tensors go through memory that the ranks share where all are on one host. Over gloo everything but the sum of a
-large tensor goes straight from every rank to every other (`comm/point_to_point.py`). gloo gets tensors of other
-devices by way of the CPU. Within a function that a user compiles the functional collectives of torch are used, a
+large tensor goes straight from every rank to every other (`_start_over_gloo`). gloo gets tensors of other devices by
+way of the CPU. Within a function that a user compiles the functional collectives of torch are used, a
 private module that only this file knows.
 """
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from convoy.comm import point_to_point, shared_memory
+from convoy.comm import shared_memory
 from convoy.comm.position import current, ledger
 from convoy.comm.shared_memory import Channel
 
@@ -191,7 +191,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
     received = local.new_empty(ranks, *x.shape)
     if _is_gloo(x, group):
         received[place(group)] = local
-        works = point_to_point.start_all_to_all([local] * ranks, list(received), group)
+        works = _start_over_gloo([local] * ranks, list(received), group)
         return Pending(works, lambda: received.to(x.device))
     work = _gather_single(received.view(-1), local.view(-1), group=group, async_op=True)
     return Pending([_numbered("all gather", work, group)], lambda: received)
@@ -199,91 +199,59 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
     """[ranks, ...] to [ranks, ...]: row q goes to rank q, row p of the result comes from rank p."""
-    if group is not None and torch.compiler.is_compiling():
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
         received: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
         return received
-    return start_all_to_all(x, group).wait()
-
-
-def start_all_to_all(x: Tensor, group: Group) -> Pending:
-    """As `all_to_all`, but without waiting."""
-    if group is None:
-        return Pending((), lambda: x)
-    if (channel := _channel(x, group)) is not None:
-        return Pending((), lambda: shared_memory.all_to_all(x, channel))
-    local = _for(group, x).contiguous()
-    received = torch.empty_like(local)
-    if _is_gloo(x, group):
-        received[place(group)] = local[place(group)]
-        works = point_to_point.start_all_to_all(list(local), list(received), group)
-        return Pending(works, lambda: received.to(x.device))
-    work = dist.all_to_all_single(received, local, group=group, async_op=True)
-    return Pending([_numbered("all to all", work, group)], lambda: received)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    start_exchange_into(x.unbind(0), received.unbind(0), group).wait()
+    received[place(group)].copy_(x[place(group)])
+    return received
 
 
 @waits
 def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], group: Group) -> list[Tensor]:
-    """A tensor of any shape to every rank, one from every rank: contiguous, in the order of ranks, perhaps views of one
-    buffer. All of `sends` have one dtype, and at least one is a tensor, if only an empty one; in `sends` and `shapes`,
-    those of what comes, None is nothing."""
-    example = next(x for x in sends if x is not None)
-    if group is not None and not torch.compiler.is_compiling() and (channel := _channel(example, group)) is not None:
-        return shared_memory.exchange(sends, shapes, channel)
+    """A tensor of any shape to every rank, one from every rank: contiguous, in the order of ranks, views of one buffer.
+    All of `sends` have one dtype, and at least one is a tensor, if only an empty one; in `sends` and `shapes`, those of
+    what comes, None is nothing."""
     counts = [0 if shape is None else math.prod(shape) for shape in shapes]
-    if group is not None and not torch.compiler.is_compiling() and _is_gloo(example, group):
-        received = _exchange_over_gloo(sends, counts, example, group)
-    else:
-        received = _exchange_at_once(sends, counts, group)
-    parts = torch.split(received, counts)
-    return [part.view(shape or (0,)) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _exchange_over_gloo(
-    sends: Sequence[Tensor | None], counts: list[int], like: Tensor, group: dist.ProcessGroup
-) -> Tensor:
-    """The tensors that come, flat and in the order of ranks."""
-    outgoing = [None if x is None else _for(group, x).reshape(-1).contiguous() for x in sends]
-    received = torch.empty(sum(counts), dtype=like.dtype)
-    parts = received.split(counts)
-    mine = outgoing[place(group)]
+    if group is None or torch.compiler.is_compiling():
+        flat = torch.cat([x.reshape(-1) for x in sends if x is not None])
+        if group is not None:
+            send_counts = [0 if x is None else x.numel() for x in sends]
+            flat = functional.wait_tensor(functional.all_to_all_single(flat, counts, send_counts, group))
+        return _views(flat, counts, shapes)
+    example = next(x for x in sends if x is not None)
+    parts = _views(example.new_empty(sum(counts)), counts, shapes)
+    mine = sends[place(group)]
+    start_exchange_into(sends, parts, group).wait()
     if mine is not None:
         parts[place(group)].copy_(mine)
-    for work in point_to_point.start_all_to_all(outgoing, parts, group):
-        work.wait()
-    return received.to(like.device)
+    return parts
 
 
-def _exchange_at_once(sends: Sequence[Tensor | None], counts: list[int], group: Group) -> Tensor:
-    send_counts = [0 if x is None else x.numel() for x in sends]
-    pieces = [x.reshape(-1) for x in sends if x is not None]
-    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    if group is None:
-        return flat
-    if torch.compiler.is_compiling():
-        received: Tensor = functional.wait_tensor(functional.all_to_all_single(flat, counts, send_counts, group))
-        return received
-    received = flat.new_empty(sum(counts))
-    work = dist.all_to_all_single(received, flat, counts, send_counts, group=group, async_op=True)
-    return Pending([_numbered("exchange", work, group)], lambda: received).wait()
+def _views(flat: Tensor, counts: Sequence[int], shapes: Sequence[Sequence[int] | None]) -> list[Tensor]:
+    return [part.view(shape or (0,)) for part, shape in zip(flat.split(counts), shapes, strict=True)]
 
 
-def start_exchange_into(sends: Sequence[Tensor], receives: Sequence[Tensor], group: Group) -> Pending:
-    """Send `sends[q]` to rank q and fill `receives[q]` from it, without copies on the way. All tensors are flat, of one
-    dtype, and may be empty; the entries of this rank are ignored. The result is the tensor received from the rank
-    before this one, in the circle."""
+def start_exchange_into(sends: Sequence[Tensor | None], receives: Sequence[Tensor], group: Group) -> Pending:
+    """Send `sends[q]` to rank q, None for nothing, and fill the contiguous `receives[q]` with what comes from it. All
+    tensors have one dtype, and may be empty; the entries of this rank are ignored. The result is the tensor received
+    from the rank before this one, in the circle."""
     if group is None:
         return Pending((), lambda: receives[0])
     rank = group.rank()
     if (channel := _channel(receives[rank], group)) is not None:
         return Pending((), lambda: shared_memory.exchange_into(sends, receives, channel)[rank - 1])
+    outgoing = [None if x is None or q == rank else _for(group, x).contiguous() for q, x in enumerate(sends)]
     if not _is_gloo(receives[rank], group):
         nothing = receives[rank].new_empty(0)
-        inputs = [nothing if q == rank else x for q, x in enumerate(receives)]
-        outputs = [nothing if q == rank else x for q, x in enumerate(sends)]
-        work = dist.all_to_all(inputs, outputs, group=group, async_op=True)
+        incoming = [nothing if q == rank else x for q, x in enumerate(receives)]
+        work = dist.all_to_all(incoming, [nothing if x is None else x for x in outgoing], group=group, async_op=True)
         return Pending([_numbered("exchange", work, group)], lambda: receives[rank - 1])
-    buffers = [_for(group, x) for x in receives]
-    works = point_to_point.start_all_to_all([_for(group, x) for x in sends], buffers, group)
+    buffers = [x if x.is_cpu else torch.empty_like(x, device="cpu") for x in receives]
+    works = _start_over_gloo(outgoing, buffers, group)
     return Pending(works, lambda: _arrived(buffers, receives, rank))
 
 
@@ -306,6 +274,32 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     total = x.new_empty(x.shape[1:])
     work = _scatter_single(total.view(-1), x.contiguous().view(-1), group=group, async_op=True)
     return Pending([_numbered("reduce scatter", work, group)], lambda: total).wait()
+
+
+def _start_over_gloo(
+    sends: Sequence[Tensor | None], receives: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[dist.Work | None]:
+    """Begin to send `sends[q]` to rank q and to fill `receives[q]` from it, for every other rank q of a gloo group; all
+    that is returned must be waited for. Tensors are contiguous and on the CPU; None, or a tensor without elements,
+    stands for nothing.
+
+    gloo's all-to-all offers a rank's tensor to a neighbour before it says that it is ready for the neighbour's. On the
+    one connection between them that word then waits behind the whole tensor, unless both ranks begin in the same
+    instant, and the two directions of the link take turns. Receives that are posted first use both at once: twice as
+    fast for two hosts, 1.5 times for four (docs/benchmarks/directions.md).
+    """
+    ranks, rank = group.size(), group.rank()
+    works: list[dist.Work | None] = []
+    for distance in range(1, ranks):
+        sender = (rank - distance) % ranks
+        if receives[sender].numel():
+            works.append(dist.irecv(receives[sender], group=group, group_src=sender))
+    for distance in range(1, ranks):
+        receiver = (rank + distance) % ranks
+        tensor = sends[receiver]
+        if tensor is not None and tensor.numel():
+            works.append(dist.isend(tensor, group=group, group_dst=receiver))
+    return works
 
 
 @waits

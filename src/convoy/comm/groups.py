@@ -1,5 +1,12 @@
-"""The process groups over the axes of a mesh, and those that last for a while."""
+"""The process groups over the axes of a mesh, and those that last for a while: for what ranks try together.
 
+A rank that fails in a try leaves the others in collectives. Over gloo and shared memory these get an error as soon as
+it closes its end. NCCL's kernels wait on until the time limit of their group, and so does the host, in whatever
+synchronizes with them. So a rank that fails says so under a key of the store by which the ranks have met, and a thread
+of every other rank aborts the groups that were made for the try (`Alarm`).
+"""
+
+import contextlib
 import gc
 import itertools
 import threading
@@ -7,9 +14,10 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from convoy.comm.backend import connect
 from convoy.comm.collectives import beside, close, gather_ints, time_limit
@@ -110,6 +118,46 @@ def temporary() -> Iterator[Temporary]:
         groups.end()
         if groups.failed:
             gc.collect()
+
+
+_POLL_S = 0.1
+
+
+class Alarm:
+    """While entered, a rank that leaves with an error calls the others out of the groups of a try, whose name no other
+    try has. Over gloo alone there is nothing to do: closed connections say the same, and torch cannot abort its
+    groups."""
+
+    def __init__(self, name: str, groups: Temporary) -> None:
+        self._name, self._groups = name, groups
+        self._over = threading.Event()
+        self._store: Store | None = None
+
+    def __enter__(self) -> Self:
+        if dist.is_initialized() and not only_gloo():
+            world: Any = dist.group.WORLD
+            store = world.get_group_store().clone()  # the other one serves one thread at a time
+            self._store = PrefixStore(self._name, store)
+            self._thread = threading.Thread(target=self._listen, daemon=True, name="convoy-alarm")
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._over.set()
+        if self._store is None:
+            return
+        self._thread.join()
+        if error is not None:
+            with contextlib.suppress(RuntimeError):  # who keeps the store has ended, and all know it
+                self._store.set("failed", "")
+
+    def _listen(self) -> None:
+        assert self._store is not None
+        with contextlib.suppress(RuntimeError):
+            while not self._over.wait(_POLL_S):
+                if self._store.check(["failed"]):
+                    self._groups.abort()
+                    return
 
 
 # by the ranks of all groups over some axes, the group that `reusing` keeps; None outside of it

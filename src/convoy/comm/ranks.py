@@ -1,29 +1,126 @@
 """The ranks of a run, of a plan in the making or of a measurement: this rank's place among them, and what they
 exchange.
 
-Objects travel as JSON, packed into tensors on the CPU: for what is small and rare. A group of None is one rank alone.
-All ranks of a group call the same function.
+Objects travel as JSON, packed into tensors on the CPU: for what is small and rare. Who writes it can change results,
+but have nothing run: numbers, texts and lists stand for themselves, anything else is an object whose one key says what
+it is, and of classes only Convoy's are made, of these such as hold data, by their fields. A group of None is one rank
+alone. All ranks of a group call the same function.
 """
 
+import copyreg
+import json
+import sys
 import uuid
+from base64 import b64decode, b64encode
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from convoy.comm.alarm import Alarm, Cause
 from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
-from convoy.comm.groups import everyone, forget, temporary
+from convoy.comm.groups import Alarm, everyone, forget, temporary
 from convoy.comm.joining import num_local
-from convoy.comm.objects import from_json, to_json
+from convoy.comm.memory import NEEDS_LESS, lack_of_memory
 from convoy.comm.position import current
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError, RankFailedError
 from convoy.plans.mesh import Axes, Mesh
 
 T = TypeVar("T")
+
+_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def to_json(value: Any) -> bytes:
+    """The JSON text that `from_json` reads; a TypeError where something in the value is no data."""
+    return json.dumps(_plain(value)).encode()
+
+
+def from_json(text: bytes) -> Any:
+    """The value that `to_json` wrote; an error for any other text."""
+    return _from_plain(json.loads(text))
+
+
+def _content(tensor: Tensor) -> list[Any]:
+    return [tensor.dtype, list(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()]
+
+
+def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:
+    flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+# by the name in the JSON: the type, how it becomes parts, and how it is made of them
+_KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "dict": (dict, lambda value: [list(pair) for pair in value.items()], dict),
+    "bytes": (bytes, lambda value: b64encode(value).decode(), b64decode),
+    "path": (type(Path()), str, Path),
+    "dtype": (torch.dtype, str, _DTYPES.__getitem__),
+    "size": (torch.Size, list, torch.Size),
+    "tensor": (Tensor, _content, lambda parts: _tensor(*parts)),
+    "object": (object, lambda value: _fields(value), lambda parts: _object(*parts)),
+}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) is list:
+        return [_plain(one) for one in value]
+    name, parts = next((name, parts) for name, (kind, parts, _) in _KINDS.items() if kind in (type(value), object))
+    return {name: _plain(parts(value))}
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_plain(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    ((name, parts),) = value.items()
+    return _KINDS[name][2](_from_plain(parts))
+
+
+def _fields(value: Any) -> list[Any]:
+    """The class of an object, its arguments and its state, as for a copy."""
+    reduced = value.__reduce_ex__(2)
+    kind, args, state, items, pairs = (
+        (*reduced, None, None, None)[:5] if isinstance(reduced, tuple) else (reduced, *[()] * 4)
+    )
+    kind, *args = args if kind is copyreg.__newobj__ else (kind, *args)  # type: ignore[attr-defined]
+    if isinstance(value, Exception):  # a user's own goes as what it is to Convoy
+        kind = next((base for base in type(value).__mro__ if base.__module__.startswith("convoy.")), None)
+    name = f"{getattr(kind, '__module__', '')}:{getattr(kind, '__qualname__', '')}"
+    if items or pairs or _class(name) is not kind:
+        raise TypeError(f"{type(value).__qualname__} is no class of data")
+    return [name, args, state]
+
+
+def _class(name: str) -> type:
+    """The class of that name, if instances of it hold data."""
+    module, _, place = name.partition(":")
+    kind: Any = getattr(sys.modules.get(module) if module.startswith("convoy.") else None, place, None)
+    if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, tuple | Exception)):
+        return kind
+    if hasattr(kind, "__pydantic_fields__"):
+        return kind  # type: ignore[no-any-return]
+    raise TypeError(f"{name} is no class of data")
+
+
+def _object(name: str, args: list[Any], state: Any) -> Any:
+    kind = _class(name)
+    instance = kind(*args) if args else kind.__new__(kind)  # type: ignore[call-overload]
+    if hasattr(instance, "__setstate__"):
+        instance.__setstate__(state)
+    else:
+        for field, content in (state or {}).items():
+            object.__setattr__(instance, field, content)  # also of what is frozen
+    return instance
 
 
 def broadcast_object(value: T, group: Group) -> T:
@@ -83,6 +180,42 @@ def _pack(value: Any) -> Tensor:
 
 def _unpack(packed: Tensor) -> Any:
     return from_json(packed.numpy().tobytes())
+
+
+_LOST_MEMORY, _MISTAKE, _MACHINE, _BROKEN, _CUT_OFF = range(5)
+_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "aborted")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a rank has failed; the lowest `sort` among several ranks is the cause of the others' failures."""
+
+    sort: int
+    text: str
+
+    @staticmethod
+    def of(error: Exception) -> "Cause":
+        """Why this rank has just failed."""
+        if (needed := lack_of_memory(error)) is not None:
+            layer = current.layer.partition("#")[0]
+            return Cause(_LOST_MEMORY, (f", in layer {layer}" if layer else "") + needed)
+        if isinstance(error, ConvoyError):
+            return Cause(_MACHINE if isinstance(error, MachineError) else _MISTAKE, str(error))
+        first_line = str(error).partition("\n")[0].rstrip(".")
+        cut_off = isinstance(error, RuntimeError) and any(words in str(error) for words in _ENDED)
+        return Cause(_CUT_OFF if cut_off else _BROKEN, f"{type(error).__name__}: {first_line}")
+
+    def error(self, rank: int, what: str = "") -> ConvoyError:
+        """The error that every rank raises when `rank` has failed in `what` all tried together, worded to follow
+        "while"."""
+        attempt = f" while {what}" if what else ""
+        if self.sort == _MISTAKE:
+            return ConvoyError(self.text)
+        if self.sort == _MACHINE:
+            return MachineError(self.text)
+        if self.sort == _LOST_MEMORY:
+            return RankFailedError(f"rank {rank} ran out of memory{attempt}{self.text}; {NEEDS_LESS}", True)
+        return RankFailedError(f"rank {rank} failed{attempt} ({self.text}): -v shows where")
 
 
 @dataclass

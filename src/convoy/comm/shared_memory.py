@@ -236,24 +236,6 @@ def all_gather(x: Tensor, channel: Channel) -> Tensor:
     return out.view(channel.ranks, *x.shape)
 
 
-def all_to_all(x: Tensor, channel: Channel) -> Tensor:
-    """[ranks, ...] to [ranks, ...]: row q goes to rank q, row p of the result comes from rank p."""
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    exchange_into(x.unbind(0), received.unbind(0), channel)
-    received[channel.index].copy_(x[channel.index])
-    return received
-
-
-def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], channel: Channel) -> list[Tensor]:
-    """A tensor of any shape to every rank, one from every rank; None for nothing."""
-    some = next(x for x in sends if x is not None)
-    received = [some.new_empty((0,) if shape is None else tuple(shape)) for shape in shapes]
-    exchange_into(sends, received, channel)
-    if (mine := sends[channel.index]) is not None:
-        received[channel.index].copy_(mine)
-    return received
-
-
 @torch.no_grad()
 def reduce_scatter(x: Tensor, channel: Channel) -> Tensor:
     """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""

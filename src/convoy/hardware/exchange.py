@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from convoy.hardware.catalog import Device, Machine
-from convoy.hardware.links import Hop, link_named
+from convoy.hardware.catalog import Device, Hop, Machine, link_named
 from convoy.hardware.speed import Coefficients, Factor, Software, Times, coefficients_of, times
 from convoy.hardware.work import KINDS, Work
 

@@ -2,7 +2,6 @@
 
 from convoy.failure import Failure
 from convoy.launch.local import start
-from convoy.launch.place import RankPlace, find_place
-from convoy.launch.rank import as_rank, ended
+from convoy.launch.rank import RankPlace, as_rank, ended, find_place
 
 __all__ = ["Failure", "RankPlace", "as_rank", "ended", "find_place", "start"]

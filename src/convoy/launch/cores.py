@@ -1,7 +1,9 @@
-"""The processor cores of a rank: which it is pinned to, and as how many control groups leave it time for."""
+"""What a process here may use: the cores of a rank, which it is pinned to, and memory; and what control groups leave of
+either."""
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +15,11 @@ PINNED = "CONVOY_CORES"
 _CPU = Path("/sys/devices/system/cpu")
 MEMBERSHIP = Path("/proc/self/cgroup")  # the file that says which groups the process is in
 ROOT = Path("/sys/fs/cgroup")  # where their file systems are
+_MEMINFO = Path("/proc/meminfo")
+# Files with the limit and the use of a group.
+_OF_VERSION = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+# The part of its use that is cached files, in `memory.stat`.
+_REMEMBERED = {1: r"^total_(?:in)?active_file (\d+)$", 2: r"^(?:in)?active_file (\d+)$"}
 
 
 def own_cores() -> list[int]:
@@ -108,6 +115,36 @@ def own_share() -> float:
     the time that control groups leave, ranks of a host get equal parts; cores to which a rank is pinned are its own."""
     local = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     return min(len(own_cores()) / (1 if PINNED in os.environ else local), cores_allowed() / local)
+
+
+def host_memory() -> int:
+    """Bytes that the processes here may have together."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
+
+
+def free_memory() -> int:
+    """Bytes that processes here may still have: those that no process of the machine and no group has used up. Files
+    that the system remembers count as free."""
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", text_of(_MEMINFO), re.MULTILINE)
+    host_bytes = 1024 * int(match[1]) if match else host_memory()
+    return max(0, min([host_bytes, *memory_left()]))
+
+
+def memory_left(membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[int]:
+    """Bytes that each of the groups has left."""
+    for folder, version in folders("memory", membership, root):
+        limit, used = (text_of(folder / name) for name in _OF_VERSION[version])
+        if limit.isdecimal() and used.isdecimal():
+            remembered = re.findall(_REMEMBERED[version], text_of(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit) - int(used) + sum(map(int, remembered))
+
+
+def memory_limits(membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[int]:
+    """Bytes that each of the groups may have."""
+    for folder, version in folders("memory", membership, root):
+        text = text_of(folder / _OF_VERSION[version][0])
+        if text.isdecimal():
+            yield int(text)
 
 
 def text_of(file: Path) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from convoy.launch.cores import cores_allowed, folders, own_cores, text_of
 from convoy.launch.gpu import GpuLoad, GpuWatch, number_of
-from convoy.launch.place import FOLDER
+from convoy.launch.rank import FOLDER
 from convoy.terminal import printable
 
 if TYPE_CHECKING:
@@ -78,17 +78,13 @@ class HostWatch:
     """Counts what the machine does since it was made or last read.
 
     Making it and reading it take 2 ms each on a machine of 90 processes, 0.15 ms for ten more of them, 0.3 ms for ten
-    threads more, and with a GPU the time of `nvidia-smi` (not measured), which is started once or twice. `ours` are
-    processes of the run, such as other ranks, besides those that are recognised: this process, all that it started, and
-    those that the same launcher started (by torch's, Convoy's or Slurm's variables). `machine` is where the machine's
-    `proc` and `sys` are.
+    threads more, and with a GPU the time of `nvidia-smi` (not measured), which is started once or twice. Processes of
+    the run are this one, all that it started, and those that the same launcher started (by torch's, Convoy's or Slurm's
+    variables). `machine` is where the machine's `proc` and `sys` are.
     """
 
-    def __init__(
-        self, device: "torch.device | None" = None, *, ours: Iterable[int] = (), machine: Path = Path("/")
-    ) -> None:
+    def __init__(self, device: "torch.device | None" = None, *, machine: Path = Path("/")) -> None:
         self._proc, self._sys = machine / "proc", machine / "sys"
-        self._ours = {os.getpid(), *ours}
         self._run = _run_of(self._environment("self"))
         self._gpu = GpuWatch(device)
         self._begin = self._count()
@@ -225,8 +221,8 @@ class HostWatch:
         return on_cores / in_all if in_all else 1.0
 
     def _family(self, begin: "_Counters", now: "_Counters") -> set[int]:
-        """This process, those that are named as the run's, and all that they started."""
-        family = set(self._ours)
+        """This process, and all that it started."""
+        family = {os.getpid()}
         parents = {(pid, process.parent) for count in (begin, now) for pid, process in count.processes.items()}
         while children := {pid for pid, parent in parents if parent in family} - family:
             family |= children

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from convoy import interfaces
@@ -57,51 +57,44 @@ class Command:
         return " ".join([*variables, shlex.join(self.arguments)])
 
 
-@dataclass(frozen=True)
-class HostGroup:
-    """Hosts that train together."""
+def commands(
+    hosts: Sequence[Host],
+    arguments: Sequence[str],
+    run_id: str,
+    port: int = 29_400,
+    rendezvous: Rendezvous = "convoy",
+    least: int | None = None,
+    max_restarts: int = 0,
+    interface: str | None = None,
+    secret: Mapping[str, str] = {},
+) -> list[Command]:
+    """A command for each of the hosts that train together, with the arguments of `convoy train`.
 
-    hosts: Sequence[Host]  # the first one is where they meet
-    run_id: str  # the same on all of them, and another one for every run
-    port: int = 29_400  # of the first host
-    rendezvous: Rendezvous = "convoy"
-    least: int | None = None  # hosts that are enough to begin and to go on; None for all
-    max_restarts: int = 0  # of the ranks when one has failed
-    interface: str | None = None  # of every host, for the ranks; None for the one on the way to the first host
-    # variables with the secret by which the hosts know each other, or with its file
-    secret: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        count = len(self.hosts)
-        if self.least is not None and not 1 <= self.least <= count:
-            raise ConvoyError(f"--min-hosts {self.least} must be from 1 to the {count} hosts that are named")
-        if self.rendezvous == "static" and self.least not in (None, count):
-            raise ConvoyError("--rendezvous static needs all hosts: leave --min-hosts out, or use convoy or c10d")
-        if not 0 < self.port < 1 << 16:
-            raise ConvoyError(f"--port {self.port} must be from 1 to 65535")
-        if self.max_restarts < 0:
-            raise ConvoyError(f"--max-restarts {self.max_restarts} must be 0 or more")
-        if self.interface is not None:
-            interfaces.check_name(self.interface)
-
-    def commands(self, arguments: Sequence[str]) -> list[Command]:
-        """A command for each host, with the arguments of `convoy train`."""
-        environment = dict.fromkeys(interfaces.VARIABLES, self.interface) if self.interface is not None else {}
-        environment |= self.secret if len(self.hosts) > 1 else {}
-        return [
-            Command(host, (*self._torchrun(number), "-m", "convoy", "train", *arguments), environment)
-            for number, host in enumerate(self.hosts)
+    They meet on the first host, at a port; `run_id` is the same on all of them, and another one for every run. `least`
+    hosts are enough to begin and to go on, all by default; ranks start again `max_restarts` times when one has failed,
+    and talk through an interface, by default the one on the way to the first host. `secret` has the variables with the
+    secret by which the hosts know each other, or with its file.
+    """
+    count, first = len(hosts), hosts[0].name
+    if least is not None and not 1 <= least <= count:
+        raise ConvoyError(f"--min-hosts {least} must be from 1 to the {count} hosts that are named")
+    if rendezvous == "static" and least not in (None, count):
+        raise ConvoyError("--rendezvous static needs all hosts: leave --min-hosts out, or use convoy or c10d")
+    environment = dict.fromkeys(interfaces.VARIABLES, interface) if interface is not None else {}
+    environment |= secret if count > 1 else {}
+    endpoint = f"[{first}]:{port}" if ":" in first else f"{first}:{port}"
+    meeting = [f"--rdzv-backend={rendezvous}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}"]
+    result = []
+    for number, host in enumerate(hosts):
+        if rendezvous == "static":
+            meeting = [f"--node-rank={number}", f"--master-addr={first}", f"--master-port={port}"]
+        words = [
+            "torchrun",
+            f"--nnodes={count}" if least in (None, count) else f"--nnodes={least}:{count}",
+            f"--nproc-per-node={host.devices}",
+            *([f"--max-restarts={max_restarts}"] if max_restarts else []),
+            *meeting,
+            *("-m", "convoy", "train"),
         ]
-
-    def _torchrun(self, number: int) -> list[str]:
-        count, least = len(self.hosts), self.least or len(self.hosts)
-        words = ["torchrun", f"--nnodes={count}" if least == count else f"--nnodes={least}:{count}"]
-        words.append(f"--nproc-per-node={self.hosts[number].devices}")
-        if self.max_restarts:
-            words.append(f"--max-restarts={self.max_restarts}")
-        first = self.hosts[0].name
-        if self.rendezvous == "static":
-            return [*words, f"--node-rank={number}", f"--master-addr={first}", f"--master-port={self.port}"]
-        endpoint = f"[{first}]:{self.port}" if ":" in first else f"{first}:{self.port}"
-        meeting = [f"--rdzv-backend={self.rendezvous}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self.run_id}"]
-        return [*words, *meeting]
+        result.append(Command(host, (*words, *arguments), environment))
+    return result

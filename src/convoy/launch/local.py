@@ -17,19 +17,12 @@ from types import FrameType
 from convoy import interfaces
 from convoy.failure import Failure, cause, end_of, read_failures
 from convoy.late import waiting_for
-from convoy.launch.folder import private_folder
-from convoy.launch.place import FOLDER, STOP, outlives
-from convoy.launch.rank import PARENT
+from convoy.launch.rank import FOLDER, HANDED_ON, PARENT, outlives, private_folder
 from convoy.launch.torchrun import BACKEND, register
 
-# A rank takes SIGTERM as the end (torch's launcher sends it when another rank has failed); a request to the run
-# as a whole comes as STOP.
-FORWARDED = {
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGUSR2: signal.SIGUSR2,
-    signal.SIGTERM: STOP,
-    signal.SIGHUP: signal.SIGHUP,
-}
+# By the signal that comes, the one for the ranks, which take SIGTERM as the end: torch's launcher sends it when another
+# rank has failed.
+FORWARDED = {signal.Signals[name]: number for number, name in HANDED_ON.items()}
 
 SHUTDOWN_S = 5  # seconds that torch's launcher leaves the ranks to end by themselves before it kills them
 

@@ -1,22 +1,144 @@
-"""A process that is one of several ranks: it ends with the others, and reports why it failed."""
+"""A process that is one of several ranks: it finds its place by its launcher's variables, ends with the others, and
+reports why it failed, in a folder where the process that started it looks."""
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import select
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from convoy.errors import ConvoyError
 from convoy.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
-from convoy.launch.place import HANDED_ON, RankPlace, outlives
+from convoy.launch.slurm import number_of, slurm_variables
+
+# Variables of ranks that `convoy.launch.start` has started: its folder, and its process number.
+FOLDER, PARENT = "CONVOY_LAUNCH", "CONVOY_LAUNCHER"
+# To a rank: the run as a whole is to stop, where SIGTERM says that another rank has failed. SIGUSR1 may have a handler
+# of NCCL's or of a profiler; the first real-time signal is nobody's. macOS has none.
+STOP = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
+# The signals that ask a rank to stop, and their names where the starting process received them.
+HANDED_ON: Mapping[int, str] = {
+    signal.SIGINT: "SIGINT",
+    STOP: "SIGTERM",
+    signal.SIGUSR2: "SIGUSR2",
+    signal.SIGHUP: "SIGHUP",
+}
+
+
+def outlives(number: int) -> bool:
+    """Whether this process was started to outlive this signal, as `nohup` does for that of a closed terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank among all."""
+
+    rank: int
+    num_ranks: int
+    source: str  # its launcher, for sentences: `--devices`, `torchrun` or `Slurm`
+    # where ranks of this attempt leave word for `convoy.launch.start`; None where it did not start them
+    folder: str | None = None
+    job: str = ""  # its name, the same when ranks are started again; empty where nobody restarts them
+    restarts: int = 0  # so far
+    max_restarts: int = 0
+
+    def check(self, devices: int | None) -> None:
+        if devices is not None and devices != self.num_ranks:
+            raise ConvoyError(
+                f"--devices {devices} contradicts {self.source}, which started {self.num_ranks} "
+                f"rank{'s' if self.num_ranks > 1 else ''}: leave --devices out, or start {devices}"
+            )
+
+
+def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace | None:
+    """The place of this process; None where nobody started several. Slurm's variables are translated to torchrun's,
+    which are set in the environment."""
+    source = "torchrun"
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        variables = slurm_variables(environment)
+        if variables is None:
+            return None
+        environment.update(variables)
+        source = "Slurm"
+    launch = environment.get(FOLDER)
+    rank, num_ranks = (number_of(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    if not rank < num_ranks:
+        raise ConvoyError(f"RANK={rank} must be below WORLD_SIZE={num_ranks}: start the ranks with torchrun")
+    restarts, max_restarts = (
+        int(environment.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    folder = str(Path(launch) / f"attempt-{restarts}") if launch else None
+    return RankPlace(
+        rank, num_ranks, "--devices" if launch else source, folder, job(environment), restarts, max_restarts
+    )
+
+
+def job(environment: Mapping[str, str] = os.environ) -> str:
+    """The name of the launcher of this process, which stays the same when ranks are started again. For torch's elastic
+    launcher that is the identifier of the job (`--rdzv-id`), or the agent itself where the user gave none; for Slurm
+    the number of the job, which a requeued one keeps. Empty where nobody restarts anything."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        name = environment["TORCHELASTIC_RUN_ID"]
+        return f"torchrun:{name}" if name != "none" else f"agent:{socket.gethostname()}:{os.getppid()}"
+    return f"slurm:{environment['SLURM_JOB_ID']}" if environment.get("SLURM_JOB_ID") else ""
+
+
+_PREFIX = "convoy-launch-"
+_SOON_S = 60.0  # a folder that is younger may not be locked yet
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new folder of mode 0700 in the temporary directory; folders of processes that were killed are removed. It stays
+    locked while its process lives. That tells the next one which folders are in use, and systemd, which removes what
+    has not been touched for ten days, leaves a locked folder alone."""
+    _sweep()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = _locked(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A file descriptor that holds the lock of a folder; None where it is not this user's, or another process's."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):  # it is taken, or the file system has no locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_uid == os.geteuid():
+            return lock
+    os.close(lock)
+    return None
+
+
+def _sweep() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.lstat().st_mtime > _SOON_S and (lock := _locked(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
 
 GRACE_S = 2.0  # seconds after a rank's failure in which the other ranks may notice it by themselves
 _POLL_S = 0.25
@@ -79,7 +201,6 @@ def _forget() -> None:
         signal.set_wakeup_fd(-1)
 
 
-PARENT = "CONVOY_LAUNCHER"
 Hang = Callable[[str], None]  # ends this rank, from any thread, with a sentence on what it waited for in vain
 
 

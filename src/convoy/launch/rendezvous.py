@@ -34,7 +34,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from convoy import interfaces
 from convoy.errors import MachineError
-from convoy.launch.folder import private_folder
+from convoy.launch.rank import private_folder
 
 PORT = 29_400
 

@@ -1,14 +1,13 @@
-"""Jobs for Slurm: a script for `sbatch`, which saves and queues itself again before its time is over."""
+"""Slurm: a script for `sbatch`, which saves and queues itself again before its time is over; and the place of a task
+that its `srun` started, in torchrun's variables."""
 
 import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from convoy import interfaces
 from convoy.errors import ConvoyError
 
 _UNITS = {"d": 1440, "h": 60, "m": 1}
@@ -88,84 +87,69 @@ done
 """
 
 
-@dataclass(frozen=True)
-class SlurmJob:
-    """A training, and the nodes that it runs on."""
+def script(
+    arguments: Sequence[str],
+    out: str | None,
+    name: str,
+    python: str = "python",
+    nodes: int = 1,
+    devices_per_node: int = 1,
+    gpus: bool = True,
+    cores_per_device: int | None = None,
+    time: str = "1h",
+    save_before: int = 120,
+    max_restarts: int = 3,
+    options: Mapping[str, str | None] = {},
+) -> str:
+    """The script of a training with the arguments of `convoy train`, `--resume` among them.
 
-    arguments: Sequence[str]  # of `convoy train`, without `--out` and `--resume`
-    out: str | None  # on a file system that all nodes share; None for a new run directory for each job
-    python: str  # the interpreter that has Convoy, on every node
-    name: str
-    nodes: int = 1
-    devices_per_node: int = 1  # ranks, each a task, and on GPUs each a GPU
-    gpus: bool = True
-    cores_per_device: int | None = None  # None for Slurm's default
-    time: str = "1h"  # limit of the job before it is queued again, as a person writes it
-    save_before: int = 120  # seconds before its end at which the run is saved and queued again
-    max_restarts: int = 3  # of the ranks, in the same job, when one has failed
-    interface: str | None = None  # of every node, for the ranks; None for the one on the way to the first node
-    options: Mapping[str, str | None] = field(default_factory=dict)  # other options of `sbatch`, by name
-
-    def __post_init__(self) -> None:
-        counts = {"--nodes": self.nodes, "--devices-per-node": self.devices_per_node}
-        for option, number in {**counts, "--cores-per-device": self.cores_per_device}.items():
-            if number is not None and number < 1:
-                raise ConvoyError(f"{option} {number} must be at least 1")
-        if not self.name.isprintable():
-            raise ConvoyError(f"--name {self.name!r} must be one line without control characters")
-        if self.max_restarts < 0:
-            raise ConvoyError(f"--max-restarts {self.max_restarts} must be 0 or more")
-        seconds = 60 * minutes_of(self.time)
-        if not 1 <= self.save_before < min(seconds - _EARLY_S, 1 << 16):
-            raise ConvoyError(
-                f"--save-before {self.save_before} leaves nothing of the {seconds:,} s of --time: Slurm may send its "
-                f"signal {_EARLY_S} s early: give the job more time, or save later"
-            )
-        if self.interface is not None:
-            interfaces.check_name(self.interface)
-        for name, value in self.options.items():
-            if name in OWN:
-                raise ConvoyError(f"--option {name} is set by an option of its own: see convoy launch slurm --help")
-            if not re.fullmatch(r"[a-z][a-z-]*", name) or (value is not None and not value.isprintable()):
-                raise ConvoyError(f"--option {name!r} is no option of sbatch: write e.g. --option partition=gpu")
-
-    def script(self) -> str:
-        hours, minutes = divmod(minutes_of(self.time), 60)
-        options: dict[str, str | None] = {
-            "job-name": self.name,
-            "nodes": str(self.nodes),
-            "ntasks-per-node": str(self.devices_per_node),
-        }
-        srun = ["--kill-on-bad-exit=1"]
-        if self.cores_per_device is not None:
-            options["cpus-per-task"] = str(self.cores_per_device)
-            srun.append(f"--cpus-per-task={self.cores_per_device}")
-        if self.gpus:
-            options["gpus-per-node"] = str(self.devices_per_node)
-        options |= {
-            "time": f"{hours // 24}-{hours % 24:02}:{minutes:02}:00",
-            "signal": f"B:USR2@{self.save_before}",
-            "requeue": None,
-            "open-mode": "append",
-            "output": f"{_word(self.name)}-%j.log",
-            **self.options,
-        }
-        command = f'{shlex.join([self.python, "-m", "convoy", "train", *self.arguments])} --out "$out" --resume'
-        if self.interface is not None:
-            command += f" --interface {shlex.quote(self.interface)}"
-        return _SCRIPT.format(
-            options="\n".join(
-                f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(value)}"
-                for name, value in options.items()
-            ),
-            out=shlex.quote(self.out) if self.out is not None else f"runs/{_word(self.name)}-$SLURM_JOB_ID",
-            srun=" ".join(srun),
-            command=command,
-            max_restarts=self.max_restarts,
+    `out` is what they say of the run directory, on a file system that all nodes share, None for a new one for each
+    job; `python` the interpreter that has Convoy, on every node. Each device is a task, of `gpus` a GPU too. `time`,
+    as a person writes it, is the limit of the job before it is queued again, saved `save_before` seconds earlier; ranks
+    start again within the job `max_restarts` times when one has failed. `options` are others of `sbatch`, by name.
+    """
+    minutes = minutes_of(time)
+    if not name.isprintable():
+        raise ConvoyError(f"--name {name!r} must be one line without control characters")
+    if not 1 <= save_before < min(60 * minutes - _EARLY_S, 1 << 16):
+        raise ConvoyError(
+            f"--save-before {save_before} leaves nothing of the {60 * minutes:,} s of --time: Slurm may send its "
+            f"signal {_EARLY_S} s early: give the job more time, or save later"
         )
+    for option, value in options.items():
+        if option in OWN:
+            raise ConvoyError(f"--option {option} is set by an option of its own: see convoy launch slurm --help")
+        if not re.fullmatch(r"[a-z][a-z-]*", option) or (value is not None and not value.isprintable()):
+            raise ConvoyError(f"--option {option!r} is no option of sbatch: write e.g. --option partition=gpu")
+    width = {} if cores_per_device is None else {"cpus-per-task": str(cores_per_device)}
+    all_options = {
+        "job-name": name,
+        "nodes": str(nodes),
+        "ntasks-per-node": str(devices_per_node),
+        **width,
+        **({"gpus-per-node": str(devices_per_node)} if gpus else {}),
+        "time": f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00",
+        "signal": f"B:USR2@{save_before}",
+        "requeue": None,
+        "open-mode": "append",
+        "output": f"{word(name)}-%j.log",
+        **options,
+    }
+    command = shlex.join([python, "-m", "convoy", "train", *arguments])
+    return _SCRIPT.format(
+        options="\n".join(
+            f"#SBATCH --{option}" if value is None else f"#SBATCH --{option}={shlex.quote(value)}"
+            for option, value in all_options.items()
+        ),
+        out=shlex.quote(out) if out is not None else f"runs/{word(name)}-$SLURM_JOB_ID",
+        srun=" ".join(["--kill-on-bad-exit=1", *(f"--{option}={value}" for option, value in width.items())]),
+        command=command if out is not None else f'{command} --out "$out"',
+        max_restarts=max_restarts,
+    )
 
 
-def _word(name: str) -> str:
+def word(name: str) -> str:
+    """A name as a part of the names of files."""
     return re.sub(r"[^\w.-]+", "-", name)
 
 
@@ -178,3 +162,64 @@ def submit(script: Path) -> str:
         message = " ".join((done.stderr or done.stdout).split())
         raise ConvoyError(f"sbatch does not take {script}: {message}")
     return done.stdout.strip().partition(";")[0]
+
+
+_FIRST_PORT, _NUM_PORTS = 15_000, 15_000
+
+
+def slurm_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """torchrun's variables for a task that Slurm's `srun` started; None where there is no other task. The first host of
+    the job is the master, and the port follows from the job's number."""
+    if "SLURM_PROCID" not in environment or "SLURM_NTASKS" not in environment:
+        return None
+    # The batch script itself has these variables too, but is no task of a step.
+    if "SLURM_TASK_PID" in environment and "SLURM_STEP_ID" not in environment:
+        return None
+    num_tasks = number_of(
+        environment, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    )
+    if num_tasks < 2:
+        return None
+    for name in ("SLURM_LOCALID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID"):
+        if not environment.get(name):
+            raise ConvoyError(f"SLURM_PROCID is set but not {name}: start the ranks with srun inside of a job")
+    job, local_rank = number_of(environment, "SLURM_JOB_ID"), number_of(environment, "SLURM_LOCALID")
+    return {
+        "RANK": str(number_of(environment, "SLURM_PROCID")),
+        "WORLD_SIZE": str(num_tasks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(max(_tasks_on_node(environment, num_tasks), local_rank + 1)),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_JOB_NODELIST"]),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(_FIRST_PORT + job % _NUM_PORTS),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's short form: `node[03-05,9],other` begins with `node03`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", nodes)
+    if match is None:
+        raise ConvoyError(f"SLURM_JOB_NODELIST={nodes!r} names no host: set MASTER_ADDR to the first one")
+    stem, ranges, rest = match.groups()
+    return stem + (ranges or "").partition(",")[0].partition("-")[0] + rest
+
+
+def _tasks_on_node(environment: Mapping[str, str], num_tasks: int) -> int:
+    """Tasks of the step on this node, from a list such as `2(x3),1`."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(num_tasks)
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return num_tasks
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = environment.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else num_tasks
+
+
+def number_of(environment: Mapping[str, str], name: str) -> int:
+    """A whole number that a launcher has set."""
+    text = environment.get(name, "")
+    if not text.isdecimal():
+        problem = f"is {text!r}, but must be a whole number" if text else "is not set"
+        raise ConvoyError(f"{name} {problem}: start the ranks with torchrun, srun or --devices")
+    return int(text)

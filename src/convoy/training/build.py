@@ -21,7 +21,7 @@ from convoy.failure import place_of
 from convoy.graph import tree
 from convoy.graph.given import prepare_given
 from convoy.graph.graph import CaptureError, Ref
-from convoy.launch.memory import host_memory
+from convoy.launch.cores import host_memory
 from convoy.ops import capture
 from convoy.planner import workload_of
 from convoy.planner.cost.pipeline import Staging

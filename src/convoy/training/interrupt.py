@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from convoy.comm.ranks import Ranks
-from convoy.launch.place import outlives
+from convoy.launch.rank import outlives
 
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}

@@ -16,7 +16,7 @@ from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
 from convoy.doctor.facts import Facts
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
-from convoy.launch.place import HANDED_ON
+from convoy.launch.rank import HANDED_ON
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.training.checkpoints import TIMEOUT_S, Automatic, CheckpointTally, Every, Saver, Young

@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.hardware.links import Hop, link_named
-from convoy.hardware.links import links as catalog
+from convoy.hardware.catalog import Hop, link_named
+from convoy.hardware.catalog import links as catalog
 from convoy.models import create
 from convoy.models.counting import count
 from convoy.planner.cost.calibrated import Calibrated, fitted

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, Literal, Protocol, get_args
 
 from convoy.errors import ConvoyError
-from convoy.hardware.links import Hop, link_named, links
+from convoy.hardware.catalog import Hop, link_named, links
 from convoy.plans.mesh import Axes, Mesh
 
 # `all_reduce` is by bytes of the tensor that each rank has, the others by the bytes that the rank sends to others that

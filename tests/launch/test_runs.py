@@ -1,0 +1,234 @@
+"""One training on real launchers gives the weights of one device, bit for bit: on two hosts by the printed commands, on
+a real Slurm that queues it again in its middle, in the place of two pods, and after a host or a pod is lost."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+import manifests
+from convoy.cli import main
+from convoy.launch.hosts import Host, commands
+from emulated_hosts import TestHost, emulated_hosts, listening
+from processes import children
+from slurm_cluster import slurm_cluster
+from started import ENVIRONMENT, digest, steps, wait_for
+from tiny import write_mnist
+from whole_runs import as_before
+
+pytestmark = pytest.mark.slow
+TRAIN = [
+    "tiny:TinyNet",
+    "--data",
+    "data",
+    "--batch",
+    "24",
+    "--lr",
+    "0.05",
+    "--reproducible",
+    "--set",
+    "microbatch=3",
+    "--set",
+    "log_every=1ba",
+]
+SHORT, LONG = (*TRAIN, "--epochs", "60ba"), (*TRAIN, "--epochs", "400ba")
+ON_HOSTS = ENVIRONMENT | {"PATH": f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With data."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_mnist(folder / "data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serial(folder: Path) -> Callable[[tuple[str, ...]], str]:
+    """The weights of one device, by what is trained."""
+    known: dict[tuple[str, ...], str] = {}
+
+    def of(train: tuple[str, ...]) -> str:
+        if train not in known:
+            with pytest.MonkeyPatch.context() as patch, as_before():
+                patch.chdir(folder)
+                assert main(["train", *train, "--out", f"serial-{len(known)}"]) == 0
+            known[train] = digest(folder / f"serial-{len(known)}")
+        return known[train]
+
+    return of
+
+
+def start(hosts: list[TestHost], lines: list[str], folder: Path) -> tuple[list[subprocess.Popen], list[Path]]:
+    """The commands on their hosts, and what they write."""
+    logs = [folder / f"{host.name}-{time.monotonic_ns()}.log" for host in hosts]
+    processes = []
+    for host, line, log in zip(hosts, lines, logs, strict=True):
+        with log.open("w") as file:
+            words = ["sh", "-c", line]
+            processes.append(host.start(words, cwd=folder, env=ON_HOSTS, stdout=file, stderr=subprocess.STDOUT))
+    return processes, logs
+
+
+@pytest.mark.parametrize("rendezvous", ["convoy", pytest.param("static", marks=pytest.mark.matrix)])
+def test_two_hosts_listen_on_one_address_each(
+    folder: Path, serial: Callable[..., str], rendezvous: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["launch", "hosts", "--rendezvous", rendezvous, "node0:1,node1:1", "--", *SHORT, "--out", rendezvous]
+    assert main(line) == 0
+    lines, places, until = capsys.readouterr().out.splitlines(), set[tuple[str, int]](), time.monotonic() + 120
+    with emulated_hosts(2, "1gbit") as hosts:
+        processes, logs = start(hosts, lines[1::2], folder)
+        while any(process.poll() is None for process in processes):
+            assert time.monotonic() < until
+            places |= listening([pid for host in hosts for pid in host.pids()])
+            time.sleep(0.05)
+        assert [process.wait() for process in processes] == [0, 0], [log.read_text() for log in logs]
+        addresses = {host.address for host in hosts}
+    assert "on 2 devices (cpu), plan sample=2" in logs[0].read_text()
+    assert digest(folder / rendezvous) == serial(SHORT)
+    if rendezvous == "static":  # torch's own, so that it is seen that the test would see it
+        assert {address for address, _ in places} - addresses
+    else:
+        assert {address for address, _ in places} == addresses and (hosts[0].address, 29_400) in places
+
+
+def cut(host: TestHost, off: bool) -> None:
+    """Take the second host off the switch, or put it back."""
+    switch, state = host.namespace.replace("host1", "switch"), "down" if off else "up"
+    subprocess.run(("ip", "-n", switch, "link", "set", "port1", state), check=True, timeout=20)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(500)
+def test_a_run_outlives_a_short_cut_and_the_loss_of_a_host(folder: Path, serial: Callable[..., str]) -> None:
+    """Torch takes half a minute to see that the host does not come back."""
+    out = folder / "left"
+    options = ["--out", str(out), "--timeout", "6s", "--set", "checkpoint.every=10ba"]
+    group = commands(
+        *(Host.parse("node0:1,node1:1"), [*LONG, *options], "cut"),
+        least=1,
+        max_restarts=3,
+        secret={"CONVOY_SECRET": "of both"},
+    )
+    lines = [str(one).replace("--rdzv-id", "--rdzv-conf read_timeout=10 --rdzv-id") for one in group]
+    with emulated_hosts(2, "1gbit") as hosts:
+        processes, logs = start(hosts, lines, folder)
+        wait_for(lambda: steps(out) >= 10, 120)
+        cut(hosts[1], off=True)
+        time.sleep(1.5)
+        cut(hosts[1], off=False)
+        before = steps(out)
+        wait_for(lambda: steps(out) >= before + 10, 60)
+        assert not any("has not moved" in log.read_text() for log in logs)
+        cut(hosts[1], off=True)
+        assert processes[0].wait(150) == 0, logs[0].read_text()
+        assert processes[1].wait(60) == 1
+    assert "rank 0 on host node0 has not moved for" in logs[0].read_text()
+    assert "going on after" in logs[0].read_text()
+    assert logs[1].read_text().endswith("start torchrun again on all hosts, and the run goes on\n")
+    assert digest(out) == serial(LONG)
+
+
+def test_a_job_that_slurm_queues_again_in_its_middle(folder: Path, serial: Callable[..., str]) -> None:
+    with slurm_cluster() as cluster:
+        cluster.environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+        words = ["-m", "convoy", "launch", "slurm", "--nodes", "2", "--time", "5m", "--submit", "--json", "--option"]
+        names = ["comment=a $HOME b", "--name", "it's odd", "--script", "a job.sh"]
+        answer = cluster.run(sys.executable, *words, *names, "--", *SHORT, "--device", "cpu", cwd=folder)
+        job = answer.rpartition('"job": "')[2].partition('"')[0]
+        run, log = folder / f"runs/it-s-odd-{job}", folder / f"it-s-odd-{job}.log"
+
+        def wait_until(condition: Callable[[], bool]) -> None:
+            try:
+                wait_for(condition, 120)
+            except AssertionError:
+                pytest.fail(log.read_text() if log.exists() else "no log")
+
+        wait_until(lambda: steps(run) > 5)
+        assert cluster.state(job)["JobName"] == "it's"  # and ` odd`
+        cluster.run("scancel", "--batch", "--signal=USR2", job)  # as Slurm does before the time is over
+        weights = serial(SHORT)
+        wait_until(lambda: cluster.state(job)["JobState"] == "COMPLETED")
+        assert cluster.state(job)["Restarts"] == "1"
+    text = log.read_text()
+    assert "SIGUSR2: stopped and saved after" in text and "on 2 devices (cpu), plan sample=2" in text
+    assert 5 <= int(text.partition("going on after ")[2].partition(" of 60 updates")[0]) < 60
+    assert digest(run) == weights
+
+
+class Pods:
+    """The pods of an indexed Job: processes that see no other variables than those of the manifest."""
+
+    def __init__(self, folder: Path, train: tuple[str, ...], name: str) -> None:
+        training = manifests.training(train, name=name, devices_per_node=1, accelerator=None, data_claim=None)
+        (self.container,) = manifests.pod_of(manifests.read(training, "job"))["containers"]
+        self.folder, self.logs = folder, list[Path]()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+
+    @contextmanager
+    def start(self, index: int) -> Iterator[subprocess.Popen]:
+        """One pod; all of it ends with this context."""
+        variables = {name: ENVIRONMENT[name] for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")}
+        for one in self.container["env"]:
+            variables[one["name"]] = one.get("value", str(index))  # what is no value is the number of the pod
+        variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(self.port), "HOME": str(self.folder)}
+        program, *words = (
+            manifests.expanded(word, variables).replace("/runs/", f"{self.folder}/")
+            for word in [*self.container["command"], *self.container["args"]]
+        )
+        line = [str(Path(sys.executable).with_name(program)), *words]
+        self.logs.append(self.folder / f"pod-{index}-{time.monotonic_ns()}.log")
+        streams = {"stdout": self.logs[-1].open("w"), "stderr": subprocess.STDOUT}
+        with (
+            streams["stdout"],
+            subprocess.Popen(line, env=variables, cwd=self.folder, start_new_session=True, **streams) as process,
+        ):
+            try:
+                yield process
+            finally:
+                kill(process)
+
+    def are_met(self) -> bool:
+        """Whether the rendezvous is there: on one machine the second pod could take its place."""
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+def kill(process: subprocess.Popen) -> None:
+    """A pod's end takes all of its processes: torch's launcher starts the ranks in sessions of their own."""
+    for group in {process.pid, *children(process.pid)}:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    "is_lost",
+    [False, pytest.param(True, marks=[pytest.mark.matrix, pytest.mark.timeout(400)])],
+    ids=["undisturbed", "made anew"],
+)
+def test_two_pods_of_which_one_may_be_made_anew(folder: Path, serial: Callable[..., str], is_lost: bool) -> None:
+    """A minute and a half: the launcher misses a lost pod by its heartbeats, and tells the new one where all meet."""
+    train = (*LONG, "--set", "checkpoint.every=5ba") if is_lost else SHORT
+    pods, name = Pods(folder, train, f"pods-{len(train)}"), f"pods-{len(train)}"
+    with ExitStack() as stack:
+        first = stack.enter_context(pods.start(0))
+        wait_for(pods.are_met, 90)
+        second = stack.enter_context(pods.start(1))
+        if is_lost:
+            wait_for(lambda: any((folder / name / "checkpoints").glob("step-*")), 90)
+            kill(second)
+            second = stack.enter_context(pods.start(1))
+        assert [first.wait(150), second.wait(150)] == [0, 0], [log.read_text() for log in pods.logs]
+    assert digest(folder / name) == serial(LONG if is_lost else SHORT)
