@@ -13,7 +13,7 @@ import yaml
 
 from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulate
 from convoy.errors import ConvoyError
-from convoy.launch import cores
+from convoy import resources as cores
 from measuring.slow_storage import missing, slow
 
 HEALTHY = "healthy"

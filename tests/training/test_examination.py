@@ -24,8 +24,8 @@ from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
 from convoy.doctor.facts import Facts, Pictures, Trial
 from convoy.engine import profiling
 from convoy.errors import ConvoyError
-from convoy.launch.cores import own_cores, pin
 from convoy.launch.host import HostWatch
+from convoy.resources import own_cores, pin
 from convoy.training import Session, budget, checkup, evaluate, examination, loop, step, trials
 from convoy.training.budget import Budget
 from convoy.training.checkpoints import Saver

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
 
+from convoy import resources
 from convoy.data import num_workers
 from convoy.data.loader import batch_maker, first_workers
 from convoy.data.sources import EncodedSource
 from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts, Pictures, RankFacts
-from convoy.launch import cores
 from convoy.launch.host import HostLoad, HostWatch, network_place
 from convoy.planner.comparison import Comparison
 from convoy.plans.schedule import bubble
@@ -106,7 +106,7 @@ class Checkup:
             parts={name: both.measured_s for name, both in comparison.parts.items() if both.measured_s},
             ranks=tuple(one for one, _, _, _ in everyone),
             workers=max(workers for _, _, workers, _ in everyone),
-            cores=cores.own_share(),
+            cores=resources.own_share(),
             threads=num_threads(recipe) if session.device.type == "cpu" else 0,
             microbatches=len(quantities.sizes),
             pictures=Pictures(in_memory=True) if in_memory else None,

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from convoy import resources
 from convoy.comm.joining import meeting_store
 from convoy.comm.ranks import Ranks
 from convoy.doctor.advice import LEAST, STEADY
 from convoy.doctor.facts import Cause, Trial
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
-from convoy.launch import cores
 from convoy.launch.host import HostWatch, network_place
 from convoy.plans.plan import plan_text
 from convoy.training.budget import Budget
@@ -70,7 +70,7 @@ def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
     recipe, ranks, device = session.recipe, session.ranks, session.device
     bits_may_change, sizes = not recipe.reproducible, session.quantities.sizes
     if device.type == "cpu":
-        free = cores.own_share() - math.ceil(taken - _FREE)
+        free = resources.own_share() - math.ceil(taken - _FREE)
         if num_threads(recipe) != (threads := int(max(1, free))):
             arguments = ("--set", f"threads={threads}")
             yield Change("threads", arguments, {"threads": threads}, another_training=not bits_may_change)
@@ -200,7 +200,7 @@ def _by_all(session: Session, set_up: SetUp, change: Change, share: Budget, rank
 def _by_one(session: Session, set_up: SetUp, change: Change, share: Budget, ranks: Ranks) -> float | None:
     """By rank 0 with the cores of all on its host, while the others wait."""
     host = network_place()
-    every = [own for where, own in ranks.gather((host, cores.own_cores())) if where == host]
+    every = [own for where, own in ranks.gather((host, resources.own_cores())) if where == host]
     taken, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
     store = meeting_store()
     if ranks.rank > 0 and store is not None:  # without a core: those who wait in a collective look again and again
@@ -218,14 +218,14 @@ def _by_one(session: Session, set_up: SetUp, change: Change, share: Budget, rank
 
 @contextmanager
 def _on(wanted: Sequence[int]) -> Iterator[None]:
-    own, pinned = cores.own_cores(), os.environ.get(cores.PINNED)
+    own, pinned = resources.own_cores(), os.environ.get(resources.PINNED)
     try:
-        cores.pin(wanted)
+        resources.pin(wanted)
         yield
     finally:
-        cores.pin(own)
+        resources.pin(own)
         if pinned is None:
-            os.environ.pop(cores.PINNED, None)
+            os.environ.pop(resources.PINNED, None)
 
 
 @contextmanager
