@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from convoy import resources as cores
 from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulate
 from convoy.errors import ConvoyError
-from convoy.launch import cores
 from measuring.slow_storage import missing, slow
 
 HEALTHY = "healthy"

@@ -14,7 +14,7 @@ from typing import Any
 from convoy.bench import processes
 from convoy.bench.emulated import EmulatedDevice
 from convoy.bench.processes import RankFailed, RankSlot, Say
-from convoy.launch.cores import own_cores
+from convoy.resources import own_cores
 
 __all__ = ["Limits", "RankFailed", "prepare", "run_ranks"]
 

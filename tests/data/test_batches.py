@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from convoy import resources
 from convoy.data import AugmentConfig, DataConfig, evaluation_batches, num_workers, open_data
 from convoy.data.batch import BatchMaker
 from convoy.data.sources import PixelSource, Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
-from convoy.launch import cores
 from data.made import (
     Listed,
     encoded,
@@ -240,9 +240,9 @@ def test_the_automatic_number_of_workers(tmp_path: Path, photos: Path, monkeypat
 
     def machine(affinity: int, allowed: float = float("inf"), ranks: str = "1", pinned: str = "") -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(affinity), raising=False)
-        monkeypatch.setattr(cores, "cores_allowed", lambda: allowed)
+        monkeypatch.setattr(resources, "cores_allowed", lambda: allowed)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        monkeypatch.setenv(cores.PINNED, pinned) if pinned else monkeypatch.delenv(cores.PINNED, raising=False)
+        monkeypatch.setenv(resources.PINNED, pinned) if pinned else monkeypatch.delenv(resources.PINNED, raising=False)
 
     machine(12)
     assert number(tmp_path) == number(tmp_path, augment={"crop": "pad", "flip": True}) == 0

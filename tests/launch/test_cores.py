@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from convoy import resources
 from convoy.errors import ConvoyError
-from convoy.launch import cores
 
 PINNED = """
 import os, threading
-from convoy.launch import cores
+from convoy import resources
 ends, go = [], threading.Event()
 thread = threading.Thread(target=lambda: (go.wait(), ends.append(os.sched_getaffinity(0))))
 thread.start()
-own = cores.own_cores()
+own = resources.own_cores()
 cases = {
-    "shared": ([("here", own), ("here", own)], cores.share(own, 2, 1, None)),
+    "shared": ([("here", own), ("here", own)], resources.share(own, 2, 1, None)),
     "another machine": ([("there", own), ("here", own)], own),
     "its own already": ([("here", [max(own) + 1]), ("here", own)], own),
 }
 for name, (answers, expected) in cases.items():
     os.sched_setaffinity(0, own)
-    assert cores.take_share(lambda answer: answers, 1, None) == expected, name
-cores.pin(own[:1]); go.set(); thread.join()
+    assert resources.take_share(lambda answer: answers, 1, None) == expected, name
+resources.pin(own[:1]); go.set(); thread.join()
 assert ends == [set(own[:1])] == [os.sched_getaffinity(0)], ends
 """
 
@@ -37,7 +37,7 @@ def test_a_rank_takes_its_share_with_all_of_its_threads() -> None:
 
 def test_ranks_have_runs_of_cores_or_take_turns() -> None:
     def shares(num_ranks: int, per_device: int | None = None) -> list[list[int]]:
-        return [cores.share(range(6), num_ranks, place, per_device) for place in range(num_ranks)]
+        return [resources.share(range(6), num_ranks, place, per_device) for place in range(num_ranks)]
 
     assert shares(2) == [[0, 1, 2], [3, 4, 5]]
     assert shares(4) == [[0], [1], [2], [3]]
@@ -45,9 +45,9 @@ def test_ranks_have_runs_of_cores_or_take_turns() -> None:
     assert shares(8) == [[0], [1], [2], [3], [4], [5], [0], [1]]
     with pytest.raises(ConvoyError, match="--cores-per-device 4 on 2 devices needs 8 cores, but here are 6"):
         shares(2, 4)
-    assert cores.in_turns(2, 2) is None
-    assert cores.in_turns(4, 2) == "4 devices share 2 cores and compute in turns: that is no faster than 2"
-    assert cores.in_turns(2, 1) == "2 devices share one core and compute in turns: that is no faster than one"
+    assert resources.in_turns(2, 2) is None
+    assert resources.in_turns(4, 2) == "4 devices share 2 cores and compute in turns: that is no faster than 2"
+    assert resources.in_turns(2, 1) == "2 devices share one core and compute in turns: that is no faster than one"
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_ranks_have_runs_of_cores_or_take_turns() -> None:
 def test_ranks_share_cores_and_a_quota(
     monkeypatch: pytest.MonkeyPatch, is_pinned: bool, ranks: int, allowed: float, share: float
 ) -> None:
-    monkeypatch.setattr(cores, "own_cores", lambda: list(range(16)))
-    monkeypatch.setattr(cores, "cores_allowed", lambda: allowed)
+    monkeypatch.setattr(resources, "own_cores", lambda: list(range(16)))
+    monkeypatch.setattr(resources, "cores_allowed", lambda: allowed)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv(cores.PINNED, "0-15")
+    monkeypatch.setenv(resources.PINNED, "0-15")
     if not is_pinned:
-        monkeypatch.delenv(cores.PINNED)
-    assert cores.own_share() == share
+        monkeypatch.delenv(resources.PINNED)
+    assert resources.own_share() == share
 
 
 GROUPS = {
@@ -83,24 +83,24 @@ def test_control_groups_and_those_around_them_limit_memory_and_files_count_as_fr
 ) -> None:
     line, folder, names, prefix = GROUPS[version]
     group, mount = tmp_path / "cgroup", tmp_path / folder
-    assert list(cores.memory_limits(group, tmp_path)) == []
+    assert list(resources.memory_limits(group, tmp_path)) == []
     write(group, "nonsense\n0::/gone\n")
-    assert list(cores.memory_limits(group, tmp_path)) == []
+    assert list(resources.memory_limits(group, tmp_path)) == []
     write(group, f"9:pids:/other\n{line}\n")
     for place, limit in (("batch/job", "max"), ("batch", "5000"), ("", "9000")):
         write(mount / place / names[0], f"{limit}\n")
-    limits = sorted(cores.memory_limits(group, tmp_path))
+    limits = sorted(resources.memory_limits(group, tmp_path))
     assert limits == [5000, 9000]
     write(mount / "batch" / names[1], "3000\n")
     stat = f"{prefix}rss 2000\n{prefix}inactive_file 600\n{prefix}active_file 400\n{prefix}active_anon 70\n"
     write(mount / "batch" / "memory.stat", stat)
-    left = list(cores.memory_left(group, tmp_path))
+    left = list(resources.memory_left(group, tmp_path))
     assert left == [3000]
 
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2}.__getitem__)
     write(tmp_path / "meminfo", "MemTotal: 9000 kB\nMemAvailable:    4 kB\n")
-    monkeypatch.setattr(cores, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(resources, "_MEMINFO", tmp_path / "meminfo")
     for of_groups, host, free in (((), 8192, 4096), ((5000, 3000), 3000, 3000), ((2**63,), 8192, 4096)):
-        monkeypatch.setattr(cores, "memory_limits", lambda numbers=of_groups: numbers)
-        monkeypatch.setattr(cores, "memory_left", lambda numbers=of_groups: numbers)
-        assert (cores.host_memory(), cores.free_memory()) == (host, free)
+        monkeypatch.setattr(resources, "memory_limits", lambda numbers=of_groups: numbers)
+        monkeypatch.setattr(resources, "memory_left", lambda numbers=of_groups: numbers)
+        assert (resources.host_memory(), resources.free_memory()) == (host, free)

@@ -20,7 +20,7 @@ from torch import Tensor
 from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError
-from convoy.launch.cores import own_cores, pin
+from convoy.resources import own_cores, pin
 from convoy.training import Outcome, Recipe, Session, load_recipe, train
 from convoy.training.environment import join_ranks
 from convoy.training.set_up import set_up

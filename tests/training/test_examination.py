@@ -20,7 +20,7 @@ from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.facts import Facts, Trial
 from convoy.engine import profiling
 from convoy.errors import ConvoyError
-from convoy.launch.cores import own_cores, pin
+from convoy.resources import own_cores, pin
 from convoy.training import Session, examination, observation, step, trials
 from convoy.training.checkpoints import Saver
 from convoy.training.evaluate import EvaluationTally

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from convoy import interfaces
 from convoy.errors import ConvoyError
 from convoy.failure import end_of
-from convoy.launch.cores import PINNED, own_cores
 from convoy.launch.rank import end_with_parent, private_folder
+from convoy.resources import PINNED, own_cores
 
 Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 

@@ -17,7 +17,7 @@ from convoy.bench.records import Configuration, Made, StudyFacts
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
-from convoy.launch.cores import own_cores
+from convoy.resources import own_cores
 from convoy.training import choose_device
 from convoy.training.defaults import settle
 from convoy.training.division import soonest

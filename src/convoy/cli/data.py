@@ -182,7 +182,7 @@ def pack(
     from convoy.data.pack import pack as write
     from convoy.data.pack_format import PackOptions
     from convoy.data.packed import Pack
-    from convoy.launch.cores import own_share
+    from convoy.resources import own_share
     from convoy.training import load_recipe
 
     with _progress(as_json) as progress, _named("SOURCE"):

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import click
 import torch
 
-from convoy import interfaces, launch
+from convoy import interfaces, launch, resources
 from convoy.cli.on_devices import run_as_rank
 from convoy.cli.options import is_verbose
 from convoy.cli.requests import TrainRequest
 from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.doctor.diagnosis import Diagnosis
-from convoy.launch import cores
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
 from convoy.training import choose_device
@@ -51,14 +50,14 @@ def run(request: TrainRequest, complete: Complete, look: Look) -> int:
     recipe, _ = request.resolve(Ranks())
     number, per_device = num_devices(recipe.parallel), recipe.parallel.cores_per_device
     if number > 1:
-        cores.share(cores.own_cores(), number, 0, per_device)
-        turns = cores.in_turns(number, len(cores.own_cores()))
+        resources.share(resources.own_cores(), number, 0, per_device)
+        turns = resources.in_turns(number, len(resources.own_cores()))
         if turns is not None and choose_device(request.device).type == "cpu":
             click.echo(turns, err=True)
         check_devices(recipe, number)
         return launch.start(request.arguments, number, is_verbose(request.arguments))
     if per_device is not None:
-        cores.pin(cores.share(cores.own_cores(), 1, 0, per_device))
+        resources.pin(resources.share(resources.own_cores(), 1, 0, per_device))
     with memory_explained(0, 1):
         return _examined(request, complete, Ranks(), choose_device(request.device), look)
 

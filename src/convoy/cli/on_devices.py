@@ -6,14 +6,14 @@ from pathlib import Path
 import click
 import torch
 
-from convoy import launch
+from convoy import launch, resources
 from convoy.cli.options import is_verbose
 from convoy.comm.backend import gpus
 from convoy.comm.joining import leave
 from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.launch import RankPlace, cores
+from convoy.launch import RankPlace
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, choose_device
 from convoy.training.environment import join_ranks
@@ -72,7 +72,7 @@ def run_as_rank(
     place.check(asked)
     with launch.as_rank(place):
         ranks, local_device = join_ranks(patience_s, device)
-        cores.take_share(ranks.gather, ranks.rank, cores_per_device)
+        resources.take_share(ranks.gather, ranks.rank, cores_per_device)
         ranks = Ranks.here()
         with memory_explained(ranks.rank, ranks.num):
             status = work(ranks, device_of(device, local_device, ranks.num))

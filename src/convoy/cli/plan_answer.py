@@ -8,7 +8,7 @@ import click
 import torch
 from torch import nn
 
-from convoy import launch, models
+from convoy import launch, models, resources
 from convoy.cli.on_devices import run_as_rank
 from convoy.cli.options import command_of, is_verbose, written
 from convoy.cli.requests import PlanRequest
@@ -16,7 +16,6 @@ from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError
-from convoy.launch import cores
 from convoy.planner import Planned, Workload, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.pipeline import Staging
@@ -59,7 +58,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     if device.type == "cuda":
         fits = torch.cuda.device_count() >= number
     else:
-        fits = len(cores.own_cores()) >= number * (request.cores_per_device or 1)
+        fits = len(resources.own_cores()) >= number * (request.cores_per_device or 1)
     if number > 1 and request.link is None and fits:
         if request.fix or request.plans:  # before ranks are started, which takes longer than to look at the network
             cpu = torch.device("cpu")
@@ -70,7 +69,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
             _check_plans(request, recipe, model, workload)
         return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
     if request.cores_per_device is not None:
-        cores.pin(cores.share(cores.own_cores(), 1, 0, request.cores_per_device))
+        resources.pin(resources.share(resources.own_cores(), 1, 0, request.cores_per_device))
     with memory_explained(0, 1):
         _answer(request, recipe, number, Ranks(), device)
     return 0

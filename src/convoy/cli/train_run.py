@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import torch
 
-from convoy import interfaces, launch
+from convoy import interfaces, launch, resources
 from convoy.cli.on_devices import device_of
 from convoy.cli.options import command_of, is_verbose
 from convoy.cli.requests import TrainRequest
@@ -14,7 +14,6 @@ from convoy.comm.joining import leave, meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.launch import cores
 from convoy.launch.rank import HANDED_ON
 from convoy.planner.comparison import comparison_text, headline
 from convoy.plans.plan import Plan
@@ -53,11 +52,11 @@ def run(request: TrainRequest) -> int:
     number, per_device = num_devices(recipe.parallel), recipe.parallel.cores_per_device
     if number > 1:
         check_run(RunDirectory(out), recipe, request.resume)
-        cores.share(cores.own_cores(), number, 0, per_device)
+        resources.share(resources.own_cores(), number, 0, per_device)
         try:
             check_devices(recipe, number)
         except ConvoyError:
-            turns = cores.in_turns(number, len(cores.own_cores()))
+            turns = resources.in_turns(number, len(resources.own_cores()))
             if turns is not None and choose_device(request.device).type == "cpu":  # else a note of the run
                 click.echo(turns, err=True)
             raise
@@ -75,7 +74,7 @@ def run(request: TrainRequest) -> int:
         )
     request.notes += _without_effect(request, None, 1)
     if per_device is not None:
-        cores.pin(cores.share(cores.own_cores(), 1, 0, per_device))
+        resources.pin(resources.share(resources.own_cores(), 1, 0, per_device))
     with Watchdog(Ranks(), None, timeout_s=timeout_s, patient=True) as watchdog:
         outcome = _train(request, recipe, out, Ranks(), choose_device(request.device), watchdog=watchdog)
     with Interrupt():
@@ -90,13 +89,13 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
             jobs = tuple(dict.fromkeys(filter(None, ranks.gather(place.job))))
             recipe, out = request.resolve(ranks, jobs, elastic=place.max_restarts > 0 and place.folder is None)
             if ranks.num > 1:
-                num_cores = len(cores.own_cores())
-                cores.take_share(ranks.gather, ranks.rank, recipe.parallel.cores_per_device)
+                num_cores = len(resources.own_cores())
+                resources.take_share(ranks.gather, ranks.rank, recipe.parallel.cores_per_device)
                 ranks.on_host = Ranks.here().on_host  # hosts are known now
             request.notes += _without_effect(request, place, ranks.num)
             device = device_of(request.device, local_device, ranks.num)
             if ranks.num > 1 and device.type == "cpu":
-                turns = cores.in_turns(ranks.on_host, num_cores)
+                turns = resources.in_turns(ranks.on_host, num_cores)
                 request.notes += [turns] if turns is not None else []
             handed_on = place.folder is not None
             outcome = _train(request, recipe, out, ranks, device, handed_on, jobs, watchdog)

@@ -27,6 +27,7 @@ from convoy.comm.memory import lack_of_memory
 from convoy.comm.position import ledger
 from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.failure import say_uncaught
+from convoy.resources import check_threads
 
 
 def open_store(rank: int, num_ranks: int, timeout: timedelta) -> Store:
@@ -165,6 +166,7 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         say_uncaught(_first_to_say)
         _check_variables(os.environ)
+        check_threads()
         if devices:
             torch.cuda.set_device(rank_device)
         rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)

@@ -20,7 +20,7 @@ from convoy.data.threads import batches_by_threads
 from convoy.data.transforms import Geometry
 from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError
-from convoy.launch.cores import own_share
+from convoy.resources import own_share
 from convoy.units import size
 
 _MAX_AUTOMATIC = 32

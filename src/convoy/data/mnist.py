@@ -15,7 +15,7 @@ from convoy.data.order import stratified_split
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI
-from convoy.launch.cores import host_memory
+from convoy.resources import host_memory
 
 MNIST_CLASSES = [str(digit) for digit in range(10)]
 _IMAGES, _LABELS = 0x803, 0x801

@@ -25,7 +25,7 @@ from convoy.data.files import Opened, check_range, numbered_classes, reading, sh
 from convoy.data.memory import SharedBytes
 from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
-from convoy.launch.cores import host_memory
+from convoy.resources import host_memory
 from convoy.terminal import printable
 
 _SHARE_OF_MEMORY = 8

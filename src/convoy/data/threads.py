@@ -9,7 +9,7 @@ from torch import Tensor
 from convoy.data.batch import Batch, BatchMaker, Filled
 from convoy.data.buffers import Buffers
 from convoy.data.workers import Request
-from convoy.launch.cores import own_share
+from convoy.resources import own_share
 
 _AHEAD = 3  # batches that are made before they are asked for
 _MOST_THREADS = 4

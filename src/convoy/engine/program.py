@@ -25,6 +25,7 @@ from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.comm.redistribution import redistribute
 from convoy.compiler import compile_function
+from convoy.engine.allocation import give_back_where_scarce
 from convoy.engine.shards import cut
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
@@ -211,6 +212,7 @@ class Stretch:
             nonlocal is_first
             context, watcher = (rerun.first(), watch) if is_first else (rerun.again(), None)
             is_first = False
+            give_back_where_scarce()
             with context:
                 return self._run({**buffers, **dict(zip(names, tensors, strict=True))}, watcher)
 
@@ -431,6 +433,7 @@ class Program:
 
     def __call__(self, tensors: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
         """This rank's part of every output, in order, from its part of every source; `watch` sees every instruction."""
+        give_back_where_scarce()
         slots: list[Any] = [None] * self._num_slots
         for slot, constant in self._constants.items():
             slots[slot] = constant

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.launch.cores import cores_allowed, folders, own_cores, text_of
 from convoy.launch.gpu import GpuLoad, GpuWatch, number_of
 from convoy.launch.rank import FOLDER
+from convoy.resources import cores_allowed, folders, own_cores, text_of
 from convoy.terminal import printable
 
 if TYPE_CHECKING:

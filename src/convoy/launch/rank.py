@@ -24,6 +24,7 @@ from typing import Any, TextIO
 from convoy.errors import ConvoyError
 from convoy.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
 from convoy.launch.slurm import number_of, slurm_variables
+from convoy.resources import check_threads
 
 # Variables of ranks that `convoy.launch.start` has started: its folder, and its process number.
 FOLDER, PARENT = "CONVOY_LAUNCH", "CONVOY_LAUNCHER"
@@ -220,14 +221,13 @@ def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
         sentence = f"{name}: stopped at once{', without saving' if saves else ''}"
         _fail(Failure(place.rank, "interrupted", sentence, "", time.time()), folder)
 
-    if folder is not None:
-        _prepare(place, folder, ending, stop)
-
     def hang(sentence: str) -> None:
         _fail(Failure(place.rank, "hung", sentence, "", time.time()), folder)
 
     try:
         try:
+            if folder is not None:
+                _prepare(place, folder, ending, stop)
             yield hang
         except _StoppedEarly as stopped:
             stop(str(stopped))
@@ -259,6 +259,7 @@ def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Call
     folder.mkdir(exist_ok=True)
     with contextlib.suppress(OSError):  # for lack of memory a rank is to be killed, not the process that can report it
         Path("/proc/self/oom_score_adj").write_text(_ENDED_FIRST)
+    check_threads()
     follow(int(os.environ[PARENT]), folder, place.rank, stop)
     sys.unraisablehook = unraisable
     for number in HANDED_ON:

@@ -21,12 +21,12 @@ from convoy.failure import place_of
 from convoy.graph import tree
 from convoy.graph.given import prepare_given
 from convoy.graph.graph import CaptureError, Ref
-from convoy.launch.cores import host_memory
 from convoy.ops import capture
 from convoy.planner import workload_of
 from convoy.planner.cost.pipeline import Staging
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
+from convoy.resources import host_memory
 from convoy.script.data import evaluating
 from convoy.training.derived import num_microbatches
 from convoy.training.loss import heads

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean, median, median_low
 from typing import Any
 
+from convoy import resources
 from convoy.data import num_workers
 from convoy.data.loader import batch_maker, first_workers
 from convoy.data.sources import EncodedSource
@@ -28,7 +29,6 @@ from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured
 from convoy.engine.watched import WatchedUpdate
 from convoy.files import to_json, write_text
-from convoy.launch import cores
 from convoy.launch.host import HostLoad, HostWatch, beside_others, network_place
 from convoy.ops.precision import under_autocast
 from convoy.planner import Scored
@@ -283,7 +283,7 @@ class Observation:
             parts={name: both.measured_s for name, both in comparison.parts.items() if both.measured_s},
             ranks=of_ranks,
             workers=max(workers),
-            cores=cores.own_share(),
+            cores=resources.own_share(),
             threads=num_threads(recipe) if session.device.type == "cpu" else 0,
             microbatches=len(quantities.sizes),
             pictures=Pictures(in_memory=True) if in_memory else None,

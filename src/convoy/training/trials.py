@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from convoy import resources
 from convoy.comm.joining import meeting_store
 from convoy.comm.ranks import Ranks
 from convoy.doctor.diagnosis import LEAST, STEADY
 from convoy.doctor.facts import Cause, Trial
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
-from convoy.launch import cores
 from convoy.launch.host import HostWatch, network_place
 from convoy.plans.plan import plan_text
 from convoy.training.defaults import has_bf16
@@ -105,7 +105,7 @@ def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
     recipe, ranks, device = session.recipe, session.ranks, session.device
     bits_may_change, sizes = not recipe.reproducible, session.quantities.sizes
     if device.type == "cpu":
-        free = cores.own_share() - math.ceil(taken - _FREE)
+        free = resources.own_share() - math.ceil(taken - _FREE)
         if num_threads(recipe) != (threads := int(max(1, free))):
             arguments = ("--set", f"threads={threads}")
             yield Change("threads", arguments, {"threads": threads}, another_training=not bits_may_change)
@@ -234,7 +234,7 @@ def _by_all(session: Session, set_up: SetUp, change: Change, share: Budget, rank
 def _by_one(session: Session, set_up: SetUp, change: Change, share: Budget, ranks: Ranks) -> float | None:
     """By rank 0 with the cores of all on its host, while the others wait."""
     host = network_place()
-    members = ranks.gather((host, cores.own_cores()))
+    members = ranks.gather((host, resources.own_cores()))
     all_cores = sorted({core for place, of_rank in members if place == host for core in of_rank})
     update_s, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
     store = meeting_store()
@@ -253,14 +253,14 @@ def _by_one(session: Session, set_up: SetUp, change: Change, share: Budget, rank
 
 @contextmanager
 def _on(wanted: Sequence[int]) -> Iterator[None]:
-    own, pinned = cores.own_cores(), os.environ.get(cores.PINNED)
+    own, pinned = resources.own_cores(), os.environ.get(resources.PINNED)
     try:
-        cores.pin(wanted)
+        resources.pin(wanted)
         yield
     finally:
-        cores.pin(own)
+        resources.pin(own)
         if pinned is None:
-            os.environ.pop(cores.PINNED, None)
+            os.environ.pop(resources.PINNED, None)
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from convoy import resources
 from convoy.bench.emulated import network, quota
 from convoy.bench.emulated.cluster import Cluster
 from convoy.bench.emulated.network import INTERFACE, EmulatedHost, prefix
 from convoy.bench.emulated.pulse import pulses
 from convoy.errors import ConvoyError
-from convoy.launch import cores
-from convoy.launch.cores import own_cores
+from convoy.resources import own_cores
 
 PORT = 29_500
 
@@ -40,7 +40,7 @@ class EmulatedDevice:
         if self.group is not None:
             quota.enter(self.group)
         self.host.enter()
-        cores.pin([self.core])
+        resources.pin([self.core])
         # gloo's thread tries again and again for a lock that the thread which it has just pushed off the core holds,
         # until Linux's clock ticks: milliseconds for every small message. In this class nobody pushes others off.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -57,7 +57,7 @@ class EmulatedDevice:
             "MASTER_PORT": str(PORT),
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # not a warning for each connection that the hosts' names are not known
-            cores.PINNED: str(self.core),
+            resources.PINNED: str(self.core),
         }
 
 

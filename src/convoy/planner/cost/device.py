@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from convoy import processor
-from convoy.launch.cores import cores_allowed, free_memory
+from convoy.resources import cores_allowed, free_memory
 from convoy.units import size
 from convoy.version import __version__
 

@@ -5,11 +5,12 @@ import contextlib
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 
 PINNED = "CONVOY_CORES"
 _CPU = Path("/sys/devices/system/cpu")
@@ -78,6 +79,26 @@ def pin(cores: Sequence[int]) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended since
             os.sched_setaffinity(thread, cores)
     os.environ[PINNED] = ",".join(map(str, cores))
+
+
+def check_threads(number: int = 8) -> None:
+    """A MachineError where so many more threads cannot be started: torch and gloo, which start about as many to join
+    other ranks, wait for ever for one that could not be."""
+    stop, threads = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(number):
+            thread = threading.Thread(target=stop.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError as error:
+        raise MachineError(
+            f"no {number} more threads can be started here: raise the limit on processes and threads, that of the user "
+            "(ulimit -u) or of the container (pids)"
+        ) from error
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def folders(controller: str, membership: Path = MEMBERSHIP, root: Path = ROOT) -> Iterator[tuple[Path, int]]:
