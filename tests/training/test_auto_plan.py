@@ -24,7 +24,6 @@ from convoy.planner.workload import Workload
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.training import Session, auto_plan
-from convoy.training.parallel import StagedTraining
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import session
@@ -46,7 +45,7 @@ def far(found: Session, data: Path, *settings: str) -> float:
         step = each.step()
         for update, batch in enumerate(each.batches(0, 3)):
             step(batch, update)
-        ends.append({name: each.network.whole(name, x).clone() for name, x in each.model.state_dict().items()})
+        ends.append({name: each.network.engine.whole(name, x).clone() for name, x in each.model.state_dict().items()})
     return max(float((ends[0][n] - x).abs().max()) for n, x in ends[1].items() if x.is_floating_point())
 
 
@@ -150,7 +149,7 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
 
     with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda *args: None):
         found = planned(data, cache, "microbatch=4")
-    assert isinstance(found.network, StagedTraining)
+    assert found.network.stages is not None
     return len(found.division.passes(found.merge)), found.network.schedule, far(found, data, "microbatch=4")
 
 
@@ -188,7 +187,7 @@ def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> 
             found = planned(data, cache, *settings)
     except TooLargeError as error:
         return "", str(error), False
-    returns = isinstance(found.network, StagedTraining) and found.network.engine.returns_memory
+    returns = found.network.stages is not None and found.network.stages.returns_memory
     notes = [*found.notes, *(["freed memory is given back"] if returns else [])]
     return str(found.plan), " ".join(notes), any(cache.rglob("*.sqlite"))
 

@@ -145,7 +145,7 @@ def _update(plan: str, normed: bool, late: bool = False, forget: bool = False) -
             exchanges.clear()
             model.zero_grad()
             ran = _passes(network, update, late)
-    return {name: network.whole(name, tensor) for name, tensor in _state(model).items()}, ran, len(exchanges)
+    return {name: network.engine.whole(name, tensor) for name, tensor in _state(model).items()}, ran, len(exchanges)
 
 
 def _passes(network: TrainedNetwork, update: int, late: bool) -> list[int]:

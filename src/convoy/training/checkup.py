@@ -17,7 +17,6 @@ from convoy.launch.host import HostLoad, HostWatch, network_place
 from convoy.planner.comparison import Comparison
 from convoy.plans.schedule import bubble
 from convoy.training.derived import num_threads
-from convoy.training.parallel import StagedTraining
 from convoy.training.session import Session
 from convoy.training.step import StepResult
 
@@ -119,7 +118,5 @@ class Checkup:
             total_updates=quantities.total_updates,
             mtbf_s=recipe.checkpoint.mtbf.seconds,
             hosts=tuple(name for name, _ in dict.fromkeys(where for *_, where in everyone)) if ranks.num > 1 else (),
-            bubble=bubble(network.schedule, passes, session.plan.num_stages)
-            if isinstance(network, StagedTraining)
-            else 0.0,
+            bubble=bubble(network.schedule, passes, session.plan.num_stages) if network.stages is not None else 0.0,
         )

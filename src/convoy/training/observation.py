@@ -34,7 +34,6 @@ from convoy.planner.profiling import mean
 from convoy.planner.remembered import measured_ops, recalled, remember_run
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
-from convoy.training.parallel import StagedTraining
 from convoy.training.precision import lowered
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep, unmarked
@@ -217,9 +216,9 @@ def _known(session: Session, store: ProfileStore, placement: Placement) -> Score
     passes = session.division.passes(session.merge)
     recipe, network = session.recipe, session.network
     staging = None
-    if isinstance(network, StagedTraining):
+    if network.stages is not None:
         samples = tuple(len(piece.positions) for piece in passes)
-        staging = Staging(session.plan.mesh, network.engine.staged(placement), samples, network.schedule)
+        staging = Staging(session.plan.mesh, network.stages.staged(placement), samples, network.schedule)
     by_microbatch = recipe.batch_norm == "microbatch"
     microbatch = session.division.sizes[0] if by_microbatch else 0
     machine = measuring(recipe, session.device, session.ranks.on_host)
@@ -295,8 +294,8 @@ def _compared(
 
 def _stages(session: Session, placement: Placement) -> tuple[int, ...]:
     """Of the calls; none where the network is in one piece."""
-    network = session.network
-    return network.engine.staged(placement).stages if isinstance(network, StagedTraining) else ()
+    staged = session.network.engine.staged(placement)
+    return staged.stages if staged is not None else ()
 
 
 def _learn(everyone: Sequence[_Seen], here: Device, store: ProfileStore | None) -> int:

@@ -1,6 +1,6 @@
 """Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,15 +29,14 @@ from convoy.planner.workload import memory_of_updates
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
-from convoy.training.auto_plan import Choice, Chosen, Shares
+from convoy.training.auto_plan import Chosen, Shares, choose_plan
 from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.code import code_of
 from convoy.training.defaults import settle
 from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import Division, Pass, divide, text
-from convoy.training.input import InputPipeline
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Method, StagedTraining, TrainedNetwork
+from convoy.training.parallel import Method, TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
 from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
@@ -195,11 +194,7 @@ def _assemble(
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
     schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
-    kind: Callable[..., TrainedNetwork] = TrainedNetwork
-    if plan.num_stages > 1:
-        returns_memory = recipe.parallel.memory_limit is not None
-        kind = partial(StagedTraining, schedule=schedule, returns_memory=returns_memory)
-    network = kind(
+    network = TrainedNetwork(
         model.train(),
         plan,
         torch.empty(sizes[0], *ready.image_shape, device=device),
@@ -208,8 +203,10 @@ def _assemble(
         method=method_of(recipe),
         compile=recipe.compile,
         recompute=recipe.recompute,
+        schedule=schedule,
+        returns_memory=recipe.parallel.memory_limit is not None,
     )
-    ranks.follow(plan.mesh, network.sample_axes)
+    ranks.follow(plan.mesh, network.engine.sample_axes)
     sharing = ranks.num // ranks.num_sample_ranks
     passes = 1
     if plan.num_stages > 1:
@@ -219,16 +216,14 @@ def _assemble(
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
     pieces = division.passes(merge, late=not recipe.reproducible)
-    stages: list[StageRecord] = []
-    if isinstance(network, StagedTraining):
-        stages = network.describe(pieces, lowered(recipe))
+    stages = network.describe(pieces, lowered(recipe))
+    if stages:
         more = _for_fewer_waits(recipe, model, plan, len(pieces), network.schedule)
         notes.append(_cuts(stages, len(pieces), network.schedule) + more)
     notes += _within_limit(recipe, plan, network, pieces, device.type == "cpu")
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
-    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     recomputation = network.what_is_recomputed(pieces, lowered(recipe))
     notes += [recomputation] if recomputation is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
@@ -237,7 +232,7 @@ def _assemble(
         why += "; half of them begin, others follow when batches are waited for"
     derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
-    if isinstance(network, StagedTraining):
+    if stages:
         through = f"through {plan.num_stages} stages"
         derived.append(Derived("passes in an update", len(pieces), through, "docs/plans.md"))
         schedule_is_set = recipe.parallel.schedule is not None
@@ -251,7 +246,7 @@ def _assemble(
         division=division,
         network=network,
         counts=counts,
-        pipeline=InputPipeline(data, device, memory_format),
+        pipeline=ready.pipeline(),
         state=RunState(network, optimizer, scaler, averaged),
         merge=merge,
         notes=[*recipe.notes(), *data.notes, *notes],
@@ -270,7 +265,7 @@ def _within_limit(
         return ["--memory-limit has no effect: the memory of a network that cannot be captured is not predicted"]
     placement = network.largest(passes, lowered(recipe))
     staging = Staging.of(plan, placement.graph, tuple(placement.outputs), [len(piece.positions) for piece in passes])
-    if staging is not None and isinstance(network, StagedTraining):
+    if staging is not None:
         staging = staging.scheduled(network.schedule)
     update = memory_of_updates(partial(optimizer_for, recipe=recipe))
     update = replace(update, divisible=update.divisible and network.shares_updates)
@@ -325,7 +320,7 @@ def _choose_plan(ready: Prepared, progress: Progress | None, rivals: Sequence[Pl
         return _assemble(replace(ready, model=model, ranks=racing), plan, [], shares, staging).step()
 
     say = progress if progress is not None and ranks.rank == 0 else lambda *work: None
-    return Choice(**vars(ready), merge=merge, rivals=rivals, make_step=make_step, progress=say)()
+    return choose_plan(ready, merge, rivals, make_step, say)
 
 
 def method_of(recipe: Recipe) -> Method:
