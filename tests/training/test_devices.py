@@ -20,9 +20,9 @@ from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, division, set_up
 from convoy.training import checkpoint_interval as when
 from convoy.training.checkpoint_interval import Young
+from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
-from convoy.training.input import InputPipeline
 from convoy.training.parallel import Method
 from ranks import run_ranks
 from tiny import TinyDouble

@@ -76,7 +76,7 @@ _ENOUGH, _MOST = 3, 8  # a racer ends when so many measurements are near its fas
 # Microbatches of each part of the batch; None: as even as can be, or as the recipe says.
 Shares = tuple[int, ...] | None
 # The update of a network under a plan, by some devices; it changes the network, and which samples this rank has.
-MakeStep = Callable[[nn.Module, Plan, Ranks, Shares, Staging | None], TrainingStep]
+MakeStep = Callable[[nn.Module, Ranks, Plan, Shares, Staging | None], TrainingStep]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def choose_plan(
         """Seconds of an update under a plan, of the slowest rank, with what its input takes."""
         if racer.staging is None:
             try_out(planned.workload, planned.workload.place(racer.plan), ranks.rank)
-        step = make_step(copied(ready.model), racer.plan, ranks, planned.shares(racer.plan), racer.staging)
+        step = make_step(copied(ready.model), ranks, racer.plan, planned.shares(racer.plan), racer.staging)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
         seconds = update_seconds(step, ready.image_shape, device, ranks, enough=_ENOUGH, most=_MOST)

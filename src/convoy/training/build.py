@@ -28,8 +28,8 @@ from convoy.planner.cost.pipeline import Staging
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
 from convoy.script.data import evaluating
+from convoy.training.classification import heads
 from convoy.training.derived import num_microbatches
-from convoy.training.loss import heads
 from convoy.training.precision import lowered
 from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.run_directory import RunDirectory

@@ -21,8 +21,7 @@ from convoy.data import Batch
 from convoy.files import write_atomically
 from convoy.script.data import evaluating
 from convoy.training import records
-from convoy.training.input import InputPipeline
-from convoy.training.loss import heads
+from convoy.training.classification import InputPipeline, heads
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, Normalize
+from convoy.training.classification import heads
 from convoy.training.environment import num_cores
-from convoy.training.loss import heads
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
 

@@ -31,10 +31,10 @@ from convoy.errors import ConvoyError
 from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
+from convoy.training.classification import InputPipeline
 from convoy.training.code import code_of, difference
 from convoy.training.defaults import settle
 from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.input import InputPipeline
 from convoy.training.precision import set_numerics
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory

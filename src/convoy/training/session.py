@@ -15,12 +15,12 @@ from convoy.engine.recorded import Recorded, graph_on
 from convoy.planner import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
+from convoy.training.classification import InputPipeline
 from convoy.training.code import Code
 from convoy.training.derived import Quantities
 from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.finite import FiniteGuard
-from convoy.training.input import InputPipeline
 from convoy.training.parallel import TrainedNetwork
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,9 +86,9 @@ def set_up(
         notes += bring_to(device, data, recipe.data, torch.cuda.get_device_properties(device).total_memory / sharing)
     quantities = resolve(recipe, len(data.train))
     notes += left_out_of_epochs(recipe.batch, len(data.train))
-    model, found_notes = build_for(recipe, data, plan, ranks)
-    notes += found_notes
-    if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+    model, build_notes = build_for(recipe, data, plan, ranks)
+    notes += build_notes
+    if recipe.batch_norm != "microbatch" and not _has_batch_norm(model):
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
@@ -110,15 +111,19 @@ def set_up(
     notes += [smaller] if smaller is not None else []
     code = ranks.first(lambda: code_of(model, probe.graph))
     ready = Prepared(recipe, data, quantities, model, probe, device, ranks, store, settled.derived, code)
-    chosen, shares, staging = None, None, None
-    if plan is None:
-        chosen = _choose_plan(ready, progress, rivals)
-        plan, shares, staging = chosen.plan, chosen.shares, chosen.staging
-        notes += chosen.notes
-    notes += note_on_hosts(plan, ranks.on_host)
-    session = _assemble(ready, plan, notes, shares, staging)
-    if chosen is not None:
-        session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
+    if plan is not None:
+        chosen = Chosen(plan, ())
+    else:
+
+        def make_step(model: nn.Module, racing: Ranks, plan: Plan, *of_plan: Any) -> TrainingStep:
+            return _assemble(replace(ready, model=model, ranks=racing), plan, [], *of_plan).step()
+
+        merge, _ = ranks.broadcast(merged(recipe, probe, sizes, device))
+        say = progress if progress is not None and ranks.rank == 0 else lambda *work: None
+        chosen = choose_plan(ready, merge, rivals, make_step, say)
+    notes += [*chosen.notes, *note_on_hosts(chosen.plan, ranks.on_host)]
+    session = _assemble(ready, chosen.plan, notes, chosen.shares, chosen.staging)
+    session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
     session.notes += _of_recording(session, explicit_keys)
     return session
 
@@ -189,7 +194,10 @@ def _assemble(
 ) -> Session:
     """The session under a plan, with the planner's shares and stages where the recipe gives none. All ranks call it."""
     staging = staging if plan.num_stages > 1 else None
-    ready = _through_stages(ready, plan, staging) if staging is not None else ready
+    if staging is not None:  # microbatches small enough for as many passes as the planner has found
+        useful = plan.parts * len(staging.samples)
+        sizes, _ = divisible_sizes(ready.recipe, ready.model, plan.parts, ready.probe, useful)
+        ready = replace(ready, quantities=replace(ready.quantities, sizes=sizes))
     recipe, data, device, ranks, model = ready.recipe, ready.data, ready.device, ready.ranks, ready.model
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
@@ -218,8 +226,7 @@ def _assemble(
     pieces = division.passes(merge, late=not recipe.reproducible)
     stages = network.describe(pieces, lowered(recipe))
     if stages:
-        more = _for_fewer_waits(recipe, model, plan, len(pieces), network.schedule)
-        notes.append(_cuts(stages, len(pieces), network.schedule) + more)
+        notes.append(_cuts(recipe, model, plan, stages, len(pieces), network.schedule))
     notes += _within_limit(recipe, plan, network, pieces, device.type == "cpu")
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
@@ -280,47 +287,31 @@ def _within_limit(
     return []
 
 
-def _through_stages(ready: Prepared, plan: Plan, staging: Staging) -> Prepared:
-    """With microbatches small enough for as many passes as the planner has found, where that changes no result."""
-    useful = plan.parts * len(staging.samples)
-    sizes, _ = divisible_sizes(ready.recipe, ready.model, plan.parts, ready.probe, useful)
-    return replace(ready, quantities=replace(ready.quantities, sizes=sizes))
-
-
-def _cuts(stages: list[StageRecord], passes: int, schedule: Schedule) -> str:
-    """Where the stages begin, and how the batch goes through them."""
+def _cuts(
+    recipe: Recipe, model: nn.Module, plan: Plan, stages: list[StageRecord], passes: int, schedule: Schedule
+) -> str:
+    """Where the stages begin, how the batch goes through them, and what to do where they wait for much of the time."""
     begins = ", ".join(f"stage {number} from {stage.layer}" for number, stage in enumerate(stages, 1))
-    waits = f"stages wait about {rough_percent(bubble(schedule, passes, len(stages)))} of the time"
-    return f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, {waits}"
-
-
-def _for_fewer_waits(recipe: Recipe, model: nn.Module, plan: Plan, passes: int, schedule: Schedule) -> str:
-    """What to do where stages wait for each other for much of the time; empty where they do not."""
-    if bubble(schedule, passes, plan.num_stages) < 0.25:
-        return ""
-    if recipe.batch_norm != "microbatch":
-        return (
-            f": batch_norm={recipe.batch_norm} takes all microbatches at once, and batch_norm=microbatch one after the "
-            "other"
-        )
+    waiting = bubble(schedule, passes, plan.num_stages)
+    sentence = (
+        f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, stages wait about {rough_percent(waiting)} of "
+    )
+    sentence += "the time"
     most = min(PARTS_PER_STAGE * plan.num_stages, recipe.batch // plan.parts)
+    if waiting < 0.25:
+        return sentence
+    if recipe.batch_norm != "microbatch":
+        every = f"batch_norm={recipe.batch_norm} takes all microbatches at once"
+        return f"{sentence}: {every}, and batch_norm=microbatch one after the other"
     if most <= passes:
-        return ": a larger --batch can have more microbatches"
-    fewer = f": with --microbatches {most * plan.parts} about {rough_percent(bubble(schedule, most, plan.num_stages))}"
-    normed = any(isinstance(layer, _BatchNorm) for layer in model.modules())
-    return f"{fewer}{' (another training, as batch norm is of each microbatch)' if normed else ''}"
+        return f"{sentence}: a larger --batch can have more microbatches"
+    normed = " (another training, as batch norm is of each microbatch)" if _has_batch_norm(model) else ""
+    fewer = rough_percent(bubble(schedule, most, plan.num_stages))
+    return f"{sentence}: with --microbatches {most * plan.parts} about {fewer}{normed}"
 
 
-def _choose_plan(ready: Prepared, progress: Progress | None, rivals: Sequence[Plan]) -> Chosen:
-    """The plan for `--plan auto`. All ranks call it."""
-    ranks, sizes = ready.ranks, ready.quantities.sizes
-    merge, _ = ranks.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
-
-    def make_step(model: nn.Module, plan: Plan, racing: Ranks, shares: Shares, staging: Staging | None) -> TrainingStep:
-        return _assemble(replace(ready, model=model, ranks=racing), plan, [], shares, staging).step()
-
-    say = progress if progress is not None and ranks.rank == 0 else lambda *work: None
-    return choose_plan(ready, merge, rivals, make_step, say)
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(layer, _BatchNorm) for layer in model.modules())
 
 
 def method_of(recipe: Recipe) -> Method:
