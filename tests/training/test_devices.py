@@ -18,8 +18,6 @@ from convoy.engine.gradients.buckets import own_piece
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, division, set_up
-from convoy.training import checkpoint_interval as when
-from convoy.training.checkpoint_interval import Young
 from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
@@ -182,23 +180,21 @@ def test_devices_come_and_go_after_crashes_between_checkpoints(
         assert any((one["name"], one["value"]) == ("schedule", "1f1b") for one in found["derived"])
 
 
-@pytest.mark.parametrize("optimizer", ["lamb", *(pytest.param(name, marks=slow) for name in ("lars", "adamw"))])
-def test_optimizers_see_whole_tensors_of_other_stages(data: Path, tmp_path: Path, optimizer: str) -> None:
-    settings = BITS | {"optimizer.name": optimizer, "optimizer.lr": "0.01", "ema.decay": "0.9"}
+def test_optimizers_see_whole_tensors_of_other_stages(data: Path, tmp_path: Path) -> None:
+    settings = BITS | {"optimizer.name": "lamb", "optimizer.lr": "0.01", "ema.decay": "0.9"}
     (want,) = on_plan(data, tmp_path / "serial", "serial", settings)
     found = on_plan(data, tmp_path / "run", "stage=2,sample=2", settings)[0]
     assert (found.digest, found.curve) == (want.digest, want.curve)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(3, marks=slow)])
-def test_other_ranks_go_on_from_what_four_wrote_each_a_share(data: Path, tmp_path: Path, world: int) -> None:
+def test_one_device_goes_on_from_what_four_wrote_each_a_share(data: Path, tmp_path: Path) -> None:
     settings = {"epochs": "8ba", "reproducible": "true", "checkpoint.every": "3ba", "checkpoint.keep": "9"}
     whole = run_ranks(train_here, 4, data, tmp_path / "whole", settings, timeout=120)[0]
     parts = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     drop_checkpoints(parts, 3)
-    resumed = run_ranks(train_here, world, data, parts, settings, True, timeout=120)[0]
+    resumed = run_ranks(train_here, 1, data, parts, settings, True)[0]
     assert (resumed.digest, resumed.curve) == (whole.digest, whole.curve)
-    assert [len(list((store_of(parts).place(step) / "state").iterdir())) for step in (3, 6)] == [4, world]
+    assert [len(list((store_of(parts).place(step) / "state").iterdir())) for step in (3, 6)] == [4, 1]
 
 
 OFTEN = {"checkpoint.every": "auto", "checkpoint.mtbf": "0.01s", "checkpoint.keep": "99"}
@@ -262,12 +258,10 @@ def test_where_nothing_is_exchanged_nothing_is_approximate(data: Path, tmp_path:
 
 
 @slow
-@pytest.mark.parametrize("plan", ["sample=2", "sample=2,filter=2"])
-def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path, tmp_path: Path, plan: str) -> None:
+def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path, tmp_path: Path) -> None:
     settings = {"parallel.local_sgd": "2", "optimizer.lr": "0.02", "epochs": "7ba"}
-    settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9", "parallel.plan": plan}
-    world = Plan.parse(plan).mesh.num_devices
-    ended = {"whole": run_ranks(train_here, world, data, tmp_path / "whole", settings, timeout=120)[0]}
+    settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9", "parallel.plan": "sample=2,filter=2"}
+    ended = {"whole": run_ranks(train_here, 4, data, tmp_path / "whole", settings, timeout=120)[0]}
     for name in ("parts", "control"):
         drop_checkpoints(shutil.copytree(tmp_path / "whole", tmp_path / name), 3)
         if name == "control":
@@ -277,31 +271,9 @@ def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path
             for key in second:
                 del checkpoint.tensors[key]
             store_of(tmp_path / name).save(checkpoint)
-        ended[name] = run_ranks(train_here, world, data, tmp_path / name, settings, True, timeout=120)[0]
+        ended[name] = run_ranks(train_here, 4, data, tmp_path / name, settings, True, timeout=120)[0]
     assert ended["parts"] == Ended(ended["whole"].digest, ended["whole"].curve, ended["parts"].said)
     assert ended["control"].digest != ended["whole"].digest
-
-
-def _saved_by_the_clock(data: Path, out: Path, settings: Settings, at_any_update: bool = False) -> Ended:
-    with as_before() as patch:
-        patch.setattr(when, "FIRST_UPDATES", 3)
-        if at_any_update:
-            patch.setattr("convoy.training.loop.Young", lambda mtbf, multiple: Young(mtbf))
-        return train_here(data, out, {"epochs": "19ba", "parallel.local_sgd": "4"} | settings)
-
-
-@slow
-def test_local_sgd_is_saved_where_its_weights_are_averaged_anyway(data: Path, tmp_path: Path) -> None:
-    seldom = {"evaluate_every": "1000ba", "checkpoint.every": "1000ba"}
-    never = run_ranks(_saved_by_the_clock, 3, data, tmp_path / "never", seldom)[0]
-    often = run_ranks(_saved_by_the_clock, 3, data, tmp_path / "often", seldom | OFTEN)[0]
-    assert often.digest == never.digest
-
-    def saved_at_any_update(attempt: int) -> str:
-        out = tmp_path / f"control-{attempt}"
-        return run_ranks(_saved_by_the_clock, 3, data, out, seldom | OFTEN, True)[0].digest
-
-    assert any(saved_at_any_update(attempt) != never.digest for attempt in range(4))  # the clock says when
 
 
 # Devices that are not equally fast
@@ -364,7 +336,7 @@ def _without_weights_of_the_last_pass(*given: Any) -> Ended:
 
 @pytest.mark.parametrize(
     ("plan", "features"),
-    [("stage=2", ALL), pytest.param("stage=2,sample=2", ALL, marks=slow), ("stage=2", {"microbatch": "2"})],
+    [("stage=2", ALL | {"microbatch": "2"}), pytest.param("stage=2,sample=2", ALL, marks=slow)],
 )
 def test_zero_bubble_trains_and_goes_on_as_one_device_does(
     data: Path, tmp_path: Path, plan: str, features: Settings
@@ -416,19 +388,15 @@ def _sharing(data: Path, out: Path, settings: Settings, after: int | None, sabot
     return ended and ended.curve
 
 
-@pytest.mark.parametrize("sabotage", ["", *SABOTAGES])
-def test_an_optimizer_that_is_divided_trains_and_goes_on_as_a_whole_one(
-    data: Path, tmp_path: Path, sabotage: str
-) -> None:
+def test_an_optimizer_that_is_divided_trains_and_goes_on_as_a_whole_one(data: Path, tmp_path: Path) -> None:
     settings = {"model.name": "training.test_devices:Wide", "epochs": "6ba", "checkpoint.every": "2ba"}
     settings |= {"optimizer.name": "adamw", "optimizer.lr": "0.01", "clip_norm": "0.05"}
     run_ranks(train_here, 1, data, tmp_path / "serial", settings)
-    for after in (5, None):
-        run_ranks(_sharing, 2, data, tmp_path / "run", settings, after, sabotage)
-    if sabotage:
-        assert distance(tmp_path / "run", tmp_path / "serial") > 1e-6
-        return
-    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
+    for sabotage in ("", *SABOTAGES):
+        out = tmp_path / (sabotage or "run")
+        for after in (5, None):
+            run_ranks(_sharing, 2, data, out, settings, after, sabotage)
+        assert distance(out, tmp_path / "serial") > 1e-6 if sabotage else distance(out, tmp_path / "serial") < 1e-9
     drop_checkpoints(tmp_path / "run", 4)  # its state goes on as a whole one
     (tmp_path / "run" / "weights.safetensors").unlink()
     run_ranks(train_here, 1, data, tmp_path / "run", settings, True)
