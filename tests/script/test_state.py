@@ -1,4 +1,4 @@
-"""A loop's state by the plain network's names: the same under every plan, and what one saves, any other goes on from."""
+"""A loop's state by the plain network's names is the same under every plan, and any goes on from what another saved."""
 
 import copy
 from collections.abc import Callable

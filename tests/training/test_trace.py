@@ -19,7 +19,7 @@ MOST_BEFORE, MOST_IN_AN_UPDATE = 122, 44
 ROOT = Path(convoy.__file__).parent
 UPDATES = 72
 QUIET = range(66, 71)
-"""Updates to which nothing else is due: no line of metrics, evaluation or checkpoint, and nobody looks at their calls."""
+"""Updates to which nothing else is due: no line of metrics, no evaluation, no checkpoint; and nobody watches calls."""
 
 
 def files_entered(command: list[str]) -> tuple[list[str], list[list[str]]]:

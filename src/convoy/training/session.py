@@ -1,15 +1,15 @@
 """The live objects of one run, and what they do together: batches, updates, evaluations."""
 
 from collections.abc import Callable, Generator
-from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from convoy import models
 from convoy.comm.ranks import Ranks
-from convoy.data import Batch, DataSet, Order, evaluation_batches, training_batches
+from convoy.data import Batch, DataSet, Order, training_batches
 from convoy.engine import Probe
 from convoy.engine.recorded import Recorded, graph_on
 from convoy.planner import Scored
@@ -116,36 +116,12 @@ class Session(Prepared):
         `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError; nothing has
         changed then.
         """
-        ranks, size = self.ranks, self.evaluation_batch()
-        samples = range(len(self.data.test))
-
-        def announce(number: int) -> int:
-            first = number * ranks.num_sample_ranks
-            chunks = range(first, first + ranks.num_sample_ranks)
-            parts = tuple(len(samples[chunk * size : (chunk + 1) * size]) for chunk in chunks)
-            self.network.engine.samples = parts
-            return parts[ranks.sample_rank]
-
         self.network.synchronize()
-        batches = evaluation_batches(
-            self.data,
-            self.recipe.data,
-            batch=size,
-            part=ranks.sample_rank,
-            num_parts=ranks.num_sample_ranks,
-            pin_memory=self.device.type == "cuda",
-        )
-        with closing(batches), self.state.delivered() as model:
+        announce = partial(setattr, self.network.engine, "samples")
+        size, num_classes = self.evaluation_batch(), len(self.data.classes)
+        with self.state.delivered() as model:
             return evaluate(
-                model,
-                batches,
-                self.pipeline,
-                len(self.data.classes),
-                self.recipe,
-                ranks,
-                announce,
-                ranks.num > 1,
-                is_asked_to_stop,
+                model, self.pipeline, self.recipe, num_classes, size, self.ranks, announce, is_asked_to_stop
             )
 
     def evaluation_batch(self) -> int:
