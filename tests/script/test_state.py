@@ -230,7 +230,7 @@ WRONG: dict[str, Callable[[State], Any]] = {
     "3.weight is only in the optimizer's group 0: make the optimizer with the parameters": lambda s: s["param_groups"][
         0
     ]["params"].remove("3.weight"),
-    "9.weight is only in the state's group 0": lambda s: s["param_groups"][0]["params"].append("9.weight"),
+    "8.weight is only in the state's group 0": lambda s: s["param_groups"][0]["params"].append("8.weight"),
     "exp_avg of 0.weight is [2, 2] in the state, but 0.weight is [5, 3, 3, 3]": lambda s: s["state"]["0.weight"].update(
         exp_avg=torch.zeros(2, 2)
     ),

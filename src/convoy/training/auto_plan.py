@@ -55,7 +55,7 @@ def _seconds(ready: Prepared) -> float:
     """Of a sample here, with all the workers that there may be."""
     positions = balanced(ready.recipe.batch, ready.ranks.num)[ready.ranks.rank]
     assert isinstance(positions, range)
-    pipeline = ready.pipeline()
+    pipeline = ready.new_pipeline()
     workers = num_workers(ready.data, ready.recipe.data)[0]
     with closing(ready.batches_of(positions, 0, 1 + max(_LEAST, workers), workers=workers)) as batches:
         pipeline(next(batches))  # workers have started, and memory is there
@@ -87,12 +87,8 @@ class Chosen:
     notes: tuple[str, ...]
     scored: Scored | None = None
     shares: Shares = None  # by which devices that are not equally fast end at the same time
+    staging: Staging | None = None  # in which passes, and in which order, it goes through the stages
     one_device_s: float | None = None  # predicted seconds of an update on one device
-
-    @property
-    def staging(self) -> Staging | None:
-        """In which passes, and in which order, it goes through the stages that the planner found."""
-        return self.scored.staging if self.scored is not None else None
 
 
 def choose_plan(
@@ -154,7 +150,7 @@ def choose_plan(
     verdict = ranks.first(lambda: explained(planned).verdict.sentence)
     sentences = _sentences(planned, device, f"within {size(int(limit))} of memory a device, {source}")
     notes = (*sentences, f"{best.plan}: {verdict}", *planned.notes)
-    return Chosen(best.plan, notes, best, planned.shares(best.plan), planned.serial.seconds)
+    return Chosen(best.plan, notes, best, planned.shares(best.plan), best.staging, planned.serial.seconds)
 
 
 def _sentences(planned: Planned, device: torch.device, within: str) -> list[str]:

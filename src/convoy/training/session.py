@@ -15,6 +15,7 @@ from convoy.engine.recorded import Recorded, graph_on
 from convoy.planner import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
+from convoy.training.build import is_recorded, why_not_recorded
 from convoy.training.classification import InputPipeline
 from convoy.training.code import Code
 from convoy.training.derived import Quantities
@@ -26,7 +27,6 @@ from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.state import RunState
 from convoy.training.step import TrainingStep
-from convoy.training.workloads import is_recorded, why_not_recorded
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Prepared:
     derived: list[Derived]  # what follows from the recipe, for the log and the report
     code: Code  # what the plain network computes
 
-    def pipeline(self) -> InputPipeline:
+    def new_pipeline(self) -> InputPipeline:
         """What takes the data's pictures to the device."""
         memory_format = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         return InputPipeline(self.data, self.device, memory_format)

@@ -253,7 +253,7 @@ def _assemble(
         division=division,
         network=network,
         counts=counts,
-        pipeline=ready.pipeline(),
+        pipeline=ready.new_pipeline(),
         state=RunState(network, optimizer, scaler, averaged),
         merge=merge,
         notes=[*recipe.notes(), *data.notes, *notes],

@@ -81,6 +81,7 @@ class TrainingStep:
     def __post_init__(self) -> None:
         self.network, self.optimizer, self.scaler = self.state.network, self.state.optimizer, self.state.scaler
         self.num_samples = self.recipe.batch
+        self._mixing = self.recipe.data.mix if self.recipe.data.mix.on else None
         self._autocast = autocast_of(self.recipe, self.pipeline.device)
         self._loss = ClassificationLoss(self.recipe.loss.label_smoothing, self.recipe.loss.aux_weight)
 
@@ -210,15 +211,14 @@ class TrainingStep:
         start = piece.parts[self.rank].start - self.passes[0].parts[self.rank].start
         end = start + len(piece.parts[self.rank])
         images, targets = self.pipeline(batch, start, end), labels[start:end]
-        mixing = self.recipe.data.mix
-        if not mixing.on:
+        if self._mixing is None:
             return images, targets
         sizes, first = piece.microbatches[self.rank], piece.parts[self.rank].start
         return mix(
             images,
             targets,
             num_classes=len(self.pipeline.data.classes),
-            config=mixing,
+            config=self._mixing,
             sizes=list(sizes),
             keys=[fold(self.recipe.seed, update, first + sum(sizes[:i])) for i in range(len(sizes))],
         )
