@@ -14,9 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 from torch.optim.swa_utils import AveragedModel
 
 import convoy
-from convoy.engine.gradients import sharded as sharding
-from convoy.engine.gradients.sharded import ShardedOptimizer
-from convoy.engine.optimizers import divide_update
 from convoy.script import checkpoint
 from convoy.script.checkpoint import load, save
 from convoy.script.state import load_optimizer_state_dict, optimizer_state_dict, state_dict
@@ -194,35 +191,6 @@ def test_each_part_of_the_state_is_needed_and_rank_zeros_alone_is_another(
 ) -> None:
     for end in run_ranks(_without, 2, folder)[0]:
         assert not alike(end, uninterrupted["momentum"], 1e-6)
-
-
-def _large(plan: str, sharded: bool, source: State | None) -> tuple[State, State, bool]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 4096), nn.ReLU(), nn.Linear(4096, 1024), nn.Linear(1024, 2))
-    net = convoy.parallelize(net, plan, example=torch.zeros(2, 3, 4, 4))
-    plain = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "_WORTH", 0)
-        optimizer = divide_update(net, plain) if sharded else plain
-    if source is not None:
-        load_optimizer_state_dict(net, optimizer, source)
-    first = optimizer_state_dict(net, optimizer)
-    for _ in range(2):
-        net.zero_grad()
-        images = torch.linspace(0, 1, 192).view(4, 3, 4, 4)
-        net(images[convoy.local_samples(net, 4)]).square().mean().backward()
-        optimizer.step()
-    return first, optimizer_state_dict(net, optimizer), isinstance(optimizer, ShardedOptimizer)
-
-
-@pytest.mark.slow
-def test_a_divided_update_has_the_same_state() -> None:
-    (_, whole, _), (_, sharded, is_sharded) = (
-        run_ranks(_large, 2, "sample=2", each, None)[0] for each in (False, True)
-    )
-    assert is_sharded and alike(sharded["state"], whole["state"], 1e-4)
-    for plan, world, divided in (("sample=2", 2, True), ("filter=2", 2, False), ("serial", 1, False)):
-        assert all(alike(first, sharded) for first, _, _ in run_ranks(_large, world, plan, divided, sharded))
 
 
 WRONG: dict[str, Callable[[State], Any]] = {
