@@ -39,7 +39,7 @@ def run(found: Session, updates: int, observation: Observation | None = None) ->
         with observation.update(step):
             step(batch, update)
         observation.begin()
-    return {name: found.network.whole(name, tensor).clone() for name, tensor in found.model.state_dict().items()}
+    return {name: found.network.engine.whole(name, tensor).clone() for name, tensor in found.model.state_dict().items()}
 
 
 def both_ways(data: Path, settings: tuple[str, ...]) -> tuple[bool, Comparison]:

@@ -90,8 +90,9 @@ class TrainedNetwork:
                 f"{why}, but how many passes an update has depends on the plan, so that results would too: take that "
                 "out of forward, or train with convoy.parallelize in a loop of your own"
             )
-        self.engine.context.statistics.in_order = method.tree
-        self.engine.context.in_turns = True
+        self.context = self.engine.context  # of the step, for all layers
+        self.context.statistics.in_order = method.tree
+        self.context.in_turns = True
         self.schedule = schedule
         # The same network, if its plan has stages: this rank runs one of them.
         self.stages = self.engine if isinstance(self.engine, StagedNetwork) else None
@@ -135,7 +136,7 @@ class TrainedNetwork:
             return False
         self._announce(update, piece)
         owners = [rank for rank, own in enumerate(piece.microbatches) for _ in own]
-        self.engine.context.statistics.record_left_out(self.engine.context.starts, owners)
+        self.context.statistics.record_left_out(self.context.starts, owners)
         return True
 
     def enter(self, update: int, piece: Pass) -> None:
@@ -145,7 +146,7 @@ class TrainedNetwork:
         self._announce(update, piece)
 
     def _announce(self, update: int, piece: Pass) -> None:
-        self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
+        self.context.enter(update, piece.positions, piece.sizes, self._device)
 
     def what_is_recomputed(self, passes: Sequence[Pass], precision: torch.dtype | None) -> str | None:
         """A sentence on the activations that are computed again, for the largest of an update's passes, and what that
@@ -236,7 +237,7 @@ class TrainedNetwork:
         outputs are those of another rank's stage.
         """
         reducer = self.engine.reducer
-        last = last and self.engine.context.postponed is None
+        last = last and self.context.postponed is None
         with contextlib.nullcontext() if last or reducer is None else reducer.paused():
             flight = self._running.popleft() if self.stages is not None else None
             if loss is not None:
@@ -261,7 +262,7 @@ class TrainedNetwork:
         self._left_over = False
         if self._tree is not None:
             self._tree.finish()
-        self.engine.context.statistics.fold(self.engine.groups)
+        self.context.statistics.fold(self.engine.groups)
         if self.stages is not None:
             self.stages.finish_update()
 

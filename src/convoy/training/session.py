@@ -162,7 +162,7 @@ class Session(Prepared):
         )
         graph = graph_on(self.device)
         if graph is not None and self.is_recorded:
-            context, abandon = self.network.engine.context, self.network.abandon
+            context, abandon = self.network.context, self.network.abandon
             step.recorded = Recorded(
                 step.to_record, self.model, context, graph, agree=self.ranks.first_of, abandon=abandon
             )
