@@ -27,8 +27,8 @@ from convoy.engine import agreement
 from convoy.ops.constants import Constants
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
+from convoy.training.classification import InputPipeline
 from convoy.training.division import divide
-from convoy.training.input import InputPipeline
 from convoy.training.optimizers import create_optimizer
 from convoy.training.parallel import Method, TrainedNetwork
 from convoy.training.precision import Scaler

@@ -1,258 +1,252 @@
-"""An optimizer's state by serial names: the same under every plan, loaded into any, and refused before it changes."""
+"""A loop's state by the plain network's names is the same under every plan, and any goes on from what another saved."""
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn, optim
+from torch import nn, optim
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
+from torch.optim.swa_utils import AveragedModel
 
 import convoy
-from convoy.engine.gradients import sharded as sharding
-from convoy.engine.gradients.sharded import ShardedOptimizer
-from convoy.engine.optimizers import divide_update
-from convoy.errors import ConvoyError
-from convoy.script.state import load_optimizer_state_dict, load_state_dict, optimizer_state_dict, state_dict
+from convoy.script import checkpoint
+from convoy.script.checkpoint import load, save
+from convoy.script.state import load_optimizer_state_dict, optimizer_state_dict, state_dict
 from ranks import run_ranks
-
-PLANS = {"serial": 1, "sample=2": 2, "filter=2": 2, "owt=2": 2, "channel=2": 2, "sample=2,filter=2": 4}
-BATCH = 8
+from script.saved import alike, refused
 
 State = dict[str, Any]
+PLANS = {"serial": 1, "sample=2": 2, "filter=2": 2, "owt=2": 2, "channel=2": 2, "sample=3": 3, "sample=2,filter=2": 4}
+QUICK = ("sample=2", "owt=2")
+BATCH = 12
 
 
-def parallel(plan: str, frozen: bool = False) -> nn.Module:
-    torch.manual_seed(2)
-    net = nn.Sequential(
-        nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3), nn.Flatten(), nn.Linear(16, 3)
-    ).double()
-    for parameter in net[0].parameters():
-        parameter.requires_grad_(not frozen)
-    return convoy.parallelize(net, plan, example=torch.zeros(2, 3, 6, 6, dtype=torch.float64))
+def two_groups(kind: type[optim.Optimizer], rest: State, **options: Any) -> Callable[[nn.Module], optim.Optimizer]:
+    def make(net: nn.Module) -> optim.Optimizer:
+        weights, others = ([p for p in net.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
+        return kind([{"params": weights}, {"params": others, **rest}], **options)
+
+    return make
 
 
-def backward(net: nn.Module, update: int) -> None:
-    generator = torch.Generator().manual_seed(update)
-    images = torch.randn(BATCH, 3, 6, 6, generator=generator, dtype=torch.float64)
-    labels = torch.randint(3, (BATCH,), generator=generator)
-    mine = convoy.local_samples(net, BATCH)
-    net.zero_grad()
-    F.cross_entropy(net(images[mine]), labels[mine]).backward()
-
-
-def adam(net: nn.Module) -> optim.Optimizer:
-    weights, rest = ([p for p in net.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
-    return optim.Adam([{"params": weights}, {"params": rest, "lr": 0.02, "betas": (0.5, 0.9)}], lr=0.01)
-
-
-def some(net: nn.Module) -> optim.Optimizer:
-    return optim.AdamW([net[5].weight, *net[3].parameters()], lr=0.01)
-
-
-def trainable(net: nn.Module) -> optim.Optimizer:
-    return optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
-
-
-def tensor_rate(net: nn.Module) -> optim.Optimizer:
-    return optim.Adam(net.parameters(), lr=torch.tensor(0.01, dtype=torch.float64), foreach=False)
-
-
-MADE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
-    "two groups": adam,
-    "some parameters": some,
-    "frozen": trainable,
-    "not all stepped": adam,
-    "learning rate as a tensor": tensor_rate,
-    "fresh": adam,
+OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "momentum": two_groups(optim.SGD, {"weight_decay": 0.0}, lr=0.05, momentum=0.9, weight_decay=1e-2),
+    "adam": two_groups(optim.Adam, {"lr": 0.02, "betas": (0.5, 0.9)}, lr=0.01),
+    "amsgrad": two_groups(optim.AdamW, {}, lr=0.01, amsgrad=True),
+    "some parameters": lambda net: optim.AdamW([net[7].weight, *net[3].parameters()], lr=0.01),
+    "frozen": lambda net: optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01, momentum=0.9),
+    "not all stepped": two_groups(optim.Adam, {}, lr=0.01),
+    "rate as a tensor": lambda net: optim.Adam(
+        net.parameters(), lr=torch.tensor(0.01, dtype=torch.float64), foreach=False
+    ),
+    "fresh": two_groups(optim.Adam, {}, lr=0.01),
+    "factors": lambda net: optim.Adafactor(net.parameters(), lr=0.01),  # looks at whole tensors
 }
 
 
-def _state(plan: str, case: str, source: State | None) -> tuple[State, dict[str, Tensor]]:
-    """The state after two updates, or after those of `source`, and after another one."""
-    net = parallel(plan, frozen=case == "frozen")
-    optimizer = MADE[case](net)
-    updates = range(2)
-    if source is not None:
-        before = copy.deepcopy(source)
-        load_state_dict(net, source["net"])
-        load_optimizer_state_dict(net, optimizer, source["optimizer"])
-        updates = range(2, 3)
-    for update in updates if case != "fresh" else ():
-        backward(net, update)
-        if case == "not all stepped":
-            net[3].weight.grad = None
-        optimizer.step()
-    if source is not None:
-        assert alike(source, before), "what was loaded was changed by the update"
-    return {"net": state_dict(net), "optimizer": optimizer_state_dict(net, optimizer)}
+def kinds_of(plan: str) -> list[str]:
+    """The optimizers that a plan can have."""
+    return [kind for kind in OPTIMIZERS if kind != "factors" or plan in ("serial", "sample=2", "sample=3")]
 
 
-def alike(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return a == b
+class Loop:
+    """A script: network, optimizer, a schedule and an average of the weights."""
+
+    def __init__(self, plan: str, kind: str, seed: int = 3, checks: bool = True) -> None:
+        torch.manual_seed(5)
+        net = nn.Sequential(
+            *(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3, stride=2), nn.ReLU()),
+            *(nn.Flatten(), nn.Dropout(0.3), nn.Linear(36, 7), nn.ReLU(), nn.Linear(7, 4)),
+        ).double()
+        net[0].weight.requires_grad_(kind != "frozen")
+        images = torch.zeros(2, 3, 9, 9, dtype=torch.float64)
+        self.kind, self.net = kind, convoy.parallelize(net, plan, example=images, seed=seed, checks=checks)
+        self.optimizer = OPTIMIZERS[kind](self.net)
+        self.scheduler: LRScheduler = MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
+        self.ema = AveragedModel(self.net, avg_fn=lambda old, new, _: 0.7 * old + 0.3 * new)
+
+    def train(self, updates: range) -> None:
+        for update in updates:
+            generator = torch.Generator().manual_seed(update)
+            images = torch.randn(BATCH, 3, 9, 9, generator=generator, dtype=torch.float64)
+            labels = torch.randint(4, (BATCH,), generator=generator)
+            mine = convoy.local_samples(self.net, BATCH)
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.net(images[mine]), labels[mine]).backward()
+            if self.kind == "not all stepped":
+                self.net[3].weight.grad = None
+            self.optimizer.step()
+            self.scheduler.step()
+            self.ema.update_parameters(self.net)
+
+    def load(self, path: Path, without: str = "") -> None:
+        more = {"scheduler": self.scheduler} if without != "scheduler" else {}
+        rest = load(path, self.net, self.optimizer if without != "optimizer" else None, ema=self.ema, **more)
+        assert rest["epoch"] == 3 and (without or len(rest) == 1)
+
+    def whole(self) -> State:
+        average = {f"ema.{name}": tensor for name, tensor in state_dict(self.ema.module).items()}
+        return state_dict(self.net) | average | {"optimizer": optimizer_state_dict(self.net, self.optimizer)}
 
 
-def _states(plan: str, source: dict[str, State] | None) -> dict[str, State]:
-    return {case: _state(plan, case, source[case] if source else None) for case in MADE}
+def _saved(plan: str, folder: Path) -> dict[str, State]:
+    states = {}
+    own_kind = list(OPTIMIZERS)[list(PLANS).index(plan)]  # others go on from this one, and from all of two plans
+    for kind in kinds_of(plan):
+        if plan not in ("serial", "filter=2") and kind not in (own_kind, "factors"):
+            continue
+        loop = Loop(plan, kind)
+        loop.train(range(0 if kind == "fresh" else 3))
+        save(folder / f"{plan}-{kind}", loop.net, loop.optimizer, scheduler=loop.scheduler, ema=loop.ema, epoch=3)
+        states[kind] = loop.whole()
+        assert all(key != "convoy_part" for group in states[kind]["optimizer"]["param_groups"] for key in group)
+    return states
+
+
+def _uninterrupted() -> dict[str, State]:
+    wholes = {}
+    for kind in OPTIMIZERS:
+        loop = Loop("serial", kind)
+        loop.train(range(3 if kind == "fresh" else 0, 6))
+        wholes[kind] = loop.whole()
+    return wholes
+
+
+def _gone_on(plan: str, folder: Path) -> list[tuple[str, str, State]]:
+    """Each optimizer from one plan, and one from each of three others, in a loop with other numbers before."""
+    here, ends = list(PLANS).index(plan), []
+    pairs = {(kind, "sample=2" if kind == "factors" else "filter=2") for kind in kinds_of(plan)}
+    others = [(here + number) % len(PLANS) for number in (1, 2, 3)]
+    for kind, source in sorted(pairs | {(list(OPTIMIZERS)[number], list(PLANS)[number]) for number in others}):
+        loop = Loop(plan, kind, seed=99)  # the checkpoint's seed counts
+        loop.train(range(7, 8))
+        loop.load(folder / f"{source}-{kind}")
+        state = optimizer_state_dict(loop.net, loop.optimizer)
+        other, before = OPTIMIZERS[kind](loop.net), copy.deepcopy(state)
+        load_optimizer_state_dict(loop.net, other, state)
+        assert alike(optimizer_state_dict(loop.net, other), state, 0.0)
+        loop.train(range(3, 6))
+        assert alike(state, before, 0.0), "what was loaded was changed by the update"
+        ends.append((source, kind, loop.whole()))
+    return ends
 
 
 @pytest.fixture(scope="module")
-def serial() -> tuple[dict[str, State], dict[str, State]]:
-    first = run_ranks(_states, 1, "serial", None)[0]
-    return first, run_ranks(_states, 1, "serial", first)[0]
-
-
-@pytest.mark.parametrize(
-    "plan", [pytest.param(plan, marks=() if plan in ("sample=2", "owt=2") else pytest.mark.slow) for plan in PLANS]
-)
-def test_every_plan_gives_the_serial_state_and_takes_it(
-    plan: str, serial: tuple[dict[str, State], dict[str, State]]
-) -> None:
-    first, second = serial
-    for found in run_ranks(_states, PLANS[plan], plan, None):
-        assert alike(found, first)
-        groups = [group for state in found.values() for group in state["optimizer"]["param_groups"]]
-        assert all(key != "convoy_part" for group in groups for key in group)
-    assert all(alike(found, second) for found in run_ranks(_states, PLANS[plan], plan, first))
-
-
-def test_the_cases_are_what_they_say(serial: tuple[dict[str, State], dict[str, State]]) -> None:
-    for case, state in serial[0].items():
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    serial, *others = ((plan, run_ranks(_saved, world, plan, folder)) for plan, world in PLANS.items())
+    for kind, state in serial[1][0].items():  # the cases are what they say
         names, groups = set(state["optimizer"]["state"]), state["optimizer"]["param_groups"]
-        assert ("3.weight" in names) == (case not in ("not all stepped", "fresh"))
-        assert ("0.weight" in names) == (case not in ("some parameters", "frozen", "fresh"))
-        assert groups[0]["params"][0] == {"some parameters": "5.weight", "frozen": "1.weight"}.get(case, "0.weight")
+        assert ("3.weight" in names) == (kind not in ("not all stepped", "fresh"))
+        assert ("0.weight" in names) == (kind not in ("some parameters", "frozen", "fresh"))
+        assert groups[0]["params"][0] == {"some parameters": "7.weight", "frozen": "1.weight"}.get(kind, "0.weight")
+    for plan, ranks in others:
+        assert all(alike(state, serial[1][0][kind]) for states in ranks for kind, state in states.items()), plan
+    return folder
 
 
-def _large(plan: str, sharded: bool, source: State | None) -> tuple[State, State, bool]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 4096), nn.ReLU(), nn.Linear(4096, 1024), nn.Linear(1024, 2))
-    net = convoy.parallelize(net, plan, example=torch.zeros(2, 3, 4, 4))
-    plain = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "_WORTH", 0)
-        optimizer = divide_update(net, plain) if sharded else plain
-    if source is not None:
-        load_optimizer_state_dict(net, optimizer, source)
-    first = optimizer_state_dict(net, optimizer)
-    for _ in range(2):
-        net.zero_grad()
-        images = torch.linspace(0, 1, 192).view(4, 3, 4, 4)
-        net(images[convoy.local_samples(net, 4)]).square().mean().backward()
-        optimizer.step()
-    return first, optimizer_state_dict(net, optimizer), isinstance(optimizer, ShardedOptimizer)
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, State]:
+    return run_ranks(_uninterrupted, 1)[0]
 
 
-@pytest.mark.slow
-def test_a_divided_update_has_the_same_state() -> None:
-    (_, whole, _), (_, sharded, is_sharded) = (
-        run_ranks(_large, 2, "sample=2", each, None)[0] for each in (False, True)
-    )
-    assert is_sharded and whole["state"].keys() == sharded["state"].keys()
-    for name, entry in whole["state"].items():
-        torch.testing.assert_close(sharded["state"][name], entry, rtol=1e-4, atol=1e-6)
-    for plan, world, divided in (("sample=2", 2, True), ("filter=2", 2, False), ("serial", 1, False)):
-        assert all(alike(first, sharded) for first, _, _ in run_ranks(_large, world, plan, divided, sharded))
+@pytest.mark.parametrize("plan", [pytest.param(p, marks=() if p in QUICK else pytest.mark.slow) for p in PLANS])
+def test_every_plan_gives_the_serial_state_and_goes_on_from_every_other(
+    plan: str, folder: Path, uninterrupted: dict[str, State]
+) -> None:
+    for ends in run_ranks(_gone_on, PLANS[plan], plan, folder):
+        assert len(ends) >= len(OPTIMIZERS)
+        for source, kind, end in ends:
+            assert alike(end, uninterrupted[kind]), (source, plan, kind)
 
 
-def refused(call: Callable[..., Any], *args: Any) -> str:
-    with pytest.raises(ConvoyError) as caught:
-        call(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def _without(folder: Path) -> list[State]:
+    """What comes of it where the optimizer, the schedule or the number of passes is not loaded; and where rank 0 saves
+    its part in torch's own way, and all ranks load it."""
+    ends = []
+    for part in ("optimizer", "scheduler", "passes"):
+        loop = Loop("filter=2", "momentum")
+        loop.load(folder / "filter=2-momentum", without=part)
+        if part == "passes":
+            checkpoint.network_of(loop.net).passes = 0
+        loop.train(range(3, 6))
+        ends.append(loop.whole())
+    loop = Loop("filter=2", "momentum", checks=False)
+    loop.train(range(3))
+    tensors = {**dict(loop.net.named_parameters()), **dict(loop.net.named_buffers())}
+    sent = [{name: tensor.detach() for name, tensor in tensors.items()}]
+    dist.broadcast_object_list(sent)
+    with torch.no_grad():
+        for name, tensor in sent[0].items():
+            if tensors[name].shape == tensor.shape:
+                tensors[name].copy_(tensor)
+    loop.train(range(3, 6))
+    return [*ends, loop.whole()]
 
 
-def _wrong_states(plan: str) -> None:
-    net = parallel(plan)
-    optimizer = adam(net)
-    backward(net, 0)
-    optimizer.step()
-    good = optimizer_state_dict(net, optimizer)
+def test_each_part_of_the_state_is_needed_and_rank_zeros_alone_is_another(
+    folder: Path, uninterrupted: dict[str, State]
+) -> None:
+    for end in run_ranks(_without, 2, folder)[0]:
+        assert not alike(end, uninterrupted["momentum"], 1e-6)
 
-    def no(change: Callable[[State], Any]) -> str:
+
+WRONG: dict[str, Callable[[State], Any]] = {
+    "has 1 parameter groups and the optimizer 2": lambda s: s["param_groups"].pop(),
+    "3.weight is only in the optimizer's group 0: make the optimizer with the parameters": lambda s: s["param_groups"][
+        0
+    ]["params"].remove("3.weight"),
+    "8.weight is only in the state's group 0": lambda s: s["param_groups"][0]["params"].append("8.weight"),
+    "exp_avg of 0.weight is [2, 2] in the state, but 0.weight is [5, 3, 3, 3]": lambda s: s["state"]["0.weight"].update(
+        exp_avg=torch.zeros(2, 2)
+    ),
+    "group 0 has momentum and no betas, so it is not of Adam": lambda s: [
+        s["param_groups"][0].pop("betas"),
+        s["param_groups"][0].update(momentum=0.9),
+    ],
+    "give what convoy.optimizer_state_dict returned": lambda s: s.pop("param_groups"),
+    "which is in none of its groups": lambda s: s["state"].update({"7.odd": {}}),
+    "numbers its parameters, as optimizer.state_dict() does": lambda s: s.update(param_groups=[{"params": [0]}] * 2),
+}
+
+
+def _wrong(plan: str) -> None:
+    """States that do not fit change nothing; what is said of parameters of others, and of values of odd shapes."""
+    loop = Loop(plan, "adam")
+    net, optimizer = loop.net, loop.optimizer
+    loop.train(range(1))
+    good, weights = optimizer_state_dict(net, optimizer), state_dict(net)
+    for words, change in WRONG.items():
         state = copy.deepcopy(good)
         change(state)
-        before = copy.deepcopy((good, state_dict(net)))
-        text = refused(load_optimizer_state_dict, net, optimizer, state)
-        assert alike(before, (optimizer_state_dict(net, optimizer), state_dict(net)))
-        return text
-
-    assert "has 1 parameter groups and the optimizer 2" in no(lambda s: s["param_groups"].pop())
-    text = no(lambda s: s["param_groups"][0]["params"].remove("3.weight"))
-    assert "3.weight is only in the optimizer's group 0: make the optimizer with the parameters" in text
-    assert "9.weight is only in the state's group 0" in no(lambda s: s["param_groups"][0]["params"].append("9.weight"))
-    text = no(lambda s: s["state"]["0.weight"].update(exp_avg=torch.zeros(2, 2)))
-    assert "exp_avg of 0.weight is [2, 2] in the state, but 0.weight is [5, 3, 3, 3]" in text
-    text = no(lambda s: [s["param_groups"][0].pop("betas"), s["param_groups"][0].update(momentum=0.9)])
-    assert "group 0 has momentum and no betas, so it is not of Adam" in text
-    assert "give what convoy.optimizer_state_dict returned" in no(lambda s: s.pop("param_groups"))
-    assert "which is in none of its groups" in no(lambda s: s["state"].update({"7.bias": {}}))
-    numbered = optimizer.state_dict()
-    assert "numbers its parameters, as optimizer.state_dict() does" in no(lambda s: s.update(numbered))
+        assert words in refused(load_optimizer_state_dict, net, optimizer, state)
+        assert alike((good, weights), (optimizer_state_dict(net, optimizer), state_dict(net)), 0.0)
     load_optimizer_state_dict(net, optimizer, good)
-
-
-@pytest.mark.parametrize("plan", ["serial", "filter=2"])
-def test_a_state_that_does_not_fit_changes_nothing(plan: str) -> None:
-    run_ranks(_wrong_states, PLANS[plan], plan)
-
-
-def _odd(plan: str) -> list[str]:
-    """Parameters of others; and what has not the parameters' shape is kept where they are whole."""
-    net = parallel(plan)
-    before = [p.detach().clone() for p in net.parameters()]
     strange = optim.SGD([*net.parameters(), nn.Parameter(torch.zeros(7))], 0.1)
-    said = [refused(optimizer_state_dict, net, strange), refused(optimizer_state_dict, net, optim.SGD(before, 0.1))]
-    said.append(refused(optimizer_state_dict, nn.Linear(2, 2), strange))
-    optimizer = optim.SGD(net.parameters(), lr=0.1)
+    assert "group 0 of SGD holds a parameter of shape [7] that is none of" in refused(
+        optimizer_state_dict, net, strange
+    )
+    before = optim.SGD([p.detach().clone() for p in net.parameters()], 0.1)
+    assert "after convoy.parallelize" in refused(optimizer_state_dict, net, before)
+    assert "pass what convoy.parallelize returned" in refused(optimizer_state_dict, nn.Linear(2, 2), strange)
+    sgd = optim.SGD(net.parameters(), lr=0.1)
     for parameter in net.parameters():
-        optimizer.state[parameter] = {"row": torch.full((2, 3), 0.5), "count": 3}
+        sgd.state[parameter] = {"row": torch.full((2, 3), 0.5), "count": 3}
     if plan == "filter=2":
-        return [*said, refused(optimizer_state_dict, net, optimizer)]
-    state = optimizer_state_dict(net, optimizer)["state"]["0.weight"]
-    assert state["row"].shape == (2, 3) and state["count"] == 3
-    adam_optimizer = adam(net)
-    backward(net, 0)
-    adam_optimizer.step()
+        assert "SGD keeps row of another shape than 0.weight" in refused(optimizer_state_dict, net, sgd)
+        return
+    row = optimizer_state_dict(net, sgd)["state"]["0.weight"]
+    assert row["row"].shape == (2, 3) and row["count"] == 3
     if dist.get_rank():
-        del adam_optimizer.state[net[3].weight]
-    return [*said, refused(optimizer_state_dict, net, adam_optimizer)]
+        del optimizer.state[net[3].weight]
+    assert "optimizer/3.weight is not the same on rank 1 as on" in refused(optimizer_state_dict, net, optimizer)
 
 
-@pytest.mark.parametrize("plan", ["sample=2", "filter=2"])
-def test_parameters_of_others_odd_shapes_and_unlike_states_are_named(plan: str) -> None:
-    for first, second, third, last in run_ranks(_odd, 2, plan):
-        assert "group 0 of SGD holds a parameter of shape [7] that is none of the network" in first
-        assert "of shape" in second and "after convoy.parallelize" in second
-        assert "pass what convoy.parallelize returned" in third
-        words = "SGD keeps row of another shape than 0.weight", "optimizer/3.weight is not the same on rank 1 as on"
-        assert words[plan == "sample=2"] in last
-
-
-def _adafactor(plan: str, source: State | None) -> tuple[State, State]:
-    net = parallel(plan)
-    optimizer = optim.Adafactor(net.parameters(), lr=0.01)
-    for update in range(2):
-        if source is not None and update == 1:
-            load_state_dict(net, source["net"])
-            load_optimizer_state_dict(net, optimizer, source["optimizer"])
-            break
-        backward(net, update)
-        optimizer.step()
-    first = {"net": state_dict(net), "optimizer": optimizer_state_dict(net, optimizer)}
-    backward(net, 2)
-    optimizer.step()
-    return first, {"net": state_dict(net), "optimizer": optimizer_state_dict(net, optimizer)}
-
-
-def test_factors_go_from_one_number_of_devices_to_another() -> None:
-    first, second = run_ranks(_adafactor, 1, "serial", None)[0]
-    assert alike(run_ranks(_adafactor, 2, "sample=2", first)[1][1], second)
+def test_states_that_do_not_fit_change_nothing_and_are_named() -> None:
+    for plan in ("filter=2", "sample=2"):
+        run_ranks(_wrong, 2, plan)

@@ -24,7 +24,6 @@ from convoy.planner.workload import Workload
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.training import Session, auto_plan
-from convoy.training.parallel import StagedTraining
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import session
@@ -46,7 +45,7 @@ def far(found: Session, data: Path, *settings: str) -> float:
         step = each.step()
         for update, batch in enumerate(each.batches(0, 3)):
             step(batch, update)
-        ends.append({name: each.network.whole(name, x).clone() for name, x in each.model.state_dict().items()})
+        ends.append({name: each.network.engine.whole(name, x).clone() for name, x in each.model.state_dict().items()})
     return max(float((ends[0][n] - x).abs().max()) for n, x in ends[1].items() if x.is_floating_point())
 
 
@@ -63,11 +62,13 @@ def predicting(*plans: Plan) -> Callable[..., Planned]:
     return planner
 
 
-Found = tuple[str, list[str], float, int]
+Outcome = tuple[str, list[str], float, int]
 """A plan, the notes, how far the weights are from those under `sample`, and how many updates of `filter` raced."""
 
 
-def raced(data: Path, cache: Path, times: tuple[float, ...], out_of_memory: dict[str, int]) -> Found:
+def raced(
+    data: Path, cache: Path, times: tuple[float, ...], out_of_memory: dict[str, int], plans: tuple[Plan, ...] = ()
+) -> Outcome:
     """A race in which updates take these seconds, or where plans run out of memory on rank 1: when they are tried out
     alone, or in that update."""
     step, updates = TrainingStep.__call__, list[str]()
@@ -89,8 +90,8 @@ def raced(data: Path, cache: Path, times: tuple[float, ...], out_of_memory: dict
         return remaining.pop(0) if times else own(*args, **options)
 
     with (
-        patch.object(auto_plan, "make_plan", predicting(FILTERS, SAMPLES)),
-        patch.object(auto_plan, "measure_input", lambda *args: None),
+        patch.object(auto_plan, "make_plan", predicting(*(plans or (FILTERS, SAMPLES)))),
+        patch.object(auto_plan, "measure_input", lambda ready: None),
         patch.object(TrainingStep, "__call__", stepping),
         patch.object(auto_plan, "try_out", trying_out),
         patch.object(auto_plan, "update_seconds", seconds),
@@ -111,7 +112,9 @@ def test_the_winner_of_the_race_runs(data: Path, tmp_path: Path, times: tuple[fl
 
 
 @slow
-def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path: Path) -> None:
+def test_a_racer_without_memory_on_one_rank_leaves_the_race_and_plain_sample_is_always_in_it(
+    data: Path, tmp_path: Path
+) -> None:
     for plan, notes, distance, _ in run_ranks(raced, 2, data, tmp_path, (), {"filter=2": 1}):
         assert plan == "sample=2" and distance < 1e-5
         assert f"filter=2 left the race: {RAN_OUT.format('filter=2')}" in notes
@@ -120,21 +123,8 @@ def test_a_racer_without_memory_on_one_rank_leaves_the_race(data: Path, tmp_path
         assert f"filter=2 left the race: {RAN_OUT.format('filter=2')}" in notes
     for _, notes, *_ in run_ranks(raced, 2, data, tmp_path, (), {"filter=2": 1, "sample=2": 1}):
         assert notes == [RAN_OUT.format("sample=2")]
-
-
-def last_of_four(data: Path, cache: Path) -> list[str]:
-    """The notes of a race in which plain `sample` is predicted to be slowest of four."""
-    plans = (FILTERS, Plan.parse("height=2"), Plan.parse("width=2"), SAMPLES)
-    with (
-        patch.object(auto_plan, "make_plan", predicting(*plans)),
-        patch.object(auto_plan, "update_seconds", lambda *args, **options: 1.0),
-    ):
-        return planned(data, cache).notes
-
-
-@slow
-def test_plain_sample_always_races(data: Path, tmp_path: Path) -> None:
-    for notes in run_ranks(last_of_four, 2, data, tmp_path):
+    four = (FILTERS, Plan.parse("height=2"), Plan.parse("width=2"), SAMPLES)  # it is predicted to be slowest of them
+    for _, notes, *_ in run_ranks(raced, 2, data, tmp_path, (1.0,) * 4, {}, four):
         (race,) = [note for note in notes if "in a race over" in note]
         assert "filter=2" in race and "height=2" in race and "sample=2" in race
 
@@ -142,15 +132,15 @@ def test_plain_sample_always_races(data: Path, tmp_path: Path) -> None:
 def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int, str, float]:
     """Passes and schedule of a run for which the planner says stages, and how far it is from plain `sample`."""
 
-    def planner(*args: object, **options: object) -> Planned:
-        found = make_plan(*args, plans=[SAMPLES], **options)  # type: ignore[arg-type]
+    def planner(*args: Any, **options: Any) -> Planned:
+        found = make_plan(*args, plans=[SAMPLES], **options)
         workload = found.workload.through(2, passes)
         asked = replace(found.workload, in_passes=lambda number: workload, schedules=(schedule,))
         return replace(found, candidates=(score(asked, STAGES, found.costs, passes),))
 
-    with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda *args: None):
+    with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda ready: None):
         found = planned(data, cache, "microbatch=4")
-    assert isinstance(found.network, StagedTraining)
+    assert found.network.stages is not None
     return len(found.division.passes(found.merge)), found.network.schedule, far(found, data, "microbatch=4")
 
 
@@ -182,15 +172,19 @@ def test_devices_that_are_not_equally_fast_share_by_their_speed(data: Path, tmp_
 
 def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> tuple[str, str, bool]:
     """The plan, what is said, and whether anything that was measured is kept."""
-    cost = patch.object(auto_plan, "measure_input", lambda *args: HostCost(per_sample=input_s))
+    cost = patch.object(auto_plan, "measure_input", lambda ready: HostCost(per_sample=input_s))
     try:
         with cost if input_s else nullcontext():
             found = planned(data, cache, *settings)
     except TooLargeError as error:
         return "", str(error), False
-    returns = isinstance(found.network, StagedTraining) and found.network.engine.returns_memory
+    returns = found.network.stages is not None and found.network.stages.returns_memory
     notes = [*found.notes, *(["freed memory is given back"] if returns else [])]
     return str(found.plan), " ".join(notes), any(cache.rglob("*.sqlite"))
+
+
+def said(data: Path, cache: Path, cases: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    return {name: notes_of(data, cache, None, *settings)[1] for name, settings in cases.items()}
 
 
 def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Path) -> None:
@@ -202,24 +196,26 @@ def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Pat
 
 
 def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
-    def said(plan: str, limit: str, *settings: str) -> str:
-        changes = (f"parallel.plan={plan}", f"parallel.memory_limit={limit}", *settings)
-        (_, first, _), (_, second, _) = run_ranks(notes_of, 2, data, tmp_path, None, *changes)
-        assert first == second
-        return first
-
-    assert re.match(r"no plan fits.*what the network itself computes takes most", said("auto", "10kB"))
-    assert "within 90 MB of memory a device, as --memory-limit says" in said("auto", "90MB")
-    assert "memory" not in said("sample=2", "90MB")
-    assert said("stage=2", "90MB").endswith("freed memory is given back")
-    assert "that cannot be captured" in said("sample=2", "90MB", "model.name=tiny:TinyUnseen")
+    plain = ("optimizer.momentum=0", "optimizer.nesterov=false")
+    optimizers = {"sgd": (), "adamw": ("optimizer.name=adamw",), "plain": plain}
+    cases = {
+        "none": ("parallel.plan=auto", "parallel.memory_limit=10kB"),
+        "auto": ("parallel.plan=auto", "parallel.memory_limit=90MB"),
+        "sample": ("parallel.plan=sample=2", "parallel.memory_limit=90MB"),
+        "stages": ("parallel.plan=stage=2", "parallel.memory_limit=90MB"),
+        "unseen": ("parallel.plan=sample=2", "parallel.memory_limit=90MB", "model.name=tiny:TinyUnseen"),
+    }
+    small = ((plan, name) for plan in ("sample=2", "stage=2") for name in optimizers)
+    cases |= {f"{p} {o}": (f"parallel.plan={p}", "parallel.memory_limit=1kB", *optimizers[o]) for p, o in small}
+    first, second = run_ranks(said, 2, data, tmp_path, cases)
+    assert first == second
+    assert re.match(r"no plan fits.*what the network itself computes takes most", first["none"])
+    assert "within 90 MB of memory a device, as --memory-limit says" in first["auto"]
+    assert "memory" not in first["sample"] and first["stages"].endswith("freed memory is given back")
+    assert "that cannot be captured" in first["unseen"]
     for plan in ("sample=2", "stage=2"):
-        needed = {}
-        for name in ("sgd", "adamw", "plain"):
-            more = ("optimizer.momentum=0", "optimizer.nesterov=false") if name == "plain" else ()
-            refused = said(plan, "1kB", *(more or (f"optimizer.name={name}",)))
-            assert f"the plan {plan} needs " in refused and "--memory-limit is 1kB" in refused
-            needed[name] = float(re.search(r"needs ([\d.]+) kB on a device", refused)[1])
+        words = rf"the plan {plan} needs ([\d.]+) kB on a device.*--memory-limit is 1kB"
+        needed = {name: float(re.search(words, first[f"{plan} {name}"])[1]) for name in optimizers}
         weights = needed["sgd"] - needed["plain"]
         assert weights > 0  # the state of its optimizer: all are rounded to kB
         assert needed["adamw"] - needed["plain"] == pytest.approx(2 * weights, abs=2.0)

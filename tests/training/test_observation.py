@@ -59,7 +59,9 @@ def run(trained: Session, updates: int, watch: Observation | None = None) -> dic
         watch.add(result)
     if watch is not None:
         watch.ask()
-    return {name: trained.network.whole(name, tensor).clone() for name, tensor in trained.model.state_dict().items()}
+    return {
+        name: trained.network.engine.whole(name, tensor).clone() for name, tensor in trained.model.state_dict().items()
+    }
 
 
 UNCHANGED = (

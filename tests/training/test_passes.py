@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from operator import mul
 from typing import Any
 
 import pytest
@@ -36,7 +38,7 @@ CPU = torch.device("cpu")
 slow = pytest.mark.slow
 
 
-def test_microbatches_of_each_rank() -> None:
+def test_microbatches_of_each_rank_and_the_parts_that_end_soonest() -> None:
     rows = {
         (8, 3, None): (3, 3, 2),
         (8, 3, (3, 3, 2)): (3, 3, 2),
@@ -56,6 +58,11 @@ def test_microbatches_of_each_rank() -> None:
     ):
         with pytest.raises(ConvoyError, match=words):
             divide(microbatch_sizes(batch, num), ranks, shares)
+    for times in ((1.0, 3.3), (2.0, 1.0, 1.5, 5.0)):
+        for total in range(len(times), 14):
+            counts, every = soonest(total, times), product(range(1, total), repeat=len(times))
+            last = min(max(map(mul, some, times)) for some in every if sum(some) == total)
+            assert sum(counts) == total and min(counts) >= 1 and max(map(mul, counts, times)) == last
 
 
 @pytest.mark.parametrize("counts", [(8,), (3, 3, 2), (1, 7), (6, 1, 1)])
@@ -70,25 +77,6 @@ def test_every_sample_is_in_one_pass_of_its_rank(counts: tuple[int, ...]) -> Non
             assert all(len(piece.microbatches[rank]) <= merge for piece in passes)
             assert all(sum(piece.microbatches[rank]) == len(piece.parts[rank]) for piece in passes)
         assert sorted(position for piece in passes for position in piece.positions) == list(range(37))
-        assert sum(sum(piece.sizes) for piece in passes) == 37
-
-
-def _last(counts: tuple[int, ...], times: tuple[float, ...]) -> float:
-    return max(count * time for count, time in zip(counts, times, strict=True))
-
-
-def _divisions(total: int, parts: int) -> list[tuple[int, ...]]:
-    if parts == 1:
-        return [(total,)]
-    return [(first, *rest) for first in range(1, total - parts + 2) for rest in _divisions(total - first, parts - 1)]
-
-
-@pytest.mark.parametrize("times", [(1.0, 3.3), (2.0, 1.0, 1.5, 5.0)])
-def test_the_parts_that_end_soonest(times: tuple[float, ...]) -> None:
-    for total in range(len(times), 20):
-        counts = soonest(total, times)
-        assert sum(counts) == total and min(counts) >= 1
-        assert _last(counts, times) == min(_last(rest, times) for rest in _divisions(total, len(times)))
 
 
 # Passes, in float64: gradients travel once, and a rank may leave out passes in which it has no samples
@@ -145,7 +133,7 @@ def _update(plan: str, normed: bool, late: bool = False, forget: bool = False) -
             exchanges.clear()
             model.zero_grad()
             ran = _passes(network, update, late)
-    return {name: network.whole(name, tensor) for name, tensor in _state(model).items()}, ran, len(exchanges)
+    return {name: network.engine.whole(name, tensor) for name, tensor in _state(model).items()}, ran, len(exchanges)
 
 
 def _passes(network: TrainedNetwork, update: int, late: bool) -> list[int]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.training.checkpoints import FIRST_UPDATES, Automatic, Every, Pace, Young
+from convoy.training.classification import ClassificationLoss, heads, num_correct
 from convoy.training.config import TimeSpan
 from convoy.training.derived import resolve
-from convoy.training.loss import ClassificationLoss, heads, num_correct
 from convoy.training.recipe import load_recipe
 from convoy.training.state import AveragedWeights, effective_decay
 from ranks import run_ranks

@@ -29,9 +29,9 @@ from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
 from convoy.models import load_weights
 from convoy.plans.plan import Plan
+from convoy.training.classification import InputPipeline
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally
-from convoy.training.input import InputPipeline
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
 from convoy.training.use import Classifier, FileClasses, classify
 from ranks import run_ranks
@@ -464,7 +464,7 @@ def test_pictures_go_to_a_gpu_beside_what_computes_and_no_more_than_two_updates_
     monkeypatch.setattr(torch.cuda, "stream", streams.entered)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.made(streams.now))
     monkeypatch.setattr(torch.cuda, "Event", streams.event)
-    monkeypatch.setattr("convoy.training.input.Normalize", lambda *options: lambda pixels: pixels)
+    monkeypatch.setattr("convoy.training.classification.Normalize", lambda *options: lambda pixels: pixels)
     data = SimpleNamespace(mean=(0.5,), std=(0.5,))
 
     def pipeline() -> InputPipeline:

@@ -24,10 +24,9 @@ from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
 from convoy.training import choose_device
 from convoy.training.build import build_model
+from convoy.training.classification import ClassificationLoss, InputPipeline
 from convoy.training.derived import resolve
 from convoy.training.division import MEASURED, WARM_UP, SpeedTest
-from convoy.training.input import InputPipeline
-from convoy.training.loss import ClassificationLoss
 from convoy.training.optimizers import create_optimizer
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.session import Session

@@ -10,12 +10,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from convoy import models
+from convoy.comm.collectives import Group, by_way_of_host
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.engine import Probe, probe
 from convoy.engine.coupling import coupled, coupled_in_training, coupling, microbatch_sizes
 from convoy.engine.deferred import deferred
+from convoy.engine.recorded import graph_on
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.graph import tree
@@ -28,8 +30,8 @@ from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
 from convoy.resources import host_memory
 from convoy.script.data import evaluating
+from convoy.training.classification import heads
 from convoy.training.derived import num_microbatches
-from convoy.training.loss import heads
 from convoy.training.precision import lowered
 from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.run_directory import RunDirectory
@@ -304,3 +306,21 @@ def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, ranks: Ranks)
             f"on several devices: choose a plan that does not divide samples, e.g. filter={ranks.num}, or leave "
             "--reproducible away"
         )
+
+
+def why_not_recorded(
+    recipe: Recipe, found: Probe, devices: int, device: torch.device, group: Group = None
+) -> str | None:
+    """Why updates of a network in one piece cannot be recorded and replayed on any GPU; None where that is tried."""
+    if found.draws and not found.owned:
+        return f"{recipe.model.name} draws random numbers in a way of its own"
+    if recipe.reproducible and devices > 1:
+        return "reproducible adds gradients up in a fixed order, which sends from device to device"
+    if by_way_of_host(device, group):
+        return "gloo carries what the devices exchange, by way of the CPU"
+    return None
+
+
+def is_recorded(recipe: Recipe, device: torch.device, why_not: str | None) -> bool:
+    """Whether updates are recorded and replayed here."""
+    return graph_on(device) is not None and recipe.cuda_graphs == "auto" and why_not is None

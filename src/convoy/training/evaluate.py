@@ -3,7 +3,8 @@
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,11 @@ from torch import Tensor, nn
 
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
-from convoy.data import Batch
+from convoy.data import Batch, evaluation_batches
 from convoy.files import write_atomically
 from convoy.script.data import evaluating
 from convoy.training import records
-from convoy.training.input import InputPipeline
-from convoy.training.loss import heads
+from convoy.training.classification import InputPipeline, heads
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 
@@ -156,46 +156,51 @@ class EvaluationTally:
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[Batch],
     pipeline: InputPipeline,
-    num_classes: int,
     recipe: Recipe,
+    num_classes: int,
+    size: int,
     ranks: Ranks | None = None,
-    announce: Callable[[int], int] = lambda number: 0,
-    exchanges_in_forward: bool = False,
+    announce: Callable[[tuple[int, ...]], None] | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Run the network in evaluation mode over all batches: every sample of the split once, or this rank's turns at them
-    (`convoy.data.evaluation_batches`). Every rank gets the evaluation of the whole split.
+    """Run the network in evaluation mode over the test split, every sample once, in batches of a `size` at which ranks
+    take turns. Every rank gets the evaluation of the whole split.
 
-    `announce` is called with the number of each batch before its forward pass, and returns how many images that must
-    have: where pictures were left out as bad, others take their places and count nowhere. With `exchanges_in_forward`,
-    other ranks' passes need this one, so that a batch without samples is run too. `is_asked_to_stop` is called before
-    each batch, the same on all ranks, and ends in a StoppedError.
+    Where the ranks' passes need each other, `announce` is told before each how many samples every part has: then
+    batches without samples are run too, and where pictures were left out as bad, others take their places and count
+    nowhere. `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError.
     """
     start = time.perf_counter()
-    ranks = ranks or Ranks()
+    ranks, data, on_gpu = ranks or Ranks(), pipeline.data, pipeline.device.type == "cuda"
+    part, num_parts, samples = ranks.sample_rank, ranks.num_sample_ranks, range(len(data.test))
+    batches = evaluation_batches(data, recipe.data, batch=size, part=part, num_parts=num_parts, pin_memory=on_gpu)
     tally = EvaluationTally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
     passed: deque[tuple[Batch, Callable[[], Tensor]]] = deque()
-    ahead = int(pipeline.device.type == "cuda")  # a GPU computes the next batch while the CPU counts this one
+    ahead = int(on_gpu)  # a GPU computes the next batch while the CPU counts this one
 
     def count(uncounted: int) -> None:
         while len(passed) > uncounted:
             batch, logits = passed.popleft()
             tally.add(batch, logits())
 
-    with evaluating(model), torch.no_grad():
+    with closing(batches), evaluating(model), torch.no_grad():
         for number, batch in enumerate(batches):
             current.to("evaluation")
             if is_asked_to_stop():
                 raise StoppedError
-            size = max(announce(number), len(batch.labels))
-            if size == 0 and not exchanges_in_forward:
+            missing = 0
+            if announce is not None:
+                turns = range(number * num_parts, (number + 1) * num_parts)
+                counts = tuple(len(samples[turn * size : (turn + 1) * size]) for turn in turns)
+                announce(counts)
+                missing = counts[part] - len(batch.labels)
+            if announce is None and not len(batch.labels):
                 passed.append((batch, partial(torch.empty, 0, num_classes)))
             else:
                 images = pipeline(batch)
-                if size > len(images):
-                    images = torch.cat([images, images.new_zeros(size - len(images), *images.shape[1:])])
+                if missing:
+                    images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
                 with autocast_of(recipe, pipeline.device):
                     outputs = model(images)
                 passed.append((batch, _on_host(heads(outputs)[0].float()[: len(batch.labels)])))

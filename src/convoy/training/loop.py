@@ -165,6 +165,7 @@ class Loop:
             self.reporter.begin(self.done, total)
             self.window.started = time.perf_counter()
             self._stop = Stop(self.session.ranks, interrupt)
+            self._line_at = self._next_line()
             try:
                 if self._extends:  # from now on the other run is not needed
                     self._save()
@@ -292,8 +293,9 @@ class Loop:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
         quantities = self.session.quantities
         total = quantities.total_updates
-        if quantities.logged(self.done):
+        if self.done == self._line_at:
             self._end_window()
+            self._line_at = self._next_line()
         else:
             self._log.show(self.done)
         self.window.pause()
@@ -307,6 +309,11 @@ class Loop:
             self._evaluate()
         if self.saver.due(self.done) and self.done < total:
             self._save()
+
+    def _next_line(self) -> int:
+        """The update after which the next line of metrics comes; 0 after the last."""
+        quantities = self.session.quantities
+        return next(filter(quantities.logged, range(self.done + 1, quantities.total_updates + 1)), 0)
 
     def _divide_anew(self, speed: SpeedTest) -> None:
         """Give every rank microbatches by its speed."""

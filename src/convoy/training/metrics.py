@@ -58,7 +58,7 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._kept = b""
+        self.kept = b""  # waits for room
         try:
             path.parent.mkdir(exist_ok=True)
             self._file = path.open("ab", buffering=0)
@@ -67,14 +67,9 @@ class AppendedFile:
 
     def write(self, content: bytes) -> None:
         """Append, after what is kept from before; an OSError where not all of it could be written: the rest is kept."""
-        self._kept += content
-        while self._kept:
-            self._kept = self._kept[self._file.write(self._kept) :]
-
-    @property
-    def kept(self) -> int:
-        """Bytes that wait for room."""
-        return len(self._kept)
+        self.kept += content
+        while self.kept:
+            self.kept = self.kept[self._file.write(self.kept) :]
 
     def close(self) -> None:
         """Write what is kept, if that is possible, and let go of the file; an OSError where something is lost."""

@@ -45,7 +45,6 @@ from convoy.plans.place import Placement
 from convoy.plans.schedule import bubble
 from convoy.plans.timeline import Summary, Timeline
 from convoy.training.derived import num_threads
-from convoy.training.parallel import StagedTraining
 from convoy.training.precision import lowered
 from convoy.training.session import Session
 from convoy.training.step import StepResult, TrainingStep, unmarked
@@ -271,7 +270,7 @@ class Observation:
         everyone = ranks.gather((RankFacts(samples, waits, own, self._load), seconds, self.workers, network_place()))
         of_ranks, of_updates, workers, places = zip(*everyone, strict=True)
         waiting = 0.0
-        if isinstance(network, StagedTraining):
+        if network.stages is not None:
             waiting = bubble(network.schedule, len(session.division.passes(session.merge)), session.plan.num_stages)
         return Facts(
             model=recipe.model.name,
@@ -320,9 +319,9 @@ def _recalled(session: Session, store: ProfileStore, placement: Placement) -> Sc
     passes = session.division.passes(session.merge)
     recipe, network = session.recipe, session.network
     staging = None
-    if isinstance(network, StagedTraining):
+    if network.stages is not None:
         samples = tuple(len(piece.positions) for piece in passes)
-        staging = Staging(session.plan.mesh, network.engine.staged(placement), samples, network.schedule)
+        staging = Staging(session.plan.mesh, network.stages.staged(placement), samples, network.schedule)
     microbatch = session.division.sizes[0] if recipe.batch_norm == "microbatch" else 0
     machine = measuring(recipe, session.device, session.ranks.on_host)
     costs = recipe.batch_norm, microbatch, session.is_recorded
@@ -373,7 +372,7 @@ def _compared(
     both = of_all_stages(before), of_all_stages(after)
     groups: tuple[Group, ...] = ()
     if placement is not None:
-        stage_of = network.engine.staged(placement).stages if isinstance(network, StagedTraining) else ()
+        stage_of = network.stages.staged(placement).stages if network.stages is not None else ()
         groups = groups_beside(placement, *both, stage_of)
     return Comparison(
         model=recipe.model.name,

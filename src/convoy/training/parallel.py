@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,11 @@ from convoy.plans.explain import rows_of_stages
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
-from convoy.plans.schedule import Action, Schedule, actions, in_flight
+from convoy.plans.schedule import Action, Schedule, in_flight
 from convoy.training.division import Division, Pass
 from convoy.training.records import StageRecord
+
+_IN_TURN: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,13 @@ class TrainedNetwork:
         method: Method,
         compile: bool = False,
         recompute: Recompute = False,
+        schedule: Schedule = "1f1b",
+        returns_memory: bool = False,
     ) -> None:
         """Make the plain model, on its device, this rank's part of it, in place. All ranks call it; a ConvoyError says
         that a layer cannot be divided as the plan says. `example` are images of one microbatch; only shape, type and
-        device matter. With `compile`, what lies between the exchanges is compiled.
+        device matter. With `compile`, what lies between the exchanges is compiled. Passes go through stages by
+        `schedule`; with `returns_memory` stages give freed memory back to the system.
         """
         self.model = model
         self.engine = take_part(
@@ -88,29 +93,42 @@ class TrainedNetwork:
         self.context = self.engine.context  # of the step, for all layers
         self.context.statistics.in_order = method.tree
         self.context.in_turns = True
-        self.sample_axes = self.engine.sample_axes  # axes of the mesh that divide the samples
+        self.schedule = schedule
+        # The same network, if its plan has stages: this rank runs one of them.
+        self.stages = self.engine if isinstance(self.engine, StagedNetwork) else None
+        if self.stages is not None:
+            self.stages.returns_memory = returns_memory
+        self._sizes: deque[tuple[int, ...]] = deque()  # of the passes through stages to come
+        self._running: deque[Flight] = deque()
         # The loss is to be the mean over this rank's own samples: approximate methods alone.
         self.local_mean = method.local_updates is not None
         # Which of the optimizer's states is this rank's.
         self.version = self.engine.sample_rank if self.local_mean else 0
         self._method = method
         self._device = example.device
-        self._places = {id(p): self.engine.layouts[name] for name, p in self.model.named_parameters()}
         self._tree: TreeReducer | None = None
         self._local: LocalSgd | None = None
         self._left_over = False
         self._update = 0
+        layouts = {name: self.engine.layouts[name] for name, _ in model.named_parameters()}
+        self._divided = [(p, tuple(sorted(layouts[name].split_axes))) for name, p in model.named_parameters()]
+        apart = frozenset(self.engine.sample_axes if self.local_mean else ())
+        self._reduced = [
+            (p, tuple(sorted(layouts[name].copied - apart)))
+            for name, p in model.named_parameters()
+            if self.engine.owns(name)
+        ]
         if self.engine.reducer is not None and (method.tree or method.compression or self.local_mean):
             self.engine.reducer.remove()
             self.engine.reducer = None
             if not method.tree:
-                self.engine.reducer = GradientReducer(self._reduced(), self.engine.groups, compress=method.compression)
+                self.engine.reducer = GradientReducer(self._reduced, self.engine.groups, compress=method.compression)
 
     @property
     def divides_gradients(self) -> bool:
         """Whether ranks hold other gradients than each other, of parts or of their own samples."""
         scattered = self.engine.reducer is not None and self.engine.reducer.scatter
-        return self.local_mean or scattered or any(axes for _, axes in self._divided())
+        return self.local_mean or scattered or any(axes for _, axes in self._divided)
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
         """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
@@ -118,7 +136,7 @@ class TrainedNetwork:
             return False
         self._announce(update, piece)
         owners = [rank for rank, own in enumerate(piece.microbatches) for _ in own]
-        self.engine.context.statistics.record_left_out(self.engine.context.starts, owners)
+        self.context.statistics.record_left_out(self.context.starts, owners)
         return True
 
     def enter(self, update: int, piece: Pass) -> None:
@@ -128,7 +146,7 @@ class TrainedNetwork:
         self._announce(update, piece)
 
     def _announce(self, update: int, piece: Pass) -> None:
-        self.engine.context.enter(update, piece.positions, piece.sizes, self._device)
+        self.context.enter(update, piece.positions, piece.sizes, self._device)
 
     def what_is_recomputed(self, passes: Sequence[Pass], precision: torch.dtype | None) -> str | None:
         """A sentence on the activations that are computed again, for the largest of an update's passes, and what that
@@ -145,22 +163,39 @@ class TrainedNetwork:
         placement = self.engine.example_placement(True, most)
         return replace(placement, graph=under_autocast(placement.graph, precision, self._device.type))
 
+    def describe(self, passes: Sequence[Pass], precision: torch.dtype | None) -> list[StageRecord]:
+        """The stages, if there are any, for the largest pass; arguments as for `what_is_recomputed`."""
+        if self.stages is None:
+            return []
+        placement = self.largest(passes, precision)
+        staged = self.stages.staged(placement)
+        memory = memory_in_stages(placement, staged, self._in_flight(len(passes)))
+        records = []
+        for row in rows_of_stages(placement, staged):
+            held = max((memory[rank] for rank in row.ranks), key=lambda each: each.total)
+            records.append(
+                StageRecord(
+                    layer=row.layer,
+                    ranks=list(row.ranks),
+                    takes=list(row.takes),
+                    forward=row.received.forward,
+                    backward=row.received.backward,
+                    parameters=held.parameters,
+                    gradients=held.gradients,
+                    activations=held.activations,
+                )
+            )
+        return records
+
     def _in_flight(self, passes: int) -> Sequence[int]:
         """For each stage, the passes whose activations it keeps at once."""
-        return ()
-
-    def enter_evaluation(self, parts: tuple[int, ...]) -> None:
-        """Announce a pass in evaluation mode: how many samples each sample rank has."""
-        self.engine.samples = parts
-
-    def forward(self, images: Tensor) -> Any:
-        """The outputs for this rank's samples, perhaps none; None where they are those of another rank's stage."""
-        return self.model(images)
+        number = 0 if self.stages is None else self.stages.stages.number
+        return [in_flight(self.schedule, passes, stage, number) for stage in range(number)]
 
     @property
     def shares_updates(self) -> bool:
         """Whether ranks with the same weights may divide the optimizer's work and state."""
-        return not (self._method.tree or self._method.compression or self.local_mean)
+        return self.stages is None and not (self._method.tree or self._method.compression or self.local_mean)
 
     def share(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer with its work divided over ranks that have the same weights, where that is faster."""
@@ -168,28 +203,33 @@ class TrainedNetwork:
 
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each. All ranks call it."""
-        if self._method.tree and self._tree is None:
-            self._tree = TreeReducer(
-                self._reduced(),
-                self.engine.groups,
-                sample_axes=self.sample_axes,
-                shares=division.counts,
-                passes=num_passes,
-            )
-        elif self._tree is not None:
+        engine = self.engine
+        if self._tree is not None:
             self._tree.set_shares(division.counts, num_passes)
+        elif self._method.tree:
+            axes, shares = engine.sample_axes, division.counts
+            self._tree = TreeReducer(self._reduced, engine.groups, sample_axes=axes, shares=shares, passes=num_passes)
         if self._method.local_updates is not None:
-            self._local = LocalSgd(
-                list(self.model.parameters()),
-                self.engine.groups,
-                self.sample_axes,
-                every=self._method.local_updates,
-                weight=len(division.positions(self.engine.sample_rank)),
-            )
+            weight, every = len(division.positions(engine.sample_rank)), self._method.local_updates
+            parameters = list(self.model.parameters())
+            self._local = LocalSgd(parameters, engine.groups, engine.sample_axes, every=every, weight=weight)
 
     def order(self, passes: Sequence[Pass]) -> list[Action]:
         """What this rank does of an update's passes, in which order."""
-        return actions("1f1b", len(passes), stage=0, stages=1)
+        if self.stages is None:
+            return [(kind, number) for number in range(len(passes)) for kind in _IN_TURN]
+        self._running.clear()
+        self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
+        return self.stages.begin_update(self.schedule, len(passes))
+
+    def forward(self, images: Tensor) -> Any:
+        """The outputs for this rank's samples, perhaps none; None where they are those of another rank's stage."""
+        if self.stages is None:
+            return self.model(images)
+        sizes = self._sizes.popleft()
+        flight = self.stages.forward_pass((images,), sizes, then=list(self._sizes))
+        self._running.append(flight)
+        return self.stages.output_of(flight) if self.stages.is_last else None
 
     def backward(self, loss: Tensor | None, last: bool) -> None:
         """Run the backward pass of the earliest pass that has none yet. After the `last` one, gradients of all passes
@@ -197,17 +237,23 @@ class TrainedNetwork:
         outputs are those of another rank's stage.
         """
         reducer = self.engine.reducer
-        last = last and self.engine.context.postponed is None
+        last = last and self.context.postponed is None
         with contextlib.nullcontext() if last or reducer is None else reducer.paused():
-            self._run_backward(loss)
+            flight = self._running.popleft() if self.stages is not None else None
+            if loss is not None:
+                loss.backward()
+            if self.stages is not None and flight is not None:
+                if loss is not None:
+                    self.stages.send_gradients(flight)
+                else:
+                    self.stages.backward_pass(flight, then=list(self._running))
         self._left_over = reducer is not None and not last  # the last pass takes with it what those before have left
-
-    def _run_backward(self, loss: Tensor | None) -> None:
-        assert loss is not None
-        loss.backward()
 
     def compute_weight_gradients(self, piece: int, last: bool) -> None:
         """Compute what backward passes up to that of a pass have left for later; `last` as for `backward`."""
+        assert self.stages is not None
+        self.stages.compute_weight_gradients(piece, last)
+        self._left_over = not last
 
     def finish_update(self) -> None:
         """After the last pass: `.grad` and buffers become those of the global batch."""
@@ -216,7 +262,9 @@ class TrainedNetwork:
         self._left_over = False
         if self._tree is not None:
             self._tree.finish()
-        self.engine.context.statistics.fold(self.engine.groups)
+        self.context.statistics.fold(self.engine.groups)
+        if self.stages is not None:
+            self.stages.finish_update()
 
     def abandon(self) -> None:
         """Forget the passes of an update that broke off before `finish_update`. All ranks call it."""
@@ -225,22 +273,23 @@ class TrainedNetwork:
         if self._tree is not None:
             self._tree.abandon()
 
+    def _pieces(self) -> dict[nn.Parameter, tuple[Tensor, Axes]]:
+        return self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
+
     def own_gradients(self) -> list[Tensor]:
         """The gradients that this rank's part of the update will use, after `finish_update`."""
-        own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
-        return [own[p][0] if p in own else p.grad for p in self.model.parameters() if p.grad is not None]
+        pieces = self._pieces()
+        return [pieces[p][0] if p in pieces else p.grad for p in self.model.parameters() if p.grad is not None]
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradient down to a norm, taken over the whole parameters."""
-        own = self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
-        clip_grad_norm(self._divided(), self.engine.groups, max_norm, own)
+        clip_grad_norm(self._divided, self.engine.groups, max_norm, self._pieces())
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """While entered, norms that the optimizer takes are those of whole tensors."""
-        divided = self._divided()
-        if type(optimizer).__module__.startswith("torch.") or not any(axes for _, axes in divided):
+        if type(optimizer).__module__.startswith("torch.") or not any(axes for _, axes in self._divided):
             return contextlib.nullcontext()
-        return WholeNorms(divided, self.engine.groups)
+        return WholeNorms(self._divided, self.engine.groups)
 
     def updated(self) -> None:
         """The optimizer has changed the weights."""
@@ -252,94 +301,8 @@ class TrainedNetwork:
         if self._local is not None:
             self._local.average()
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of something that lies as the parameter or buffer `name` does. All ranks call it."""
-        return self.engine.whole(name, tensor)
-
     def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
         """The whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
-        whole = self.whole(name, tensor)
-        axes = self.sample_axes if self.local_mean else ()
+        whole = self.engine.whole(name, tensor)
+        axes = self.engine.sample_axes if self.local_mean else ()
         return list(all_gather(whole.contiguous(), self.engine.groups.of(axes)))
-
-    def _reduced(self) -> list[tuple[nn.Parameter, Axes]]:
-        apart = frozenset(self.sample_axes if self.local_mean else ())
-        return [
-            (p, tuple(sorted(self._places[id(p)].copied - apart)))
-            for name, p in self.model.named_parameters()
-            if self.engine.owns(name)
-        ]
-
-    def _divided(self) -> list[tuple[nn.Parameter, Axes]]:
-        return [(p, tuple(sorted(self._places[id(p)].split_axes))) for p in self.model.parameters()]
-
-
-class StagedTraining(TrainedNetwork):
-    """A model of which this rank runs one stage."""
-
-    engine: StagedNetwork
-
-    def __init__(self, *args: Any, schedule: Schedule = "1f1b", returns_memory: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.schedule = schedule  # the order of the passes: `convoy.plans.schedule`
-        self.engine.returns_memory = returns_memory
-        self._sizes: deque[tuple[int, ...]] = deque()  # of the passes to come
-        self._running: deque[Flight] = deque()
-
-    def describe(self, passes: Sequence[Pass], precision: torch.dtype | None) -> list[StageRecord]:
-        """The stages, for the largest pass; arguments as for `what_is_recomputed`."""
-        placement = self.largest(passes, precision)
-        staged = self.engine.staged(placement)
-        memory = memory_in_stages(placement, staged, self._in_flight(len(passes)))
-        found = []
-        for row in rows_of_stages(placement, staged):
-            held = max((memory[rank] for rank in row.ranks), key=lambda each: each.total)
-            sent = row.received
-            found.append(
-                StageRecord(
-                    layer=row.layer,
-                    ranks=list(row.ranks),
-                    takes=list(row.takes),
-                    forward=sent.forward,
-                    backward=sent.backward,
-                    parameters=held.parameters,
-                    gradients=held.gradients,
-                    activations=held.activations,
-                )
-            )
-        return found
-
-    def _in_flight(self, passes: int) -> Sequence[int]:
-        number = self.engine.stages.number
-        return [in_flight(self.schedule, passes, stage, number) for stage in range(number)]
-
-    def order(self, passes: Sequence[Pass]) -> list[Action]:
-        self._running.clear()
-        self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
-        return self.engine.begin_update(self.schedule, len(passes))
-
-    def forward(self, images: Tensor) -> Any:
-        sizes = self._sizes.popleft()
-        flight = self.engine.forward_pass((images,), sizes, then=list(self._sizes))
-        self._running.append(flight)
-        return self.engine.output_of(flight) if self.engine.is_last else None
-
-    def _run_backward(self, loss: Tensor | None) -> None:
-        flight = self._running.popleft()
-        if loss is None:
-            self.engine.backward_pass(flight, then=list(self._running))
-        else:
-            loss.backward()
-            self.engine.send_gradients(flight)
-
-    def compute_weight_gradients(self, piece: int, last: bool) -> None:
-        self.engine.compute_weight_gradients(piece, last)
-        self._left_over = not last
-
-    def finish_update(self) -> None:
-        super().finish_update()
-        self.engine.finish_update()
-
-    @property
-    def shares_updates(self) -> bool:
-        return False

@@ -1,6 +1,5 @@
 """Brings back what a run delivered: its recipe, its trained network, and how pictures are prepared for it."""
 
-import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from convoy.checkpoint.files import checked_record, values_explained
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
-from convoy.data import BadImage, DataConfig, DataSet, Normalize, evaluation_batches, open_data
+from convoy.data import BadImage, DataConfig, DataSet, Normalize, open_data
 from convoy.data.batch import evaluation_pixels
 from convoy.data.decode import finish_picture, in_channels, open_picture, suffixes
 from convoy.data.files import relabel
@@ -31,10 +30,10 @@ from convoy.errors import ConvoyError
 from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
+from convoy.training.classification import InputPipeline
 from convoy.training.code import code_of, difference
 from convoy.training.defaults import settle
 from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.input import InputPipeline
 from convoy.training.precision import set_numerics
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
@@ -320,17 +319,7 @@ def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ra
 
     The data are labelled by the run's classes (`evaluation_data`).
     """
-    ranks = ranks or Ranks()
     set_numerics(run.recipe)
     run.to(device)
     pipeline = InputPipeline(data, device, run.memory_format)
-    batches = evaluation_batches(
-        data,
-        run.recipe.data,
-        batch=EVALUATION_BATCH,
-        part=ranks.sample_rank,
-        num_parts=ranks.num_sample_ranks,
-        pin_memory=device.type == "cuda",
-    )
-    with contextlib.closing(batches):
-        return evaluate(run.network, batches, pipeline, len(run.classes), run.recipe, ranks)
+    return evaluate(run.network, pipeline, run.recipe, len(run.classes), EVALUATION_BATCH, ranks)

@@ -1,32 +1,32 @@
 """The live objects of one run, and what they do together: batches, updates, evaluations."""
 
 from collections.abc import Callable, Generator
-from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from convoy import models
 from convoy.comm.ranks import Ranks
-from convoy.data import Batch, DataSet, Order, evaluation_batches, training_batches
+from convoy.data import Batch, DataSet, Order, training_batches
 from convoy.engine import Probe
 from convoy.engine.recorded import Recorded, graph_on
 from convoy.planner import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
+from convoy.training.build import is_recorded, why_not_recorded
+from convoy.training.classification import InputPipeline
 from convoy.training.code import Code
 from convoy.training.derived import Quantities
 from convoy.training.division import Division
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.finite import FiniteGuard
-from convoy.training.input import InputPipeline
-from convoy.training.parallel import StagedTraining, TrainedNetwork
+from convoy.training.parallel import TrainedNetwork
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.state import RunState
 from convoy.training.step import TrainingStep
-from convoy.training.workloads import is_recorded, why_not_recorded
 
 
 @dataclass
@@ -43,6 +43,34 @@ class Prepared:
     profiles: ProfileStore | None  # learns what was measured; None keeps nothing
     derived: list[Derived]  # what follows from the recipe, for the log and the report
     code: Code  # what the plain network computes
+
+    def new_pipeline(self) -> InputPipeline:
+        """What takes the data's pictures to the device."""
+        memory_format = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        return InputPipeline(self.data, self.device, memory_format)
+
+    def batches_of(
+        self,
+        positions: range,
+        first_update: int,
+        num_updates: int,
+        told: Callable[[int], None] = lambda _: None,
+        workers: int | None = None,
+    ) -> Generator[Batch, None, None]:
+        """The samples at some positions of the batches of some updates, made by as many `workers` as the recipe says,
+        or as are said here; `told` learns of more of them."""
+        config = self.recipe.data if workers is None else self.recipe.data.model_copy(update={"workers": workers})
+        return training_batches(
+            self.data,
+            config,
+            Order(len(self.data.train), self.recipe.batch, self.recipe.seed),
+            first_update=first_update,
+            num_updates=num_updates,
+            seed=self.recipe.seed,
+            positions=positions,
+            pin_memory=self.device.type == "cuda",
+            told=told,
+        )
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -80,48 +108,20 @@ class Session(Prepared):
     @property
     def plan_with_cuts(self) -> Plan:
         """The plan that runs, with the layers at which stages begin, whether somebody has said these or not."""
-        network = self.network
-        return (
-            replace(self.plan, stages=network.engine.stages.begins)
-            if isinstance(network, StagedTraining)
-            else self.plan
-        )
+        stages = self.network.stages
+        return self.plan if stages is None else replace(self.plan, stages=stages.stages.begins)
 
     def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.
         `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError; nothing has
         changed then.
         """
-        ranks, size = self.ranks, self.evaluation_batch()
-        samples = range(len(self.data.test))
-
-        def announce(number: int) -> int:
-            first = number * ranks.num_sample_ranks
-            chunks = range(first, first + ranks.num_sample_ranks)
-            parts = tuple(len(samples[chunk * size : (chunk + 1) * size]) for chunk in chunks)
-            self.network.enter_evaluation(parts)
-            return parts[ranks.sample_rank]
-
         self.network.synchronize()
-        batches = evaluation_batches(
-            self.data,
-            self.recipe.data,
-            batch=size,
-            part=ranks.sample_rank,
-            num_parts=ranks.num_sample_ranks,
-            pin_memory=self.device.type == "cuda",
-        )
-        with closing(batches), self.state.delivered() as model:
+        announce = partial(setattr, self.network.engine, "samples")
+        size, num_classes = self.evaluation_batch(), len(self.data.classes)
+        with self.state.delivered() as model:
             return evaluate(
-                model,
-                batches,
-                self.pipeline,
-                len(self.data.classes),
-                self.recipe,
-                ranks,
-                announce,
-                ranks.num > 1,
-                is_asked_to_stop,
+                model, self.pipeline, self.recipe, num_classes, size, self.ranks, announce, is_asked_to_stop
             )
 
     def evaluation_batch(self) -> int:
@@ -138,17 +138,7 @@ class Session(Prepared):
         self, first_update: int, num_updates: int, told: Callable[[int], None] = lambda _: None
     ) -> Generator[Batch, None, None]:
         """This rank's samples of the batches of some updates; `told` learns of more worker processes."""
-        return training_batches(
-            self.data,
-            self.recipe.data,
-            Order(len(self.data.train), self.recipe.batch, self.recipe.seed),
-            first_update=first_update,
-            num_updates=num_updates,
-            seed=self.recipe.seed,
-            positions=self.division.positions(self.ranks.sample_rank),
-            pin_memory=self.device.type == "cuda",
-            told=told,
-        )
+        return self.batches_of(self.division.positions(self.ranks.sample_rank), first_update, num_updates, told)
 
     def guard(self) -> FiniteGuard:
         """What looks at every update before it is made."""
@@ -172,15 +162,15 @@ class Session(Prepared):
         )
         graph = graph_on(self.device)
         if graph is not None and self.is_recorded:
-            context = self.network.context
+            context, abandon = self.network.context, self.network.abandon
             step.recorded = Recorded(
-                step.to_record, self.model, context, graph, agree=self.ranks.first_of, abandon=self.network.abandon
+                step.to_record, self.model, context, graph, agree=self.ranks.first_of, abandon=abandon
             )
         return step
 
     @property
     def why_not_recorded(self) -> str | None:
         """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
-        if isinstance(self.network, StagedTraining):
+        if self.network.stages is not None:
             return "the plan has stages, which send to each other"
         return super().why_not_recorded

@@ -1,8 +1,9 @@
 """Builds all that a run needs from its recipe, and nothing on disk: what is wrong is said before a file is made."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,15 +30,14 @@ from convoy.planner.workload import memory_of_updates
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
-from convoy.training.auto_plan import Choice, Chosen, Shares
+from convoy.training.auto_plan import Chosen, Shares, choose_plan
 from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.code import code_of
 from convoy.training.defaults import settle
 from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import Division, Pass, divide, text
-from convoy.training.input import InputPipeline
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Method, StagedTraining, TrainedNetwork
+from convoy.training.parallel import Method, TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
 from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
@@ -86,9 +86,9 @@ def set_up(
         notes += bring_to(device, data, recipe.data, torch.cuda.get_device_properties(device).total_memory / sharing)
     quantities = resolve(recipe, len(data.train))
     notes += left_out_of_epochs(recipe.batch, len(data.train))
-    model, found_notes = build_for(recipe, data, plan, ranks)
-    notes += found_notes
-    if recipe.batch_norm != "microbatch" and not any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+    model, build_notes = build_for(recipe, data, plan, ranks)
+    notes += build_notes
+    if recipe.batch_norm != "microbatch" and not _has_batch_norm(model):
         notes.append(f"batch_norm={recipe.batch_norm} has no effect: {recipe.model.name} has no batch norm")
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
@@ -111,15 +111,19 @@ def set_up(
     notes += [smaller] if smaller is not None else []
     code = ranks.first(lambda: code_of(model, probe.graph))
     ready = Prepared(recipe, data, quantities, model, probe, device, ranks, store, settled.derived, code)
-    chosen, shares, staging = None, None, None
-    if plan is None:
-        chosen = _choose_plan(ready, progress, rivals)
-        plan, shares, staging = chosen.plan, chosen.shares, chosen.staging
-        notes += chosen.notes
-    notes += note_on_hosts(plan, ranks.on_host)
-    session = _assemble(ready, plan, notes, shares, staging)
-    if chosen is not None:
-        session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
+    if plan is not None:
+        chosen = Chosen(plan, ())
+    else:
+
+        def make_step(model: nn.Module, racing: Ranks, plan: Plan, *of_plan: Any) -> TrainingStep:
+            return _assemble(replace(ready, model=model, ranks=racing), plan, [], *of_plan).step()
+
+        merge, _ = ranks.broadcast(merged(recipe, probe, sizes, device))
+        say = progress if progress is not None and ranks.rank == 0 else lambda *work: None
+        chosen = choose_plan(ready, merge, rivals, make_step, say)
+    notes += [*chosen.notes, *note_on_hosts(chosen.plan, ranks.on_host)]
+    session = _assemble(ready, chosen.plan, notes, chosen.shares, chosen.staging)
+    session.scored, session.one_device_s = chosen.scored, chosen.one_device_s
     session.notes += _of_recording(session, explicit_keys)
     return session
 
@@ -190,16 +194,15 @@ def _assemble(
 ) -> Session:
     """The session under a plan, with the planner's shares and stages where the recipe gives none. All ranks call it."""
     staging = staging if plan.num_stages > 1 else None
-    ready = _through_stages(ready, plan, staging) if staging is not None else ready
+    if staging is not None:  # microbatches small enough for as many passes as the planner has found
+        useful = plan.parts * len(staging.samples)
+        sizes, _ = divisible_sizes(ready.recipe, ready.model, plan.parts, ready.probe, useful)
+        ready = replace(ready, quantities=replace(ready.quantities, sizes=sizes))
     recipe, data, device, ranks, model = ready.recipe, ready.data, ready.device, ready.ranks, ready.model
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
     schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
-    kind: Callable[..., TrainedNetwork] = TrainedNetwork
-    if plan.num_stages > 1:
-        returns_memory = recipe.parallel.memory_limit is not None
-        kind = partial(StagedTraining, schedule=schedule, returns_memory=returns_memory)
-    network = kind(
+    network = TrainedNetwork(
         model.train(),
         plan,
         torch.empty(sizes[0], *ready.image_shape, device=device),
@@ -208,8 +211,10 @@ def _assemble(
         method=method_of(recipe),
         compile=recipe.compile,
         recompute=recipe.recompute,
+        schedule=schedule,
+        returns_memory=recipe.parallel.memory_limit is not None,
     )
-    ranks.follow(plan.mesh, network.sample_axes)
+    ranks.follow(plan.mesh, network.engine.sample_axes)
     sharing = ranks.num // ranks.num_sample_ranks
     passes = 1
     if plan.num_stages > 1:
@@ -219,16 +224,13 @@ def _assemble(
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
     pieces = division.passes(merge, late=not recipe.reproducible)
-    stages: list[StageRecord] = []
-    if isinstance(network, StagedTraining):
-        stages = network.describe(pieces, lowered(recipe))
-        more = _for_fewer_waits(recipe, model, plan, len(pieces), network.schedule)
-        notes.append(_cuts(stages, len(pieces), network.schedule) + more)
+    stages = network.describe(pieces, lowered(recipe))
+    if stages:
+        notes.append(_cuts(recipe, model, plan, stages, len(pieces), network.schedule))
     notes += _within_limit(recipe, plan, network, pieces, device.type == "cpu")
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
-    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     recomputation = network.what_is_recomputed(pieces, lowered(recipe))
     notes += [recomputation] if recomputation is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
@@ -237,7 +239,7 @@ def _assemble(
         why += "; half of them begin, others follow when batches are waited for"
     derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
-    if isinstance(network, StagedTraining):
+    if stages:
         through = f"through {plan.num_stages} stages"
         derived.append(Derived("passes in an update", len(pieces), through, "docs/plans.md"))
         schedule_is_set = recipe.parallel.schedule is not None
@@ -251,7 +253,7 @@ def _assemble(
         division=division,
         network=network,
         counts=counts,
-        pipeline=InputPipeline(data, device, memory_format),
+        pipeline=ready.new_pipeline(),
         state=RunState(network, optimizer, scaler, averaged),
         merge=merge,
         notes=[*recipe.notes(), *data.notes, *notes],
@@ -270,7 +272,7 @@ def _within_limit(
         return ["--memory-limit has no effect: the memory of a network that cannot be captured is not predicted"]
     placement = network.largest(passes, lowered(recipe))
     staging = Staging.of(plan, placement.graph, tuple(placement.outputs), [len(piece.positions) for piece in passes])
-    if staging is not None and isinstance(network, StagedTraining):
+    if staging is not None:
         staging = staging.scheduled(network.schedule)
     update = memory_of_updates(partial(optimizer_for, recipe=recipe))
     update = replace(update, divisible=update.divisible and network.shares_updates)
@@ -285,47 +287,31 @@ def _within_limit(
     return []
 
 
-def _through_stages(ready: Prepared, plan: Plan, staging: Staging) -> Prepared:
-    """With microbatches small enough for as many passes as the planner has found, where that changes no result."""
-    useful = plan.parts * len(staging.samples)
-    sizes, _ = divisible_sizes(ready.recipe, ready.model, plan.parts, ready.probe, useful)
-    return replace(ready, quantities=replace(ready.quantities, sizes=sizes))
-
-
-def _cuts(stages: list[StageRecord], passes: int, schedule: Schedule) -> str:
-    """Where the stages begin, and how the batch goes through them."""
+def _cuts(
+    recipe: Recipe, model: nn.Module, plan: Plan, stages: list[StageRecord], passes: int, schedule: Schedule
+) -> str:
+    """Where the stages begin, how the batch goes through them, and what to do where they wait for much of the time."""
     begins = ", ".join(f"stage {number} from {stage.layer}" for number, stage in enumerate(stages, 1))
-    waits = f"stages wait about {rough_percent(bubble(schedule, passes, len(stages)))} of the time"
-    return f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, {waits}"
-
-
-def _for_fewer_waits(recipe: Recipe, model: nn.Module, plan: Plan, passes: int, schedule: Schedule) -> str:
-    """What to do where stages wait for each other for much of the time; empty where they do not."""
-    if bubble(schedule, passes, plan.num_stages) < 0.25:
-        return ""
-    if recipe.batch_norm != "microbatch":
-        return (
-            f": batch_norm={recipe.batch_norm} takes all microbatches at once, and batch_norm=microbatch one after the "
-            "other"
-        )
+    waiting = bubble(schedule, passes, plan.num_stages)
+    sentence = (
+        f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, stages wait about {rough_percent(waiting)} of "
+    )
+    sentence += "the time"
     most = min(PARTS_PER_STAGE * plan.num_stages, recipe.batch // plan.parts)
+    if waiting < 0.25:
+        return sentence
+    if recipe.batch_norm != "microbatch":
+        every = f"batch_norm={recipe.batch_norm} takes all microbatches at once"
+        return f"{sentence}: {every}, and batch_norm=microbatch one after the other"
     if most <= passes:
-        return ": a larger --batch can have more microbatches"
-    fewer = f": with --microbatches {most * plan.parts} about {rough_percent(bubble(schedule, most, plan.num_stages))}"
-    normed = any(isinstance(layer, _BatchNorm) for layer in model.modules())
-    return f"{fewer}{' (another training, as batch norm is of each microbatch)' if normed else ''}"
+        return f"{sentence}: a larger --batch can have more microbatches"
+    normed = " (another training, as batch norm is of each microbatch)" if _has_batch_norm(model) else ""
+    fewer = rough_percent(bubble(schedule, most, plan.num_stages))
+    return f"{sentence}: with --microbatches {most * plan.parts} about {fewer}{normed}"
 
 
-def _choose_plan(ready: Prepared, progress: Progress | None, rivals: Sequence[Plan]) -> Chosen:
-    """The plan for `--plan auto`. All ranks call it."""
-    ranks, sizes = ready.ranks, ready.quantities.sizes
-    merge, _ = ranks.broadcast(merged(ready.recipe, ready.probe, sizes, ready.device))
-
-    def make_step(model: nn.Module, plan: Plan, racing: Ranks, shares: Shares, staging: Staging | None) -> TrainingStep:
-        return _assemble(replace(ready, model=model, ranks=racing), plan, [], shares, staging).step()
-
-    say = progress if progress is not None and ranks.rank == 0 else lambda *work: None
-    return Choice(**vars(ready), merge=merge, rivals=rivals, make_step=make_step, progress=say)()
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(layer, _BatchNorm) for layer in model.modules())
 
 
 def method_of(recipe: Recipe) -> Method:

@@ -101,7 +101,7 @@ class RunState:
             with self.delivered() as model:
                 own = Parts(model).tensors()
                 for name in in_file(kinds):
-                    yield self.network.whole(name, own[name]).cpu()
+                    yield self.network.engine.whole(name, own[name]).cpu()
 
         return kinds, wholes()
 
@@ -130,10 +130,10 @@ class RunState:
 
     def _tensors(self, named: NamedOptimizer, entries: Entries) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in Parts(self.model).tensors().items():
-            yield f"model.{name}", self.network.whole(name, tensor)
+            yield f"model.{name}", self.network.engine.whole(name, tensor)
         if self.averaged is not None:
             for name, tensor in self.averaged.averages.items():
-                yield f"ema.{name}", self.network.whole(name, tensor)
+                yield f"ema.{name}", self.network.engine.whole(name, tensor)
         for name, entry in entries.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor):

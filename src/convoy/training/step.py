@@ -21,10 +21,9 @@ from convoy.engine.recorded import Recorded
 from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
+from convoy.training.classification import ClassificationLoss, InputPipeline, heads, num_correct
 from convoy.training.division import Pass
 from convoy.training.finite import FiniteGuard, NonFiniteUpdate
-from convoy.training.input import InputPipeline
-from convoy.training.loss import ClassificationLoss, heads, num_correct
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.schedules import Schedule
@@ -37,13 +36,8 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@dataclass
-class _RunningPass:
-    """A pass between its forward and its backward pass; without a loss in all stages but the last."""
-
-    loss: Tensor | None
-    outputs: Any
-    targets: Tensor
+# A pass between its forward and its backward pass: its loss (None in all stages but the last), outputs and targets.
+_RunningPass = tuple[Tensor | None, Any, Tensor]
 
 
 @dataclass
@@ -87,6 +81,8 @@ class TrainingStep:
     def __post_init__(self) -> None:
         self.network, self.optimizer, self.scaler = self.state.network, self.state.optimizer, self.state.scaler
         self.num_samples = self.recipe.batch
+        self._mixing = self.recipe.data.mix if self.recipe.data.mix.on else None
+        self._autocast = autocast_of(self.recipe, self.pipeline.device)
         self._loss = ClassificationLoss(self.recipe.loss.label_smoothing, self.recipe.loss.aux_weight)
 
     def __call__(self, batch: Batch, update: int) -> StepResult:
@@ -182,29 +178,29 @@ class TrainingStep:
         result.seconds = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
         return result
 
-    def _forward(self, inputs: Callable[[Pass], tuple[Tensor, Tensor]], update: int, piece: Pass) -> "_RunningPass":
+    def _forward(self, inputs: Callable[[Pass], tuple[Tensor, Tensor]], update: int, piece: Pass) -> _RunningPass:
         self._begin("input")
         images, targets = inputs(piece)
         self._begin("rest")
         self.network.enter(update, piece)
         if self.reseed:
             torch.manual_seed(fold(self.recipe.seed, update, piece.parts[self.rank].start))
-        with autocast_of(self.recipe, self.pipeline.device):
+        with self._autocast:
             self._begin("forward")
             outputs = self.network.forward(images)
             self._begin("rest")
             loss = None if outputs is None else self._part_of_mean(outputs, targets)
-        return _RunningPass(loss, outputs, targets)
+        return loss, outputs, targets
 
-    def _backward(self, running: "_RunningPass", last: bool, result: StepResult) -> None:
-        loss = running.loss
+    def _backward(self, running: _RunningPass, last: bool, result: StepResult) -> None:
+        loss, outputs, targets = running
         self._begin("backward")
         with _deterministic():
             self.network.backward(None if loss is None else self.scaler.scale(loss), last)
         self._begin("rest")
-        if loss is not None and len(running.targets):
+        if loss is not None and len(targets):
             result.losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
-            result.correct.append(num_correct(running.outputs, running.targets))
+            result.correct.append(num_correct(outputs, targets))
 
     @property
     def _share(self) -> float:
@@ -215,15 +211,14 @@ class TrainingStep:
         start = piece.parts[self.rank].start - self.passes[0].parts[self.rank].start
         end = start + len(piece.parts[self.rank])
         images, targets = self.pipeline(batch, start, end), labels[start:end]
-        mixing = self.recipe.data.mix
-        if not mixing.on:
+        if self._mixing is None:
             return images, targets
         sizes, first = piece.microbatches[self.rank], piece.parts[self.rank].start
         return mix(
             images,
             targets,
             num_classes=len(self.pipeline.data.classes),
-            config=mixing,
+            config=self._mixing,
             sizes=list(sizes),
             keys=[fold(self.recipe.seed, update, first + sum(sizes[:i])) for i in range(len(sizes))],
         )

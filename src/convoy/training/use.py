@@ -26,8 +26,8 @@ from convoy.data import BadImage, Normalize
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.models.libraries import reason
+from convoy.training.classification import heads
 from convoy.training.environment import num_cores
-from convoy.training.loss import heads
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
 

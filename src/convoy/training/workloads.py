@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from convoy.comm.collectives import Group, by_way_of_host
+from convoy.comm.collectives import Group
 from convoy.engine import Probe, microbatch_sizes
-from convoy.engine.recorded import graph_on
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.device import Device, this_device
 from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule
-from convoy.training.build import divisible_sizes, merged, probed
+from convoy.training.build import divisible_sizes, is_recorded, merged, probed, why_not_recorded
 from convoy.training.derived import num_microbatches
 from convoy.training.division import divide, soonest
 from convoy.training.optimizers import create_optimizer, learning_rate
@@ -44,24 +43,6 @@ def workload_of_recipe(
     counts = counts_of_passes(recipe, model, sizes, merge, devices, probe)
     recorded = is_recorded(recipe, device, why_not_recorded(recipe, probe, devices, device, group))
     return workload_in_passes(recipe, model, image_shape, sizes, merge, devices, device, counts, recorded)
-
-
-def why_not_recorded(
-    recipe: Recipe, found: Probe, devices: int, device: torch.device, group: Group = None
-) -> str | None:
-    """Why updates of a network in one piece cannot be recorded and replayed on any GPU; None where that is tried."""
-    if found.draws and not found.owned:
-        return f"{recipe.model.name} draws random numbers in a way of its own"
-    if recipe.reproducible and devices > 1:
-        return "reproducible adds gradients up in a fixed order, which sends from device to device"
-    if by_way_of_host(device, group):
-        return "gloo carries what the devices exchange, by way of the CPU"
-    return None
-
-
-def is_recorded(recipe: Recipe, device: torch.device, why_not: str | None) -> bool:
-    """Whether updates are recorded and replayed here."""
-    return graph_on(device) is not None and recipe.cuda_graphs == "auto" and why_not is None
 
 
 def counts_of_passes(
