@@ -32,7 +32,7 @@ from convoy import models
 from convoy.bench.records import Made
 from convoy.bench.study import data_of
 from convoy.engine.allocation import keep_freed_memory
-from convoy.engine.layers import PointwiseConv2d, prepare
+from convoy.engine.uncaptured import PointwiseConv2d, prepare
 from convoy.ops.convolution import weighted
 from convoy.ops.onednn import packed, pointwise
 from convoy.ops.postponed import Weighted

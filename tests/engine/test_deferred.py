@@ -137,7 +137,11 @@ def added_mb(as_deferred: bool, plan: str, saved: Path | None) -> float:
 @pytest.mark.slow
 def test_no_rank_but_the_first_holds_the_whole(tmp_path: Path) -> None:
     convoy.save(tmp_path / "saved", convoy.parallelize(build(2000), "serial", EXAMPLE))
-    for as_deferred, plan, saved in [(True, "stage=2", None), (True, "filter=2", tmp_path / "saved"), (False, "stage=2", None)]:
+    for as_deferred, plan, saved in [
+        (True, "stage=2", None),
+        (True, "filter=2", tmp_path / "saved"),
+        (False, "stage=2", None),
+    ]:
         replace_processes()
         added = run_ranks(added_mb, 2, as_deferred, plan, saved)[1]
         assert (added < WHOLE_MB / 2 + 75) if as_deferred else (added > WHOLE_MB - 5), (plan, added)

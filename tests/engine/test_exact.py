@@ -258,7 +258,11 @@ def test_every_network_is_exact_under_every_plan(net: str, plan: str) -> None:
         with pytest.raises(RankFailed, match=REFUSED[net, plan]):
             check(plan, [(net, {})])
     else:  # rounding grows with the depth of ResNet-50
-        check(plan, [(net, {"size": SIZES.get((net, plan)), "tolerance": 1e-6 if net == "resnet50" else 1e-9})], timeout=500)
+        check(
+            plan,
+            [(net, {"size": SIZES.get((net, plan)), "tolerance": 1e-6 if net == "resnet50" else 1e-9})],
+            timeout=500,
+        )
 
 
 @pytest.mark.timeout(600)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from convoy.comm.groups import Groups
 from convoy.comm.ranks import Ranks
-from convoy.engine.clock import DeviceClock, Spent
 from convoy.engine.coupling import probe
 from convoy.engine.profiling import OUTSIDE, Profile, Profiler, middle_half, steady, tiled
-from convoy.engine.watched import WatchedUpdate
+from convoy.engine.watched import DeviceClock, Spent, WatchedUpdate
 from convoy.models import create
 from convoy.planner import Workload, workload_of
 from convoy.planner.cost.costs import Costs, HostCost

@@ -166,7 +166,11 @@ def test_a_pass_in_anothers_context_and_statistics_that_are_noted_twice_are_noti
     staged = {"microbatches": 3, "schedule": "1f1b", "sizes": (6, 6)}
     (first, _), (last, _) = run_ranks(compared, 2, "stage=2", "microbatch", staged | {"sabotage": "context"})
     assert any(key.startswith("gradient 0") for key in first) and "loss 0 0" not in last
-    for plan, batch_norm, options in [("serial", "sync", {}), ("serial", "microbatch", {}), ("stage=2", "microbatch", staged)]:
+    for plan, batch_norm, options in [
+        ("serial", "sync", {}),
+        ("serial", "microbatch", {}),
+        ("stage=2", "microbatch", staged),
+    ]:
         for different, _ in run_ranks(compared, world_of(plan), plan, batch_norm, options | {"sabotage": "recording"}):
             assert all(any(word in key for key in different) for word in ("running_mean", "num_batches_tracked"))
 

@@ -173,14 +173,20 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
         (changed(lambda net: net[1].train(rank() == 0)), "with every module in the same mode"),
         (changed(lambda net: net.float() if rank() else None), "to weights of the same type"),
         (unfrozen, r"set requires_grad, then call convoy\.parallelize"),
-        *((replaced(change), f"{name} was replaced or taken out after convoy.par") for name, change in REPLACED.items()),
+        *(
+            (replaced(change), f"{name} was replaced or taken out after convoy.par")
+            for name, change in REPLACED.items()
+        ),
         (lambda plan: nn.parallel.DistributedDataParallel(ranks_net(plan)[0])(IMAGES[:4]), "add gradients twice: take"),
         (INNER_DDP, r"DistributedDataParallel, which adds up .*net\.module"),
         (made(noisy, EXAMPLE.float()), "network draws random numbers that belong to no"),
         (made(table, EXAMPLE.float()), "layer drop draws random numbers that belong to no sample"),
         (explained, "samples names 3 parts of the batch, but the plan divides it into 2"),
         (changed(lambda net: net[0].weight.register_hook(lambda gradient: gradient)), r"0\.weight has a gradient hook"),
-        (changed(lambda net: net[0].weight.register_post_accumulate_grad_hook(print)), r"0\.weight has a gradient hook"),
+        (
+            changed(lambda net: net[0].weight.register_post_accumulate_grad_hook(print)),
+            r"0\.weight has a gradient hook",
+        ),
         (changed(lambda net: net[0].register_full_backward_hook(print)), r"\(0\._backward_hooks.*has a backward hook"),
     ],
     "filter=2": [
@@ -201,7 +207,10 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
     "stage=2": [
         (penalized(lambda net: 1e-4 * sum((p**2).sum() for p in net.parameters()), before=True), OUTSIDE),
         (made(NORM(), microbatches=2), r"batch norm over the global batch .*microbatches=1 .*batch_norm='microbatch'"),
-        (made(NORM(track_running_stats=False), microbatches=2), r"over the global batch \(layer 0.1\) .* microbatches=1 "),
+        (
+            made(NORM(track_running_stats=False), microbatches=2),
+            r"over the global batch \(layer 0.1\) .* microbatches=1 ",
+        ),
     ],
 }
 """By plan for two ranks: what a script does under it, and what is said on every rank."""

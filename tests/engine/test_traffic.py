@@ -125,6 +125,8 @@ def kept(name: str, size: int, plan: str) -> tuple[tuple[int, int], tuple[int, i
     ],
 )
 def test_ranks_keep_what_the_plan_says(name: str, size: int, plan: str) -> None:
-    for (measured, parameters), (said, said_parameters) in run_ranks(kept, Plan.parse(plan).mesh.num_devices, name, size, plan):
+    for (measured, parameters), (said, said_parameters) in run_ranks(
+        kept, Plan.parse(plan).mesh.num_devices, name, size, plan
+    ):
         assert parameters == said_parameters
         assert said == pytest.approx(measured, rel=0.02), "the statistics of batch norm are not counted"

@@ -8,11 +8,10 @@ from torch import nn
 
 import convoy
 from convoy.comm.collectives import waits, watching
-from convoy.engine.clock import DeviceClock
 from convoy.engine.gradients.divided import plain
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import parallelize
-from convoy.engine.watched import Segment, WatchedUpdate
+from convoy.engine.watched import DeviceClock, Segment, WatchedUpdate
 from ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -234,7 +234,9 @@ def test_ranks_with_unequal_parts_are_the_plain_layer_and_low_precision_is_round
         got = torch.cat([first[name], second[name]])
         assert ((got - want).abs() <= (HALF_A_DIGIT * want.abs() + 1e-6 if is_low else 1e-12)).all(), name
     for name in ("mean", "var"):
-        close = {"rtol": 2**-7, "atol": 1e-3} if is_low and wide != torch.float32 else {"rtol": 1e-5 if is_low else 1e-12}
+        close = (
+            {"rtol": 2**-7, "atol": 1e-3} if is_low and wide != torch.float32 else {"rtol": 1e-5 if is_low else 1e-12}
+        )
         assert torch.allclose(first[name].double(), numbers[name], **close), name
     for name in ("weight", "bias") if not is_low else ():
         assert torch.allclose(first[f"{name}.grad"] + second[f"{name}.grad"], numbers[name].grad, rtol=1e-12)

@@ -14,7 +14,7 @@ from convoy.ops import capture, place
 from convoy.ops.convolution import weighted
 from convoy.ops.memory import predict_memory
 from convoy.ops.postponed import PostponedGradients
-from convoy.ops.precision import under_autocast
+from convoy.ops.registry import under_autocast
 from convoy.planner import workload_of
 from convoy.plans.place import Batch
 from convoy.plans.plan import Plan

@@ -205,7 +205,12 @@ def test_parameters_are_divided_as_what_they_scale_and_no_more_is_asked_for_than
         assert found.inputs["x"] == found.outputs["y"] == Layout.of(BY_SAMPLE), op
     buffers, both = ("running_mean", "running_var", "num_batches_tracked"), Layout.of({**BY_SAMPLE, 1: BY_CHANNEL})
     found = placed("batch_norm", (4, 6, 5, 5), both, "weight", "bias", *buffers)
-    assert (found.inputs["x"], found.outputs["y"], found.inputs["weight"], found.inputs["bias"]) == (both, both, SCALES, SCALES)
+    assert (found.inputs["x"], found.outputs["y"], found.inputs["weight"], found.inputs["bias"]) == (
+        both,
+        both,
+        SCALES,
+        SCALES,
+    )
     assert [found.inputs[name] for name in buffers] == [Layout.of({0: BY_CHANNEL})] * 2 + [WHOLE]
     rows = {2: Split((0,), balanced(5, 2))}
     found = placed("group_norm", (4, 6, 5, 5), Layout.of({**rows, 1: BY_CHANNEL}), "weight", "bias", num_groups=3)

@@ -169,8 +169,14 @@ def test_nothing_is_laid_out_that_torch_leaves_to_another_kernel() -> None:
         ("no samples", small(64, 5, samples=0), filters(96, 64, 3)),
     ):
         assert ready(of(), x, weight) is None, name
-    for threads, kernel, samples, stride, want in ((1, 1, 16, 1, True), (1, 3, 8, 1, True), (1, 1, 8, 2, True),
-                                                   (1, 1, 8, 1, False), (1, 3, 1, 1, False), (2, 1, 8, 1, True)):
+    for threads, kernel, samples, stride, want in (
+        (1, 1, 16, 1, True),
+        (1, 3, 8, 1, True),
+        (1, 1, 8, 2, True),
+        (1, 1, 8, 1, False),
+        (1, 3, 1, 1, False),
+        (2, 1, 8, 1, True),
+    ):
         torch.set_num_threads(threads)
         layer, x, weight = of(kernel, stride, kernel // 2), small(64, 5, samples=samples), filters(96, 64, kernel)
         laid_out = ready(layer, x, weight)

@@ -13,9 +13,8 @@ from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
 from convoy.ops import capture, place
 from convoy.ops import recompute as recomputation
-from convoy.ops.kept import KeptTensors
 from convoy.ops.memory import predict_memory
-from convoy.ops.recompute import as_recompute, check_recompute, recomputing, stretches, with_recomputed
+from convoy.ops.recompute import KeptTensors, as_recompute, check_recompute, recomputing, stretches, with_recomputed
 from convoy.planner.search.memory import nothing_fits
 from convoy.plans.place import Batch, Placement
 from convoy.plans.plan import Plan

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from convoy.engine.clock import DeviceClock
+from convoy.engine.watched import DeviceClock
 from convoy.planner import Scored, score
 from convoy.planner.comparison import GRADIENTS, Comparison
 from convoy.planner.cost.costs import Costs

@@ -14,13 +14,12 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
-from convoy.engine.clock import DeviceClock
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured
-from convoy.engine.watched import WatchedUpdate
+from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.launch.host import HostWatch, beside_others
-from convoy.ops.precision import under_autocast
+from convoy.ops.registry import under_autocast
 from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, groups_beside, of_all_stages, parts_beside, stages_beside
 from convoy.planner.cost.device import Device

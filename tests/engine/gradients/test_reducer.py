@@ -108,14 +108,14 @@ SCENARIOS: dict[str, list[Pass] | Callable[..., None]] = {
 
 
 def play(scenario: Any, net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
-    if callable(scenario):
-        return scenario(net, x, y, reducer)
-    for one in scenario:
+    for one in [] if callable(scenario) else scenario:
         if one.zero:
             net.zero_grad(set_to_none=one.zero == "None")
         with reducer.paused() if reducer is not None and one.is_paused else nullcontext():
             loss_of(net, x * one.scale, y, one.sometimes).backward()
-    if reducer is not None and scenario[-1].is_paused:
+    if callable(scenario):
+        scenario(net, x, y, reducer)
+    elif reducer is not None and scenario[-1].is_paused:
         reducer.reduce()
 
 
