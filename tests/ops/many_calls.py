@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import interpreted
-from convoy.ops import shared_batch_norm
+from convoy.ops import microbatch_norm, shared_batch_norm
 from convoy.plans.layout import Indices, Layout, Split, balanced, consecutive
 from convoy.plans.mesh import Mesh
 from one_call import OneCall, rank_results, whole
@@ -52,7 +52,7 @@ def as_on_a_gpu(triton: bool = False) -> Iterator[None]:
     kernels = interpreted.kernels()["microbatch"] if triton else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_batch_norm, "at_once", lambda x: True)
-        patch.setattr(shared_batch_norm, "batch_norm_kernels", lambda x: kernels)
+        patch.setattr(microbatch_norm, "batch_norm_kernels", lambda x: kernels)
         yield
 
 

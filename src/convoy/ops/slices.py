@@ -1,4 +1,4 @@
-"""Parts of a tensor, by basic indexing and in chunks, and tensors joined: each rank keeps its indices, and sends nothing."""
+"""Parts of tensors, by basic indexing and in chunks, and joined ones: each rank keeps its indices and sends nothing."""
 
 from collections.abc import Callable
 from functools import lru_cache
