@@ -26,7 +26,7 @@ from convoy.ops.random_bits import drop, one_for_each
 from convoy.ops.shared_batch_norm import normalize_together
 from convoy.ops.statistics import Following
 
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 100)
 TYPES = (torch.bfloat16, torch.float32, torch.float64)
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 FEW_NUMBERS = ("_combine", "_one_for_each")
