@@ -12,7 +12,7 @@ from torch import Tensor
 
 from convoy.ops import OPERATIONS, slices
 from convoy.ops.kernel import as_called
-from convoy.plans.layout import WHOLE, Layout, Split, balanced, consecutive
+from convoy.plans.layout import WHOLE, Layout, Split, balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placed
 from convoy.plans.windows import Need, Window
@@ -211,9 +211,8 @@ def test_ranks_together_do_what_the_whole_call_does(op: str, count: int) -> None
             raise AssertionError(f"call {number} of {op}") from error
 
 
-SAMPLES, CHANNELS = Split((0,), consecutive((3, 1))), Split((0,), ((0, 3), (1, 2)))
+CHANNELS = Split((0,), ((0, 3), (1, 2)))
 EVEN = {size: Split((0,), balanced(size, 2)) for size in (2, 4, 5, 6, 8)}
-COLUMNS = Split((1,), balanced(8, 2))
 ROWS = Layout.of({2: EVEN[8]})
 SQUARE = (2, 4, 8, 8)
 
@@ -222,26 +221,16 @@ def pooled(x: Tensor, mesh: Mesh, given: Layout) -> Placed:
     return pool("max_pool", x, mesh, given, 3, stride=2, padding=1)
 
 
-def nearest(x: Tensor, mesh: Mesh, given: Layout) -> Placed:
-    return resize(x, mesh, given, "nearest", scale_factor=2)
-
-
 def split_at(dim: int, *parts: Any, axis: int = 0) -> Layout:
     return Layout.of({dim: Split((axis,), parts)})
 
 
 HALO = split_at(2, range(4), range(3, 8))
-LISTS, FEW = split_at(2, (0, 3, 4, 7), (1, 2, 5, 6)), "dim 2 is whole: fewer output rows (1) than ranks (2)"
-COLUMN_HALO = Layout.of({1: CHANNELS, 3: Split((1,), (range(4), range(3, 8)))})
+FEW = "dim 2 is whole: fewer output rows (1) than ranks (2)"
 PARTIAL = Layout.of({2: EVEN[8]}, partial=(1,))
 PLACED: dict[str, tuple[Callable[..., Placed], tuple[int, ...], Mesh, Layout, Layout, Layout, str]] = {
-    "rows are asked for with their halo": (pooled, SQUARE, TWO, ROWS, HALO, Layout.of({2: EVEN[4]}), ""),
-    "uneven rows are evened out": (
+    "uneven rows are evened out, and asked for with their halo": (
         *(pooled, SQUARE, TWO, split_at(2, range(7), range(7, 8)), HALO, Layout.of({2: EVEN[4]}), ""),
-    ),
-    "other dimensions follow": (
-        *(pooled, SQUARE, GRID, Layout.of({1: CHANNELS, 3: COLUMNS}), COLUMN_HALO),
-        *(Layout.of({1: CHANNELS, 3: Split((1,), balanced(4, 2))}), ""),
     ),
     "a partial sum is asked for whole by a maximum": (pooled, SQUARE, TWO, Layout.of(partial=(0,)), WHOLE, WHOLE, ""),
     "and stays one through averages": (
@@ -255,14 +244,6 @@ PLACED: dict[str, tuple[Callable[..., Placed], tuple[int, ...], Mesh, Layout, La
         lambda x, mesh, given: adaptive("adaptive_avg_pool", x, (1, 1), mesh, given),
         *(SQUARE, TWO, ROWS, ROWS, Layout.of(partial=(0,)), ""),
     ),
-    "repeated rows follow their rows": (
-        *(nearest, (1, 2, 5, 5), TWO, split_at(2, range(1), range(1, 5)), split_at(2, range(1), range(1, 5))),
-        *(split_at(2, range(2), range(2, 10)), ""),
-    ),
-    "one index renumbers the dimensions after it": (
-        lambda x, mesh, given: select(x, [(0, 2, 1), 2, (2, 8, 1)], mesh, given),
-        *((2, 3, 8), TWO, LISTS, LISTS, split_at(1, (1, 2, 5), (0, 3, 4)), ""),
-    ),
     "halves of evenly divided channels lie on one rank each": (
         lambda x, mesh, given: chunks(x, (4, 4), 1, mesh, given),
         *((2, 8, 3), TWO, Layout.of({1: EVEN[8]}), Layout.of({1: EVEN[8]}), split_at(1, range(4), range(0)), ""),
@@ -271,14 +252,6 @@ PLACED: dict[str, tuple[Callable[..., Placed], tuple[int, ...], Mesh, Layout, La
         lambda x, mesh, given: pad(x, (0, 0, 0, 0, 2, 2), mesh, given),
         *((2, 4, 6, 6), TWO, Layout.of({1: CHANNELS}), Layout.of({1: CHANNELS})),
         *(split_at(1, (0, 1, 2, 5, 6, 7), range(3, 5)), ""),
-    ),
-    "other padding needs the rows whole": (
-        lambda x, mesh, given: pad(x, (1, 2, 2, 1), mesh, given, "reflect"),
-        *((4, 2, 8, 8), GRID, Layout.of({0: SAMPLES, 3: COLUMNS}), *(Layout.of({0: SAMPLES}),) * 2, "reflect"),
-    ),
-    "a maximum adds a partial sum up": (
-        lambda x, mesh, given: reduce("amax", x, (2,), False, mesh, given),
-        *((2, 4, 3), GRID, Layout.of({1: EVEN[4]}, partial=(1,)), *(Layout.of({1: EVEN[4]}),) * 2, ""),
     ),
 }
 """A call, a shape, a mesh and a layout; the layout that is asked for, that of the result, and a note."""
