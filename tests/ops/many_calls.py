@@ -10,7 +10,7 @@ from torch import Tensor
 
 import interpreted
 from convoy.ops import microbatch_norm, shared_batch_norm
-from convoy.plans.layout import Indices, Layout, Split, balanced, consecutive
+from convoy.plans.layout import Indices, Layout, Split, balanced, consecutive, indices
 from convoy.plans.mesh import Mesh
 from one_call import OneCall, rank_results, whole
 from ranks import run_ranks
@@ -25,10 +25,10 @@ class Draw(random.Random):
         """Even, uneven, empty, lists, or lists out of order."""
         cuts = sorted(self.randint(0, size) for _ in range(number - 1))
         every = self.sample(range(size), size)
-        lists = tuple(tuple(every[start:stop]) for start, stop in zip([0, *cuts], [*cuts, size], strict=True))
+        lists = tuple(indices(every[start:stop]) for start, stop in zip([0, *cuts], [*cuts, size], strict=True))
         uneven = consecutive([len(each) for each in lists])
         ways = [balanced(size, number), uneven]
-        return self.choice(ways if in_order else [*ways, lists, tuple(tuple(sorted(each)) for each in lists)])
+        return self.choice(ways if in_order else [*ways, lists, tuple(indices(sorted(each)) for each in lists)])
 
     def layout(self, shape: tuple[int, ...], mesh: Mesh, in_order: tuple[int, ...] = ()) -> Layout:
         """Each axis of the mesh divides another dimension; those `in_order` into consecutive parts."""
