@@ -195,7 +195,7 @@ def perturbed(plan: str, undo_all: bool = False) -> float:
 
 def test_networks_feed_each_other_and_are_fed_by_what_is_trained_beside_them() -> None:
     for plan, share, mean in (("sample=2", 4, False), ("sample=2", 3, True), ("filter=2", 4, True)):
-        assert max(run_ranks(chained, 2, plan, share, mean)) < 1e-9, plan
+        assert max(run_ranks(chained, 2, plan, share, mean)) < 1e-8, plan  # through two networks, and back
     for plan in PLANS:
         assert max(run_ranks(perturbed, 2, plan)) < 1e-9, plan
     try:

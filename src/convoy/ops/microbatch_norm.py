@@ -327,8 +327,8 @@ def _input_gradient(
         return torch.empty_like(x), sums.new_empty(0), sums.new_empty(0)
     kernels, is_single = batch_norm_kernels(x), len(sizes) == 1
     if kernels is not None:
-        numbers = weight, bias, statistics, sums
-        dx, shift, slope = kernels.input_gradient(gradient, x, *numbers, sizes, total, relu, not is_single)
+        arguments = gradient, x, weight, bias, statistics, sums, sizes, total, relu
+        dx, shift, slope = kernels.input_gradient(*arguments, not is_single)
         return (dx, sums.new_empty(0), sums.new_empty(0)) if is_single else (dx, shift, slope)
     results, begin = [], 0
     for dy, part, numbers in _by_run(sizes, gradient, x, statistics=statistics):
@@ -438,7 +438,9 @@ def _normalized_by_torch(
     statistics = torch.stack([means, inverse], 1)
     terms = torch.stack([means, squares / (counts - 1).clamp(min=1)], 1)
     rows = _by_run(sizes, x, statistics=statistics) if x.numel() else []
-    results = [normalized(part, *numbers.unbind(1), weight, bias).to(x.dtype).flatten(0, 1) for part, numbers in rows]
+    results = [
+        normalized(part, numbers[:, 0], numbers[:, 1], weight, bias).to(x.dtype).flatten(0, 1) for part, numbers in rows
+    ]
     return _joined(results) if results else torch.empty_like(x), statistics, terms
 
 
