@@ -157,9 +157,9 @@ class _Fused(torch.autograd.Function):
         branches = [tensors[place : place + 3] for place in range(0, len(tensors), 3)]
         inputs = [arranged(x) for x, _, _ in branches]  # type: ignore[arg-type]
         inputs = [inputs[0], *(arranged_as(inputs[0], x) for x in inputs[1:])]
-        all_moments = [_run("channel_moments", x, sizes) for x in inputs]
+        all_moments: list[Tensor | None] = [None]  # computed where it is one operation
         if holders is not None:
-            message = _stacked([moments[0] for moments in all_moments])
+            message = _stacked([_run("channel_moments", x, sizes)[0] for x in inputs])
             gathered = exchanged(all_gather, message, holders.group)
             all_moments = [gathered] if len(branches) == 1 else list(gathered.unbind(1))
         y = None if residual is None else arranged_as(inputs[0], residual)
@@ -169,8 +169,10 @@ class _Fused(torch.autograd.Function):
         ):
             buffers = () if running is None else (running.mean, running.var, running.count, running.momentum)
             ends = relu and number == len(branches) - 1
-            settings = *(buffers or (None,) * 4), sizes, eps, ends, holders is None
-            y, statistics, terms = _run("normalize_shared", x, moments, weight, bias, y, *settings)
+            settings = moments, weight, bias, y, *(buffers or (None,) * 4), sizes, eps, ends
+            y, statistics, terms = _run(
+                "normalize_microbatches" if moments is None else "normalize_shared", x, *settings
+            )
             saved += [x, weight, bias, statistics]
         has_sum = residual is not None or len(branches) > 1
         ctx.save_for_backward(y if relu and has_sum else None, *saved)
@@ -191,28 +193,39 @@ class _Fused(torch.autograd.Function):
         y, *saved = ctx.saved_tensors
         branches = [saved[place : place + 4] for place in range(0, len(saved), 4)]
         dy, relu, holders, sizes = arranged_as(branches[0][0], gradient), ctx.relu and y is None, ctx.holders, ctx.sizes
+        needed, gradients = ctx.needs_input_grad[5:], list[Tensor | None]()
+        if holders is None:
+            x, *numbers = branches[0]
+            dx, shift, slope, masked = _run("normalize_microbatches_backward", dy, x, y, *numbers, sizes, relu)
+            results = zip((dx, slope, shift), needed, strict=True)
+            of_residual = (dy if y is None else masked) if ctx.needs_input_grad[4] else None
+            return (
+                None,
+                None,
+                None,
+                None,
+                of_residual,
+                *(result if is_needed else None for result, is_needed in results),
+            )
         branch_sums = []
         for x, weight, bias, statistics in branches:
             sums, shift, slope, masked = _run("shared_gradient_sums", dy, x, y, weight, bias, statistics, sizes, relu)
             if y is not None:  # once: behind the ReLU the gradient is that of every term of the sum
                 dy, y = masked, None
             branch_sums.append((sums, shift, slope))
-        needed, gradients = ctx.needs_input_grad[5:], []
         needs_dx = [needed[3 * number] for number in range(len(branches))]
         totals = [sums for sums, _, _ in branch_sums]
-        if holders is not None and any(needs_dx):
+        if any(needs_dx):
             total = all_reduce(_stacked(totals), holders.group)
             totals = [total] if len(branches) == 1 else list(total)
         for number, ((x, weight, bias, statistics), (_, shift, slope)) in enumerate(
             zip(branches, branch_sums, strict=True)
         ):
             dx = None
-            if needs_dx[number] or len(sizes) > 1:
-                numbers = x, weight, bias, statistics, totals[number], sizes, holders and holders.total, relu
-                dx, *whole = _run("shared_input_gradient", dy, *numbers)
-                shift, slope = whole if len(sizes) > 1 else (shift, slope)
+            if needs_dx[number]:
+                numbers = x, weight, bias, statistics, totals[number], sizes, holders.total, relu
+                dx = _run("shared_input_gradient", dy, *numbers)[0]
             has_weight, has_bias = needed[3 * number + 1 : 3 * number + 3]
-            dx = dx if needs_dx[number] else None
             gradients += [dx, slope if has_weight else None, shift if has_bias else None]
         return None, None, None, None, dy if ctx.has_residual and ctx.needs_input_grad[4] else None, *gradients
 
@@ -254,7 +267,7 @@ def _moments(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _normalize(
     x: Tensor,
-    moments: Tensor,
+    moments: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -265,10 +278,11 @@ def _normalize(
     sizes: Sequence[int],
     eps: float,
     relu: bool,
-    wants_terms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result from the moments of every microbatch, or of one microbatch's parts on all ranks; mean and 1 /
-    √(variance + eps), and mean and unbiased variance: [microbatches, 2, channels] each."""
+    """The result from the moments of one microbatch's parts on all ranks, or else from those of every microbatch; mean
+    and 1 / √(variance + eps), and mean and unbiased variance: [microbatches, 2, channels] each."""
+    wants_terms = moments is None
+    moments = _moments(x, sizes) if moments is None else moments
     kernels, buffers = batch_norm_kernels(x), (running_mean, running_var, count, momentum)
     if kernels is not None:
         y, statistics, terms = kernels.normalize(
@@ -338,6 +352,23 @@ def _input_gradient(
     return _joined(results), *_sums_apart(sums)
 
 
+def _backward(
+    gradient: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
+    sizes: Sequence[int],
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The input's gradient, those of bias and weight, and that behind the ReLU."""
+    numbers = weight, bias, statistics
+    sums, shift, slope, masked = _gradient_sums(gradient, x, y, *numbers, sizes, relu)
+    dx, *whole = _input_gradient(gradient if y is None else masked, x, *numbers, sums, sizes, None, relu)
+    return dx, *(whole if len(sizes) > 1 else (shift, slope)), masked  # type: ignore[return-value]
+
+
 def _sums_apart(sums: Tensor) -> tuple[Tensor, Tensor]:
     shift, slope = (total.clone() for total in sums.sum(0).unbind(0))  # results must not share memory
     return shift, slope
@@ -347,9 +378,9 @@ def _fake_moments(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return x.new_empty(len(sizes), 3, x.shape[1], dtype=wide_type(x.dtype))
 
 
-def _fake_normalize(x: Tensor, moments: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    shape = len(rest[7]), 2, x.shape[1]
-    return torch.empty_like(x), moments.new_empty(shape), moments.new_empty(shape if rest[10] else 0)
+def _fake_normalize(x: Tensor, moments: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    statistics, terms = _fake_moments(x, rest[7])[:, :2], _fake_moments(x, rest[7])[:, :2]
+    return torch.empty_like(x), statistics.clone(), terms.clone()
 
 
 def _fake_sums(gradient: Tensor, x: Tensor, y: Any, weight: Any, bias: Any, statistics: Tensor, *_: Any) -> Any:
@@ -358,32 +389,36 @@ def _fake_sums(gradient: Tensor, x: Tensor, y: Any, weight: Any, bias: Any, stat
     return torch.empty_like(statistics), *numbers, masked
 
 
+def _fake_backward(gradient: Tensor, x: Tensor, y: Any, weight: Any, bias: Any, statistics: Tensor, *_: Any) -> Any:
+    numbers = (statistics.new_empty(x.shape[1]) for _ in range(2))
+    return torch.empty_like(x), *numbers, gradient.new_empty(0) if y is None else torch.empty_like(gradient)
+
+
 def _fake_input_gradient(gradient: Tensor, x: Tensor, *rest: Any) -> Any:
     numbers = (rest[3].new_empty(x.shape[1] if len(rest[3]) > 1 else 0) for _ in range(2))
     return torch.empty_like(x), *numbers
 
 
+_NORMALIZES = (
+    "(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!)? running_mean, Tensor(b!)? "
+    "running_var, Tensor? count, float? momentum, int[] sizes, float eps, bool relu) -> (Tensor, Tensor, Tensor)"
+)
+_SUMS = (
+    "(Tensor gradient, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor statistics, int[] sizes, bool relu) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
+)
+_GRADIENT = (
+    "(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, Tensor sums, int[] sizes, int? total, "
+    "bool relu) -> (Tensor, Tensor, Tensor)"
+)
+# As torch sees them; of microbatches both steps of the way, forward or backward, are one.
 _OPERATIONS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "channel_moments": ("(Tensor x, int[] sizes) -> Tensor", _moments, _fake_moments),
-    "normalize_shared": (
-        "(Tensor x, Tensor moments, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!)? running_mean, "
-        "Tensor(b!)? running_var, Tensor? count, float? momentum, int[] sizes, float eps, bool relu, bool wants_terms) "
-        "-> (Tensor, Tensor, Tensor)",
-        _normalize,
-        _fake_normalize,
-    ),
-    "shared_gradient_sums": (
-        "(Tensor gradient, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor statistics, int[] sizes, "
-        "bool relu) -> (Tensor, Tensor, Tensor, Tensor)",
-        _gradient_sums,
-        _fake_sums,
-    ),
-    "shared_input_gradient": (
-        "(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, Tensor sums, int[] sizes, "
-        "int? total, bool relu) -> (Tensor, Tensor, Tensor)",
-        _input_gradient,
-        _fake_input_gradient,
-    ),
+    "normalize_shared": (_NORMALIZES, _normalize, _fake_normalize),
+    "normalize_microbatches": (_NORMALIZES, _normalize, _fake_normalize),
+    "shared_gradient_sums": (_SUMS, _gradient_sums, _fake_sums),
+    "shared_input_gradient": (_GRADIENT, _input_gradient, _fake_input_gradient),
+    "normalize_microbatches_backward": (_SUMS, _backward, _fake_backward),
 }
 for _name, (_schema, _function, _fake) in _OPERATIONS.items():
     torch.library.define(f"convoy::{_name}", _schema)
