@@ -366,7 +366,7 @@ def _backward(
     numbers = weight, bias, statistics
     sums, shift, slope, masked = _gradient_sums(gradient, x, y, *numbers, sizes, relu)
     dx, *whole = _input_gradient(gradient if y is None else masked, x, *numbers, sums, sizes, None, relu)
-    return dx, *(whole if len(sizes) > 1 else (shift, slope)), masked  # type: ignore[return-value]
+    return dx, *(whole if len(sizes) > 1 else (shift, slope)), masked
 
 
 def _sums_apart(sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -404,12 +404,12 @@ _NORMALIZES = (
     "running_var, Tensor? count, float? momentum, int[] sizes, float eps, bool relu) -> (Tensor, Tensor, Tensor)"
 )
 _SUMS = (
-    "(Tensor gradient, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor statistics, int[] sizes, bool relu) -> "
-    "(Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor gradient, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor statistics, int[] sizes, bool relu) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _GRADIENT = (
-    "(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, Tensor sums, int[] sizes, int? total, "
-    "bool relu) -> (Tensor, Tensor, Tensor)"
+    "(Tensor gradient, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, Tensor sums, int[] sizes, int? "
+    "total, bool relu) -> (Tensor, Tensor, Tensor)"
 )
 # As torch sees them; of microbatches both steps of the way, forward or backward, are one.
 _OPERATIONS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
