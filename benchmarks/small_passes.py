@@ -6,7 +6,7 @@
     python benchmarks/small_passes.py --batch 64 --passes 8,16,32,64
 
 Forward and backward pass in float32 of a network as it is, and as `convoy train` prepares it, with batch norm over the
-pass (`convoy.engine.layers.prepare`). Both take turns in one process, which keeps the memory that it frees.
+pass (`convoy.engine.uncaptured.prepare`). Both take turns in one process, which keeps the memory that it frees.
 
 With `--parts`, all 2-d convolutions of the network by themselves, channels_last, forward and the gradients of their
 inputs, as a stage under zero-bubble computes them in so many parts of a batch: with each weight laid out in every call,
@@ -32,7 +32,7 @@ from convoy import models
 from convoy.bench.records import Made
 from convoy.bench.study import data_of
 from convoy.engine.allocation import keep_freed_memory
-from convoy.engine.layers import PointwiseConv2d, prepare
+from convoy.engine.uncaptured import PointwiseConv2d, prepare
 from convoy.ops.convolution import weighted
 from convoy.ops.onednn import packed, pointwise
 from convoy.ops.postponed import Weighted

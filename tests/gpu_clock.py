@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from convoy.engine.clock import DeviceClock
+from convoy.engine.watched import DeviceClock
 
 CYCLES_PER_S = 1.5e9
 

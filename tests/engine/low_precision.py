@@ -13,13 +13,8 @@ from convoy.engine.network import network_of
 
 @dataclass
 class Closeness:
-    """Relative errors against the plain network in float32.
-
-    Attributes:
-        dtype: of the outputs under the plan.
-        plain: of outputs and gradients under autocast without a plan.
-        plan: of the same under the plan.
-    """
+    """The type of outputs under the plan; errors of outputs and of gradients relative to the plain network in float32,
+    under autocast without a plan, and with it."""
 
     dtype: torch.dtype
     plain: list[float]

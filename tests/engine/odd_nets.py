@@ -57,6 +57,8 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: x.mul_(2) if x.isfinite().all() else x,
 }
 """Those that cannot be captured."""
+UNCAPTURED = ("unseen", "spectral")
+"""How the names of networks begin that cannot be captured."""
 
 
 def coupled(couple: Callable[[Tensor], Tensor], gives: str = "") -> Callable[[], nn.Module]:
@@ -263,6 +265,48 @@ class FineTuned(nn.Module):
         return y
 
 
+class Joined(nn.Module):
+    """Adds what another branch gives to a batch norm, of channels that the first of two ranks has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(2)
+        self.wide, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.first(x)[:, :2]) + self.second(self.wide(x).relu())[:, :2]).relu().flatten(1)
+
+
+class Pools(nn.Module):
+    """Pooling of every kind, down to one number a channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 6, 3, 1, 1), nn.Conv2d(6, 5, 3, 1, 1), nn.Linear(5, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.first(x).relu(), 3, 2, 1)
+        x = F.avg_pool2d(x, 3, 1, 1, count_include_pad=False) + F.avg_pool2d(x, 3, 1, 1, ceil_mode=True)
+        x = F.adaptive_max_pool2d(self.second(x).relu(), 2) + F.adaptive_avg_pool2d(x[:, 1:], 2)
+        y: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return y
+
+
+class Hourglass(nn.Module):
+    """Down, up again, and beside what was before; padded and cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.low, self.last = nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 6, 3, 1, 1), nn.Conv2d(10, 10, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        y = self.low(F.max_pool2d(x, 2)).relu()
+        y = F.interpolate(y, scale_factor=2, mode="bilinear") + F.interpolate(y, size=x.shape[2:], mode="nearest")
+        z = self.last(F.pad(torch.cat([x, y], 1), (0, 1, 0, 1)))
+        return torch.cat([z[:, ::2, 1:-1].amax(3).mean(2), z[:, 1::2].sum((2, 3))], 1)
+
+
 def wide() -> nn.Sequential:
     """Weights large enough for messages of their own."""
     layers = [nn.Linear(192, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10)]
@@ -283,6 +327,9 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"calls {kind}": between(kind) for kind in (*CALLS, *BIASED)},
     **{kind: (lambda work=work: Layers(work)) for kind, (work, _) in OVERWRITING.items()},
     **GIVEN,
+    "joined": Joined,
+    "pools": Pools,
+    "hourglass": Hourglass,
     "branches": Branches,
     "fine tuned": FineTuned,
     "wide": wide,

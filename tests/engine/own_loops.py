@@ -48,14 +48,6 @@ def far(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return max(((got[name] - want[name]).abs().max() / want[name].abs().max()).item() for name in want)
 
 
-def far_gradients(net: nn.Module, plain: nn.Module) -> float:
-    """The largest difference of gradients, relative to the largest gradient: some are nothing but rounding."""
-    got, want = convoy.gradients(net), {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    largest = max(gradient.abs().max() for gradient in want.values())
-    assert got.keys() == want.keys()
-    return max(((got[name] - want[name]).abs().max() / largest).item() for name in want)
-
-
 def train(net: nn.Module, mine: slice, clip: Callable[..., Any] | None, updates: int = 3) -> list[float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9)
     norms = []

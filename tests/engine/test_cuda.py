@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import SEED, Distance, build, distance
+from exactness import SEED, all_distances, build
 from low_precision import Closeness, closeness
 from own_loops import world_of
 from torch import Tensor
@@ -41,10 +41,10 @@ def steady() -> Iterator[None]:
         torch.cuda.empty_cache()  # the ranks' processes live on, and share the memory
 
 
-def exact(net: str, plan: Any, options: dict[str, Any]) -> Distance:
-    """How far training under the plan is from training on one device, on the same GPU."""
+def exact(cases: list[tuple[str, Any, dict[str, Any]]]) -> list[dict[str, float]]:
+    """What differs between training under plans and on one device, on the same GPU."""
     with steady():
-        return distance(net, plan, device=DEVICE, **options)
+        return all_distances([(net, plan, {"device": DEVICE} | options) for net, plan, options in cases])
 
 
 def dropped(plan: str, device: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -89,14 +89,14 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("plan", CASES)
 def test_training_is_that_of_one_device(plan: str) -> None:
-    for net, options in CASES[plan]:
-        for found in run_ranks(exact, world_of(plan), net, plan, options, timeout=200):
-            assert found.ok, (net, found)
+    cases = [(net, plan, options) for net, options in CASES[plan]]
+    for found in run_ranks(exact, world_of(plan), cases, timeout=250):
+        assert not {case[0]: errors for case, errors in zip(cases, found, strict=True) if errors}
 
 
 def test_a_broken_engine_is_noticed_on_the_gpu() -> None:
-    options = {"sabotage": "missing_gradient_sum", "batches": (5, 7)}
-    assert not any(found.ok for found in run_ranks(exact, 2, "dense", "sample=2", options, timeout=200))
+    options = {"sabotage": "missing gradient sum", "batches": (5, 7)}
+    assert all(found for (found,) in run_ranks(exact, 2, [("dense", "sample=2", options)], timeout=200))
 
 
 def test_random_numbers_are_those_of_the_cpu() -> None:

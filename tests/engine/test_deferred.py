@@ -1,9 +1,8 @@
 """Networks built within `convoy.deferred()`: rank 0 has the numbers, and every rank gets the parts of a plain one."""
 
 import os
-import socket
-import subprocess
-import sys
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from convoy import models
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import own_state
 from convoy.errors import ConvoyError
-from ranks import run_ranks
+from ranks import replace_processes, run_ranks
 
 EXAMPLE = torch.zeros(2, 3, 32, 32)
 
@@ -112,57 +111,38 @@ def test_on_one_device_it_is_a_plain_network() -> None:
 
 
 WHOLE_MB = (3072 + 20 * 2000) * 2000 * 4 / 2**20
-PEAK = r"""
-import contextlib, re, sys
-from pathlib import Path
-import torch
-from torch import nn
-import convoy
 
-def build(width):
+
+def build(width: int) -> nn.Module:
     layers = [nn.Linear(width, width, bias=False) for _ in range(20)]
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, width, bias=False), *layers)
 
-def peak_mb():
+
+def peak_mb() -> float:
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
-example = torch.zeros(2, 3, 32, 32)
-convoy.parallelize(build(64), sys.argv[2], example)
-before = peak_mb()
-with convoy.deferred() if sys.argv[1] != "plain" else contextlib.nullcontext():
-    model = build(2000)
-net = convoy.parallelize(model, sys.argv[2], example)
-if sys.argv[1] == "load":
-    convoy.load(sys.argv[3], net)
-print(peak_mb() - before)
-"""
 
-
-def peak_mb(how: str, *given: str) -> float:
-    """What these weights add to the peak of rank 1 of two under a plan."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PEAK, how, *given],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    return float(printed[1].splitlines()[-1])
+def added_mb(as_deferred: bool, plan: str, saved: Path | None) -> float:
+    """What these weights add to the peak of this rank, which has had no large ones before."""
+    convoy.parallelize(build(64), plan, EXAMPLE)
+    before = peak_mb()
+    with convoy.deferred() if as_deferred else nullcontext():
+        model = build(2000)
+    net = convoy.parallelize(model, plan, EXAMPLE)
+    if saved is not None:
+        convoy.load(saved, net)
+    return peak_mb() - before
 
 
 @pytest.mark.slow
 def test_no_rank_but_the_first_holds_the_whole(tmp_path: Path) -> None:
-    layers = [nn.Linear(2000, 2000, bias=False) for _ in range(20)]
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(3072, 2000, bias=False), *layers)
-    convoy.save(tmp_path / "saved", convoy.parallelize(plain, "serial", EXAMPLE))
-    assert peak_mb("deferred", "stage=2") < WHOLE_MB / 2 + 75
-    assert peak_mb("load", "filter=2", str(tmp_path / "saved")) < WHOLE_MB / 2 + 75
-    assert peak_mb("plain", "stage=2") > WHOLE_MB - 5
+    convoy.save(tmp_path / "saved", convoy.parallelize(build(2000), "serial", EXAMPLE))
+    for as_deferred, plan, saved in [
+        (True, "stage=2", None),
+        (True, "filter=2", tmp_path / "saved"),
+        (False, "stage=2", None),
+    ]:
+        replace_processes()
+        added = run_ranks(added_mb, 2, as_deferred, plan, saved)[1]
+        assert (added < WHOLE_MB / 2 + 75) if as_deferred else (added > WHOLE_MB - 5), (plan, added)
+    replace_processes()

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,100 +21,77 @@ LABELS = torch.arange(12) % 4
 class Net(nn.Module):
     def __init__(self, between: nn.Module | None = None) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 6, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(6)
-        self.between = between or nn.Identity()
-        self.drop = nn.Dropout(0.3)
+        self.conv, self.norm = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.between, self.drop = between or nn.Identity(), nn.Dropout(0.3)
         self.head = nn.Linear(6 * 8 * 8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.drop(self.between(F.relu(self.norm(self.conv(x)))).flatten(1)))
 
 
-class FunctionalDropout(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.1, self.training)
+class Between(nn.Module):
+    """Does a function of itself and the activation, with some layers at hand."""
 
-
-class CenterOverBatch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0, keepdim=True)
-
-
-class Scaled(nn.Module):
-    """A branch that counts for little at first."""
-
-    def __init__(self, scale: float, dims: tuple[int, ...]) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], scale: float = 1.0) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.full((6, 1, 1), scale))
-        self.dims = dims
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * (x - x.mean(self.dims, keepdim=True))
-
-
-class Zero(nn.Module):
-    """The same by a layer of which all weights are zero, beside one of which all are small."""
-
-    def __init__(self, dims: tuple[int, ...]) -> None:
-        super().__init__()
+        self.function, self.scale = function, nn.Parameter(torch.full((6, 1, 1), scale))
         self.first, self.last = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
         nn.init.zeros_(self.last.weight)
         nn.init.normal_(self.first.weight, std=0.01)
-        self.dims = dims
 
     def forward(self, x: Tensor) -> Tensor:
-        branch = self.first(x)
-        return x + self.last(branch - branch.mean(self.dims, keepdim=True))
+        return self.function(self, x)
 
 
-def survivors(x: Tensor, p: float) -> Tensor:
-    """Stochastic depth as torchvision and timm draw it: one number for each sample."""
-    return torch.empty(len(x), 1, 1, 1, dtype=x.dtype, device=x.device).bernoulli_(p).div_(p)
+def dropping() -> nn.Module:
+    return Between(lambda net, x: F.dropout(x, 0.1, net.training))
+
+
+def centered() -> nn.Module:
+    return Between(lambda net, x: x - x.mean(0, keepdim=True))
+
+
+def scaled(scale: float, *dims: int) -> nn.Module:
+    """With a branch that counts for little at first."""
+    return Between(lambda net, x: x + net.scale * (x - x.mean(dims, keepdim=True)), scale)
+
+
+def zero(*dims: int) -> nn.Module:
+    """The same by a layer of which all weights are zero, beside one of which all are small."""
+
+    def function(net: Any, x: Tensor) -> Tensor:
+        branch = net.first(x)
+        return x + net.last(branch - branch.mean(dims, keepdim=True))
+
+    return Between(function)
 
 
 class InvertedResidual(nn.Module):
-    """A block of EfficientNet (Tan and Le, 2019): depthwise, squeeze and excitation, stochastic depth."""
+    """A block of EfficientNet (Tan and Le, 2019): depthwise, squeeze and excitation, stochastic depth as torchvision
+    and timm draw it, one number for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(6, 12, 1, bias=False),
-            nn.BatchNorm2d(12),
-            nn.SiLU(inplace=True),
-            nn.Conv2d(12, 12, 3, padding=1, groups=12, bias=False),
-            nn.BatchNorm2d(12),
-            nn.SiLU(inplace=True),
-        )
-        self.squeeze, self.excite = nn.Conv2d(12, 3, 1), nn.Conv2d(3, 12, 1)
+        wide = [nn.Conv2d(6, 12, 1, bias=False), nn.BatchNorm2d(12), nn.SiLU(inplace=True)]
+        deep = [nn.Conv2d(12, 12, 3, padding=1, groups=12, bias=False), nn.BatchNorm2d(12), nn.SiLU(inplace=True)]
+        self.body, self.squeeze, self.excite = nn.Sequential(*wide, *deep), nn.Conv2d(12, 3, 1), nn.Conv2d(3, 12, 1)
         self.project = nn.Sequential(nn.Conv2d(12, 6, 1, bias=False), nn.BatchNorm2d(6))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x)
         y = y * self.excite(F.silu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))).sigmoid()
         y = self.project(y)
-        return x + (y * survivors(y, 0.6) if self.training else y)
-
-
-class OneNumberForAll(nn.Module):
-    """Stochastic depth of whole microbatches: the numbers belong to no sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.empty(1, 1, 1, 1).bernoulli_(0.5) if self.training else x
-
-
-class Noise(nn.Module):
-    """Draws in a way that the engine has no rule for."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x) if self.training else x
+        keep = torch.empty(len(y), 1, 1, 1, dtype=y.dtype).bernoulli_(0.6).div_(0.6) if self.training else 1.0
+        return x + y * keep
 
 
 class OwnBatchNorm(nn.BatchNorm2d):
     pass
 
 
-def results(model: nn.Module, context: StepContext, merge: int, by_pass: bool = False, announce: object = None) -> dict:
+def results(
+    model: nn.Module, context: StepContext, merge: int, by_pass: bool = False, announce: Any = None
+) -> dict[str, Tensor]:
     """Gradients and buffers; `by_pass`: samples are numbered wrongly, in their pass and not in the batch."""
     start = 0
     for group in passes(SIZES, merge):
@@ -123,8 +99,7 @@ def results(model: nn.Module, context: StepContext, merge: int, by_pass: bool = 
         if announce is not None:
             announce.samples = (end - start,)
         context.enter(1, 0 if by_pass else start, group, CPU)
-        loss = F.cross_entropy(model(IMAGES[start:end]), LABELS[start:end])
-        (loss * ((end - start) / 12)).backward()
+        (F.cross_entropy(model(IMAGES[start:end]), LABELS[start:end]) * ((end - start) / 12)).backward()
         start = end
     context.statistics.fold()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -153,69 +128,64 @@ def plain(model: Net) -> None:
     model.norm = norm
 
 
+def by_engine(
+    between: nn.Module, merge: int, by_pass: bool = False, batch_norm: BatchNorm = "microbatch"
+) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Net(copy.deepcopy(between)).double()
+    network = take_part(model, "serial", IMAGES[:5], batch_norm=batch_norm, loss="part", seed=3)
+    return results(model, network.context, merge, by_pass, network)
+
+
 def test_one_pass_equals_microbatches_one_by_one() -> None:
     want = prepared(lambda model: None, 1)
     assert difference(prepared(lambda model: None, 3), want) < 1e-10
     assert difference(prepared(plain, 3), want) > 1e-3, "plain batch norm over the merged batch would not"
     assert difference(prepared(lambda model: setattr(model.drop, "key", 1), 3), want) > 1e-3, "nor another key"
+    wrong: dict[str, Any]
+    for between, wrong in (
+        (InvertedResidual(), {"merge": 1, "by_pass": True}),
+        (OwnBatchNorm(6), {"merge": 3, "batch_norm": "sync"}),
+    ):
+        have = by_engine(between, 3)
+        assert difference(have, by_engine(between, 1)) < 1e-10
+        assert difference(have, by_engine(between, **wrong)) > 1e-3
 
 
-def by_engine(
-    between: nn.Module, merge: int, by_pass: bool = False, batch_norm: BatchNorm = "microbatch"
-) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Net(between).double()
-    network = take_part(model, "serial", IMAGES[:5], batch_norm=batch_norm, loss="part", seed=3)
-    return results(model, network.context, merge, by_pass, network)
-
-
-@pytest.mark.parametrize(
-    ("between", "wrong"),
-    [(InvertedResidual(), {"merge": 1, "by_pass": True}), (OwnBatchNorm(6), {"merge": 3, "batch_norm": "sync"})],
-)
-def test_one_pass_of_the_engine_equals_microbatches_one_by_one(between: nn.Module, wrong: dict[str, Any]) -> None:
-    have = by_engine(copy.deepcopy(between), 3)
-    assert difference(have, by_engine(copy.deepcopy(between), 1)) < 1e-10
-    assert difference(have, by_engine(copy.deepcopy(between), **wrong)) > 1e-3
-
-
-PROBES = [
+PROBES: list[tuple[nn.Module, bool, bool | None, bool | None]] = [
     # what is between, whether it draws, whether samples stay apart, whether the engine owns what is drawn
     (nn.Identity(), False, True, True),
-    (FunctionalDropout(), True, True, True),
-    (nn.Sequential(FunctionalDropout(), CenterOverBatch()), True, False, False),
-    (CenterOverBatch(), False, False, None),
+    (dropping(), True, True, True),
+    (nn.Sequential(dropping(), centered()), True, False, False),
+    (centered(), False, False, None),
     (OwnBatchNorm(6), False, True, None),
-    (Scaled(0.0, (0,)), False, False, None),
-    (Scaled(1e-6, (0,)), False, False, None),
-    (Scaled(1e-6, (2, 3)), False, True, None),
-    (Zero((0,)), False, False, None),
-    (Zero((2, 3)), False, True, None),
-    (nn.Sequential(FunctionalDropout(), Scaled(0.0, (0,))), True, False, False),
-    (nn.Sequential(FunctionalDropout(), Scaled(1e-6, (2, 3))), True, True, True),
+    (scaled(0.0, 0), False, False, None),
+    (scaled(1e-6, 0), False, False, None),
+    (scaled(1e-6, 2, 3), False, True, None),
+    (zero(0), False, False, None),
+    (zero(2, 3), False, True, None),
+    (nn.Sequential(dropping(), scaled(0.0, 0)), True, False, False),
+    (nn.Sequential(dropping(), scaled(1e-6, 2, 3)), True, True, True),
     (InvertedResidual(), True, True, True),
-    (OneNumberForAll(), True, None, False),
-    (Noise(), True, None, False),
+    (Between(lambda net, x: x * torch.empty(1, 1, 1, 1).bernoulli_(0.5) if net.training else x), True, None, False),
+    (Between(lambda net, x: x + torch.randn_like(x) if net.training else x), True, None, False),
 ]
 
 
 def test_a_probe_sees_what_a_merged_pass_would_change_and_changes_nothing() -> None:
-    for between, draws, separable, owned in PROBES:
+    for number, (between, draws, separable, owned) in enumerate(PROBES):
         torch.manual_seed(0)
         model = Net(copy.deepcopy(between)).eval()
         before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
         found = probe(model, (3, 8, 8), CPU)
-        assert found.draws == draws, between
-        assert separable is None or found.separable == separable, between
-        assert owned is None or not draws or found.owned == owned, between
-        assert (found.merge((32,) * 4, CPU, 2.0**40) == 4) == (found.separable and (not draws or found.owned)), between
+        assert found.draws == draws, number
+        assert separable is None or found.separable == separable, number
+        assert owned is None or not draws or found.owned == owned, number
+        assert (found.merge((32,) * 4, CPU, 2.0**40) == 4) == (found.separable and (not draws or found.owned)), number
         assert not model.training and torch.equal(state, torch.get_rng_state())
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_a_probe_sees_layers_that_run_twice() -> None:
     layer = nn.Dropout(0.1)
-    for second, draws in ((layer, True), (nn.Dropout(0.1), False)):
+    for second, draws in ((layer, True), (nn.Dropout(0.1), False)):  # a layer that runs twice
         assert probe(Net(nn.Sequential(layer, nn.ReLU(), second)), (3, 8, 8), CPU).draws == draws
 
 
@@ -241,7 +211,7 @@ def dropped(kind: type[nn.Module], shape: tuple[int, ...], p: float = 0.4) -> Te
     return y.detach()
 
 
-def test_dropout_drops_its_share_and_scales_the_rest() -> None:
+def test_dropout_drops_its_share_scales_the_rest_and_follows_the_samples() -> None:
     for p in (0.1, 0.5, 0.9):
         y = dropped(nn.Dropout, (64, 2000), p)
         assert abs((y == 0).double().mean().item() - p) < 0.005
@@ -251,18 +221,15 @@ def test_dropout_drops_its_share_and_scales_the_rest() -> None:
     assert 0.3 < (y == 0).double().mean() < 0.5
     assert torch.equal(dropped(nn.Dropout, (4, 10), 0.0), torch.ones(4, 10))
     assert torch.equal(dropped(nn.Dropout, (4, 10), 1.0), torch.zeros(4, 10))
-
-
-def test_halves_of_a_batch_get_the_masks_of_the_whole() -> None:
     model = nn.Sequential(nn.Dropout())
     context, x = prepare(model, seed=1, batch_norm="sync"), torch.ones(6, 100)
     assert isinstance(model[0], SampleDropout)
-    context.enter(9, 0, (6,), CPU)
-    whole = model(x)
-    context.enter(9, 4, (2,), CPU)
-    assert torch.equal(whole[4:], model(x[4:]))
-    context.enter(9, 0, (2,), CPU)
-    assert not torch.equal(whole[4:], model(x[4:]))  # the control: other samples, other masks
+    masks = []
+    for start, number in ((0, 6), (4, 2), (0, 2)):
+        context.enter(9, start, (number,), CPU)
+        masks.append(model(x[:number]))
+    assert torch.equal(masks[0][4:], masks[1]), "half of a batch has the masks of the whole"
+    assert not torch.equal(masks[0][4:], masks[2]), "other samples, other masks"
 
 
 def test_layers_of_a_run_on_one_device_are_still_those_that_code_looks_for() -> None:
@@ -275,8 +242,7 @@ def test_layers_of_a_run_on_one_device_are_still_those_that_code_looks_for() -> 
 
         def train(self, mode: bool = True) -> "Frozen":
             super().train(mode)
-            for layer in self.frozen:
-                layer.eval()
+            self.frozen[0].eval()
             for each in self.modules():
                 if isinstance(each, nn.Dropout):
                     each.p = 0.0

@@ -17,18 +17,17 @@ import convoy
 from convoy.engine.network import network_of
 from convoy.engine.program import Stretch
 from convoy.engine.stages import StagedNetwork
-from convoy.ops import batch_norm as batch_norms
-from convoy.ops import context, shared_batch_norm
+from convoy.ops import context
 from ranks import run_ranks
 from small_nets import SMALL_NETS
 
 
 class Drops(nn.Module):
-    """Dropout behind batch norm and a residual sum, twice."""
+    """Dropout behind batch norm and a residual sum, three times; the second asks for recomputation itself, or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks: bool = False, reentrant: bool = False) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.stem, self.asks, self.reentrant = nn.Conv2d(3, 6, 3, padding=1), asks, reentrant
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.4), nn.Conv2d(6, 6, 3, padding=1))
             for _ in range(3)
@@ -37,12 +36,14 @@ class Drops(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for block in self.blocks:
-            x = torch.relu(x + block(x))
+        for number, block in enumerate(self.blocks):
+            asks = self.asks and number == 1
+            x = torch.relu(x + (checkpoint(block, x, use_reentrant=self.reentrant) if asks else block(x)))
         return self.head(x.mean((2, 3)))
 
 
-NETS = {**SMALL_NETS, "drops": Drops}
+NETS: dict[str, Any] = {**SMALL_NETS, "drops": Drops}
+NETS |= {"asking": lambda: Drops(True), "asking reentrant": lambda: Drops(True, True)}
 
 
 def made(name: str, plan: str, recompute: Any, **options: Any) -> nn.Module:
@@ -91,65 +92,26 @@ def train(
     return found | {f"state {name}": tensor for name, tensor in convoy.state_dict(net).items()}
 
 
-def compare(
-    plan: str,
-    names: tuple[str, ...],
-    batch_norm: str,
-    recompute: Any = True,
-    sabotage: str = "",
-    microbatches: int | None = None,
-    **how: Any,
-) -> Any:
-    """What differs, by network, and how many stretches were run."""
-    different, count = {}, {}
-    options = {"batch_norm": batch_norm} | ({} if microbatches is None else {"microbatches": microbatches})
-    for name in names:
-        want = train(made(name, plan, False, **options), **how)
-        net = made(name, plan, recompute, **options)
-        with SABOTAGES[sabotage]():
-            got = train(net, **how)
-        assert got.keys() == want.keys()
-        different[name] = [key for key in want if not torch.equal(got[key].nan_to_num(), want[key].nan_to_num())]
-        count[name] = num_stretches(net)
+def unlike(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
+    assert got.keys() == want.keys()
+    return [key for key in want if not torch.equal(got[key].nan_to_num(), want[key].nan_to_num())]
+
+
+def compared(plan: str, batch_norm: str, options: dict[str, Any]) -> tuple[list[str], int]:
+    """What differs with recomputation and without it, and in how many stretches it was."""
+    how = {key: options[key] for key in ("in_flight", "schedule", "sizes") if key in options}
+    made_with = {"batch_norm": batch_norm} | {key: options[key] for key in ("microbatches",) if key in options}
+    always = {"new": lambda x: options.get("as on a GPU", x.is_cuda)}
+    different, count = [], 0
+    with patch("convoy.ops.batch_norm.at_once", **always), patch("convoy.ops.shared_batch_norm.at_once", **always):
+        for name in options.get("names", ("drops",)):
+            want = train(made(name, plan, False, **made_with), **how)
+            net = made(name, plan, options.get("recompute", True), **made_with)
+            with SABOTAGES[options.get("sabotage", "")]():
+                different += unlike(train(net, **how), want)
+            assert num_stretches(net)
+            count += num_stretches(net)
     return different, count
-
-
-def compared(plan: str, batch_norm: str, options: dict[str, Any]) -> Any:
-    return compare(plan, options.pop("names", ("drops",)), batch_norm, **options)
-
-
-STAGED: list[tuple[str, str, dict[str, Any]]] = [
-    *(("stage=2", "microbatch", {"microbatches": 3, "schedule": one, "sizes": (7, 6, 7)}) for one in ("loop", "1f1b")),
-    (
-        "stage=2",
-        "microbatch",
-        {"microbatches": 3, "schedule": "gpipe", "recompute": ["blocks.0.*", "blocks.2.*"], "sizes": (7, 6, 7)},
-    ),
-    ("stage=2,sample=2", "sync", {"microbatches": 1, "schedule": "1f1b"}),
-]
-MANY = {"names": (*SMALL_NETS, "drops")}
-
-
-@pytest.mark.parametrize(
-    ("plan", "batch_norm", "options"),
-    [
-        ("serial", "microbatch", {}),
-        ("sample=2", "sync", {}),
-        ("height=2", "sync", {}),
-        ("filter=2", "local", {}),
-        ("serial", "sync", {"in_flight": 3}),
-        ("sample=2", "microbatch", {"in_flight": 3}),
-        *STAGED,
-        *(
-            pytest.param(plan, batch_norm, MANY, marks=pytest.mark.slow)
-            for plan, batch_norm in (("serial", "sync"), ("sample=2,filter=2", "microbatch"), ("channel=2", "sync"))
-        ),
-    ],
-)
-def test_the_bits_are_the_same(plan: str, batch_norm: str, options: dict[str, Any]) -> None:
-    for different, count in run_ranks(compared, world_of(plan), plan, batch_norm, options, timeout=120):
-        assert not any(different.values()), different
-        assert all(count.values()), count
 
 
 @contextlib.contextmanager
@@ -172,88 +134,61 @@ SABOTAGES = {
     "context": lambda: patch.object(context.Rerun, "again", _again_as_now),
     "recording": lambda: patch.object(context.Rerun, "again", _again_recording),
 }
+THREE, SOME = {"microbatches": 3, "sizes": (7, 6, 7)}, ["blocks.0.*", "blocks.2.*"]
+MANY = {"names": (*SMALL_NETS, "drops")}
 
 
-def test_what_is_noticed() -> None:
-    """The negative controls: a pass in another's context, and statistics that are noted twice."""
-    context = {"in_flight": 3, "sabotage": "context"}
-    different, _ = run_ranks(compared, 1, "serial", "microbatch", context)[0]
-    assert any(key.startswith("gradient") for key in different["drops"])
-    assert not any(key.startswith("loss 0") for key in different["drops"])
+@pytest.mark.parametrize(
+    ("plan", "batch_norm", "options"),
+    [
+        ("height=2", "sync", {}),
+        ("filter=2", "local", {}),
+        ("serial", "sync", {"in_flight": 3}),
+        ("sample=2", "microbatch", {"in_flight": 3}),
+        ("serial", "microbatch", {"as on a GPU": True}),
+        ("sample=2", "sync", {"as on a GPU": True}),
+        ("stage=2", "microbatch", THREE | {"schedule": "1f1b"}),
+        ("stage=2", "microbatch", THREE | {"schedule": "gpipe", "recompute": SOME}),
+        ("stage=2,sample=2", "sync", {"microbatches": 1, "schedule": "1f1b"}),
+        pytest.param("sample=2,filter=2", "microbatch", MANY, marks=pytest.mark.slow),
+        pytest.param("channel=2", "sync", MANY, marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_are_the_same(plan: str, batch_norm: str, options: dict[str, Any]) -> None:
+    for different, _ in run_ranks(compared, world_of(plan), plan, batch_norm, options, timeout=120):
+        assert not different
+
+
+def test_a_pass_in_anothers_context_and_statistics_that_are_noted_twice_are_noticed() -> None:
+    different, _ = run_ranks(compared, 1, "serial", "microbatch", {"in_flight": 3, "sabotage": "context"})[0]
+    assert any(key.startswith("gradient") for key in different)
+    assert not any(key.startswith("loss 0") for key in different)
     staged = {"microbatches": 3, "schedule": "1f1b", "sizes": (6, 6)}
     (first, _), (last, _) = run_ranks(compared, 2, "stage=2", "microbatch", staged | {"sabotage": "context"})
-    assert any(key.startswith("gradient 0") for key in first["drops"])
-    assert "loss 0 0" not in last["drops"]
+    assert any(key.startswith("gradient 0") for key in first) and "loss 0 0" not in last
     for plan, batch_norm, options in [
         ("serial", "sync", {}),
         ("serial", "microbatch", {}),
         ("stage=2", "microbatch", staged),
     ]:
         for different, _ in run_ranks(compared, world_of(plan), plan, batch_norm, options | {"sabotage": "recording"}):
-            assert any("running_mean" in key for key in different["drops"]), different
-            assert any("num_batches_tracked" in key for key in different["drops"]), different
+            assert all(any(word in key for key in different) for word in ("running_mean", "num_batches_tracked"))
 
 
-def as_on_a_gpu(plan: str, batch_norm: str) -> Any:
-    """`compare` with the batch norms of GPUs, which do the ReLU that follows, by torch's operations on the CPU."""
-    with patch.object(batch_norms, "at_once", always), patch.object(shared_batch_norm, "at_once", always):
-        return compare(plan, ("drops",), batch_norm)
-
-
-def always(x: Tensor) -> bool:
-    return True
-
-
-def test_kernels_of_gpus() -> None:
-    for plan, batch_norm in [("serial", "microbatch"), ("sample=2", "sync")]:
-        for different, count in run_ranks(as_on_a_gpu, world_of(plan), plan, batch_norm):
-            assert not different["drops"] and count["drops"]
-
-
-class Asking(nn.Module):
-    """Asks for it itself, for the second of three blocks."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.drops, self.reentrant = Drops(), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drops.stem(x)
-        for number, block in enumerate(self.drops.blocks):
-            x = torch.relu(x + (checkpoint(block, x, use_reentrant=self.reentrant) if number == 1 else block(x)))
-        return self.drops.head(x.mean((2, 3)))
-
-
-NETS |= {"asking": lambda: Asking(False), "asking reentrant": lambda: Asking(True)}
-
-
-def _asking(plan: str) -> None:
-    found = {}
+def asking() -> None:
+    plain = made("drops", "sample=2", False)
+    want = train(plain)
+    assert not num_stretches(plain)
     for name in ("asking", "asking reentrant"):
-        net = made(name, plan, False)
-        found[name] = train(net)
+        net = made(name, "sample=2", False)
+        assert not unlike(train(net), want)
         assert num_stretches(net) == 2  # one for each size of the batch
-        placement = network_of(net).example_placement(True)
-        assert {call.layer for call in placement.graph.calls if call.recomputed} == {
-            f"drops.blocks.1.{layer}" for layer in range(4)
-        }
+        calls = network_of(net).example_placement(True).graph.calls
+        assert {call.layer for call in calls if call.recomputed} == {f"blocks.1.{layer}" for layer in range(4)}
         assert "the backward pass computes 4 of 14 layers again, in one stretch" in convoy.explain(net)
-    with patch.object(Asking, "forward", _without):
-        plain = made("asking", plan, False)
-        want = train(plain)
-        assert not num_stretches(plain)
-    for got in found.values():
-        assert all(torch.equal(got[key].nan_to_num(), want[key].nan_to_num()) for key in want)
 
 
-def _without(self: Asking, x: Tensor) -> Tensor:
-    x = self.drops.stem(x)
-    for block in self.drops.blocks:
-        x = torch.relu(x + block(x))
-    return self.drops.head(x.mean((2, 3)))
-
-
-def _changed_meanwhile() -> None:
+def changed_meanwhile() -> None:
     net = made("drops", "filter=2", True)
     x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     loss = net(x).sum()
@@ -263,46 +198,39 @@ def _changed_meanwhile() -> None:
 
 
 def test_a_network_may_ask_for_it_itself_and_an_input_that_is_changed_meanwhile_is_refused() -> None:
-    run_ranks(_asking, 2, "sample=2")
-    run_ranks(_changed_meanwhile, 2)
+    run_ranks(asking, 2)
+    run_ranks(changed_meanwhile, 2)
 
 
-def test_some_layers_and_evaluation() -> None:
-    net = made("drops", "serial", ["blocks.0.*", "blocks.2.*"])
+def test_some_layers_evaluation_and_autocast() -> None:
+    net, plain = made("drops", "serial", SOME), made("drops", "serial", False)
     train(net)
     assert num_stretches(net) == 4
     x = torch.randn(3, 3, 16, 16, dtype=torch.float64)
-    plain = made("drops", "serial", False)
     convoy.load_state_dict(plain, convoy.state_dict(net))
     with torch.no_grad():
         assert torch.equal(net.eval()(x), plain.eval()(x))
     assert torch.equal(net(x), copy.deepcopy(net)(x))
-
-
-def test_autocast() -> None:
-    found = []
-    for recompute in (False, True):
-        net = made("drops", "serial", recompute).float()
-        x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    losses = []
+    for each in (made("drops", "serial", recompute).float() for recompute in (False, True)):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = net(x).float().square().mean()
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in net.parameters())])
-    assert all(map(torch.equal, *found))
+            losses.append(each(x.float()).float().square().mean())
+        losses[-1].backward()
+        losses += [p.grad for p in each.parameters()]
+    assert all(map(torch.equal, losses[: len(losses) // 2], losses[len(losses) // 2 :]))
 
 
-def _compiled() -> list[float]:
+def compiled() -> float:
     found, compile = [], torch.compile
-    for recompute in (False, True):
-        net = made("drops", "sample=2", recompute, compile=True)
+    for recompute in (False, ["blocks.1.*"]):
+        net = made("drops", "sample=2", recompute, compile=True, batch_norm="local")
         with patch.object(torch, "compile", lambda function, **_: compile(function, backend="aot_eager")):
-            found.append(train(net))
-        assert bool(num_stretches(net)) == recompute
+            found.append(train(net, sizes=(6,)))
+        assert bool(num_stretches(net)) == bool(recompute)
     without, again = found
-    return [(without[key] - again[key]).abs().nan_to_num().max().item() for key in without if without[key].numel()]
+    return max((without[key] - again[key]).abs().nan_to_num().max().item() for key in without if without[key].numel())
 
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    for errors in run_ranks(_compiled, 2, timeout=120):
-        assert max(errors) < 1e-12
+    assert max(run_ranks(compiled, 2, timeout=120)) < 1e-12

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import os
 from typing import Any
 
@@ -15,7 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import convoy
 from convoy.engine.network import Network, network_of
 from convoy.engine.parallelize import own_state
+from convoy.engine.shards import cut
 from convoy.errors import ConvoyError
+from convoy.plans.layout import Layout, Split, balanced
+from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 from small_nets import SMALL_NETS
 
@@ -57,8 +61,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.stem, self.first = nn.Conv2d(3, 8, 3), nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8, bias=False)
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +71,6 @@ class Tied(nn.Module):
 
 def tied(plan: str) -> None:
     """Whole tensors and parts are each other's way back, under each name of a tied weight."""
-    torch.manual_seed(0)
     serial = Tied().double()
     net = convoy.parallelize(copy.deepcopy(serial), plan, IMAGES[:2])
     network, state = network_of(net), serial.state_dict()
@@ -80,12 +83,24 @@ def tied(plan: str) -> None:
     assert all(torch.equal(tensor, other[name]) for name, tensor in convoy.state_dict(net).items())
 
 
-@pytest.mark.parametrize(
-    ("body", "plan"),
-    [*((states, plan) for plan in ("filter=2", "owt=2")), *((tied, plan) for plan in ("sample=2", "channel=2"))],
-)
-def test_a_state_is_loaded_where_it_fits(body: Any, plan: str) -> None:
-    run_ranks(body, 2, plan)
+def test_a_state_is_loaded_where_it_fits() -> None:
+    for body, plan in ((states, "filter=2"), (states, "owt=2"), (tied, "sample=2"), (tied, "channel=2")):
+        run_ranks(body, 2, plan)
+
+
+def test_a_ranks_part_lies_in_memory_as_the_whole_does() -> None:
+    """A convolution by a part keeps its images as they are."""
+    mesh = Mesh(("gpu",), (2,))
+    formats = (torch.contiguous_format, torch.channels_last)
+    for dim, kernel, memory_format in itertools.product((0, 1), (1, 3), formats):
+        weight = torch.randn(8, 6, kernel, kernel).to(memory_format=memory_format)
+        part = cut(weight, Layout.of({dim: Split((0,), balanced(weight.shape[dim], 2))}), mesh, (1,))
+        images = torch.randn(2, part.shape[1], 5, 5).to(memory_format=memory_format)
+        assert F.conv2d(images, part).is_contiguous(memory_format=memory_format)
+        assert torch.equal(part, weight.chunk(2, dim)[1])
+        depthwise = weight[:, :1].contiguous(memory_format=memory_format)
+        part = cut(depthwise, Layout.of({0: Split((0,), balanced(8, 2))}), mesh, (0,))
+        assert part.stride() == depthwise.stride()
 
 
 def optimizer_states(plan: str, kind: str) -> str | None:

@@ -1,18 +1,23 @@
-"""What the ranks really send is what the plan says, to the byte."""
+"""What ranks really send, and what autograd keeps on them, is what the plan says, to the byte."""
 
-import math
 import os
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import convoy
 from convoy.comm import collectives
 from convoy.comm.shared_memory import SWITCH
-from convoy.engine.network import network_of
+from convoy.engine.network import Network, network_of
+from convoy.models import create
+from convoy.ops.memory import predict_memory
+from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import all_reduce_elements, cut_traffic, gradient_traffic, transfer_traffic
+from kept import kept_bytes
 from plans.made_graph import same_net
 from ranks import run_ranks
 
@@ -26,53 +31,46 @@ class Counter:
         os.environ[SWITCH] = "0"
         self.sent = 0
         patch.setattr(collectives, "_SMALL", 0)
-        for owner, name, count in [
-            (dist, "all_reduce", self._all_reduce),
-            (dist, "isend", self._send),
-        ]:
-            patch.setattr(owner, name, self._counting(getattr(owner, name), count))
+
+        def counting(function: Any, count: Any) -> Any:
+            def counted(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+                if x.is_floating_point():
+                    self.sent += count(group, x) * x.dtype.itemsize
+                return function(x, *args, group=group, **options)
+
+            return counted
+
+        def reduced(group: Any, x: Tensor) -> int:
+            return all_reduce_elements(x.numel(), dist.get_world_size(group))
+
+        patch.setattr(dist, "all_reduce", counting(dist.all_reduce, reduced))
+        patch.setattr(dist, "isend", counting(dist.isend, lambda group, x: x.numel()))
 
     def take(self) -> int:
         sent, self.sent = self.sent, 0
         return sent
 
-    def _counting(self, function, count):
-        def counted(*args, group=None, **kwargs):
-            if args[0].is_floating_point():
-                self.sent += count(group, *args) * args[0].dtype.itemsize
-            return function(*args, group=group, **kwargs)
 
-        return counted
-
-    def _all_reduce(self, group, x, *rest):
-        return all_reduce_elements(x.numel(), dist.get_world_size(group))
-
-    def _send(self, group, x):
-        return x.numel()
+def parts_of(network: Network, samples: int) -> tuple[int, ...]:
+    return tuple(len(part) for part in balanced(samples, network.num_sample_ranks))
 
 
-def _sent(plan, steps=2):
-    """Bytes of this rank in the forward pass, in the backward pass, and what was said of both."""
-    with pytest.MonkeyPatch.context() as patch:
-        return _counted(plan, steps, Counter(patch))
-
-
-def _counted(plan, steps, counter):
+def sent(plan: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes of this rank in the forward pass and in the backward pass of a second update, and what is said of both."""
     torch.manual_seed(0)
-    rank = dist.get_rank()
-    images = torch.randn(SAMPLES, 3, 16, 16)
-    net = convoy.parallelize(same_net(), plan, example=images[:2])
-    mine = images[convoy.local_samples(net, SAMPLES)]
-    for _ in range(steps):
-        counter.take()
-        output = net(mine)
-        forward = counter.take()
-        output.square().sum().backward()
-        backward = counter.take()
+    rank, images = dist.get_rank(), torch.randn(SAMPLES, 3, 16, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        counter = Counter(patch)
+        net = convoy.parallelize(same_net(), plan, example=images[:2])
+        mine = images[convoy.local_samples(net, SAMPLES)]
+        for _ in range(2):
+            counter.take()
+            output = net(mine)
+            forward = counter.take()
+            output.square().sum().backward()
+            backward = counter.take()
     network = network_of(net)
-    samples = [len(part) for part in network.placement([mine], _shares(network), True).batch.parts]
-    assert sum(samples) == SAMPLES
-    placement = network.placement([mine], tuple(samples), True)
+    placement = network.placement([mine], parts_of(network, SAMPLES), True)
     staged = network.staged(placement)
     crossed = cut_traffic(placement, staged) if staged is not None else []
     part = placement if staged is None else staged.part(placement, placement.mesh.stage_of(rank))
@@ -80,11 +78,6 @@ def _counted(plan, steps, counter):
     gradients = sum(numbers[rank] for numbers in gradient_traffic(part).values())
     said = sum(each.forward for each in traffic), sum(each.backward for each in traffic) + gradients
     return (forward, backward), said
-
-
-def _shares(network):
-    ranks = network.num_sample_ranks
-    return tuple(SAMPLES // ranks + (rank < SAMPLES % ranks) for rank in range(ranks))
 
 
 MIXED = {
@@ -95,16 +88,45 @@ MIXED = {
         "*": {"node": "filter", "gpu": "channel"},
     },
 }
-
-
 PLANS = ["sample=3", "filter=2", "channel=2", "height=3", "width=2", "owt=3", "sample=2,filter=2", "height=2,width=2"]
 STAGED = ["stage=3", "stage=2,sample=2", "stage=2,filter=2"]
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *STAGED, MIXED], ids=[*PLANS, *STAGED, "mixed"])
-def test_ranks_send_the_bytes_that_the_plan_says(plan):
-    sent = run_ranks(_sent, math.prod(Plan.parse(plan).mesh.sizes), plan)
-    for (forward, backward), (forward_said, backward_said) in sent:
-        assert forward == pytest.approx(forward_said, abs=64 if plan in STAGED else 0)
-        assert backward == pytest.approx(backward_said, abs=64)
-    assert plan not in STAGED or (sent[0][0][0] > 0 and sent[-1][0][1] > 0)
+def test_ranks_send_the_bytes_that_the_plan_says() -> None:
+    for plan in (*PLANS, *STAGED, MIXED):
+        ranks = run_ranks(sent, Plan.parse(plan).mesh.num_devices, plan)
+        for (forward, backward), (forward_said, backward_said) in ranks:
+            assert forward == pytest.approx(forward_said, abs=64 if plan in STAGED else 0), plan
+            assert backward == pytest.approx(backward_said, abs=64), plan
+        assert plan not in STAGED or (ranks[0][0][0] > 0 and ranks[-1][0][1] > 0)
+
+
+def kept(name: str, size: int, plan: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes that autograd keeps on this rank, parameters that it has, and what is said of both."""
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, size, size)
+    net = convoy.parallelize(same_net() if name == "small" else create(name), plan, example=images[:1])
+    mine = images[convoy.local_samples(net, 4)].clone()
+    measured, network = kept_bytes(net, mine), network_of(net)
+    said = predict_memory(network.placement([mine], parts_of(network, 4), True))[dist.get_rank()]
+    parameters = sum(parameter.numel() * parameter.itemsize for parameter in net.parameters())
+    return (measured, parameters), (said.activations, said.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "plan"),
+    [
+        ("small", 16, "sample=2,filter=2"),
+        ("small", 16, "width=2"),
+        ("alexnet", 96, "owt=2"),
+        ("squeezenet1_1", 64, "height=2"),
+        ("resnet18", 64, "filter=2"),
+    ],
+)
+def test_ranks_keep_what_the_plan_says(name: str, size: int, plan: str) -> None:
+    for (measured, parameters), (said, said_parameters) in run_ranks(
+        kept, Plan.parse(plan).mesh.num_devices, name, size, plan
+    ):
+        assert parameters == said_parameters
+        assert said == pytest.approx(measured, rel=0.02), "the statistics of batch norm are not counted"

@@ -8,11 +8,10 @@ from torch import nn
 
 import convoy
 from convoy.comm.collectives import waits, watching
-from convoy.engine.clock import DeviceClock
 from convoy.engine.gradients.divided import plain
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import parallelize
-from convoy.engine.watched import Segment, WatchedUpdate
+from convoy.engine.watched import DeviceClock, Segment, WatchedUpdate
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -54,37 +53,27 @@ def update(plan: str, watched: bool) -> tuple[dict[str, torch.Tensor], list[Segm
     return found, watch.segments()
 
 
-def seen(plan: str) -> tuple[bool, list[tuple[str, str]]]:
-    plain, _ = update(plan, False)
-    own, segments = update(plan, True)
-    names = {}
-    for segment in segments:
-        names.setdefault((segment.kind, segment.call), None)
-    return all(torch.equal(plain[name], own[name]) for name in plain), list(names)
+def seen(plan: str) -> list[tuple[str, str]]:
+    """Kinds and calls of the segments, each once, in their order; no number changes."""
+    plain_gradients, _ = update(plan, False)
+    gradients, segments = update(plan, True)
+    assert all(torch.equal(plain_gradients[name], gradients[name]) for name in plain_gradients)
+    return list(dict.fromkeys((segment.kind, segment.call) for segment in segments))
 
 
-def test_calls_are_seen_forward_and_backward_in_their_order() -> None:
-    for same, names in run_ranks(seen, 2, "sample=2"):
-        assert same
-        forward = [call for kind, call in names if kind == "forward"]
-        backward = [call for kind, call in names if kind == "backward"]
-        assert len(forward) == 3
-        assert backward == forward[::-1]
-        assert ("gradient", "") in names
-        assert {call for kind, call in names if kind == "copy"} == {forward[0], forward[2]}
-        assert not any(kind == "transfer" for kind, _ in names)
-
-
-def test_messages_belong_to_the_call_that_asks_for_them() -> None:
-    for same, names in run_ranks(seen, 2, "channel=2"):
-        assert same
-        calls = [call for kind, call in names if kind == "forward"]
-        transfers = [call for kind, call in names if kind == "transfer"]
-        assert transfers and set(transfers) <= {*calls, ""}
-    for same, names in run_ranks(seen, 2, "filter=2"):
-        assert same
-        calls = [call for kind, call in names if kind == "forward"]
-        assert ("transfer", calls[2]) in names  # its input is gathered
+def test_calls_are_seen_in_their_order_and_messages_belong_to_the_call_that_asks_for_them() -> None:
+    for plan in ("sample=2", "channel=2", "filter=2"):
+        for names in run_ranks(seen, 2, plan):
+            forward, backward, copies, transfers = (
+                [call for kind, call in names if kind == of] for of in ("forward", "backward", "copy", "transfer")
+            )
+            assert len(forward) == 3 and set(transfers) <= {*forward, ""}
+            if plan == "sample=2":
+                assert backward == forward[::-1] and ("gradient", "") in names
+                assert set(copies) == {forward[0], forward[2]} and not transfers
+            else:
+                assert transfers
+                assert plan == "channel=2" or forward[2] in transfers  # its input is gathered
 
 
 def test_an_optimizer_that_has_stepped_gathers() -> None:

@@ -1,6 +1,7 @@
-"""Many calls of graphs on real processes: those on as many ranks share a group of them."""
+"""Many calls of graphs on real processes, those on as many ranks in one group of them; layouts and shapes at random."""
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -8,9 +9,41 @@ import pytest
 from torch import Tensor
 
 import interpreted
-from convoy.ops import shared_batch_norm
+from convoy.ops import microbatch_norm, shared_batch_norm
+from convoy.plans.layout import Indices, Layout, Split, balanced, consecutive, indices
+from convoy.plans.mesh import Mesh
 from one_call import OneCall, rank_results, whole
 from ranks import run_ranks
+
+TWO, THREE, GRID = Mesh(("a",), (2,)), Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2))
+
+
+class Draw(random.Random):
+    """Random divisions of tensors over meshes."""
+
+    def parts(self, size: int, number: int, in_order: bool = False) -> tuple[Indices, ...]:
+        """Even, uneven, empty, lists, or lists out of order."""
+        cuts = sorted(self.randint(0, size) for _ in range(number - 1))
+        every = self.sample(range(size), size)
+        lists = tuple(indices(every[start:stop]) for start, stop in zip([0, *cuts], [*cuts, size], strict=True))
+        uneven = consecutive([len(each) for each in lists])
+        ways = [balanced(size, number), uneven]
+        return self.choice(ways if in_order else [*ways, lists, tuple(indices(sorted(each)) for each in lists)])
+
+    def layout(self, shape: tuple[int, ...], mesh: Mesh, in_order: tuple[int, ...] = ()) -> Layout:
+        """Each axis of the mesh divides another dimension; those `in_order` into consecutive parts."""
+        dims = self.sample(range(len(shape)), len(mesh.sizes))
+        return Layout.of(
+            {
+                dim: Split((axis,), self.parts(shape[dim], mesh.sizes[axis], dim in in_order))
+                for axis, dim in enumerate(dims)
+            }
+        )
+
+    def row(self, shape: tuple[int, ...], in_order: tuple[int, ...] = (0,)) -> tuple[tuple[int, ...], Layout]:
+        """Sizes of a mesh, and a layout over it."""
+        mesh = self.choice([TWO, THREE, GRID])
+        return mesh.sizes, self.layout(shape, mesh, in_order)
 
 
 @contextmanager
@@ -19,7 +52,7 @@ def as_on_a_gpu(triton: bool = False) -> Iterator[None]:
     kernels = interpreted.kernels()["microbatch"] if triton else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_batch_norm, "at_once", lambda x: True)
-        patch.setattr(shared_batch_norm, "batch_norm_kernels", lambda x: kernels)
+        patch.setattr(microbatch_norm, "batch_norm_kernels", lambda x: kernels)
         yield
 
 
@@ -31,16 +64,12 @@ def on_this_rank(cases: Sequence[OneCall], kernels: str) -> list[dict[str, Tenso
 
 
 def run_calls(cases: Sequence[OneCall], kernels: str = "cpu") -> list[dict[str, Tensor]]:
-    """The whole results of every call; asserts that what ranks have alike is alike.
-
-    Args:
-        cases: the calls.
-        kernels: of batch norm: "cpu", "torch" as on a GPU without Triton, or "triton".
-    """
-    found: dict[int, dict[str, Tensor]] = {}
+    """The whole results of every call; asserts that what ranks have alike is alike. The `kernels` are of batch norm:
+    "cpu", "torch" as on a GPU without Triton, or "triton"."""
+    results: dict[int, dict[str, Tensor]] = {}
     for world in {math.prod(case.sizes) for case in cases}:
         numbers = [number for number, case in enumerate(cases) if math.prod(case.sizes) == world]
         ranks = run_ranks(on_this_rank, world, [cases[number] for number in numbers], kernels, timeout=120)
         for place, number in enumerate(numbers):
-            found[number] = whole(cases[number], [rank[place] for rank in ranks])
-    return [found[number] for number in range(len(cases))]
+            results[number] = whole(cases[number], [rank[place] for rank in ranks])
+    return [results[number] for number in range(len(cases))]

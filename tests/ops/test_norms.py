@@ -11,59 +11,21 @@ from torch import Tensor, nn
 from convoy.engine import SampleDropout, StepContext
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref, Value
-from convoy.ops import OPERATIONS, capture, place, rms_norm, shared_statistics
+from convoy.ops import OPERATIONS, capture, norms, place, softmax
 from convoy.ops.lrn import halo
 from convoy.ops.random_bits import sample_keys
-from convoy.plans.layout import WHOLE, Layout, Split, balanced, consecutive, indices
+from convoy.plans.layout import WHOLE, Layout, Split, balanced, consecutive
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placed, Situation
 from convoy.plans.plan import Plan
 from one_call import OneCall, worst
-from ops.many_calls import run_calls
+from ops.many_calls import Draw, run_calls
 
-Sizes, Row = tuple[int, ...], tuple[tuple[int, ...], Layout]
-
-
-def split(dim: int, *parts: Any, axes: tuple[int, ...] = (0,)) -> dict[int, Split]:
-    return {dim: Split(axes, tuple(map(indices, parts)))}
-
-
-def layout(*splits: dict[int, Split]) -> Layout:
-    return Layout.of({dim: each for one in splits for dim, each in one.items()})
-
-
-ROWS = {2: Split((0,), consecutive((1, 3, 1)))}
-LISTS = (0, 2, 5), (4, 3, 1)
-SAMPLES: list[Row] = [((2,), layout(split(0, (0, 1, 2), (3,)))), ((3,), layout(split(0, (0, 1, 2), (), (3,))))]
-GROUPS: list[Row] = [
-    *SAMPLES,
-    ((2,), layout(split(1, (0, 1, 2, 3), (4, 5)))),
-    ((2,), layout(split(1, (4, 5, 0, 1), (2, 3)))),
-    ((2,), layout(split(1, (), range(6)))),
-    ((2,), layout(split(1, (0, 3, 5), (2, 1, 4)))),
-    ((3,), layout(split(1, (0,), (), (2, 1, 3, 4, 5)))),
-    ((3,), layout(ROWS)),
-    ((2, 2), layout(split(1, (0, 1, 2, 3), (4, 5)), split(2, (0, 1), (2, 3, 4), axes=(1,)))),
-    ((2, 2), layout(split(1, (0, 2, 3), (1, 4, 5)), split(2, (0, 1), (2, 3, 4), axes=(1,)))),
-    ((2, 2), layout(split(0, (0, 1, 2, 3), ()), split(1, (0,), (1, 2, 3, 4, 5), axes=(1,)))),
-    ((2,), WHOLE),
-]
-LAST: list[tuple[int, Row]] = [  # how many dims are normalized
-    (1, ((2,), layout(split(3, *LISTS)))),  # channels after a permutation
-    (1, ((3,), layout(split(3, (0, 2, 5), (), (4, 3, 1))))),
-    *((1, row) for row in SAMPLES),
-    (1, ((3,), layout(ROWS))),
-    (1, ((2, 2), layout(split(0, (0, 1, 2, 3), ()), split(3, *LISTS, axes=(1,))))),
-    (3, ((2, 2), layout(split(1, (0,), (1, 2, 3, 4)), split(3, *LISTS, axes=(1,))))),
-    (2, ((3,), layout(ROWS))),
-    (3, ((3,), layout(ROWS))),
-    (4, ((2,), layout(split(0, (0, 1, 2), (3,))))),
-    (1, ((2,), WHOLE)),
-]
+Row = tuple[tuple[int, ...], Layout]
 PLAIN: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Tensor]] = {
     "group_norm": lambda t, a: F.group_norm(t["x"], a["num_groups"], t.get("weight"), t.get("bias"), a["eps"]),
     "layer_norm": lambda t, a: F.layer_norm(t["x"], a["normalized_shape"], t.get("weight"), t.get("bias"), a["eps"]),
-    "rms_norm": lambda t, a: F.rms_norm(t["x"], a["normalized_shape"], t["weight"], a["eps"]),
+    "rms_norm": lambda t, a: F.rms_norm(t["x"], a["normalized_shape"], t.get("weight"), a["eps"]),
     "lrn": lambda t, a: F.local_response_norm(t["x"], a["size"], a["alpha"], a["beta"], a["k"]),
     "softmax": lambda t, a: getattr(F, a["function"])(t["x"], dim=a["dim"]),
 }
@@ -83,56 +45,37 @@ def numbers(*shape: int, scale: float = 3, shift: float = 50) -> Tensor:
     return torch.randn(shape, dtype=torch.float64) * scale + shift
 
 
-def group(row: Row, groups: int = 3, affine: bool = True, last: bool = False) -> OneCall:
-    x = numbers(4, 6, 5, 4).to(memory_format=torch.channels_last if last else torch.contiguous_format)
-    parameters = {"weight": (6,), "bias": (6,)} if affine else {}
-    return call("group_norm", row, x, parameters, num_groups=groups, eps=1e-5)
+def group_norm(draw: Draw, row: Row | None = None, groups: int = 0) -> OneCall:
+    memory_format = torch.channels_last if draw.random() < 0.4 else torch.contiguous_format
+    x, parameters = numbers(4, 6, 5, 4).to(memory_format=memory_format), {"weight": (6,), "bias": (6,)}
+    options = {"num_groups": groups or draw.choice([1, 2, 3, 6]), "eps": 1e-5}
+    return call("group_norm", row or draw.row(x.shape), x, parameters if draw.random() < 0.7 else {}, **options)
 
 
-def of_last(op: str, dims: int, row: Row, shape: tuple[int, ...] = (4, 5, 5, 6), eps: Any = 1e-6) -> OneCall:
+def of_last(op: str, draw: Draw, row: Row | None = None, dims: int = 0) -> OneCall:
+    shape, dims = (4, 5, 5, 6), dims or draw.randint(1, 4)
     parameters = dict.fromkeys(("weight", "bias")[: 1 if op == "rms_norm" else 2], shape[-dims:])
-    return call(op, row, numbers(*shape), parameters, normalized_shape=shape[-dims:], eps=eps)
+    eps = draw.choice([1e-2, None]) if op == "rms_norm" else 1e-6
+    parameters = parameters if draw.random() < 0.7 else {}
+    return call(op, row or draw.row(shape), numbers(*shape), parameters, normalized_shape=shape[-dims:], eps=eps)
 
 
-CHANNELS: Row = (2,), layout(split(1, (0, 3, 5), (2, 1, 4)))
-LRN: list[tuple[int, Row]] = [
-    (1, ((2,), Layout.of({1: Split((0,), balanced(7, 2))}))),
-    (5, ((3,), Layout.of({1: Split((0,), consecutive((6, 0, 1)))}))),
-    (2, ((2, 2), Layout.of({0: Split((0,), consecutive((3, 0))), 1: Split((1,), balanced(7, 2))}))),
-    (9, ((2,), Layout.of({1: Split((0,), balanced(7, 2))}))),
-    (3, ((2,), Layout.of({2: Split((0,), balanced(4, 2))}))),
-    (3, ((2,), WHOLE)),
-    (5, ((2, 2), layout(split(1, (0, 2, 4, 6), (1, 3, 5)), split(0, (0, 1), (2,), axes=(1,))))),
-]
-SOFTMAX: list[tuple[str, int, Row]] = [
-    ("softmax", 1, ((2,), layout(split(1, (0, 3, 5), (2, 1, 4))))),
-    ("log_softmax", 1, ((3,), layout(split(1, (0, 3, 5), (), (2, 1, 4))))),
-    ("log_softmax", -1, ((2, 2), layout(split(0, (0, 1, 2), ()), split(1, (0, 3, 5), (2, 1, 4), axes=(1,))))),
-    ("softmax", 1, ((2,), layout(split(0, (0,), (1, 2))))),
-    ("log_softmax", 0, ((2,), layout(split(0, (0,), (1, 2))))),
-    ("softmax", 0, ((2,), layout(split(0, (0,), (1, 2))))),
-]
-CALLS: dict[str, Callable[[], list[OneCall]]] = {
-    "group_norm": lambda: [
-        *(group(row) for row in GROUPS),
-        *(group(CHANNELS, groups, last=last) for groups, last in ((1, False), (6, True))),
-        group(CHANNELS, affine=False, last=True),
-    ],
-    "layer_norm": lambda: [
-        *(of_last("layer_norm", dims, row) for dims, row in LAST),
-        call("layer_norm", LAST[0][1], numbers(4, 5, 5, 6), {}, normalized_shape=(6,), eps=1e-6),
-    ],
-    "rms_norm": lambda: [
-        of_last("rms_norm", dims, row, eps=None if number % 2 else 1e-2) for number, (dims, row) in enumerate(LAST)
-    ],
-    "lrn": lambda: [
-        call("lrn", row, numbers(3, 7, 4, 4, scale=1, shift=0), {}, size=size, alpha=0.3, beta=0.7, k=2.0)
-        for size, row in LRN
-    ],
-    "softmax": lambda: [
-        call("softmax", row, numbers(3, 6, shift=800), {}, function=function, dim=dim % 2)
-        for function, dim, row in SOFTMAX
-    ],
+def lrn(draw: Draw) -> OneCall:
+    x = numbers(3, 7, 4, 4, scale=1, shift=0)
+    return call("lrn", draw.row(x.shape), x, {}, size=draw.choice([1, 2, 3, 5, 9]), alpha=0.3, beta=0.7, k=2.0)
+
+
+def soft(draw: Draw, row: Row | None = None, dim: int | None = None) -> OneCall:
+    function, dim = draw.choice(["softmax", "log_softmax"]), draw.randint(0, 1) if dim is None else dim
+    return call("softmax", row or draw.row((4, 6)), numbers(4, 6, shift=800), {}, function=function, dim=dim)
+
+
+DRAWN: dict[str, Callable[[Draw], OneCall]] = {
+    "group_norm": group_norm,
+    "layer_norm": lambda draw: of_last("layer_norm", draw),
+    "rms_norm": lambda draw: of_last("rms_norm", draw),
+    "lrn": lrn,
+    "softmax": soft,
 }
 
 
@@ -145,46 +88,38 @@ def error(case: OneCall, got: dict[str, Tensor]) -> float:
     return worst(got, {"y": y.detach(), **grads})[1]
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", DRAWN)
 def test_ranks_together_do_what_the_whole_call_does(op: str) -> None:
     torch.manual_seed(1)
-    cases = CALLS[op]()
-    for case, got in zip(cases, run_calls(cases), strict=True):
-        assert error(case, got) < 1e-11, f"{case.sizes} {case.given} {case.attributes}"
-        if op == "lrn" and case.given.split(1) != LRN[-1][1][1].split(1):
+    cases = [DRAWN[op](Draw(f"{op} {number}")) for number in range(36)]
+    for number, (case, got) in enumerate(zip(cases, run_calls(cases), strict=True)):
+        assert error(case, got) < 1e-11, f"{number}: {case.sizes} {case.given} {case.attributes}"
+        channels = case.given.split(1)
+        if op == "lrn" and (channels is None or all(isinstance(part, range) for part in channels.parts)):
             assert case.placed().outputs["y"] == case.given
 
 
 def test_statistics_of_one_rank_are_noticed() -> None:
     torch.manual_seed(1)
-    columns: Row = (2,), layout(split(2, (0, 1), (2, 3, 4, 5)))
+    channels: Row = (2,), Layout.of({1: Split((0,), ((0, 3, 5), (2, 1, 4)))})
+    columns: Row = (2,), Layout.of({3: Split((0,), consecutive((2, 4)))})
     cases = []
     for collective in ("all_gather", "all_reduce"):
-        shared, rms = (shared_statistics.__name__, collective), (rms_norm.__name__, collective)
         cases += [
-            group(CHANNELS, 1),
-            of_last("layer_norm", 1, columns, (3, 4, 6)),
-            of_last("rms_norm", 1, columns, (3, 4, 6)),
+            (group_norm(Draw(0), channels, 1), norms, collective),
+            (of_last("layer_norm", Draw(0), columns, 1), norms, collective),
+            (of_last("rms_norm", Draw(0), columns, 1), norms, collective),
+            (soft(Draw(0), channels, 1), softmax, collective),
         ]
-        for case, sabotage in zip(cases[-3:], (shared, shared, rms), strict=True):
-            case.sabotage = sabotage
-    for case, got in zip(cases, run_calls(cases), strict=True):
+    for case, module, collective in cases:
+        case.sabotage = module.__name__, collective
+    every = [case for case, _, _ in cases]
+    for case, got in zip(every, run_calls(every), strict=True):
         assert error(case, got) > 1e-3, f"{case.op} {case.sabotage}"
 
 
-SHAPE = (5, 6, 4, 3)
-DROPPED: list[Row] = [
-    ((2,), Layout.of({0: Split((0,), consecutive((3, 2)))})),
-    ((3,), Layout.of({0: Split((0,), consecutive((3, 0, 2)))})),
-    ((2,), layout(split(1, (5, 0, 2), (1, 4, 3)))),
-    ((2, 2), layout({0: Split((0,), consecutive((4, 1)))}, split(1, (5, 0, 2), (1, 4, 3), axes=(1,)))),
-    ((2, 2), Layout.of({2: Split((0,), consecutive((3, 1))), 3: Split((1,), consecutive((1, 2)))})),
-    ((2,), WHOLE),
-]
-
-
 def dropout(row: Row, channels: bool) -> OneCall:
-    x, (sizes, given) = torch.randn(SHAPE, dtype=torch.float64), row
+    x, (sizes, given) = torch.randn(5, 6, 4, 3, dtype=torch.float64), row
     attributes = {"input": "x", "p": 0.4, "channels": channels}
     function = F.dropout2d if channels else F.dropout
     return OneCall("dropout", function, {"x": x}, attributes, sizes, given, torch.randn_like(x))
@@ -202,12 +137,12 @@ def test_what_is_dropped_is_that_of_one_device() -> None:
         y.backward(case.gradient)
         return {"y": y.detach(), "x.grad": x.grad}  # type: ignore[dict-item]
 
-    cases = [dropout(row, channels) for row in DROPPED for channels in (False, True)]
+    cases = [dropout(Draw(f"dropout {number}").row((5, 6, 4, 3)), bool(number % 2)) for number in range(24)]
     for case, got in zip(cases, run_calls(cases), strict=True):
         want = alone(case)
         assert all(torch.equal(got[name], want[name]) for name in want), f"{case.given} {case.attributes}"
         assert not torch.equal(got["y"], alone(case, "z")["y"])  # the control: another layer, another mask
-    folded = dropout(DROPPED[0], False)
+    folded = dropout(((2,), Layout.of({0: Split((0,), consecutive((3, 2)))})), False)
     folded.gradient = folded.tensors["x"] = folded.tensors["x"].view(10, 3, 4, 3)
     with pytest.raises(ConvoyError, match=r"layer 'layer' drops elements of 10 samples of a batch of 5.*remove"):
         folded.placed()
@@ -246,7 +181,8 @@ def test_a_pass_is_announced_with_its_samples() -> None:
 
 
 MESH, BY_SAMPLE = Mesh(("a", "b"), (2, 2)), {0: Split((0,), consecutive((3, 1)))}
-BY_CHANNEL = {1: Split((1,), ((0, 3, 5), (1, 2, 4)))}
+BY_CHANNEL = Split((1,), ((0, 3, 5), (1, 2, 4)))
+SCALES = Layout.of({0: BY_CHANNEL}, copied=(0,))
 
 
 def placed(op: str, shape: tuple[int, ...], given: Layout, *more: str, **attributes: Any) -> Placed:
@@ -261,28 +197,31 @@ def placed(op: str, shape: tuple[int, ...], given: Layout, *more: str, **attribu
 
 
 def test_parameters_are_divided_as_what_they_scale_and_no_more_is_asked_for_than_is_needed() -> None:
+    norm = {"normalized_shape": (6,)}
     attributes: dict[str, Any] = {"batch_norm": {"running_mean": None, "running_var": None}, "lrn": {"size": 5}}
-    attributes |= {"layer_norm": {"normalized_shape": (6,)}, "dropout": {"channels": False}}
+    attributes |= {"layer_norm": norm, "dropout": {"channels": False}}
     for op in ("batch_norm", "group_norm", "layer_norm", "lrn", "dropout", "softmax"):  # partial sums are added before
         found = placed(op, (4, 6), Layout.of(BY_SAMPLE, partial=(1,)), **attributes.get(op, {}))
         assert found.inputs["x"] == found.outputs["y"] == Layout.of(BY_SAMPLE), op
-    buffers, divided = ("running_mean", "running_var", "num_batches_tracked"), {0: BY_CHANNEL[1]}
-    found = placed("batch_norm", (4, 6, 5, 5), Layout.of({**BY_SAMPLE, **BY_CHANNEL}), "weight", "bias", *buffers)
-    assert found.inputs["x"] == found.outputs["y"] == Layout.of({**BY_SAMPLE, **BY_CHANNEL})
-    assert found.inputs["weight"] == found.inputs["bias"] == Layout.of(divided, copied=(0,))
-    assert [found.inputs[name] for name in buffers] == [Layout.of(divided), Layout.of(divided), WHOLE]
+    buffers, both = ("running_mean", "running_var", "num_batches_tracked"), Layout.of({**BY_SAMPLE, 1: BY_CHANNEL})
+    found = placed("batch_norm", (4, 6, 5, 5), both, "weight", "bias", *buffers)
+    assert (found.inputs["x"], found.outputs["y"], found.inputs["weight"], found.inputs["bias"]) == (
+        both,
+        both,
+        SCALES,
+        SCALES,
+    )
+    assert [found.inputs[name] for name in buffers] == [Layout.of({0: BY_CHANNEL})] * 2 + [WHOLE]
     rows = {2: Split((0,), balanced(5, 2))}
-    found = placed("group_norm", (4, 6, 5, 5), Layout.of({**rows, **BY_CHANNEL}), "weight", "bias", num_groups=3)
-    assert found.inputs["weight"] == Layout.of(divided, copied=(0,))
-    last, norm = {2: BY_CHANNEL[1]}, {"normalized_shape": (6,)}
-    found = placed("layer_norm", (4, 7, 6), Layout.of({**BY_SAMPLE, **last}), "weight", "bias", **norm)
-    assert found.inputs["weight"] == Layout.of(divided, copied=(0,))
+    found = placed("group_norm", (4, 6, 5, 5), Layout.of({**rows, 1: BY_CHANNEL}), "weight", "bias", num_groups=3)
+    assert found.inputs["weight"] == SCALES
+    found = placed("layer_norm", (4, 7, 6), Layout.of({**BY_SAMPLE, 2: BY_CHANNEL}), "weight", "bias", **norm)
+    assert found.inputs["weight"] == SCALES
     found = placed("layer_norm", (4, 7, 6), Layout.of({1: Split((1,), balanced(7, 2))}), "weight", "bias", **norm)
     assert found.inputs["weight"] == Layout.of(copied=(1,))
     assert placed("random", (4, 1, 1), WHOLE).outputs["y"] == Layout.of(BY_SAMPLE)
     assert halo((range(4), range(4, 7), range(0)), 5, 7) == (range(6), range(2, 7), range(0))
     assert halo((range(4), range(4, 7)), 4, 7) == (range(5), range(2, 7))
-    assert halo((range(4), range(4, 7)), 1, 7) == (range(4), range(4, 7))
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from torch.profiler import profile
 
 import convoy
 from convoy import processor
-from convoy.engine.layers import PointwiseConv2d, prepare
+from convoy.engine.uncaptured import PointwiseConv2d, prepare
 from convoy.ops import convolution, onednn
 from convoy.ops.convolution import weighted
 from convoy.ops.onednn import is_better_dilated, packed, pointwise
@@ -28,9 +28,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def layer(filters: int = 256, **options: int) -> nn.Conv2d:
+class Own(nn.Conv2d):
+    """Computes its weights, and so cannot be replaced."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.conv2d(input, 2 * self.weight, self.bias)
+
+
+def layer(filters: int = 256, kind: type[nn.Conv2d] = nn.Conv2d, **options: int) -> nn.Conv2d:
     torch.manual_seed(0)
-    return nn.Conv2d(1024, filters, 1, **options)
+    return kind(1024, filters, 1, **options)
 
 
 def images(samples: int = 8, pixels: int = 4) -> Tensor:
@@ -44,54 +51,37 @@ def kernels(run: nn.Module, x: Tensor) -> set[str]:
     return {event.key for event in found.key_averages() if "conv" in event.key}
 
 
-def prepared(plain: nn.Module) -> nn.Module:
+def prepared(plain: nn.Module) -> nn.Sequential:
     model = nn.Sequential(copy.deepcopy(plain))
     prepare(model, 0, "microbatch")
     return model
 
 
-def test_small_passes_are_left_to_onednn() -> None:
-    slow = kernels(nn.Sequential(layer()), images())
+def test_small_passes_are_left_to_onednn_and_numbers_differ_by_rounding_alone() -> None:
+    plain, model, x = layer(), prepared(layer()), images()
+    assert isinstance(model[0], PointwiseConv2d) and list(model.state_dict()) == ["0.weight", "0.bias"]
+    slow, fast = kernels(nn.Sequential(layer()), x), kernels(model, x)
     assert any("slow_conv2d" in name for name in slow), "torch chooses otherwise now: is_better_dilated can go"
-    fast = kernels(prepared(layer()), images())
     assert "aten::mkldnn_convolution" in fast and not any("slow_conv2d" in name for name in fast)
-
-
-def test_numbers_differ_by_rounding_alone() -> None:
-    plain, model = layer(), prepared(layer())
-    assert isinstance(model[0], PointwiseConv2d)
-    assert list(model.state_dict()) == ["0.weight", "0.bias"]
-    x = images()
+    model.zero_grad()
     for net in (plain, model):
         net(x).square().sum().backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-4 * float(one.grad.abs().max()))
-    wide = torch.ones(4, 1024, 3, 3)
-    assert not torch.allclose(F.conv2d(x, wide, padding=2, dilation=2), F.conv2d(x, wide, padding=1)), "of larger ones"
 
 
-class Own(nn.Conv2d):
-    """Computes its weights, and so cannot be replaced."""
+def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (nn.Conv2d, Own):
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.conv2d(input, 2 * self.weight, self.bias)
+        def by_engine(kind: type[nn.Conv2d] = kind) -> Tensor:
+            model = nn.Sequential(layer(kind=kind))
+            return convoy.parallelize(model, "serial", example=images(), batch_norm="microbatch")(images())
 
-
-@pytest.mark.parametrize("kind", [nn.Conv2d, Own])
-def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Conv2d]) -> None:
-    x = images()
-
-    def own() -> nn.Module:
-        torch.manual_seed(0)
-        return kind(1024, 256, 1)
-
-    def engine() -> Tensor:
-        net = convoy.parallelize(nn.Sequential(own()), "serial", example=x, batch_norm="microbatch")
-        return net(x)
-
-    assert torch.equal(engine(), prepared(own())(x))
-    monkeypatch.setattr(convolution, "is_torchs", lambda _: kind is Own)
-    assert not torch.equal(engine(), prepared(own())(x)), "the kernels round alike: the test shows nothing"
+        want = prepared(layer(kind=kind))(images())
+        assert torch.equal(by_engine(), want)
+        with monkeypatch.context() as patch:
+            patch.setattr(convolution, "is_torchs", lambda _, kind=kind: kind is Own)
+            assert not torch.equal(by_engine(), want), "the kernels round alike: the test shows nothing"
 
 
 def test_only_small_passes_in_float32_are_called_dilated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,19 +111,15 @@ def test_only_small_passes_in_float32_are_called_dilated(monkeypatch: pytest.Mon
 
 def test_other_layers_are_left_alone_and_hooks_stay() -> None:
     options = (layer(stride=2), layer(dilation=2), nn.Conv2d(4, 4, 3), Own(4, 4, 1))
-    others = [*options, nn.Conv2d(4, 4, 1, padding_mode="circular")]
-    model = nn.Sequential(*others)
+    model, seen = nn.Sequential(*options, nn.Conv2d(4, 4, 1, padding_mode="circular"), layer()), list[int]()
+    model[-1].register_forward_hook(lambda *_: seen.append(1))
     prepare(model, 0, "microbatch")
-    assert [type(each) for each in model] == [type(each) for each in others]
-    assert not any(isinstance(each, PointwiseConv2d) for each in model)
-    model, seen = nn.Sequential(layer()), []
-    model[0].register_forward_hook(lambda *_: seen.append(1))
-    prepare(model, 0, "microbatch")
-    model(images())
+    assert [isinstance(each, PointwiseConv2d) for each in model] == [False] * 5 + [True]
+    model[-1](images())
     assert seen
 
 
-def convolution_of(kernel: int = 3, stride: int = 1, padding: int = 1, dilation: int = 1) -> Weighted:
+def of(kernel: int = 3, stride: int = 1, padding: int = 1, dilation: int = 1) -> Weighted:
     pairs = {"stride": (stride, stride), "padding": (padding, padding), "dilation": (dilation, dilation)}
     return packed(weighted(F.conv2d, {**pairs, "groups": 1}), **pairs)
 
@@ -148,31 +134,33 @@ def filters(number: int, channels: int, kernel: int, dtype: torch.dtype = torch.
     return weight.to(dtype).to(memory_format=torch.channels_last)
 
 
+def ready(layer: Weighted, x: Tensor, weight: Tensor) -> Weighted | None:
+    assert layer.prepare is not None
+    return layer.prepare(x, weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_that_is_laid_out_once_gives_the_same_bits(dtype: torch.dtype) -> None:
     sizes = ((3, 1, 1, 1), (1, 1, 0, 1), (1, 2, 0, 1), (3, 2, 1, 1), (3, 3, 0, 1), (2, 2, 1, 2))
     for number, size in enumerate(sizes):
-        layer, x, weight = convolution_of(*size), small(64, 5, dtype), filters(96, 64, size[0], dtype)
-        assert layer.prepare is not None
+        layer, x, weight = of(*size), small(64, 5, dtype), filters(96, 64, size[0], dtype)
+        laid_out = ready(layer, x, weight)
         if dtype == torch.bfloat16 and has_amx():
-            assert layer.prepare(x, weight) is None
+            assert laid_out is None
             continue
         bias = torch.arange(96.0).to(dtype) if number % 2 else None
-        ready = layer.prepare(x, weight)
-        assert ready is not None, "this torch packs no weights: this test shows nothing"
+        assert laid_out is not None, "this torch packs no weights: this test shows nothing"
         for images in (x, x.flip(0).contiguous(memory_format=torch.channels_last)):  # the weight is there already
-            y, expected = ready.compute(images, weight, bias), layer.compute(images, weight, bias)
+            y, expected = laid_out.compute(images, weight, bias), layer.compute(images, weight, bias)
             assert torch.equal(y, expected) and y.stride() == expected.stride()
-            back, expected = (each.input_gradient(torch.sin(y), images, weight) for each in (ready, layer))
+            back, expected = (each.input_gradient(torch.sin(y), images, weight) for each in (laid_out, layer))
             assert torch.equal(back, expected) and back.stride() == expected.stride()
-        assert not torch.equal(ready.compute(x, weight + 1, bias), layer.compute(x, weight + 1, bias)), "it is kept"
+        assert not torch.equal(laid_out.compute(x, weight + 1, bias), layer.compute(x, weight + 1, bias)), "it is kept"
 
 
 def test_nothing_is_laid_out_that_torch_leaves_to_another_kernel() -> None:
     """1 × 1 convolutions of few samples with one thread, and single small images; and what is laid out otherwise."""
-    layer = convolution_of()
-    assert layer.prepare is not None
-    assert layer.prepare(small(64, 5), filters(96, 64, 3)) is not None
+    assert ready(of(), small(64, 5), filters(96, 64, 3)) is not None
     for name, x, weight in (
         ("contiguous images", small(64, 5).contiguous(), filters(96, 64, 3)),
         ("contiguous weight", small(64, 5), filters(96, 64, 3).contiguous()),
@@ -180,33 +168,30 @@ def test_nothing_is_laid_out_that_torch_leaves_to_another_kernel() -> None:
         ("many pixels", small(64, 12), filters(96, 64, 3)),
         ("no samples", small(64, 5, samples=0), filters(96, 64, 3)),
     ):
-        assert layer.prepare(x, weight) is None, name
-
-    def ready(kernel: int, samples: int, **options: int) -> bool:
-        layer = convolution_of(kernel, padding=kernel // 2, **options)
-        x, weight = small(64, 5, samples=samples), filters(96, 64, kernel)
-        assert layer.prepare is not None
-        found = layer.prepare(x, weight)
-        assert found is None or torch.equal(found.compute(x, weight, None), layer.compute(x, weight, None))
-        return found is not None
-
-    assert ready(1, 16) and ready(3, 8) and ready(1, 8, stride=2)
-    assert not ready(1, 8) and not ready(3, 1)
-    torch.set_num_threads(2)
-    assert ready(1, 8)
+        assert ready(of(), x, weight) is None, name
+    for threads, kernel, samples, stride, want in (
+        (1, 1, 16, 1, True),
+        (1, 3, 8, 1, True),
+        (1, 1, 8, 2, True),
+        (1, 1, 8, 1, False),
+        (1, 3, 1, 1, False),
+        (2, 1, 8, 1, True),
+    ):
+        torch.set_num_threads(threads)
+        layer, x, weight = of(kernel, stride, kernel // 2), small(64, 5, samples=samples), filters(96, 64, kernel)
+        laid_out = ready(layer, x, weight)
+        assert (laid_out is not None) == want, (threads, kernel, samples, stride)
+        assert laid_out is None or torch.equal(laid_out.compute(x, weight, None), layer.compute(x, weight, None))
 
 
 def test_what_is_called_dilated_is_laid_out_too() -> None:
     x, weight = small(256, 5, samples=8), filters(512, 256, 1)
     options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
-    dilated = pointwise(
-        weighted(F.conv2d, {**options, "groups": 1}), weighted(F.conv2d, {**options, "groups": 1, "dilation": (2, 2)})
-    )
-    prepare = packed(dilated, **options, may_dilate=True).prepare
-    assert prepare is not None
-    found = prepare(x, weight)
-    assert found is not None and torch.equal(found.compute(x, weight, None), dilated.compute(x, weight, None))
-    assert packed(dilated, **options).prepare(x, weight) is None  # type: ignore[misc]
+    ways = [weighted(F.conv2d, {**options, "groups": 1, "dilation": dilation}) for dilation in ((1, 1), (2, 2))]
+    dilated = pointwise(*ways)
+    laid_out = ready(packed(dilated, **options, may_dilate=True), x, weight)
+    assert laid_out is not None and torch.equal(laid_out.compute(x, weight, None), dilated.compute(x, weight, None))
+    assert ready(packed(dilated, **options), x, weight) is None
 
 
 def test_in_bfloat16_no_weight_is_laid_out_with_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +199,8 @@ def test_in_bfloat16_no_weight_is_laid_out_with_amx(tmp_path: Path, monkeypatch:
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(processor, "CPU_INFO", info)
     monkeypatch.setattr(onednn, "has_packing", onednn.has_packing.__wrapped__)
-    layer = convolution_of()
-    assert layer.prepare is not None
     for flags, in_bfloat16 in (("avx512_bf16", True), ("avx512_bf16 amx_bf16 amx_tile", False)):
         info.write_text(f"flags : {flags}")
         for dtype in (torch.float32, torch.bfloat16):
-            ready = layer.prepare(small(64, 5, dtype), filters(96, 64, 3, dtype))
-            assert (ready is not None) == (in_bfloat16 or dtype == torch.float32)
+            laid_out = ready(of(), small(64, 5, dtype), filters(96, 64, 3, dtype))
+            assert (laid_out is not None) == (in_bfloat16 or dtype == torch.float32)

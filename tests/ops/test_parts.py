@@ -1,8 +1,8 @@
 """Operations on parts of a tensor against the whole call, forwards and backwards in float64, for every rank in turn."""
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from convoy.ops import OPERATIONS, slices
 from convoy.ops.kernel import as_called
-from convoy.plans.layout import WHOLE, Indices, Layout, Split, balanced, consecutive
+from convoy.plans.layout import WHOLE, Layout, Split, balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placed
 from convoy.plans.windows import Need, Window
 from emulated import check
+from ops.many_calls import GRID, THREE, TWO, Draw
 
-TWO, THREE, GRID = Mesh(("a",), (2,)), Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2))
 REDUCTIONS = {"mean": torch.mean, "sum": torch.sum, "amax": torch.amax}
 
 
@@ -86,33 +86,16 @@ def reduce(function: str, x: Tensor, dims: tuple[int, ...], keepdim: bool, mesh:
     return check("reduce", REDUCTIONS[function], (x,), (), options, attributes, mesh, {"x": given})
 
 
-class Draw(random.Random):
-    """A random call on a tensor that is divided at random."""
-
-    def parts(self, size: int, number: int) -> tuple[Indices, ...]:
-        """Even, uneven, empty, lists, or lists out of order."""
-        cuts = sorted(self.randint(0, size) for _ in range(number - 1))
-        every = self.sample(range(size), size)
-        lists = tuple(tuple(every[start:stop]) for start, stop in zip([0, *cuts], [*cuts, size], strict=True))
-        uneven = consecutive([len(each) for each in lists])
-        return self.choice([balanced(size, number), uneven, lists, tuple(tuple(sorted(each)) for each in lists)])
-
-    def layout(self, shape: tuple[int, ...], mesh: Mesh) -> Layout:
-        dims = self.sample(range(len(shape)), len(mesh.sizes))
-        return Layout.of(
-            {dim: Split((axis,), self.parts(shape[dim], mesh.sizes[axis])) for axis, dim in enumerate(dims)}
-        )
-
-    def divided(self, *shape: int) -> tuple[Tensor, Mesh, Layout]:
-        mesh = self.choice([TWO, THREE, GRID])
-        x = tensor(*shape)
-        x = x.to(memory_format=torch.channels_last) if len(shape) == 4 and self.random() < 0.3 else x
-        return x, mesh, self.layout(shape, mesh)
+def divided(draw: Draw, *shape: int) -> tuple[Tensor, Mesh, Layout]:
+    mesh = draw.choice([TWO, THREE, GRID])
+    x = tensor(*shape)
+    x = x.to(memory_format=torch.channels_last) if len(shape) == 4 and draw.random() < 0.3 else x
+    return x, mesh, draw.layout(shape, mesh)
 
 
 def draw_pool(draw: Draw, kind: str) -> None:
     num = draw.choice([1, 2, 2, 3])
-    x, mesh, given = draw.divided(2, 3, *(draw.randint(5, 12 if num < 3 else 6) for _ in range(num)))
+    x, mesh, given = divided(draw, 2, 3, *(draw.randint(5, 12 if num < 3 else 6) for _ in range(num)))
     kernel, stride, ceil = draw.randint(1, 5), draw.randint(1, 3), draw.random() < 0.5
     options: dict[str, Any] = {"stride": stride, "padding": draw.randint(0, kernel // 2), "ceil_mode": ceil}
     if kind == "max_pool":
@@ -129,7 +112,7 @@ def draw_pool(draw: Draw, kind: str) -> None:
 
 def draw_adaptive(draw: Draw, kind: str) -> None:
     num = draw.choice([1, 2, 2, 3])
-    x, mesh, given = draw.divided(2, 3, *(draw.choice([4, 6, 8] if num < 3 else [4, 6]) for _ in range(num)))
+    x, mesh, given = divided(draw, 2, 3, *(draw.choice([4, 6, 8] if num < 3 else [4, 6]) for _ in range(num)))
     size = tuple(draw.choice([1, draw.randint(1, 6), length // 2]) for length in x.shape[2:])
     adaptive(kind, x, draw.choice([size, (1,) * num]), mesh, given)
 
@@ -150,7 +133,7 @@ def draw_resize(draw: Draw, number: int) -> None:
     if mode in ("nearest", "bilinear"):
         num = draw.choice([1, 2, 2, 3])
         mode = {1: "linear", 2: mode, 3: "trilinear"}[num] if mode == "bilinear" else mode
-    x, mesh, given = draw.divided(2, 3, *(draw.randint(3, 8) for _ in range(num)))
+    x, mesh, given = divided(draw, 2, 3, *(draw.randint(3, 8) for _ in range(num)))
     size = {"size": tuple(draw.choice([1, 2, 3, 5, 6, 8, 16][: 7 if num < 3 else 5]) for _ in range(num))}
     odd = tuple(draw.choice([2.0, 1.3, 2.1]) for _ in range(num))
     factor = {"scale_factor": draw.choice([2.0, 3.0, 1.5, 0.5, odd])}
@@ -160,7 +143,7 @@ def draw_resize(draw: Draw, number: int) -> None:
 
 
 def draw_select(draw: Draw, number: int) -> None:
-    x, mesh, given = draw.divided(4, 3, 8, 5)
+    x, mesh, given = divided(draw, 4, 3, 8, 5)
     ranges: list[Any] = []
     for dim, size in enumerate(x.shape):
         start = draw.randint(0, size - 1)
@@ -173,7 +156,7 @@ def draw_select(draw: Draw, number: int) -> None:
 
 
 def draw_chunks(draw: Draw, number: int) -> None:
-    x, mesh, given = draw.divided(4, 8, 6)
+    x, mesh, given = divided(draw, 4, 8, 6)
     dim = draw.randint(0, 2)
     cuts = sorted(draw.randint(0, x.shape[dim]) for _ in range(draw.randint(1, 4)))
     sizes = [stop - start for start, stop in zip([0, *cuts], [*cuts, x.shape[dim]], strict=True)]
@@ -181,7 +164,7 @@ def draw_chunks(draw: Draw, number: int) -> None:
 
 
 def draw_pad(draw: Draw, number: int) -> None:
-    x, mesh, given = draw.divided(2, 4, 7, 6)
+    x, mesh, given = divided(draw, 2, 4, 7, 6)
     if draw.random() < 0.2:
         flat = tuple(draw.randint(0, 3) for _ in range(4))
         placed = pad(x, flat, mesh, given, draw.choice(["reflect", "replicate", "circular"]))
@@ -193,7 +176,7 @@ def draw_pad(draw: Draw, number: int) -> None:
 
 
 def draw_reduce(draw: Draw, number: int) -> None:
-    x, mesh, given = draw.divided(4, 3, 5, 6)
+    x, mesh, given = divided(draw, 4, 3, 5, 6)
     dims = tuple(draw.sample(range(4), draw.randint(1, 4)))
     function = ("mean", "sum", "amax")[number % 3]
     placed = reduce(function, x, tuple(draw.choice([dim, dim - 4]) for dim in dims), draw.random() < 0.5, mesh, given)
@@ -228,9 +211,8 @@ def test_ranks_together_do_what_the_whole_call_does(op: str, count: int) -> None
             raise AssertionError(f"call {number} of {op}") from error
 
 
-SAMPLES, CHANNELS = Split((0,), consecutive((3, 1))), Split((0,), ((0, 3), (1, 2)))
+CHANNELS = Split((0,), ((0, 3), (1, 2)))
 EVEN = {size: Split((0,), balanced(size, 2)) for size in (2, 4, 5, 6, 8)}
-COLUMNS = Split((1,), balanced(8, 2))
 ROWS = Layout.of({2: EVEN[8]})
 SQUARE = (2, 4, 8, 8)
 
@@ -239,78 +221,47 @@ def pooled(x: Tensor, mesh: Mesh, given: Layout) -> Placed:
     return pool("max_pool", x, mesh, given, 3, stride=2, padding=1)
 
 
+def split_at(dim: int, *parts: Any, axis: int = 0) -> Layout:
+    return Layout.of({dim: Split((axis,), parts)})
+
+
+HALO = split_at(2, range(4), range(3, 8))
+FEW = "dim 2 is whole: fewer output rows (1) than ranks (2)"
+PARTIAL = Layout.of({2: EVEN[8]}, partial=(1,))
 PLACED: dict[str, tuple[Callable[..., Placed], tuple[int, ...], Mesh, Layout, Layout, Layout, str]] = {
-    "rows are asked for with their halo": (
-        *(pooled, SQUARE, TWO, ROWS),
-        *(Layout.of({2: Split((0,), (range(4), range(3, 8)))}), Layout.of({2: EVEN[4]}), ""),
-    ),
-    "uneven rows are evened out": (
-        *(pooled, SQUARE, TWO, Layout.of({2: Split((0,), consecutive((7, 1)))})),
-        *(Layout.of({2: Split((0,), (range(4), range(3, 8)))}), Layout.of({2: EVEN[4]}), ""),
-    ),
-    "other dimensions follow": (
-        *(pooled, SQUARE, GRID, Layout.of({1: CHANNELS, 3: COLUMNS})),
-        Layout.of({1: CHANNELS, 3: Split((1,), (range(4), range(3, 8)))}),
-        *(Layout.of({1: CHANNELS, 3: Split((1,), balanced(4, 2))}), ""),
+    "uneven rows are evened out, and asked for with their halo": (
+        *(pooled, SQUARE, TWO, split_at(2, range(7), range(7, 8)), HALO, Layout.of({2: EVEN[4]}), ""),
     ),
     "a partial sum is asked for whole by a maximum": (pooled, SQUARE, TWO, Layout.of(partial=(0,)), WHOLE, WHOLE, ""),
     "and stays one through averages": (
-        lambda x, mesh, given: pool("avg_pool", x, mesh, given),
-        *(SQUARE, GRID, Layout.of({2: EVEN[8]}, partial=(1,))),
-        *(Layout.of({2: EVEN[8]}, partial=(1,)), Layout.of({2: EVEN[4]}, partial=(1,)), ""),
+        *(partial(pool, "avg_pool"), SQUARE, GRID, PARTIAL, PARTIAL, Layout.of({2: EVEN[4]}, partial=(1,)), ""),
     ),
-    "too few rows are whole with a note": (
-        *(pooled, (2, 4, 2, 8), TWO, Layout.of({2: EVEN[2]}), WHOLE, WHOLE),
-        "dim 2 is whole: fewer output rows (1) than ranks (2)",
-    ),
+    "too few rows are whole with a note": (pooled, (2, 4, 2, 8), TWO, Layout.of({2: EVEN[2]}), WHOLE, WHOLE, FEW),
     "windows that do not overlap need no halo": (
-        lambda x, mesh, given: pool("max_pool", x, mesh, given),
-        *(SQUARE, TWO, ROWS, ROWS, Layout.of({2: EVEN[4]}), ""),
+        *(partial(pool, "max_pool"), SQUARE, TWO, ROWS, ROWS, Layout.of({2: EVEN[4]}), ""),
     ),
     "a global average is a partial sum": (
         lambda x, mesh, given: adaptive("adaptive_avg_pool", x, (1, 1), mesh, given),
         *(SQUARE, TWO, ROWS, ROWS, Layout.of(partial=(0,)), ""),
     ),
-    "repeated rows follow their rows": (
-        lambda x, mesh, given: resize(x, mesh, given, "nearest", scale_factor=2),
-        *((1, 2, 5, 5), TWO, Layout.of({2: Split((0,), consecutive((1, 4)))})),
-        *(Layout.of({2: Split((0,), consecutive((1, 4)))}), Layout.of({2: Split((0,), consecutive((2, 8)))}), ""),
-    ),
-    "one index renumbers the dimensions after it": (
-        lambda x, mesh, given: select(x, [(0, 2, 1), 2, (2, 8, 1)], mesh, given),
-        *((2, 3, 8), TWO, Layout.of({2: Split((0,), ((0, 3, 4, 7), (1, 2, 5, 6)))})),
-        Layout.of({2: Split((0,), ((0, 3, 4, 7), (1, 2, 5, 6)))}),
-        *(Layout.of({1: Split((0,), ((1, 2, 5), (0, 3, 4)))}), ""),
-    ),
     "halves of evenly divided channels lie on one rank each": (
         lambda x, mesh, given: chunks(x, (4, 4), 1, mesh, given),
-        *((2, 8, 3), TWO, Layout.of({1: EVEN[8]}), Layout.of({1: EVEN[8]})),
-        *(Layout.of({1: Split((0,), (range(4), range(0)))}), ""),
+        *((2, 8, 3), TWO, Layout.of({1: EVEN[8]}), Layout.of({1: EVEN[8]}), split_at(1, range(4), range(0)), ""),
     ),
     "zero channels go to the ranks at the ends": (  # ResNet's first shortcut
         lambda x, mesh, given: pad(x, (0, 0, 0, 0, 2, 2), mesh, given),
         *((2, 4, 6, 6), TWO, Layout.of({1: CHANNELS}), Layout.of({1: CHANNELS})),
-        *(Layout.of({1: Split((0,), ((0, 1, 2, 5, 6, 7), range(3, 5)))}), ""),
-    ),
-    "other padding needs the rows whole": (
-        lambda x, mesh, given: pad(x, (1, 2, 2, 1), mesh, given, "reflect"),
-        *((4, 2, 8, 8), GRID, Layout.of({0: SAMPLES, 3: COLUMNS})),
-        *(Layout.of({0: SAMPLES}), Layout.of({0: SAMPLES}), "reflect"),
-    ),
-    "a maximum adds a partial sum up": (
-        lambda x, mesh, given: reduce("amax", x, (2,), False, mesh, given),
-        *((2, 4, 3), GRID, Layout.of({1: EVEN[4]}, partial=(1,)), Layout.of({1: EVEN[4]}), Layout.of({1: EVEN[4]}), ""),
+        *(split_at(1, (0, 1, 2, 5, 6, 7), range(3, 5)), ""),
     ),
 }
+"""A call, a shape, a mesh and a layout; the layout that is asked for, that of the result, and a note."""
 
 
-@pytest.mark.parametrize("rule", PLACED)
-def test_what_is_asked_for(rule: str) -> None:
-    call, shape, mesh, given, wanted, left, note = PLACED[rule]
-    placed = call(tensor(*shape), mesh, given)
-    assert placed.inputs["x"] == wanted
-    assert placed.outputs["y"] == left
-    assert note in placed.note and bool(note) == bool(placed.note)
+def test_what_is_asked_for() -> None:
+    for rule, (call, shape, mesh, given, wanted, left, note) in PLACED.items():
+        placed = call(tensor(*shape), mesh, given)
+        assert (placed.inputs["x"], placed.outputs["y"]) == (wanted, left), rule
+        assert note in placed.note and bool(note) == bool(placed.note), rule
 
 
 def test_mistakes_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

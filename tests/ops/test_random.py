@@ -90,16 +90,16 @@ def _check_drop(
                 assert got.stride() == want.stride()
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_triton_drops_what_torch_drops(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for arranged in ARRANGED.values():
-        _check_drop(shape, arranged, torch.float64, monkeypatch, interpreted.kernels()["random"])
-    if shape == SHAPES["images"]:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            _check_drop(shape, _last, dtype, monkeypatch, interpreted.kernels()["random"])
-        x = torch.ones(shape)  # the control: elements numbered as they lie in memory
-        lying = drop(x.movedim(1, -1).contiguous(), KEYS[:4], LAYER, 0.5).movedim(-1, 1)
-        assert not torch.equal(lying, drop(_last(x), KEYS[:4], LAYER, 0.5))
+def test_triton_drops_what_torch_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = interpreted.kernels()["random"]
+    for shape in SHAPES.values():
+        for arranged in ARRANGED.values() if shape == SHAPES["images"] else (_last,):
+            _check_drop(shape, arranged, torch.float64, monkeypatch, kernels)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        _check_drop(SHAPES["images"], _last, dtype, monkeypatch, kernels)
+    x = torch.ones(SHAPES["images"])  # the control: elements numbered as they lie in memory
+    lying = drop(x.movedim(1, -1).contiguous(), KEYS[:4], LAYER, 0.5).movedim(-1, 1)
+    assert not torch.equal(lying, drop(_last(x), KEYS[:4], LAYER, 0.5))
 
 
 def test_triton_draws_one_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:

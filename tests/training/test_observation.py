@@ -18,7 +18,7 @@ import torch
 from convoy.comm import collectives
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.facts import Facts, Pictures
-from convoy.engine.clock import DeviceClock
+from convoy.engine.watched import DeviceClock
 from convoy.launch.host import HostWatch
 from convoy.planner import Scored, score
 from convoy.planner.comparison import GRADIENTS, Comparison

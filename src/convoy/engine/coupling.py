@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.engine.layers import DROPOUT_LAYERS, SampleDropout, prepare
 from convoy.engine.network import network_of
-from convoy.engine.uncaptured import Uncaptured, random_state
+from convoy.engine.uncaptured import DROPOUT_LAYERS, SampleDropout, Uncaptured, prepare, random_state
 from convoy.graph.given import copied
 from convoy.graph.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
@@ -27,7 +26,7 @@ from convoy.ops import OPERATIONS, capture, place
 from convoy.ops.context import BatchNormMode, StepContext
 from convoy.ops.memory import predict_memory
 from convoy.ops.placing import sharing_axes
-from convoy.ops.precision import under_autocast
+from convoy.ops.registry import under_autocast
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, PlacedCall

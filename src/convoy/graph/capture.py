@@ -23,12 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from convoy.graph import tree
-from convoy.graph.constants import Constants
-from convoy.graph.fake import Fakes
-from convoy.graph.graph import Apply, Call, CaptureError, ChangedError, Graph, KeptError, LayerStack, Ref
+from convoy.graph.fake import Constants, Fakes
+from convoy.graph.graph import Apply, Call, CaptureError, ChangedError, Graph, KeptError, LayerStack, Recognize, Ref
 from convoy.graph.reads import Reads, Texts, described
 from convoy.graph.recorder import Recorder
-from convoy.graph.torch_call import Recognize
 
 Record = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
 

@@ -11,11 +11,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from convoy.graph import tree
-from convoy.graph.constants import Blanks, Constants, probability
 from convoy.graph.expansions import EXPANSIONS
-from convoy.graph.fake import Aliases, FakeTensor
-from convoy.graph.graph import Call, CaptureError, LayerStack, Origin, Ref, Value, draw
-from convoy.graph.torch_call import Recognize, Recognized, TorchCall
+from convoy.graph.fake import Aliases, Blanks, Constants, FakeTensor, probability
+from convoy.graph.graph import (
+    Call,
+    CaptureError,
+    LayerStack,
+    Origin,
+    Recognize,
+    Recognized,
+    Ref,
+    TorchCall,
+    Value,
+    draw,
+)
 
 Replacement = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 

@@ -11,22 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Call, Graph
-from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site, by_role
 from convoy.ops.layouts import by_channel
-from convoy.ops.microbatch_norm import at_once, ended, follow, new_term, normalize_at_once, normalize_by_itself
-from convoy.ops.operation import Operation, keeps_input
-from convoy.ops.shared_batch_norm import (
+from convoy.ops.microbatch_norm import (
     Branch,
     Holders,
-    all_moments,
-    normalize_both,
-    normalize_by,
-    normalize_together,
-    own_moments,
+    at_once,
+    ended,
+    follow,
+    new_term,
+    normalize_at_once,
+    normalize_by_itself,
 )
-from convoy.ops.shared_statistics import affine
+from convoy.ops.norms import affine
+from convoy.ops.operation import Operation, keeps_input
+from convoy.ops.shared_batch_norm import all_moments, normalize_both, normalize_by, normalize_together, own_moments
 from convoy.ops.statistics import Following, Running, add_term
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Coordinates, Mesh

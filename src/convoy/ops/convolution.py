@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.graph.graph import Call, Graph
-from convoy.graph.torch_call import Recognized, TorchCall, each
+from convoy.graph.graph import Call, Graph, Recognized, TorchCall, each
 from convoy.ops.kernel import Kernel, Site, postponing, with_bias
 from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.onednn import DILATED, POINT, is_torchs, packed, pointwise

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from convoy.graph.graph import Call, Ref, Value, expand_like
-from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.graph.graph import Call, Recognized, Ref, TorchCall, Value, expand_like
 from convoy.ops.layouts import agreed, operand
 from convoy.ops.operation import Kept, Operation
 from convoy.plans.layout import Layout

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.graph.graph import Call, Graph
-from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.constants import Constants
 from convoy.ops.kernel import Kernel, Site, as_called, nothing, picking
 from convoy.ops.layouts import spatial

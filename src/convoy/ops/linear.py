@@ -6,8 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.graph.graph import Call, Graph
-from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops import opaque
 from convoy.ops.kernel import Kernel, Site, postponing, with_bias
 from convoy.ops.layouts import bias_option, even, follow

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation, keeps_input

@@ -13,8 +13,7 @@ from functools import partial
 
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.ops.convolution import paddings_of
-from convoy.ops.kept import Kept, KeptTensors
-from convoy.ops.recompute import inputs_of, kept_in, stretches, taken_by, with_recomputed
+from convoy.ops.recompute import Kept, KeptTensors, inputs_of, kept_in, stretches, taken_by, with_recomputed
 from convoy.ops.registry import OPERATIONS
 from convoy.plans.place import Memory, PlacedCall, Placement
 from convoy.plans.stages import StagedGraph

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from convoy.graph.torch_call import Recognized, Recognizer, TorchCall
+from convoy.graph.graph import Recognized, Recognizer, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called
 from convoy.ops.layouts import operand
 from convoy.ops.operation import Operation, keeps_inputs

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from convoy.graph.graph import Call, Graph, Value
-from convoy.graph.torch_call import Recognizer
+from convoy.graph.graph import Call, Graph, Recognizer, Value
 from convoy.ops.kernel import Kernel, Site, as_called
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Coordinates, Mesh

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called, nothing, taking
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Layout, Split, indices

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.graph.graph import Call, Graph, Value
-from convoy.graph.torch_call import Recognized, TorchCall, each
+from convoy.graph.graph import Call, Graph, Recognized, TorchCall, Value, each
 from convoy.ops.constants import Constants
 from convoy.ops.kernel import Kernel, Site, as_called, nothing
 from convoy.ops.layouts import spatial

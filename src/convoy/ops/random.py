@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from convoy.errors import ConvoyError
-from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.constants import Constants
 from convoy.ops.context import StepContext
 from convoy.ops.kernel import Alone, Kernel, Site

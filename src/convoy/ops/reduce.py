@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Layout

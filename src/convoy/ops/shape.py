@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from convoy.graph.torch_call import Recognized, TorchCall, flat
+from convoy.graph.graph import Recognized, TorchCall, flat
 from convoy.ops.kernel import Kernel, Site
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Layout, Split, indices

@@ -9,8 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
-from convoy.graph.graph import Call, Graph
-from convoy.graph.torch_call import Recognized, TorchCall
+from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.context import exchanged
 from convoy.ops.kernel import Alone, Kernel, Site, as_called
 from convoy.ops.layouts import resolved

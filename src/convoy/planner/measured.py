@@ -23,7 +23,7 @@ from torch import nn
 
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
-from convoy.engine.clock import DeviceClock
+from convoy.engine.watched import DeviceClock
 from convoy.errors import ConvoyError, RankFailedError
 from convoy.graph.graph import Call
 from convoy.launch.host import HostLoad, HostWatch

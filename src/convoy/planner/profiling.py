@@ -15,9 +15,9 @@ from torch import nn
 
 from convoy.comm.groups import Groups
 from convoy.comm.ranks import Ranks
-from convoy.engine.clock import DeviceClock
 from convoy.engine.parallelize import local_samples, take_part
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profiler
+from convoy.engine.watched import DeviceClock
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Collective, Links
 from convoy.planner.cost.local import local_op

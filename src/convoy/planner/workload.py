@@ -17,8 +17,8 @@ from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import capture, place
-from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute, check_recompute, recomputing
+from convoy.ops.registry import under_autocast
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.local import BatchNorm
 from convoy.plans.layout import balanced, consecutive

@@ -24,13 +24,12 @@ from convoy.data.loader import batch_maker, first_workers
 from convoy.data.sources import EncodedSource
 from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts, Pictures, RankFacts
-from convoy.engine.clock import DeviceClock
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured
-from convoy.engine.watched import WatchedUpdate
+from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.launch.host import HostLoad, HostWatch, beside_others, network_place
-from convoy.ops.precision import under_autocast
+from convoy.ops.registry import under_autocast
 from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, Group, groups_beside, of_all_stages, parts_beside, stages_beside
 from convoy.planner.cost.local_op import LocalOp

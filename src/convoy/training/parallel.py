@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 
 from convoy.comm.collectives import all_gather
 from convoy.engine.gradients import GradientReducer, TreeReducer
-from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
+from convoy.engine.gradients.reducer import LocalSgd
 from convoy.engine.optimizers import divide_update
 from convoy.engine.parallelize import BatchNorm, take_part
 from convoy.engine.stage import Flight
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
-from convoy.ops.precision import under_autocast
 from convoy.ops.recompute import Recompute
+from convoy.ops.registry import under_autocast
 from convoy.plans.explain import rows_of_stages
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement

@@ -1,14 +1,17 @@
 """Gradients after `backward()` are those of the global batch, whatever a rank has or has not to send."""
 
 import copy
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,11 +33,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last)
-        self.norm = nn.GroupNorm(2, 8)
-        self.hidden = nn.Linear(8 * 16, 24)
-        self.out = nn.Linear(24, 5)
-        self.sometimes = nn.Linear(24, 5)
-        self.never = nn.Parameter(torch.ones(3))
+        self.norm, self.hidden, self.out = nn.GroupNorm(2, 8), nn.Linear(8 * 16, 24), nn.Linear(24, 5)
+        self.sometimes, self.never = nn.Linear(24, 5), nn.Parameter(torch.ones(3))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
     def forward(self, x: Tensor, sometimes: bool = False) -> Tensor:
@@ -55,76 +55,36 @@ def shares(world: int) -> list[slice]:
 
 def loss_of(net: Net, x: Tensor, y: Tensor, sometimes: bool = False) -> Tensor:
     """This rank's part of the mean over the global batch."""
-    return nn.functional.cross_entropy(net(x, sometimes), y, reduction="sum") / SAMPLES
+    return F.cross_entropy(net(x, sometimes), y, reduction="sum") / SAMPLES
 
 
-def grads(net: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
+def difference(net: nn.Module, serial: nn.Module) -> float:
+    pairs = [(p.grad, twin.grad) for p, twin in zip(net.parameters(), serial.parameters(), strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if a is not None and b is not None)
 
 
-def difference(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> float:
-    assert {n for n, g in a.items() if g is None} == {n for n, g in b.items() if g is None}
-    pairs = [(g, b[name]) for name, g in a.items() if g is not None]
-    return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs if y is not None)
+def reducer_of(net: nn.Module, **options: Any) -> GradientReducer:
+    groups = Groups(Mesh(("sample",), (dist.get_world_size(),)))
+    return GradientReducer([(p, (0,)) for p in net.parameters()], groups, sizes=SMALL, **options)
 
 
-def reducer_of(net: nn.Module, world: int, **options: object) -> GradientReducer:
-    groups = Groups(Mesh(("sample",), (world,)))
-    options.setdefault("sizes", SMALL)
-    return GradientReducer([(p, (0,)) for p in net.parameters()], groups, **options)
+@dataclass
+class Pass:
+    """A forward and a backward pass of `scale` times the images; before it gradients are set to zeros, or None."""
 
-
-Scenario = Callable[[Net, Tensor, Tensor, GradientReducer | None], None]
-
-
-def once(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
-    loss_of(net, x, y).backward()
-
-
-def three_steps(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
-    for step in range(3):
-        net.zero_grad(set_to_none=step != 1)
-        loss_of(net, x, y).backward()
-
-
-def twice(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
-    """Adds to gradients that were reduced already."""
-    loss_of(net, x, y).backward()
-    loss_of(net, x * 2, y, sometimes=True).backward()
-    loss_of(net, x * 3, y).backward()
+    scale: float = 1.0
+    sometimes: bool = False
+    is_paused: bool = False
+    zero: str = ""
 
 
 def auxiliary(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
     """Two losses of one graph, the second of a few parameters only."""
     loss = loss_of(net, x, y)
     loss.backward(retain_graph=True)
-    (net.conv.weight.square().sum() / (1 if reducer is None else reducer_world(reducer))).backward()
+    (net.conv.weight.square().sum() / (1 if reducer is None else dist.get_world_size())).backward()
     (loss * 2).backward()
-
-
-def accumulated(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
-    loss_of(net, x, y).backward()
-    with nullcontext() if reducer is None else reducer.paused():
-        loss_of(net, x * 2, y, sometimes=True).backward()
-        loss_of(net, x * 3, y).backward()
-    loss_of(net, x * 4, y).backward()
-
-
-def accumulated_and_reduced(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
-    if reducer is None:
-        loss_of(net, x, y).backward()
-        return
-    with reducer.paused():
-        loss_of(net, x, y).backward()
-    reducer.reduce()
-
-
-def dropped(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
-    loss_of(net, x, y).backward()
-    with nullcontext() if reducer is None else reducer.paused():
-        loss_of(net, x * 2, y, sometimes=True).backward()
-    net.zero_grad()
-    loss_of(net, x * 4, y).backward()
 
 
 def checkpointed(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
@@ -133,33 +93,45 @@ def checkpointed(net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None
     for _ in range(2):
         h = checkpoint(lambda x: net.norm(net.conv(x)).relu().flatten(1), x, use_reentrant=True)
         h = checkpoint(lambda h: net.hidden(h).relu(), h, use_reentrant=True)
-        (nn.functional.cross_entropy(net.out(h), y, reduction="sum") / SAMPLES).backward()
+        (F.cross_entropy(net.out(h), y, reduction="sum") / SAMPLES).backward()
 
 
-SCENARIOS = {
-    s.__name__: s
-    for s in (once, three_steps, twice, auxiliary, accumulated, accumulated_and_reduced, dropped, checkpointed)
+SCENARIOS: dict[str, list[Pass] | Callable[..., None]] = {
+    "three updates": [Pass(), Pass(zero="zeros"), Pass(zero="None")],
+    "gradients that were reduced already": [Pass(), Pass(2, sometimes=True), Pass(3)],
+    "accumulated": [Pass(), Pass(2, True, is_paused=True), Pass(3, is_paused=True), Pass(4)],
+    "accumulated, then reduced": [Pass(is_paused=True)],
+    "accumulated, then dropped": [Pass(), Pass(2, True, is_paused=True), Pass(4, zero="None")],
+    "auxiliary": auxiliary,
+    "checkpointed": checkpointed,
 }
 
 
-def reducer_world(reducer: GradientReducer) -> int:
-    return reducer._groups.mesh.num_devices
+def play(scenario: Any, net: Net, x: Tensor, y: Tensor, reducer: GradientReducer | None) -> None:
+    for one in [] if callable(scenario) else scenario:
+        if one.zero:
+            net.zero_grad(set_to_none=one.zero == "None")
+        with reducer.paused() if reducer is not None and one.is_paused else nullcontext():
+            loss_of(net, x * one.scale, y, one.sometimes).backward()
+    if callable(scenario):
+        scenario(net, x, y, reducer)
+    elif reducer is not None and scenario[-1].is_paused:
+        reducer.reduce()
 
 
 def scenarios() -> dict[Any, float]:
-    found, world = {}, dist.get_world_size()
-    for name in SCENARIOS:
+    found, mine = {}, shares(dist.get_world_size())[dist.get_rank()]
+    for name, scenario in SCENARIOS.items():
         for scatter in (False, True):
             net, x, y = make()
             serial = copy.deepcopy(net)
-            SCENARIOS[name](serial, x, y, None)
-            reducer = reducer_of(net, world, scatter=scatter)
-            mine = shares(world)[dist.get_rank()]
-            SCENARIOS[name](net, x[mine], y[mine], reducer)
+            play(scenario, serial, x, y, None)
+            reducer = reducer_of(net, scatter=scatter)
+            play(scenario, net, x[mine], y[mine], reducer)
             for i, parameter in enumerate(reducer.parameters) if scatter else ():
                 if reducer.scattered(i) and parameter.grad is not None:  # each rank has its piece of the large ones
                     start_gather(flat(parameter.grad), reducer.group(i)).wait()
-            found[name, scatter] = difference(grads(net), grads(serial))
+            found[name, scatter] = difference(net, serial)
     return found
 
 
@@ -169,45 +141,35 @@ def test_gradients_are_those_of_the_global_batch(world: int) -> None:
         assert max(found.values()) < 1e-12, found
 
 
-def unweighted() -> float:
-    """The negative control: a plain mean of uneven shares."""
+def used_by_some() -> tuple[float, float]:
+    """The worst error where each rank in turn uses a parameter alone; and where uneven shares weigh alike."""
+    mine, worst = shares(3)[dist.get_rank()], 0.0
     net, x, y = make()
     serial = copy.deepcopy(net)
-    once(serial, x, y, None)
-    reducer_of(net, 2)
-    mine = shares(2)[dist.get_rank()]
-    (nn.functional.cross_entropy(net(x[mine]), y[mine]) / 2).backward()
-    return difference(grads(net), grads(serial))
-
-
-def used_by_some() -> tuple[float, bool]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    net, x, y = make()
-    serial, worst = copy.deepcopy(net), 0.0
-    reducer_of(net, world)
+    reducer_of(net)
     for step in range(3):
-        serial.zero_grad()
-        net.zero_grad()
-        for r, part in enumerate(shares(world)):
-            loss_of(serial, x[part], y[part], sometimes=r == step).backward()
-        mine = shares(world)[rank]
-        loss_of(net, x[mine], y[mine], sometimes=rank == step).backward()
-        worst = max(worst, difference(grads(net), grads(serial)))
-    return worst, net.never.grad is None
+        serial.zero_grad(), net.zero_grad()
+        for rank, part in enumerate(shares(3)):
+            loss_of(serial, x[part], y[part], sometimes=rank == step).backward()
+        loss_of(net, x[mine], y[mine], sometimes=dist.get_rank() == step).backward()
+        worst = max(worst, difference(net, serial))
+    assert net.never.grad is None
+    serial.zero_grad(), net.zero_grad()
+    loss_of(serial, x, y).backward()
+    (F.cross_entropy(net(x[mine]), y[mine]) / 3).backward()
+    return worst, difference(net, serial)
 
 
-def test_a_parameter_that_one_rank_uses() -> None:
-    assert all(worst < 1e-12 and none for worst, none in run_ranks(used_by_some, 3))
-    assert min(run_ranks(unweighted, 2)) > 1e-3
+def test_a_parameter_that_one_rank_uses_and_shares_that_weigh_alike() -> None:
+    assert all(worst < 1e-12 < 1e-3 < unweighted for worst, unweighted in run_ranks(used_by_some, 3))
 
 
 def broken_off() -> str:
-    net, x, y = make()
-    reducer_of(net, dist.get_world_size())
-
     def fail(gradient: Tensor) -> None:
         raise ValueError("as asked")
 
+    net, x, y = make()
+    reducer_of(net)
     handle = net.conv.weight.register_hook(fail)
     with pytest.raises(ValueError, match="as asked"):
         loss_of(net, x, y).backward()
@@ -228,25 +190,23 @@ def approximate(kind: str) -> tuple[float, Tensor]:
     x = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
     y = (x[:, :4].argmax(1) + 2 * (x[:, 4] > 0).long()) % 4
     rank, world = dist.get_rank(), dist.get_world_size()
-    groups = Groups(Mesh(("sample",), (world,)))
-    own = slice(64 * rank // world, 64 * (rank + 1) // world)
-    share, local = (own.stop - own.start) / 64, None
+    mine = slice(64 * rank // world, 64 * (rank + 1) // world)
+    size, local = mine.stop - mine.start, None
     if kind == "local":
-        local = LocalSgd(list(net.parameters()), groups, (0,), every=4, weight=own.stop - own.start)
+        groups = Groups(Mesh(("sample",), (world,)))
+        local = LocalSgd(list(net.parameters()), groups, (0,), every=4, weight=size)
     else:
-        compress = torch.bfloat16 if kind == "bf16" else None
-        GradientReducer([(p, (0,)) for p in net.parameters()], groups, sizes=SMALL, compress=compress)
+        reducer_of(net, compress=torch.bfloat16 if kind == "bf16" else None)
     optimizer, averaged = torch.optim.SGD(net.parameters(), lr=0.5), 0
     for update in range(40):
         optimizer.zero_grad()
-        (nn.functional.cross_entropy(net(x[own]), y[own]) * (1 if local else share)).backward()
+        (F.cross_entropy(net(x[mine]), y[mine]) * (1 if local else size / 64)).backward()
         optimizer.step()
         averaged += local.step(update) if local else 0
     if local:
         assert averaged == 40 // 4
         local.average()
-    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    return nn.functional.cross_entropy(net(x), y).item(), weights
+    return F.cross_entropy(net(x), y).item(), torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
 def test_approximations_differ_from_the_exact_run_and_learn_as_well() -> None:
@@ -260,20 +220,12 @@ def test_approximations_differ_from_the_exact_run_and_learn_as_well() -> None:
 
 
 def test_every_gradient_travels_once_with_its_own_kind() -> None:
-    import random
-
-    drawn = random.Random(0)
+    draw = random.Random(0)
     for _ in range(200):
-        items = [
-            Item(
-                axes=drawn.choice([(0,), (1,), (0, 1)]),
-                dtype=drawn.choice([torch.float32, torch.float64]),
-                device=torch.device("cpu"),
-                numel=drawn.choice([0, 1, 10, 50, 200]),
-            )
-            for _ in range(drawn.randrange(1, 12))
-        ]
-        order = drawn.sample(range(len(items)), len(items))
+        kinds = [(draw.choice([(0,), (1,), (0, 1)]), draw.choice([torch.float32, torch.float64])) for _ in range(12)]
+        items = [Item(*kind, torch.device("cpu"), draw.choice([0, 1, 10, 50, 200])) for kind in kinds]
+        items = items[: draw.randrange(1, 12)]
+        order = draw.sample(range(len(items)), len(items))
         buckets = plan_buckets(items, order, Sizes(alone=700, bucket=300, first=100))
         for kind in ("members", "tally"):
             assert sorted(i for bucket in buckets for i in getattr(bucket, kind)) == list(range(len(items)))
@@ -304,21 +256,18 @@ def test_the_engine_tells_the_end_of_a_backward_pass() -> None:
 
     def after(i: int) -> None:
         events.append(f"after {i}")
-        if len(events) < 4 and "queued" not in events:
+        if "queued" not in events:
             events.append("queued")
             at_end_of_backward(lambda: events.append("end"))
 
     watch = BackwardWatch([first, second], lambda i: events.append(f"before {i}"), after)
     (first.exp() * second).sum().backward()
     assert sorted(events[:-1]) == ["after 0", "after 1", "before 0", "before 1", "queued"] and events[-1] == "end"
-    torch.autograd.grad((first * second).sum(), [first, second])
     watch.remove()
-    (first * second).sum().backward()
-    assert events[-1] == "end"
     events.clear()
     BackwardWatch([first], lambda i: events.append("before"), lambda i: events.append("after"))
-    x = torch.ones(2, requires_grad=True)
-    checkpoint(lambda x: x * first, x, use_reentrant=True).sum().backward()
+    torch.autograd.grad((first * second).sum(), [first, second])
+    checkpoint(lambda x: x * first, torch.ones(2, requires_grad=True), use_reentrant=True).sum().backward()
     assert events == ["before", "after"]
 
 

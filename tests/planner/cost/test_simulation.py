@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.engine.clock import DeviceClock
-from convoy.engine.watched import WatchedUpdate
+from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.models import create
 from convoy.planner import score, workload_of
 from convoy.planner.cost.costs import Costs, HostCost

@@ -7,6 +7,8 @@ same collectives in the same order, whatever becomes ready first (`MessageQueue`
 Compression is approximate: every rank's gradient is rounded before it is sent and every partial sum after each
 addition; in bfloat16, with its 8 bits of precision, that is an error of about 0.4 % of each element, which nothing
 corrects afterwards.
+
+Local SGD is approximate too: ranks train by themselves and average their weights now and then.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +21,16 @@ from convoy.comm.collectives import Group, Pending, gather_ints, place, start_al
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
-from convoy.engine.gradients.buckets import ReduceScatter, copy_all, flat, laid_out, own_piece, pieces_of, shaped
+from convoy.engine.gradients.buckets import (
+    ReduceScatter,
+    copy_all,
+    flat,
+    is_dense,
+    laid_out,
+    own_piece,
+    pieces_of,
+    shaped,
+)
 from convoy.errors import ConvoyError
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
@@ -334,3 +345,46 @@ class GradientReducer:
             self._order = agreed
             self._plan()
             self._begin()
+
+
+class LocalSgd:
+    """Averages weights over `axes` after every `every` updates.
+
+    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1. Each rank takes steps of its own
+    optimizer on the mean gradient of its own samples: its gradients must be reduced over the other axes only. The
+    optimizer's momentum stays local. The result is another one than that of the global batch, and depends on the number
+    of ranks.
+
+    Every rank makes it at the same time. `tensors` are the weights and the buffers to average with them, and `weight`
+    is this rank's in the average: its number of samples.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], groups: Groups, axes: Axes, *, every: int, weight: int = 1) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
+        self._group = groups.of(axes)
+        self._every = every
+        self._share = weight / sum(count for (count,) in gather_ints([weight], self._group))
+        self._alike = False
+
+    def step(self, update: int) -> bool:
+        """Call it after each update, counted from 0; whether weights were averaged."""
+        self._alike = False
+        if (update + 1) % self._every:
+            return False
+        self.average()
+        return True
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Give all ranks the same weights now, as must be done before they are saved or evaluated."""
+        if self._group is None or not self._tensors or self._alike:
+            return
+        self._alike = True
+        running = []
+        for tensor in self._tensors:
+            message = (flat(tensor.detach()) if is_dense(tensor) else tensor.detach().flatten()).mul(self._share)
+            running.append((tensor, message, start_all_reduce(message, self._group)))
+        for tensor, message, work in running:
+            work.wait()
+            target = flat(tensor.detach()) if is_dense(tensor) else tensor.detach()
+            target.copy_(message.view_as(target))

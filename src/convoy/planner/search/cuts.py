@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from convoy.graph.graph import Graph
 from convoy.ops import place
-from convoy.ops.kept import KeptTensors
 from convoy.ops.postponed import postponed_part
+from convoy.ops.recompute import KeptTensors
 from convoy.planner.cost.link import Link
 from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from convoy.errors import TooLargeError
-from convoy.ops.kept import kept_by
-from convoy.ops.recompute import with_recomputed
+from convoy.ops.recompute import kept_by, with_recomputed
 from convoy.planner.search.prices import Costs, Strategy
 from convoy.planner.search.solve import Solution, Solver
 from convoy.plans.place import Placement

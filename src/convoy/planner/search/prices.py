@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref, Value
 from convoy.ops import OPERATIONS
-from convoy.ops.kept import kept_by
+from convoy.ops.recompute import kept_by
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import COMPUTE, Batch, PlacedCall, Placement, Situation
