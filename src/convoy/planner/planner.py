@@ -29,10 +29,9 @@ from convoy.planner.remembered import remember, unlike_runs
 from convoy.planner.search.cuts import InPasses
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
-from convoy.planner.search.meshes import SearchResult
 from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.prices import meshes as meshes_of
-from convoy.planner.search.search import search
+from convoy.planner.search.search import SearchResult, search
 from convoy.planner.search.stages import in_best_passes, search_stages
 from convoy.planner.workload import Workload, memory_of_updates
 from convoy.plans.mesh import STAGE, Mesh

@@ -24,8 +24,8 @@ from convoy.ops import place
 from convoy.ops.kept import KeptTensors
 from convoy.ops.postponed import postponed_part
 from convoy.planner.cost.link import Link
-from convoy.planner.search.meshes import Parts
 from convoy.planner.search.prices import Costs
+from convoy.planner.search.search import Parts
 from convoy.plans.place import COMPUTE, Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
 from convoy.plans.stages import cut_points, why_not_sent
