@@ -20,10 +20,9 @@ from convoy.engine.profiling import OUTSIDE, Profile, Profiler, middle_half, ste
 from convoy.engine.watched import WatchedUpdate
 from convoy.models import create
 from convoy.planner import Workload, workload_of
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.prediction import predict
-from convoy.planner.cost.times import Table, Times
 from convoy.planner.link_probe import measure_links
 from convoy.planner.profiling import profile
 from convoy.plans.mesh import Mesh
@@ -110,7 +109,7 @@ def test_an_update_is_predicted_from_what_was_profiled(
             outputs = net(images)
             outputs.backward(torch.full_like(outputs, 0.125))
             ends.append(gpu.free)
-    costs = Costs(Table({one.key: own for one, own in found.times.items()}, lambda one: Times()), on_cpu=False)
+    costs = Costs(lambda one: found.times.get(one, Times()), on_cpu=False)
     costs = replace(costs, loss=HostCost(found.around.total, host=found.around.host))
     true = (ends[-1] - ends[9]) / 10
     assert predict(placement, costs).total == pytest.approx(true, rel=0.05)

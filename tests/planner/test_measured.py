@@ -19,12 +19,11 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostLoad
 from convoy.models import create
 from convoy.planner import Planned, Workload, make_plan, workload_of
-from convoy.planner.cost.device import Device
+from convoy.planner.cost.costs import Times
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import VIEWS
 from convoy.planner.cost.program import program
-from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Times
+from convoy.planner.cost.store import Device, ProfileStore
 from convoy.planner.measured import Job, Measurements, device_of, jobs_for
 from convoy.planner.profiling import _of_each_rank, profile
 from convoy.planner.remembered import remember_run, unlike_runs

@@ -11,9 +11,8 @@ from convoy.errors import TooLargeError
 from convoy.models import create
 from convoy.planner import Workload, make_plan, score, workload_of
 from convoy.planner.cost.additive import Additive
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.link import Links, Rate
-from convoy.planner.cost.times import Roofline
 from convoy.planner.planner import _fitting, _search_stages, propose
 from convoy.planner.search.stages import in_best_passes
 from convoy.plans.mesh import Mesh

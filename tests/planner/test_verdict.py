@@ -9,11 +9,10 @@ from torch import nn
 
 from convoy.models import create
 from convoy.planner import Planned, score, workload_of
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.cost.times import Times
 from convoy.planner.text import document, explanation_text
 from convoy.planner.verdict import HOST, Explained, explained, faster
 from convoy.plans.plan import Plan

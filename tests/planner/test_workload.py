@@ -27,8 +27,7 @@ from convoy.planner.comparison import (
 )
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.memory import RankMemory
-from convoy.planner.cost.prediction import Scored
+from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.link_probe import _Probe
 from convoy.planner.measured import Measurements, plans_to_profile

@@ -16,7 +16,7 @@ from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner import Planned, make_plan, measured
 from convoy.planner.cost.costs import HostCost
-from convoy.planner.cost.device import device_memory
+from convoy.planner.cost.store import device_memory
 from convoy.planner.measured import Measurements
 from convoy.planner.planner import Race, score
 from convoy.planner.planner import _raced as raced_by
@@ -226,7 +226,7 @@ def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.planner.cost.device.free_memory", lambda: 2**34)  # what is free changes all the time
+    monkeypatch.setattr("convoy.planner.cost.store.free_memory", lambda: 2**34)  # what is free changes all the time
     (alone, _), (shared, source) = (device_memory(torch.device("cpu"), number) for number in (1, 4))
     assert shared == pytest.approx(alone / 4) and alone == pytest.approx(0.55 * 2**34)
     assert "over 4 devices" in source and "0.55 of" in source

@@ -11,10 +11,9 @@ import torch
 from convoy.engine.clock import DeviceClock
 from convoy.planner import Scored, score
 from convoy.planner.comparison import GRADIENTS, Comparison
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Roofline
 from convoy.planner.profiling import local_op_of
 from convoy.training import Session
 from convoy.training.build import build_model

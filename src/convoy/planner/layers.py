@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.memory import RankMemory
-from convoy.planner.cost.prediction import Scored
+from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.step import ADDING
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact

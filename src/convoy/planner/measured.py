@@ -31,13 +31,11 @@ from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
 from convoy.ops.onednn import has_packing
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.device import Device, this_device
+from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
 from convoy.planner.cost.gradients import Update, issuing
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import VIEWS, LocalOp
-from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Roofline, Times
+from convoy.planner.cost.store import Device, ProfileStore, this_device
 from convoy.planner.profiling import ALIKE, Profiled, local_op_of, mean, profile, with_overhead
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import Strategy, is_choosing

@@ -17,12 +17,10 @@ from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.link import Links, Rate, links_named
-from convoy.planner.cost.memory import most, rank_memory
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.prediction import Scored, scored
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.prediction import Scored, most, rank_memory, scored
+from convoy.planner.cost.store import ProfileStore, device_memory
 from convoy.planner.link_probe import measured_links
 from convoy.planner.measured import LONGEST, Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
 from convoy.planner.remembered import remember, unlike_runs

@@ -18,13 +18,11 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.clock import DeviceClock
 from convoy.engine.parallelize import local_samples, take_part
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profiler
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Collective, Links
-from convoy.planner.cost.local import local_op
-from convoy.planner.cost.local_op import VIEWS, LocalOp, dtype_name
+from convoy.planner.cost.local_op import VIEWS, LocalOp, dtype_name, local_op
 from convoy.planner.cost.prediction import predict
 from convoy.planner.cost.program import InternalMessages, internal_messages, moved
-from convoy.planner.cost.times import Table, Times
 from convoy.planner.workload import Workload, momentum, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import PlacedCall, Placement
@@ -235,9 +233,8 @@ def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> flo
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
     chain = workload_of(model, images, len(images))
     profiled = profile(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
-    times = Table({one.key: seconds for one, seconds in profiled.times.items()}, lambda local_op: Times())
     loss = replace(costs.loss, per_pass=profiled.around.total, host=profiled.around.host)
-    complete = replace(costs, times=times, loss=loss)
+    complete = replace(costs, times=lambda one: profiled.times.get(one, Times()), loss=loss)
     measured = _update(model, plan, images, workload.device)
     return max(ranks.gather(measured)) - predict(chain.place(plan), complete).total
 

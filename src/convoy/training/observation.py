@@ -23,15 +23,14 @@ from convoy.launch.host import HostWatch, beside_others
 from convoy.ops.precision import under_autocast
 from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, groups_beside, of_all_stages, parts_beside, stages_beside
-from convoy.planner.cost.device import Device
+from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Times
-from convoy.planner.cost.trace import trace
+from convoy.planner.cost.store import Device, ProfileStore
 from convoy.planner.layers import busiest_ranks
 from convoy.planner.profiling import mean
 from convoy.planner.remembered import measured_ops, recalled, remember_run
+from convoy.planner.text import trace
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
 from convoy.training.parallel import StagedTraining

@@ -13,7 +13,7 @@ from convoy.comm.collectives import Group, by_way_of_host
 from convoy.engine import Probe, microbatch_sizes
 from convoy.engine.recorded import graph_on
 from convoy.planner import Workload, workload_of
-from convoy.planner.cost.device import Device, this_device
+from convoy.planner.cost.store import Device, this_device
 from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule
 from convoy.training.build import divisible_sizes, merged, probed
 from convoy.training.derived import num_microbatches

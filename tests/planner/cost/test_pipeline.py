@@ -8,14 +8,13 @@ from torch import nn
 
 from convoy.ops.recompute import with_recomputed
 from convoy.planner.cost import step
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
 from convoy.planner.cost.prediction import Scored, scored
 from convoy.planner.cost.program import copied, joined, laid_out
-from convoy.planner.cost.times import Times
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import bubble
 from plans.made_graph import chain, placed

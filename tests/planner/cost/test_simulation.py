@@ -13,13 +13,12 @@ from convoy.engine.clock import DeviceClock
 from convoy.engine.watched import WatchedUpdate
 from convoy.models import create
 from convoy.planner import score, workload_of
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update, issuing
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.simulation import rank_classes, simulate
-from convoy.planner.cost.times import Times
-from convoy.planner.cost.trace import trace
+from convoy.planner.text import trace
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task

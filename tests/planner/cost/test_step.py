@@ -14,16 +14,13 @@ from convoy.engine.network import network_of
 from convoy.graph.graph import Graph
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost.additive import Additive, busy_ranks, sent_elements, some_places
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
 from convoy.planner.cost.gradients import Update, exchange
 from convoy.planner.cost.link import Curve, Link, Links
-from convoy.planner.cost.local import local_op
-from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.cost.memory import gradient_exchange, rank_memory
-from convoy.planner.cost.prediction import predict
+from convoy.planner.cost.local_op import LocalOp, local_op
+from convoy.planner.cost.prediction import gradient_exchange, predict, rank_memory
 from convoy.planner.cost.program import internal_messages, program, running_statistics
 from convoy.planner.cost.step import step_tasks
-from convoy.planner.cost.times import Roofline, Times
 from convoy.planner.search.prices import additive_seconds
 from convoy.plans.buckets import Sizes
 from convoy.plans.place import Placement

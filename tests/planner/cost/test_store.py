@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from convoy.planner.cost import store as store_module
-from convoy.planner.cost.device import Device, cores_allowed, this_device
+from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp, Operand
-from convoy.planner.cost.store import ProfileStore, default_folder
-from convoy.planner.cost.times import Times
+from convoy.planner.cost.store import Device, ProfileStore, cores_allowed, default_folder, this_device
 
 DEVICE = Device("Some CPU @ 2.5 GHz", "2.13", "0.1", 1)
 
@@ -200,7 +199,7 @@ def test_this_device_is_named_with_its_switches_and_its_share_of_a_core() -> Non
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision(before)
     assert numerics.startswith("deterministic") and "tf32 products" in numerics
-    with patch("convoy.planner.cost.device.cores_allowed", lambda: torch.get_num_threads() / 2):
+    with patch("convoy.planner.cost.store.cores_allowed", lambda: torch.get_num_threads() / 2):
         assert (this_device(cpu).share, "50% of the time" in this_device(cpu).describe()) == (0.5, True)
     assert this_device(cpu) == plain
 

@@ -16,11 +16,10 @@ from convoy.hardware.links import links as catalog
 from convoy.models import create
 from convoy.models.counting import count
 from convoy.planner.cost.calibrated import Calibrated, fitted
+from convoy.planner.cost.costs import Roofline, Table, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Curve, Link, Links, Rate, first_group, links_named
-from convoy.planner.cost.local import local_op
-from convoy.planner.cost.local_op import LocalOp, Operand
-from convoy.planner.cost.times import Roofline, Table, Times
+from convoy.planner.cost.local_op import LocalOp, Operand, local_op
 from convoy.plans.mesh import Mesh
 from plans.made_graph import Does, chain, graph_of, placed, small_net
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from convoy.planner.search.fewest import fewest
 
 from convoy.errors import ConvoyError
 from convoy.planner.search import additive_seconds, search
 from convoy.planner.search import solve as solving
 from convoy.planner.search.elimination import Elimination, Table, TooWideError
-from convoy.planner.search.fewest import fewest
 from convoy.planner.search.layers import alone, compact, tied, tied_where_wide
 from convoy.planner.search.prices import AXIS_STRATEGIES, meshes, redistributions
 from convoy.plans.mesh import Mesh

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from convoy.planner.search.placing import codes_of, relabelled
 from torch import Tensor, nn
 
-from convoy.planner.search.placing import codes_of, relabelled
 from convoy.planner.search.prices import Prices
 from convoy.plans.layout import Layout, Split, balanced, indices
 from convoy.plans.mesh import Mesh

@@ -15,12 +15,11 @@ from convoy.graph.tree import leaves
 from convoy.ops.postponed import postpones
 from convoy.ops.recompute import recomputing
 from convoy.planner.cost.additive import Additive
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Links, Rate
-from convoy.planner.cost.memory import rank_memory
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
-from convoy.planner.cost.times import Times
+from convoy.planner.cost.prediction import rank_memory
 from convoy.planner.search import additive_seconds
 from convoy.planner.search.cuts import Bounds, Chain, InPasses, best_cuts, cuts_of
 from convoy.planner.search.stages import search_stages

@@ -12,13 +12,11 @@ from math import prod
 import torch
 
 from convoy.graph.graph import Call, Graph, Value
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Link
-from convoy.planner.cost.local import local_op, local_op_at
-from convoy.planner.cost.local_op import LocalOp, graph_facts
-from convoy.planner.cost.memory import most, rank_memory, workspace
+from convoy.planner.cost.local_op import LocalOp, graph_facts, local_op, local_op_at
+from convoy.planner.cost.prediction import most, rank_memory, workspace
 from convoy.planner.cost.program import copied, internal_messages, joined, laid_out, moved, parameter_bytes
-from convoy.planner.cost.times import Times
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement

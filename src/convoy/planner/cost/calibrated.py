@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from convoy.planner.cost.costs import Roofline, Times
 from convoy.planner.cost.local_op import VIEWS, LocalOp
-from convoy.planner.cost.times import Roofline, Times
 
 Way = Literal[0, 1]  # forward or backward, as places in `Both`
 

@@ -17,8 +17,7 @@ from convoy.ops.placing import sharing_axes
 from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
 from convoy.planner.cost.link import Collective
-from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
-from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name
+from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, local_op, local_op_at
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from itertools import chain, count
 from math import prod
 
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange
 from convoy.planner.cost.link import Collective
 from convoy.planner.cost.local_op import LocalOp, graph_facts
@@ -23,7 +23,6 @@ from convoy.planner.cost.program import (
     running_statistics,
 )
 from convoy.planner.cost.simulation import rank_classes
-from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 from convoy.plans.schedule import Action, actions
