@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.groups import Groups
 from convoy.comm.ranks import Ranks
 from convoy.engine.clock import DeviceClock, Spent
 from convoy.engine.coupling import probe
@@ -23,7 +22,7 @@ from convoy.planner import Workload, workload_of
 from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.prediction import predict
-from convoy.planner.link_probe import measure_links
+from convoy.planner.link_probe import measured_links
 from convoy.planner.profiling import profile
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -240,9 +239,12 @@ def test_measuring_ends_when_all_agree_and_early_where_it_takes_long() -> None:
 
 
 def links() -> dict[tuple[int, ...], tuple[int, int, bool]]:
-    groups = Groups(Mesh(("node", "gpu"), (2, 2)))
-    found = measure_links(groups, [(0,), (1,), (0, 1)], torch.device("cpu"), sizes=(0, 4096))
-    return {axes: (times.all_reduce[1][0], times.exchange[1][0], times.overlap) for axes, times in found.items()}
+    mesh = Mesh(("node", "gpu"), (2, 2))
+    measured, _ = measured_links([mesh], 1024, torch.device("cpu"))
+    found = {axes: measured.of(mesh, axes) for axes in ((0,), (1,), (0, 1))}
+    return {
+        axes: (one.all_reduce.points[-1][0], one.exchange.points[-1][0], one.overlap) for axes, one in found.items()
+    }
 
 
 def test_links_of_all_groups_of_a_mesh() -> None:

@@ -9,7 +9,6 @@ What is true of a graph however it is placed, found out once.
 import hashlib
 import math
 import weakref
-from collections.abc import Container
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
@@ -22,9 +21,8 @@ from convoy.graph.tree import leaves
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import Readers, overwritten
 from convoy.ops.placing import sharing_axes
-from convoy.plans.layout import Layout
-from convoy.plans.mesh import Coordinates, Mesh
-from convoy.plans.place import Placed, PlacedCall, Placement
+from convoy.plans.layout import WHOLE, Layout
+from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import needs_gradient
 
 
@@ -238,20 +236,10 @@ BatchNorm = Literal["sync", "microbatch", "local"]
 def local_op(
     placed: PlacedCall, placement: Placement, rank: int, *, batch_norm: BatchNorm = "sync", microbatch: int = 0
 ) -> LocalOp:
-    """What a rank computes for a call. `microbatch` is the samples of each, 0 for one microbatch a pass."""
-    place = placement.mesh.coordinates(rank)
-    op = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
-    if op.op != "batch_norm":
-        return op
-    return _normalized(op, placed, placement, batch_norm, microbatch)
-
-
-def local_op_at(
-    call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates, transferred: Container[str] = ()
-) -> LocalOp:
-    """The operation of a call that is in no placement yet, at a place on the mesh, with batch norm over all samples.
-    `transferred` names the inputs that come from other ranks."""
-    facts = graph_facts(graph)
+    """What a rank computes for a call; of the placement only graph and mesh are read. `microbatch` is the samples of
+    each, 0 for one microbatch a pass."""
+    call, graph, mesh = placed.call, placement.graph, placement.mesh
+    place, facts = mesh.coordinates(rank), graph_facts(graph)
 
     def operand(name: str, layout: Layout) -> Operand:
         value = graph.values[name]
@@ -262,35 +250,33 @@ def local_op_at(
 
     operation = OPERATIONS[call.op]
     order = dict.fromkeys(call.attributes[key] for key in operation.operands if call.attributes.get(key))
-    inputs = tuple(operand(name, placed.inputs[name]) for name in dict.fromkeys((*order, *call.inputs)))
-    outputs = tuple(operand(name, placed.outputs[name]) for name in call.outputs)
+    inputs = tuple(operand(name, placed.placed.inputs[name]) for name in dict.fromkeys((*order, *call.inputs)))
+    outputs = tuple(operand(name, placed.placed.outputs[name]) for name in call.outputs)
     options = {name: call.attributes.get(name) for name in operation.options}
     if operation.local_options is not None:
-        options |= operation.local_options(call, placed, graph, mesh, place)
+        options |= operation.local_options(call, placed.placed, graph, mesh, place)
     if operation.shared_dims is not None:
-        options["ranks"] = mesh.size(sharing_axes(call, placed, graph))
+        options["ranks"] = mesh.size(sharing_axes(call, placed.placed, graph))
     options = {name: _plain(value) for name, value in options.items()}
     if operation.by_arguments:
         options["called"] = _called(call)
-        if overwritten(call, lambda name: name in facts.spare and name not in transferred) is not None:
+        if overwritten(call, lambda name: name in facts.spare and name not in placed.transfers) is not None:
             options["overwrites"] = True
     function = getattr(call.function, "__name__", "").strip("_") if operation.by_function else ""
+    if call.op == "batch_norm" and options["training"] and batch_norm != "sync":  # statistics not of all samples
+        layout = placed.placed.inputs[call.attributes["input"]]
+        pixel_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
+        samples = inputs[call.inputs.index(call.attributes["input"])].shape[0]
+        options["ranks"] = mesh.size(pixel_axes)
+        options["parts"] = -(-samples // microbatch) if batch_norm == "microbatch" and microbatch else 1
     return LocalOp(call.op, function, inputs, outputs, tuple(sorted(options.items())))
 
 
-def _normalized(
-    op: LocalOp, placed: PlacedCall, placement: Placement, batch_norm: BatchNorm, microbatch: int
-) -> LocalOp:
-    """Batch norm whose statistics are not those of all samples: over each microbatch, or over the rank's own."""
-    options = dict(op.options)
-    if not options["training"] or batch_norm == "sync":
-        return op
-    layout = placed.placed.inputs[placed.call.attributes["input"]]
-    pixel_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
-    options["ranks"] = placement.mesh.size(pixel_axes)
-    samples = op.inputs[placed.call.inputs.index(placed.call.attributes["input"])].shape[0]
-    options["parts"] = -(-samples // microbatch) if batch_norm == "microbatch" and microbatch else 1
-    return LocalOp(op.op, op.function, op.inputs, op.outputs, tuple(sorted(options.items())))
+def local_bytes(placement: Placement, name: str, rank: int) -> int:
+    """Bytes of a rank's part of a value."""
+    value, mesh = placement.graph.values[name], placement.mesh
+    shape = placement.layouts.get(name, WHOLE).local_shape(value.shape, mesh, mesh.coordinates(rank))
+    return prod(shape) * value.dtype.itemsize
 
 
 def _called(call: Call) -> Option:

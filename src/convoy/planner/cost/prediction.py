@@ -1,6 +1,5 @@
 """What is predicted of a plan: the memory of its ranks, and the timeline of an update."""
 
-import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,6 +7,7 @@ from convoy.ops.memory import predict_memory
 from convoy.ops.postponed import postpones
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.gradients import Exchange, exchange
+from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.cost.step import samples_of, step_tasks
@@ -62,8 +62,9 @@ def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) 
     return [
         replace(
             memory,
-            activations=max(memory.activations, passes * sum(_size(part, name, rank) for name in later)),
-            gradients=memory.gradients + max((_size(part, name, rank) for name in weights), default=0) * (passes > 1),
+            activations=max(memory.activations, passes * sum(local_bytes(part, name, rank) for name in later)),
+            gradients=memory.gradients
+            + max((local_bytes(part, name, rank) for name in weights), default=0) * (passes > 1),
             messages=memory.messages + _sent_and_received(placement, staging, stage, rank, differentiable),
         )
         if mesh.stage_of(rank) == stage
@@ -80,19 +81,13 @@ def _sent_and_received(
     passes, in_flight = len(staging.samples), staging.in_flight(stage)
 
     def size(crossing: Crossing, gradient: bool) -> int:
-        return 0 if gradient and crossing.value not in differentiable else _size(placement, crossing.value, rank)
+        return 0 if gradient and crossing.value not in differentiable else local_bytes(placement, crossing.value, rank)
 
     total = min(2, in_flight) * sum(size(crossing, True) for crossing in staging.staged.sent(stage))
     for crossing in staging.staged.received(stage):
         passes_kept = returning(staging.schedule, passes, crossing.source, stage, staging.number)
         total += passes_kept * size(crossing, True) + (in_flight < passes) * size(crossing, False)
     return total
-
-
-def _size(placement: Placement, name: str, rank: int) -> int:
-    value, mesh = placement.graph.values[name], placement.mesh
-    shape = placement.layouts[name].local_shape(placement.graph.shape(name), mesh, mesh.coordinates(rank))
-    return math.prod(shape) * value.dtype.itemsize
 
 
 def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[RankMemory]:
@@ -127,7 +122,7 @@ def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
         return 0
     name = call.attributes["weight"]
     plain = set(placement.graph.shape(name)[2:]) == {1} and set(call.attributes["stride"]) == {1}
-    return 0 if plain else 2 * _size(placement, name, rank)
+    return 0 if plain else 2 * local_bytes(placement, name, rank)
 
 
 def most(memory: Sequence[RankMemory]) -> RankMemory:
@@ -142,19 +137,17 @@ def gradient_exchange(placement: Placement, costs: Costs) -> Exchange:
     return exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)
 
 
-def predict(
-    placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
-) -> Timeline:
+def predict(placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Timeline:
     """The timeline of an update; arguments as for `step_tasks`. What others get ready beside the computation is waited
     for at the beginning, if an update is too short for it."""
     ahead = costs.input
     if not ahead.beside:
-        return simulate(step_tasks(placement, costs, passes, every_rank, staging))
-    without = predict(placement, replace(costs, input=HostCost()), passes, every_rank, staging)
+        return simulate(step_tasks(placement, costs, passes, staging))
+    without = predict(placement, replace(costs, input=HostCost()), passes, staging)
     late = passes * max(ahead.seconds(samples) for samples in samples_of(placement)) - without.total
     if late <= 0:
         return without
-    return predict(placement, replace(costs, input=HostCost(per_pass=late / passes)), passes, every_rank, staging)
+    return predict(placement, replace(costs, input=HostCost(per_pass=late / passes)), passes, staging)
 
 
 @dataclass(frozen=True)
