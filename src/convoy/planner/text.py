@@ -1,6 +1,6 @@
 """The explanation of a plan as text for a terminal and as JSON has it; predicted and measured updates as traces."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -21,52 +21,32 @@ _WORTH_A_ROW = 0.02  # part of an update from which on a layer without a strateg
 def explanation_text(answer: Explained, first: Sequence[str] = ()) -> str:
     """Verdict, figures, time, candidates and layers, as aligned tables, after the notes that are to come `first`; the
     other notes are at the end."""
-    return "\n".join([*first, *_lines(answer, first)]) + "\n"
-
-
-def _lines(answer: Explained, first: Sequence[str]) -> Iterator[str]:
-    planned, scored = answer.planned, answer.scored
-    workload = planned.workload
-    passes = ""
-    if scored.passes > 1:
-        passes = f" in {scored.passes} passes of {scored.placement.batch.num_samples}"
-    devices = "1 device" if planned.devices == 1 else f"{planned.devices} devices"
-    warning = planned.warning(scored.seconds)
-    lead = (
-        f"{workload.name} on {devices}, {workload.batch} samples an update{passes}, images of {shape(workload.sample)}"
+    planned, scored, verdict = answer.planned, answer.scored, answer.verdict
+    workload, shares = planned.workload, planned.shares(scored.plan)
+    passes = f" in {scored.passes} passes of {scored.placement.batch.num_samples}" if scored.passes > 1 else ""
+    several = planned.devices > 1
+    on = f"{workload.name} on {planned.devices} device{'s' * several}"
+    lead = f"{on}, {workload.batch} samples an update{passes}, images of {shape(workload.sample)}"
+    plan = [
+        f"plan {scored.plan}",
+        f"with --shares {','.join(map(str, shares))}" if shares is not None else "",
+        _passes(planned, scored) if scored.staging is not None else "",
+        verdict.sentence,
+        verdict.advice,
+    ]
+    changes = [(change.text, f"{change.gain:.2f} ×", seconds(change.seconds)) for change in answer.changes]
+    sections: tuple[Iterable[str], ...] = (
+        [*first, "; ".join(filter(None, (lead, planned.warning(scored.seconds))))],
+        filter(None, plan),
+        _figures(answer),
+        _parts(answer),
+        table(("what if", "samples/s", "update"), changes, ("samples/s", "update")) if changes else (),
+        _candidates(answer) if several or len(planned.candidates) > 1 else (),
+        _stages(answer) if answer.stages else (),
+        _layers(answer) if several else (),
+        [note for note in answer.notes if note not in first],
     )
-    yield f"{lead}; {warning}" if warning else lead
-    yield ""
-    yield f"plan {scored.plan}"
-    shares = planned.shares(scored.plan)
-    if shares is not None:
-        yield f"with --shares {','.join(map(str, shares))}"
-    if scored.staging is not None:
-        yield _passes(planned, scored)
-    yield answer.verdict.sentence
-    if answer.verdict.advice:
-        yield answer.verdict.advice
-    yield ""
-    yield from _figures(answer)
-    yield ""
-    yield from _parts(answer)
-    if answer.changes:
-        yield ""
-        rows = [(change.text, f"{change.gain:.2f} ×", seconds(change.seconds)) for change in answer.changes]
-        yield from table(("what if", "samples/s", "update"), rows, ("samples/s", "update"))
-    if len(planned.candidates) > 1 or planned.devices > 1:
-        yield ""
-        yield from _candidates(answer)
-    if answer.stages:
-        yield ""
-        yield from _stages(answer)
-    if planned.devices > 1:
-        yield ""
-        yield from _layers(answer)
-    last = [note for note in answer.notes if note not in first]
-    if last:
-        yield ""
-        yield from last
+    return "\n\n".join(filter(None, map("\n".join, sections))) + "\n"
 
 
 def _passes(planned: Planned, scored: Scored) -> str:
