@@ -14,7 +14,7 @@ from convoy.engine.watched import WatchedUpdate
 from convoy.models import create
 from convoy.planner import score, workload_of
 from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import Update, issuing
+from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.simulation import rank_classes, simulate
@@ -81,7 +81,6 @@ def test_where_the_time_goes_adds_up_to_the_total() -> None:
     timeline = simulate(tasks)
     assert timeline.by_kind() == pytest.approx({"forward": 2, "backward": 2, "update": 1, "exposed": 3, "idle": 0})
     assert timeline.total == pytest.approx(8) and timeline.contention() == pytest.approx(1)
-    assert simulate([compute(2), message(3, 0), compute(4, 0), compute(1, 1)]).exposed() == {}
     assert simulate([compute(1), compute(4, rank=1)]).by_kind(0)["idle"] == pytest.approx(3)
     together = simulate(
         [*ENDS["a collective begins when the last rank is there"][0], compute(1, 2), compute(1, 3, rank=1)]
@@ -156,12 +155,6 @@ def test_small_batches_take_what_the_host_takes_and_recorded_ones_issue_the_opti
     assert predicted(2, recorded=True) == pytest.approx((1 + tensors) * host, rel=0.05)
     assert predicted(2) > 4 * tensors * host
     assert predicted(2, host, True, "stage=2") == predicted(2, host, False, "stage=2")  # stages are not recorded
-    for measured, result in (
-        ([(1, 30e-6), (16, 60e-6), (256, 540e-6)], (28e-6, 2e-6)),
-        ([(1, 0.0), (16, 0.0)], (0.0, 0.0)),
-        ([(1, 4e-6), (16, 4e-6)], (4e-6, 0.0)),
-    ):
-        assert issuing(measured) == pytest.approx(result)
 
 
 @dataclass
@@ -228,20 +221,17 @@ def test_a_trace_has_a_process_for_each_rank_a_thread_for_each_stream_and_micros
     tasks = [compute(0.002, layer="conv1"), compute(0.001, rank=1, layer="conv1")]
     for rank in (0, 1):
         tasks.append(Task(rank, "gradients", "gradient", "conv1", "conv1.weight", 0.001, (rank,), 0, num_bytes=400))
-    events = json.loads(json.dumps(trace(predicted=simulate(tasks), measured=watched().timeline(0)), allow_nan=False))[
-        "traceEvents"
-    ]
+    both = trace(predicted=simulate(tasks), measured=watched().timeline(0))
+    events = json.loads(json.dumps(both, allow_nan=False))["traceEvents"]
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert [named[pid] for pid in sorted(named)] == ["predicted rank 0", "measured rank 0", "predicted rank 1"]
+    assert min(named) > 0  # 0 is the kernel's
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [event for event in events if event["ph"] == "X"]
-    assert min(named) > 0 and len(spans) + len(named) <= len(events)  # 0 is the kernel's
     for thread, stream in threads.items():
         group = sorted((e["ts"], e["dur"]) for e in spans if (e["pid"], e["tid"]) == thread)
         for (start, seconds), (after, _) in itertools.pairwise(group):
             assert round(1e3 * (start + seconds)) <= round(1e3 * after), stream
-    sent = next(
-        event for event in spans if event["name"] == "conv1.weight" and named[event["pid"]] == "predicted rank 0"
-    )
+    sent = next(e for e in spans if e["name"] == "conv1.weight" and named[e["pid"]] == "predicted rank 0")
     assert (threads[sent["pid"], sent["tid"]], sent["ts"], sent["dur"]) == ("gradients", 2000.0, 1000.0)
     assert sent["args"] == {"layer": "conv1", "kind": "gradient", "bytes": 400}

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import convoy
 from convoy.engine.network import network_of
 from convoy.graph.graph import Graph
 from convoy.ops.memory import predict_memory
+from convoy.planner.cost import step
 from convoy.planner.cost.additive import Additive, busy_ranks, sent_elements, some_places
 from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
 from convoy.planner.cost.gradients import Update, exchange
@@ -196,7 +198,11 @@ def test_slower_ranks_are_waited_for_and_one_of_each_sort_stands_for_all() -> No
         assert timeline.by_kind(0 if slowdowns else 1)["exposed"] == pytest.approx(total - 2 + message)
     for plan in ("sample=4", "height=4", "sample=3,filter=2"):
         placement, costs = placed(small_net(10), plan), Costs(ROOFLINE, links(overlap=True, cpu_share=0.3))
-        few, every = predict(placement, costs), predict(placement, costs, every_rank=True)
+        few = predict(placement, costs)
+        with patch.object(
+            step._Builder, "_rank_classes", lambda builder, stages: list(range(builder.mesh.num_devices))
+        ):
+            every = predict(placement, costs)
         assert len(few.ranks) < len(every.ranks) == placement.mesh.num_devices
         assert few.total == pytest.approx(every.total, rel=1e-9)
         assert all(few.by_kind(rank) == pytest.approx(every.by_kind(rank), rel=1e-9) for rank in few.ranks)
@@ -245,12 +251,12 @@ def test_the_sum_counts_what_overlaps_in_part_passes_without_the_update_and_copi
     for plan in ("filter=2", "owt=4", "sample=2,height=4", "channel=3"):  # the busiest of a few ranks is that of all
         placement = placed(graph, plan)
         mesh = placement.mesh
-        for name, step in ((n, s) for call in placement.calls for n, moves in call.transfers.items() for s in moves):
+        for name, move in ((n, s) for call in placement.calls for n, moves in call.transfers.items() for s in moves):
             shape, places = graph.shape(name), map(mesh.coordinates, range(mesh.num_devices))
-            every = [step_elements(step, mesh, place, shape) for place in places]
-            some = [sent_elements(step, mesh, place, shape) for place in some_places(step, mesh)]
+            every = [step_elements(move, mesh, place, shape) for place in places]
+            some = [sent_elements(move, mesh, place, shape) for place in some_places(move, mesh)]
             for way in ("forward", "backward"):
-                assert max(getattr(one, way) for one in some) == max(getattr(one, way) for one in every), step
+                assert max(getattr(one, way) for one in some) == max(getattr(one, way) for one in every), move
     rows = placed(chain((4, 3, 12, 12), a=nn.Conv2d(3, 4, 3, padding=1)), "height=3")
     assert busy_ranks(rows.calls[0], rows.mesh) == {0, 1}  # the middle has most
 

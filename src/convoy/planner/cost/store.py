@@ -165,9 +165,6 @@ class ProfileStore:
         self.path = default_folder() if path is None else Path(path)
         self._file = self.path / FILE
 
-    def get(self, device: Device, local_op: LocalOp) -> Times | None:
-        return self.times(device).get(local_op)
-
     def times(self, device: Device) -> dict[LocalOp, Times]:
         return {row.local_op: row.times for row in self.rows(device)}
 
