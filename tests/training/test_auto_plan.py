@@ -14,7 +14,7 @@ import torch
 from convoy.comm.memory import NEEDS_LESS
 from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.planner import Planned, make_plan, measured
+from convoy.planner import Planned, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.store import device_memory
 from convoy.planner.measured import Measurements
@@ -166,7 +166,7 @@ def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
     """A run on devices of which the second is said to take twice as long, beside one that divides evenly."""
     with (
         patch.object(auto_plan, "make_plan", predicting(SAMPLES)),
-        patch.object(measured, "slowdowns_of", lambda *of: (0.5, 1.5)),
+        patch.object(Measurements, "slowdowns", lambda measured: (0.5, 1.5)),
     ):
         found = planned(data, cache, "batch=48")
     (row,) = [row for row in found.derived if row.name == "microbatches of each part"]

@@ -223,7 +223,8 @@ def make_plan(
         scores.sort(key=lambda one: one.seconds)
         best = ranks.broadcast((scores[0].plan, scores[0].passes))
         staged = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
-        lacking = ranks.broadcast([one for one in staged if one not in proposed and _lacks(measured, workload, one)])
+        new = [one for one in staged if one not in proposed]
+        lacking = ranks.broadcast([one for one in new if measured.lacking(plan_job(workload, *one)) > _SETTLED])
         lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
         if devices == 1 or not lacking or not is_in_time():
             break
@@ -327,10 +328,6 @@ def _raced(
         raise TooLargeError(str(failure)) if getattr(failure, "out_of_memory", False) else failure
     ranking = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
     return replace(planned, candidates=tuple(ranking), notes=tuple(notes), measured=took)
-
-
-def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bool:
-    return measured.lacking(plan_job(workload, *proposal)) > _SETTLED
 
 
 def _given(workload: Workload, plans: Sequence[Plan]) -> list[Proposal]:
