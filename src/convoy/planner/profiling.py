@@ -44,11 +44,6 @@ class Profiled:
     by_rank: tuple[float, ...] = ()
 
 
-def raises_out_of_memory(device: torch.device) -> bool:
-    """Whether a process is told that memory lacks, as on a GPU; for want of the host's it is ended."""
-    return device.type == "cuda"
-
-
 def profile(
     workload: Workload,
     placement: Placement,
@@ -119,9 +114,9 @@ def profile(
 
 
 def try_out(workload: Workload, placement: Placement, rank: int) -> None:
-    """Run a rank's part of a pass alone, where it is told that memory lacks (torch.OutOfMemoryError), before others
-    wait for it in groups."""
-    if raises_out_of_memory(workload.device):
+    """Run a rank's part of a pass alone, where it is told that memory lacks (torch.OutOfMemoryError), as on a GPU,
+    before others wait for it in groups. For want of a host's memory a process is ended."""
+    if workload.device.type == "cuda":
         with autocast(workload):
             _profiler(workload, placement, rank).try_out()
 
