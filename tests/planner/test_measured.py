@@ -318,10 +318,9 @@ def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forg
 
 def test_a_prediction_that_contradicts_the_last_run_is_told(tmp_path: Path) -> None:
     store, device = ProfileStore(tmp_path), Device("Some CPU", "2.13", "0.1", 1)
-    progress = partial(unlike_runs, store, device, "lenet")
-    assert list(progress(64, {SAMPLES: 1.96})) == []
+    doubts = partial(unlike_runs, store, device, "lenet")
+    assert list(doubts(64, {SAMPLES: 1.96})) == []
     remember_run(store, device, "lenet", 64, SAMPLES, 0.735)
-    (sentence,) = progress(64, {SAMPLES: 1.96})
+    (sentence,) = doubts(64, {SAMPLES: 1.96})
     assert sentence.startswith("sample=2 is expected to take 1.96 s an update, and took 735 ms in the last run here")
-    assert "convoy profile --clear" in sentence
-    assert list(progress(64, {SAMPLES: 0.8})) == list(progress(32, {SAMPLES: 1.96})) == []
+    assert list(doubts(64, {SAMPLES: 0.8})) == list(doubts(32, {SAMPLES: 1.96})) == []

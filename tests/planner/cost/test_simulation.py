@@ -119,7 +119,6 @@ def test_a_device_waits_for_a_host_that_is_slower() -> None:
         assert simulate(chain(kernels)).total == pytest.approx(period(kernels)), kernels
     kinds = simulate(chain([(3.0, 1.0)] * 10)).by_kind()
     assert (kinds["forward"], kinds["issuing"], kinds["idle"]) == pytest.approx((10, 20, 0))
-    assert "issuing" not in simulate(chain([(1.0, 3.0)] * 10)).by_kind()
     summary = simulate(chain([(3.0, 1.0)] * 4)).summary()  # part of the layer that waits, as events measure it
     assert summary.parts["forward"] == pytest.approx(12) and summary.parts["waiting"] == 0
     # The host ends at 12 with an update, the device a second later, so the host of the next begins at -1.
