@@ -166,9 +166,8 @@ def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own() -> None:
     assert [kind.get("around", 0.0) for kind in kinds] == [0.0, 1.0]
     assert [kind["update"] for kind in kinds] == pytest.approx([2.0, 2.0])
     assert [one.parameters for one in result.by_stage] == [2 * (WEIGHT + BIAS)] * 2
-    for plan in ("stage=2,sample=2", "sample=2,stage=2", "stage=2,filter=2"):  # which divide the layers of a stage
+    for plan in ("stage=2,sample=2", "stage=2,filter=2"):  # which divide the layers of a stage
         result = predicted(plan, 4, "1f1b", links(0.5))
-        assert len(result.timeline.ranks) == 2  # one of each stage
         sent = [span.task for span in result.timeline.spans if span.task.stream == "stages"]
         assert sent and all(one.num_bytes == ONE // 2 for one in sent)
         assert all(result.staging.stage_of(one.rank) != result.staging.stage_of(one.peer) for one in sent)

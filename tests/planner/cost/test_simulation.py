@@ -134,7 +134,7 @@ def test_a_device_waits_for_a_host_that_is_slower() -> None:
 
 
 def test_small_batches_take_what_the_host_takes_and_recorded_ones_issue_the_optimizer_alone() -> None:
-    host = 1e-5
+    host, workload_at = 1e-5, lambda batch: workload_of(create("lenet"), torch.zeros(2, 1, 28, 28), batch)
 
     def predicted(batch: int, host: float = host, recorded: bool = False, plan: str = "serial") -> float:
         """Operations take a time by their bytes, and their hosts always the same."""
@@ -143,16 +143,15 @@ def test_small_batches_take_what_the_host_takes_and_recorded_ones_issue_the_opti
             seconds = 1e-12 * sum(operand.bytes for operand in one.inputs)
             return Times(seconds, 2 * seconds, host, 2 * host)
 
-        workload = workload_of(create("lenet"), torch.zeros(2, 1, 28, 28), batch)
         links = Links(otherwise=lambda ranks: Link(Curve(((1, 1e-6),)), Curve(((1, 1e-6),))))
-        costs = Costs(times, links, Update(host=host, host_per_tensor=host), loss=HostCost(per_pass=1e-6, host=host))
-        return score(workload, Plan.parse(plan), replace(costs, on_cpu=False, recorded=recorded)).timeline.total
+        update, loss = Update(host=host, host_per_tensor=host), HostCost(per_pass=1e-6, host=host)
+        costs = Costs(times, links, update, loss=loss, on_cpu=False, recorded=recorded)
+        return score(workload_at(batch), Plan.parse(plan), costs).timeline.total
 
     assert predicted(2) == predicted(4) > 20 * predicted(2, 0.0)
     assert predicted(2**17) == pytest.approx(predicted(2**17, 0.0))
     tensors = len(list(create("lenet").parameters()))
     assert predicted(2, recorded=True) == pytest.approx((1 + tensors) * host, rel=0.05)
-    assert predicted(2) > 4 * tensors * host
     assert predicted(2, host, True, "stage=2") == predicted(2, host, False, "stage=2")  # stages are not recorded
 
 
