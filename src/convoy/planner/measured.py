@@ -202,7 +202,7 @@ class Measurements:
         self.per_transfer = 0.0  # seconds of the engine for a redistribution in one direction
         self._devices = {alone: device_of(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
         self._kept = {
-            alone: ranks.first(lambda device=device: store.times(device) if store is not None else {})
+            alone: ranks.first(partial(store.times, device)) if store is not None else {}
             for alone, device in self._devices.items()
         }
         self._new: dict[bool, dict[LocalOp, Times]] = {True: {}, False: {}}

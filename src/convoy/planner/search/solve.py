@@ -13,6 +13,7 @@ from convoy.planner.search.problem import Choice, Problem, Shared, assigned, bui
 from convoy.plans.place import Batch
 
 LIMIT = 20_000_000  # the most entries of a table: 64 MB
+_ONLY = 1e-6  # the price of a second, where only what it is not counts
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,22 @@ class Solver:
         return Solution(assigned(choices, states), seconds, round(count), held, problem, elimination)
 
     def simplest(self, solution: Solution, budget: float) -> Solution:
-        """A plan of fewer redistributions within a budget of seconds, where pricing them finds one.
+        """The plan of fewest redistributions within a budget of seconds, among those on the convex hull of both.
 
-        The price is the seconds that are left, shared evenly over the plan's redistributions: the plan whose sum with
-        it is least keeps the budget, as it costs at most that price for each redistribution that it saves. Plans that
-        lie inside of the convex hull of seconds and counts are not found so.
+        Between the best plan that keeps the budget and one that does not, the price for a redistribution at which both
+        cost the same leads to a plan below the line through them, or to none (Handler and Zang, 1980).
         """
-        while solution.redistributions:
-            price = (budget - solution.seconds) / solution.redistributions
-            simpler = self.solve(redistribution_price=price)
-            if simpler.redistributions >= solution.redistributions:
+        fits, beyond = solution, self.solve(time_price=_ONLY, redistribution_price=1.0)
+        if beyond.seconds <= budget:
+            return replace(beyond, elimination=solution.elimination)
+        while fits.redistributions > beyond.redistributions:
+            price = (beyond.seconds - fits.seconds) / (fits.redistributions - beyond.redistributions)
+            between = self.solve(redistribution_price=price)
+            below = fits.seconds - between.seconds + price * (fits.redistributions - between.redistributions)
+            if below <= 1e-9 * budget:
                 break
-            solution = replace(simpler, elimination=solution.elimination)
-        return solution
+            fits, beyond = (between, beyond) if between.seconds <= budget else (fits, between)
+        return replace(fits, elimination=solution.elimination)
 
 
 def _at(tables: Iterable[Table], states: Mapping[int, int]) -> float:
