@@ -202,6 +202,7 @@ class _Search:
     notes: list[str] = field(default_factory=list)
     least: float = float("inf")
     solvers: list[Solver] = field(default_factory=list)  # one for each mesh and way to divide the samples
+    is_counted: bool = True
     refused: ConvoyError | None = None  # why the last way that was refused cannot be
 
     def run(self, top: int) -> SearchResult:
@@ -225,6 +226,11 @@ class _Search:
         ties = max(([g for g in solver.groups if len(g) > 1] for solver in self.solvers), key=len, default=[])
         if ties:
             self.notes.append(_tied_sentence(ties))
+        if not self.is_counted:
+            self.notes.append(
+                "not all plans that are about as fast as the fastest were compared by how often they redistribute: too "
+                "many features meet for that"
+            )
         return SearchResult(
             tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), self.least, chosen[0].solution
         )
@@ -233,6 +239,7 @@ class _Search:
         """The best plans of all meshes and ways to divide the samples, the fastest first; a ConvoyError where there is
         none."""
         self.solvers.clear()
+        self.is_counted = True
         solutions = [one for mesh in self.meshes for one in self._on(mesh, with_memory)]
         if not solutions:
             raise self.refused or ConvoyError("no plan divides this network over these devices")
@@ -271,8 +278,10 @@ class _Search:
         if not self.tolerance or fastest > _FAR * self.least:
             return one
         simple = one.solver.simplest(one.solution, fastest * (1 + self.tolerance))
-        is_whole = used_axes(simple.layers, self.layers.ops) == one.solver.batch.axes
-        return MeshSolution(one.solver, simple) if is_whole else one
+        self.is_counted = self.is_counted and (simple is not None or not is_near)
+        if simple is None or used_axes(simple.layers, self.layers.ops) != one.solver.batch.axes:
+            return one
+        return MeshSolution(one.solver, simple)
 
     def _needs(self, one: MeshSolution) -> float:
         return self._memory_of(one.mesh, one.solution.layers)

@@ -1,19 +1,19 @@
 """The best plan for one mesh and one set of sample axes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from convoy.errors import ConvoyError
 from convoy.planner.search.elimination import Elimination, Table, TooWideError
+from convoy.planner.search.fewest import fewest, restricted
 from convoy.planner.search.layers import Groups, alone, in_common, tied, tied_where_wide
 from convoy.planner.search.prices import Strategy
 from convoy.planner.search.problem import Choice, Problem, Shared, assigned, build
 from convoy.plans.place import Batch
 
 LIMIT = 20_000_000  # the most entries of a table: 64 MB
-_ONLY = 1e-6  # the price of a second, where only what it is not counts
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,18 @@ class Solver:
         self.groups = groups or tied_where_wide(alone(graph), graph, 3 if len(batch.mesh.sizes) < 2 else 2)
         self._problem: Problem | None = None
 
-    def solve(self, time_price: float = 1.0, byte_price: float = 0.0, redistribution_price: float = 0.0) -> Solution:
-        """The least sum of seconds, times a factor, and of bytes and redistributions at a price in seconds each. A
-        ConvoyError with a rule's sentence where there is no plan."""
+    def solve(self, time_price: float = 1.0, byte_price: float = 0.0) -> Solution:
+        """The least sum of seconds, times a factor, and of bytes at a price in seconds each. A ConvoyError with a rule's
+        sentence where there is no plan."""
         while True:
             choices = [Choice(group, in_common(group, self.allowed)) for group in self.groups]
             try:
                 if self._problem is None:
                     self._problem = build(self._shared, self.batch, choices, self._outputs, self._with_memory)
                 problem = self._problem
-                priced = [(problem.seconds, time_price), (problem.bytes, byte_price)]
                 tables = [
                     table if price == 1 else Table(table.scope, table.numbers * price)
-                    for part, price in (*priced, (problem.redistributions, redistribution_price))
+                    for part, price in ((problem.seconds, time_price), (problem.bytes, byte_price))
                     for table in part
                     if price
                 ]
@@ -70,27 +69,29 @@ class Solver:
                 self._problem, self.groups = None, tied(self.groups, met, self._shared.prices.graph)
         if not np.isfinite(elimination.least):
             raise problem.refused or ConvoyError("no plan divides this network over these devices")
-        states = elimination.assignment()
+        return self._solution(problem, elimination, elimination.assignment())
+
+    def _solution(self, problem: Problem, elimination: Elimination, states: Mapping[int, int]) -> Solution:
         seconds, held, count = (_at(part, states) for part in (problem.seconds, problem.bytes, problem.redistributions))
-        return Solution(assigned(choices, states), seconds, round(count), held, problem, elimination)
+        return Solution(assigned(problem.choices, states), seconds, round(count), held, problem, elimination)
 
-    def simplest(self, solution: Solution, budget: float) -> Solution:
-        """The plan of fewest redistributions within a budget of seconds, among those on the convex hull of both.
-
-        Between the best plan that keeps the budget and one that does not, the price for a redistribution at which both
-        cost the same leads to a plan below the line through them, or to none (Handler and Zang, 1980).
-        """
-        fits, beyond = solution, self.solve(time_price=_ONLY, redistribution_price=1.0)
-        if beyond.seconds <= budget:
-            return replace(beyond, elimination=solution.elimination)
-        while fits.redistributions > beyond.redistributions:
-            price = (beyond.seconds - fits.seconds) / (fits.redistributions - beyond.redistributions)
-            between = self.solve(redistribution_price=price)
-            below = fits.seconds - between.seconds + price * (fits.redistributions - between.redistributions)
-            if below <= 1e-9 * budget:
-                break
-            fits, beyond = (between, beyond) if between.seconds <= budget else (fits, between)
-        return replace(fits, elimination=solution.elimination)
+    def simplest(self, solution: Solution, budget: float) -> Solution | None:
+        """Of the plans within a budget of seconds, the fastest of those with fewest redistributions; None where the
+        tables that count them would be too large. The budget is at least the seconds of `solution`, the fastest."""
+        if not solution.redistributions:
+            return solution
+        problem, budget = solution.problem, budget * (1 + 1e-12)
+        marginals = solution.elimination.min_marginals()
+        states_of = {v: np.flatnonzero(numbers <= budget).tolist() for v, numbers in marginals.items()}
+        seconds, counts = (restricted(tables, states_of) for tables in (problem.seconds, problem.redistributions))
+        sizes = {v: len(states) for v, states in states_of.items()}
+        try:
+            simple = fewest(seconds, counts, sizes, budget, solution.redistributions, LIMIT)
+        except TooWideError:
+            return None
+        if simple is None:
+            return solution
+        return self._solution(problem, solution.elimination, {v: states_of[v][state] for v, state in simple.items()})
 
 
 def _at(tables: Iterable[Table], states: Mapping[int, int]) -> float:
