@@ -11,9 +11,9 @@ from convoy.errors import ConvoyError
 from convoy.planner.search import additive_seconds, search
 from convoy.planner.search import solve as solving
 from convoy.planner.search.elimination import Elimination, Table
+from convoy.planner.search.joins import relabelled
 from convoy.planner.search.layers import alone, compact, tied, tied_where_wide
 from convoy.planner.search.prices import meshes, redistributions
-from convoy.planner.search.problem import relabelled
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from planner.search.nets import (

@@ -311,6 +311,16 @@ class Prices:
         return (self.number(replace(layout, copied=frozenset())) if layout.copied else number), num_bytes
 
 
+def floor(prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]]) -> float:
+    """Seconds that every plan takes at least: those of its convolutions, each with the strategy that is cheapest."""
+    total = 0.0
+    for call in prices.graph.calls:
+        if call.op == "conv":
+            answers = (prices.answer(call, batch, one, [NOWHERE] * len(call.inputs)) for one in allowed[call.layer])
+            total += min((one.seconds for one in answers if isinstance(one, Answer)), default=0.0)
+    return total
+
+
 def is_choosing(call: Call) -> bool:
     """Whether a plan's strategy decides how a call is placed."""
     return call.op in CHOOSING

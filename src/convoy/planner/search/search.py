@@ -47,6 +47,7 @@ from convoy.planner.search.prices import (
     Prices,
     Strategy,
     additive_seconds,
+    floor,
     meshes,
     redistributions,
     sample_axes_of,
@@ -202,6 +203,7 @@ class _Search:
     notes: list[str] = field(default_factory=list)
     least: float = float("inf")
     solvers: list[Solver] = field(default_factory=list)  # one for each mesh and way to divide the samples
+    known: float = float("inf")  # seconds of the fastest plan found so far
     is_counted: bool = True
     refused: ConvoyError | None = None  # why the last way that was refused cannot be
 
@@ -239,7 +241,7 @@ class _Search:
         """The best plans of all meshes and ways to divide the samples, the fastest first; a ConvoyError where there is
         none."""
         self.solvers.clear()
-        self.is_counted = True
+        self.known, self.is_counted = float("inf"), True
         solutions = [one for mesh in self.meshes for one in self._on(mesh, with_memory)]
         if not solutions:
             raise self.refused or ConvoyError("no plan divides this network over these devices")
@@ -263,7 +265,11 @@ class _Search:
                 allowed = self.layers.allowed(mesh, batch, shared.prices)
                 solver = Solver(shared, batch, allowed, self.outputs, groups, with_memory)
                 self.solvers.append(solver)
+                # where layers are tied it takes long to search a way whose computing alone is slower than a known plan
+                if len(solver.groups) < len(allowed) and floor(shared.prices, batch, allowed) > _FAR * self.known:
+                    continue
                 solution = solver.solve()
+                self.known = min(self.known, solution.seconds)
             except ConvoyError as error:
                 self.refused = error
                 continue

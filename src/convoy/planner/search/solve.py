@@ -48,8 +48,8 @@ class Solver:
         self._problem: Problem | None = None
 
     def solve(self, time_price: float = 1.0, byte_price: float = 0.0) -> Solution:
-        """The least sum of seconds, times a factor, and of bytes at a price in seconds each. A ConvoyError with a rule's
-        sentence where there is no plan."""
+        """The least sum of seconds, times a factor, and of bytes at a price in seconds each. A ConvoyError with a
+        rule's sentence where there is no plan."""
         while True:
             choices = [Choice(group, in_common(group, self.allowed)) for group in self.groups]
             try:
