@@ -10,8 +10,8 @@ Minimized is the sum, over one update, of
 over a mesh (every ordered factorization of the devices into one or two axes), the set of its axes that divide the
 samples, and for every layer one strategy on each axis. The operations (`ops`) say which strategies a
 layer can have, and in which layouts it takes and gives its tensors. Constraints: fixes of the user; with a memory
-limit, at most so many bytes on the rank that needs most. Of the plans within `TOLERANCE` of the least sum, one with few
-redistributions is taken.
+limit, at most so many bytes on the rank that needs most. Of the plans within `TOLERANCE` of the least sum, the one with
+the fewest redistributions is taken.
 
 Which function does which:
 
@@ -22,7 +22,7 @@ Which function does which:
     Elimination (elimination.py)      the least sum of tables: exact, one variable after the other
     tied (layers.py)                  where many features meet, layers of one role share a strategy; noted
     Solver.solve (solve.py)           all of these for one mesh and one set of sample axes
-    Solver.simplest (solve.py)        a price for redistributions that no plan beyond the tolerance can pay
+    fewest (fewest.py)                the fewest redistributions within a budget of seconds
     fitting (memory.py)               a price for bytes, raised until the plan fits: Lagrange multipliers
     search (here)                     all meshes, and the order of the candidates
 
@@ -155,10 +155,10 @@ def search(
 ) -> SearchResult:
     """The simplest of the plans of a network whose costs add up to least, but for a tolerance.
 
-    The first candidate takes at most 1 + `tolerance` times as long as the fastest plan, and is one with as few
-    redistributions of a tensor as a price for them finds, of these the fastest (of equally fast ones, the one with
-    fewer axes): a plan that sends more between layers has to be predicted to save more than predictions err. Under a
-    limit of memory that these do not keep, the tolerance is 0.
+    Of the plans that take at most 1 + `tolerance` times as long as the fastest, the first candidate is one with the
+    fewest redistributions of a tensor, and of these the fastest (of equally fast ones, the one with fewer axes): a plan
+    that sends more between layers has to be predicted to save more than predictions err. Under a limit of memory that
+    these do not keep, the tolerance is 0.
 
     The graph is in training, captured at the whole batch of one pass, which `parts` divides, by default as evenly as
     can be. The first fix that matches a layer counts; `among` are the strategies on an axis where none does.
