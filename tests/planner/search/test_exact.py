@@ -14,7 +14,7 @@ from convoy.planner.search.elimination import Elimination, Table
 from convoy.planner.search.fewest import fewest
 from convoy.planner.search.joins import codes_of, relabelled
 from convoy.planner.search.layers import alone, compact, tied, tied_where_wide
-from convoy.planner.search.prices import meshes, redistributions
+from convoy.planner.search.prices import Prices, meshes, redistributions
 from convoy.plans.layout import Layout, Split, balanced, indices
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch
