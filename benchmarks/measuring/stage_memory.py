@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from convoy.planner import score, workload_of
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import links_named
-from convoy.planner.cost.times import Times
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import Schedule
 from measuring.memory_limits import memory_groups

@@ -11,10 +11,9 @@ import pytest
 from cli.calls import Call, faults
 from convoy.cli import plan_answer
 from convoy.errors import ConvoyError
-from convoy.planner.cost.device import Device
+from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp, Operand
-from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Times
+from convoy.planner.cost.store import Device, ProfileStore
 from convoy.plans.plan import Plan
 from started import ENVIRONMENT
 

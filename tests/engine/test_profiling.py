@@ -11,18 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.groups import Groups
 from convoy.comm.ranks import Ranks
 from convoy.engine.coupling import probe
 from convoy.engine.profiling import OUTSIDE, Profile, Profiler, middle_half, steady, tiled
 from convoy.engine.watched import DeviceClock, Spent, WatchedUpdate
 from convoy.models import create
 from convoy.planner import Workload, workload_of
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.prediction import predict
-from convoy.planner.cost.times import Table, Times
-from convoy.planner.link_probe import measure_links
+from convoy.planner.link_probe import measured_links
 from convoy.planner.profiling import profile
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -108,7 +106,7 @@ def test_an_update_is_predicted_from_what_was_profiled(
             outputs = net(images)
             outputs.backward(torch.full_like(outputs, 0.125))
             ends.append(gpu.free)
-    costs = Costs(Table({one.key: own for one, own in found.times.items()}, lambda one: Times()), on_cpu=False)
+    costs = Costs(lambda one: found.times.get(one, Times()), on_cpu=False)
     costs = replace(costs, loss=HostCost(found.around.total, host=found.around.host))
     true = (ends[-1] - ends[9]) / 10
     assert predict(placement, costs).total == pytest.approx(true, rel=0.05)
@@ -229,10 +227,10 @@ def test_measuring_ends_when_all_agree_and_early_where_it_takes_long() -> None:
 
 
 def links() -> None:
-    groups = Groups(Mesh(("node", "gpu"), (2, 2)))
-    found = measure_links(groups, [(0,), (1,), (0, 1)], CPU, sizes=(0, 4096))
-    assert set(found) == {(0,), (1,), (0, 1)}
-    assert all(times.all_reduce[1][0] == 4096 <= times.exchange[1][0] for times in found.values())
+    mesh = Mesh(("node", "gpu"), (2, 2))
+    measured, _ = measured_links([mesh], 1024, CPU)
+    found = {axes: measured.of(mesh, axes) for axes in ((0,), (1,), (0, 1))}
+    assert all(one.all_reduce.points[-1][0] == 4096 <= one.exchange.points[-1][0] for one in found.values())
     assert not found[0, 1].overlap  # shared memory: nothing runs beside
 
 

@@ -9,10 +9,9 @@ from convoy.models import create
 from convoy.planner import Workload, score, workload_of
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
-from convoy.planner.cost.times import Roofline
 from convoy.planner.planner import propose
 from convoy.planner.search import additive_seconds, search
 from convoy.planner.search.prices import AXIS_STRATEGIES

@@ -34,7 +34,7 @@ def test_a_found_plan_is_a_plan_and_leaves_the_network_alone(store: Path) -> Non
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert plan == convoy.Plan.parse(plan.to_yaml()) and convoy.Plan.parse(plan) is plan
     assert hash(plan) == hash(convoy.Plan.parse(plan.to_yaml()))
-    assert type(copy.deepcopy(plan)) is convoy.Plan and copy.deepcopy(plan) == plan
+    assert type(copy.deepcopy(plan)) is convoy.Plan and copy.deepcopy(plan) == plan  # without the reasons
     assert f"plan {plan}" in plan.explain() and "assumed" in plan.explain()  # links that are not at hand
     assert plan.to_document()["devices"] == 2 and plan.seconds > 0 and plan.speedup > 0
     assert any(store.iterdir())

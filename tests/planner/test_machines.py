@@ -62,9 +62,8 @@ def test_the_speed_up_is_beside_one_device_with_the_same_batch() -> None:
     assert [count for count, _ in two.curve] == [1, 2, 4] and dict(two.curve)[2] == pytest.approx(two.images_per_s)
     small = on("8xt4", "resnet18", 8)
     assert (small.speedup < 1) == any("one device alone is faster" in note for note in small.notes)
-    for text, low, high in (("sample=2", 1, 1), ("filter=2", 0, 0.95)):  # activations travel in place of few gradients
-        prediction = on("2xk40", "resnet18", 64, plans=[Plan.parse(text)])
-        assert prediction.plan == Plan.parse(text) and low <= prediction.gain <= high
+    slower = on("2xk40", "resnet18", 64, plans=[Plan.parse("filter=2")])  # activations travel in place of few gradients
+    assert slower.plan == Plan.parse("filter=2") and slower.gain < 0.95
 
 
 def test_a_network_that_no_device_has_room_for_is_cut_into_stages_or_refused_by_how_much() -> None:

@@ -10,14 +10,12 @@ import torch
 from convoy.engine.watched import Segment
 from convoy.models import create
 from convoy.planner import score, workload_of
-from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.device import Device
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Times
+from convoy.planner.cost.store import Device, ProfileStore
 from convoy.planner.profiling import local_op_of
 from convoy.planner.remembered import measured_ops, recalled, remember
 from convoy.plans.plan import Plan

@@ -11,9 +11,8 @@ from convoy.errors import TooLargeError
 from convoy.models import create
 from convoy.planner import Workload, make_plan, score, workload_of
 from convoy.planner.cost.additive import Additive
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.link import Links, Rate
-from convoy.planner.cost.times import Roofline
 from convoy.planner.planner import _fitting, _search_stages, propose
 from convoy.planner.search.stages import in_best_passes
 from convoy.plans.mesh import Mesh
@@ -34,21 +33,16 @@ def network(batch: int = 32) -> Workload:
     return workload_of(nn.Sequential(*layers), torch.zeros(1, 3, 32, 32), batch)
 
 
-@pytest.mark.parametrize(
-    ("slowdowns", "share"),
-    [((2 / 3, 4 / 3), 0.9), pytest.param((4 / 3, 2 / 3), 0.87, marks=pytest.mark.slow)],
-)
-def test_unequal_devices_give_nine_tenths_of_their_speeds(slowdowns: tuple[float, float], share: float) -> None:
-    """Speeds of 1 : 0.5: stages take equally long, as the faster device has more. Where the slower one comes first, the
-    cut is where activations are larger, and sending them takes more of the cores."""
+def test_unequal_devices_give_nine_tenths_of_their_speeds() -> None:
+    """Speeds of 1 : 0.5: stages take equally long, as the faster device has more."""
     images, in_parts = torch.zeros(1, 3, 64, 64), {"batch_norm": "microbatch", "microbatch": 16}
     resnet50 = workload_of(create("resnet50"), images, 512, name="resnet50", **in_parts)
-    device_costs = costs(slowdowns=slowdowns)
+    device_costs = costs(slowdowns=(2 / 3, 4 / 3))
     plans = _search_stages(resnet50, 2, device_costs, (), None, float("inf"))
     best = min((score(resnet50, plan, device_costs, passes) for plan, passes in plans), key=lambda one: one.seconds)
     one_device = score(resnet50, SERIAL, replace(device_costs, slowdowns=())).seconds
-    speeds = sum(1 / slowdown for slowdown in slowdowns)
-    assert one_device / best.seconds >= share * speeds
+    speeds = 3 / 2 + 3 / 4
+    assert one_device / best.seconds >= 0.9 * speeds
     even = score(resnet50, STAGES, device_costs, best.passes)
     assert one_device / even.seconds < 0.75 * speeds  # the control: stages of equal work
 

@@ -9,16 +9,14 @@ from torch import nn
 
 from convoy.models import create
 from convoy.planner import Planned, score, workload_of
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.cost.times import Times
 from convoy.planner.text import document, explanation_text
-from convoy.planner.verdict import HOST, Explained, explained, faster
+from convoy.planner.verdict import HOST, Explained, explained
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import ENGINE
-from convoy.report.timeline_drawing import draw_timeline, kinds_in
 
 BATCH = 32
 
@@ -90,9 +88,6 @@ def test_slow_links_are_named_with_the_layer_that_waits_for_them_and_with_one_de
     first = explanation_text(slow).partition("\n")[0]
     assert first.endswith(f"; one device is faster: {slow.speedup:.2f} ×") and "One device alone" in slow.verdict.advice
     assert "one device is faster" not in explanation_text(explain("sample=2", costs())).partition("\n")[0]
-    links, mesh = costs(gbytes=1.0).links, Plan.parse("sample=2").mesh
-    twice = faster(links, 2.0).of(mesh, (0,)).all_reduce(1 << 20)
-    assert twice == pytest.approx(links.of(mesh, (0,)).all_reduce(1 << 20) / 2)
 
 
 def test_a_change_is_what_the_same_plan_is_predicted_to_take_with_it() -> None:
@@ -128,8 +123,6 @@ def test_parts_add_up_to_the_update_and_what_the_engine_adds_is_not_the_optimize
         )
         assert parts.get(ENGINE, 0.0) == pytest.approx(fixed)
         assert compared["rest"] == pytest.approx(without.timeline.summary().parts["rest"] + fixed)
-        drawing = draw_timeline(scored.timeline)
-        assert ('class="span engine"' in drawing) == ("engine" in dict(kinds_in(scored.timeline))) == (fixed > 0)
 
 
 def test_text_and_document_say_the_same() -> None:
@@ -138,9 +131,7 @@ def test_text_and_document_say_the_same() -> None:
     for words in ("plan sample=2", result.verdict.sentence, "speed-up", "next best", "features.0", "classifier.4"):
         assert words in text
     assert (record["update_s"], record["verdict"]["kind"]) == (result.scored.seconds, result.verdict.kind)
-    assert Plan.parse({"mesh": record["plan"]["mesh"], "layers": record["plan"]["layers"]}) == result.scored.plan
     assert [layer["layer"] for layer in record["layers"]] == [layer.name for layer in result.layers]
-    assert all("stage" not in layer for layer in record["layers"])
 
 
 def test_gpus_that_wait_for_their_host_are_bound_by_it() -> None:
@@ -164,11 +155,7 @@ def test_stages_are_explained_each_by_its_own_ranks() -> None:
     text, record = explanation_text(result), document(result)
     for words in ("strategy (sample)", "takes the output of", "bubble", "\n2      features.", ", schedule "):
         assert words in text
-    assert "replicate" not in text
     assert [stage["begins"] for stage in record["stages"]] == [first.layer, second.layer]
-    received = {way: getattr(second.received, way) for way in ("forward", "backward")}
-    assert record["stages"][1]["received_bytes"] == received
-    assert [layer["stage"] for layer in record["layers"]] == sorted((layer.stage or 0) + 1 for layer in result.layers)
 
 
 def test_stages_of_unlike_work_hold_up_each_other_and_send_for_the_layer_that_gives_a_value() -> None:

@@ -27,8 +27,7 @@ from convoy.planner.comparison import (
 )
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.memory import RankMemory
-from convoy.planner.cost.prediction import Scored
+from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.link_probe import _Probe
 from convoy.planner.measured import Measurements, plans_to_profile
@@ -104,8 +103,7 @@ def test_the_fastest_that_was_measured_is_chosen_and_none_is_predicted_faster_wi
     assert "filter=2" not in racers and order[0] == "sample=2"
     assert "filter=2 did not race: 1.1 kB on each device leave too little memory" in notes
     assert "height=2 left the race: it cannot be" in notes
-    _, racers, notes = raced({"filter=2": 3.0, "height=2": 3.0, "sample=2": 1.0}, late=True)
-    assert racers == ["filter=2", "height=2"] and "sample=2 did not race: there was no more time" in notes
+    assert "sample=2 did not race: there was no more time" in raced(slow, late=True)[2]
     with pytest.raises(ConvoyError, match="it cannot be"):
         raced({})
 
@@ -162,7 +160,6 @@ def test_layers_are_grouped_so_that_there_are_few_and_none_is_lost() -> None:
     assert result["features.1"] == "features.0"
     blocks = {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}
     assert set(groups("resnet18", 64, most=8).values()) == blocks
-    assert "layer1.0" in groups("resnet18", 64).values() and len(set(groups("resnet18", 64).values())) <= MOST
 
 
 def seen(factor: float = 1.0) -> Summary:
@@ -174,14 +171,12 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     for plan in ("sample=2", "filter=2", "stage=2"):
         scored = explain(plan, costs(with_delay, gbytes=0.1)).scored
         before = scored.timeline.summary()
-        assert sum(before.parts.values()) == pytest.approx(scored.seconds) and ("stages" in before.parts) == (
-            plan[:2] == "st"
-        )
+        assert sum(before.parts.values()) == pytest.approx(scored.seconds)
+        assert ("stages" in before.parts) == (plan == "stage=2")
         waits = sum(layer.waits for layer in before.layers.values()) + before.gradients
         computes = sum(layer.computes for layer in before.layers.values())
-        assert (waits, computes) == pytest.approx(
-            (before.parts["waiting"], sum(before.parts[part] for part in ("forward", "backward", "packing")))
-        )
+        assert waits == pytest.approx(before.parts["waiting"])
+        assert computes == pytest.approx(sum(before.parts[part] for part in ("forward", "backward", "packing")))
     middle = Summary.median([seen(1), seen(50), seen(2)])
     result = middle.parts["forward"], middle.layers["classifier.4"].waits, middle.gradients
     assert result == pytest.approx((2e-3, 4e-3, 8e-3))
@@ -193,20 +188,8 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     assert groups[0].computes.measured_s == pytest.approx(3e-3)
     assert (groups[-1].name, groups[-1].waits) == (GRADIENTS, Both(before.gradients, 4e-3))
     assert groups_beside(scored.placement, before, None) == ()
-    one = Comparison(
-        model="lenet",
-        plan="filter=2",
-        devices=2,
-        batch=32,
-        rank=0,
-        timed=9,
-        watched=2,
-        learned=5,
-        update=Both(12e-3, 10e-3),
-        parts=parts_beside(before, after),
-        groups=groups,
-        notes=("as said",),
-    )
+    update, parts = Both(12e-3, 10e-3), parts_beside(before, after)
+    one = Comparison(timed=9, watched=2, update=update, parts=parts, groups=groups, notes=("as said",))
     text = comparison_text(one)
     assert text.startswith("an update took 10.0 ms, the median of 9; 12.0 ms were predicted (+20 %)")
     for words in ("exposed communication", "classifier.4", GRADIENTS, "waits: predicted", "as said"):

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from convoy.models import create
 from convoy.planner import Planned, score, workload_of
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Assumed, Rate
-from convoy.planner.cost.times import Times
 from convoy.planner.verdict import explained
 from convoy.plans.plan import Plan
 from convoy.report.network_drawing import MOST_LANES, Grid, grid_of, name_in, shown_height

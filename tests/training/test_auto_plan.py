@@ -14,9 +14,9 @@ import torch
 from convoy.comm.memory import NEEDS_LESS
 from convoy.data import Batch
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.planner import Planned, make_plan, measured
+from convoy.planner import Planned, make_plan
 from convoy.planner.cost.costs import HostCost
-from convoy.planner.cost.device import device_memory
+from convoy.planner.cost.store import device_memory
 from convoy.planner.measured import Measurements
 from convoy.planner.planner import Race, score
 from convoy.planner.planner import _raced as raced_by
@@ -156,7 +156,7 @@ def by_speed(data: Path, cache: Path) -> tuple[str, tuple[int, ...], float]:
     """A run on devices of which the second is said to take twice as long, beside one that divides evenly."""
     with (
         patch.object(auto_plan, "make_plan", predicting(SAMPLES)),
-        patch.object(measured, "slowdowns_of", lambda *of: (0.5, 1.5)),
+        patch.object(Measurements, "slowdowns", lambda measured: (0.5, 1.5)),
     ):
         found = planned(data, cache, "batch=48")
     (row,) = [row for row in found.derived if row.name == "microbatches of each part"]
@@ -222,7 +222,7 @@ def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.planner.cost.device.free_memory", lambda: 2**34)  # what is free changes all the time
+    monkeypatch.setattr("convoy.planner.cost.store.free_memory", lambda: 2**34)  # what is free changes all the time
     (alone, _), (shared, source) = (device_memory(torch.device("cpu"), number) for number in (1, 4))
     assert shared == pytest.approx(alone / 4) and alone == pytest.approx(0.55 * 2**34)
     assert "over 4 devices" in source and "0.55 of" in source

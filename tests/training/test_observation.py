@@ -22,10 +22,9 @@ from convoy.engine.watched import DeviceClock
 from convoy.launch.host import HostWatch
 from convoy.planner import Scored, score
 from convoy.planner.comparison import GRADIENTS, Comparison
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Roofline
 from convoy.planner.profiling import local_op_of
 from convoy.training import Session, evaluate, loop, observation, step
 from convoy.training.build import build_model

@@ -20,10 +20,9 @@ from convoy.planner import Planned, Workload, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.trace import trace
-from convoy.planner.race import race
+from convoy.planner.interface import race
 from convoy.planner.search.layers import Layers
-from convoy.planner.text import document, explanation_text
+from convoy.planner.text import document, explanation_text, trace
 from convoy.planner.verdict import explained
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE, sample_axes

@@ -13,8 +13,7 @@ from convoy.errors import ConvoyError
 from convoy.units import seconds
 
 if TYPE_CHECKING:
-    from convoy.planner.cost.device import Device
-    from convoy.planner.cost.store import ProfileStore
+    from convoy.planner.cost.store import Device, ProfileStore
 
 
 @click.command(

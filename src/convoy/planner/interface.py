@@ -1,9 +1,11 @@
 """`convoy.plan`: the planner for a script of one's own."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,17 +14,21 @@ from torch import Tensor, nn
 from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.engine.deferred import lacks_numbers
+from convoy.engine.parallelize import accumulate, forward_backward, local_samples, take_part
+from convoy.engine.profiling import steady
 from convoy.errors import ConvoyError
-from convoy.graph.given import check_given
-from convoy.ops.recompute import as_recompute
+from convoy.graph.given import check_given, copied
+from convoy.graph.tree import leaves
+from convoy.ops.recompute import Recompute, as_recompute
 from convoy.planner.cost.link import Links
-from convoy.planner.cost.local import BatchNorm
+from convoy.planner.cost.local_op import BatchNorm
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.planner import Planned, make_plan
-from convoy.planner.race import race
+from convoy.planner.profiling import autocast
 from convoy.planner.text import document, explanation_text
 from convoy.planner.verdict import explained
-from convoy.planner.workload import MakeOptimizer, momentum, workload_of
+from convoy.planner.workload import MakeOptimizer, Workload, momentum, workload_of
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
@@ -175,3 +181,55 @@ def plan(
         )
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, best.stages, planned)
+
+
+_MOST = 8  # updates under a plan
+
+
+def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored, ranks: Ranks) -> float:
+    """Seconds of an update of random samples under a plan, of the slowest rank; a ConvoyError where it cannot be run.
+    All ranks, one for each of its devices, call it."""
+    workload = planned.workload
+    net, in_stages = copied(model).train(), racer.staging is not None
+    samples = workload.batch if in_stages else racer.placement.batch.num_samples
+    examples = [_example(workload, name, samples) for name in workload.graph.inputs]
+    take_part(
+        net,
+        racer.plan,
+        tuple(batch[: max(1, samples // racer.plan.parts)] for batch in examples),
+        batch_norm=workload.batch_norm,
+        seed=0,
+        microbatches=racer.passes if in_stages else None,
+        recompute=recompute,
+    )
+    inputs = tuple(batch[local_samples(net, samples)] for batch in examples)
+    optimizer = workload.optimizer(list(net.parameters()))
+
+    def go() -> None:
+        forward_backward(net, inputs, inputs[0], lambda outputs, _: _mean_square(outputs))
+
+    def measure() -> float:
+        ranks.barrier()
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        with autocast(workload):
+            with accumulate(net):
+                for _ in range(1, 1 if in_stages else racer.passes):
+                    go()
+            go()
+        optimizer.step()
+        if workload.device.type == "cuda":
+            torch.cuda.synchronize(workload.device)
+        return max(ranks.gather(time.perf_counter() - began))
+
+    return median(steady(measure, float, ranks.broadcast, most=_MOST))
+
+
+def _example(workload: Workload, name: str, samples: int) -> Tensor:
+    shape, dtype = workload.graph.shape(name)[1:], workload.graph.values[name].dtype
+    batch = torch.rand(samples, *shape, device=workload.device).to(dtype)
+    return batch.contiguous(memory_format=torch.channels_last) if workload.channels_last and len(shape) == 3 else batch
+
+
+def _mean_square(outputs: object) -> Tensor:
+    return torch.stack([output.float().square().mean() for output in leaves(outputs, Tensor)]).sum()

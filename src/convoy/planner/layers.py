@@ -3,11 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.memory import RankMemory
-from convoy.planner.cost.prediction import Scored
+from convoy.planner.cost.local_op import local_bytes
+from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.step import ADDING
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
@@ -222,6 +221,5 @@ def _held(placement: Placement, rank: int) -> dict[str, int]:
         for name in placed.call.inputs:
             if graph.values[name].origin == "parameter" and name not in seen:
                 seen.add(name)
-                size = prod(local_shape(placement, name, rank)) * graph.values[name].dtype.itemsize
-                held[placed.call.layer] += size
+                held[placed.call.layer] += local_bytes(placement, name, rank)
     return held

@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import chain, combinations, cycle
 from statistics import median
 
@@ -32,34 +31,6 @@ _SIDE = 4096  # of the matrices whose product is timed beside messages
 _BESIDE = 2.0  # times as long as the products, as messages are on their way meanwhile
 
 
-@dataclass(frozen=True)
-class LinkTimes:
-    """What was measured of the groups over some axes, all exchanging at the same time."""
-
-    all_reduce: tuple[tuple[int, float], ...]  # (bytes of the tensor, seconds)
-    exchange: tuple[tuple[int, float], ...]  # (bytes that a rank sends to all others, seconds), into new tensors
-    reduce_scatter: tuple[tuple[int, float], ...]  # likewise, for pieces of a gradient, with the additions
-    gather: tuple[tuple[int, float], ...]  # likewise, for pieces of a gradient, in place
-    overlap: bool  # messages run beside what computes
-    cpu_share: float  # of the device's processor time, what they take meanwhile
-    overhead: float  # seconds of the engine for a redistribution in one direction, beside the collective
-    host: float = 0.0  # seconds for the host to issue a collective; 0 where it is the device
-
-
-def measure_links(
-    groups: Groups, subsets: Iterable[Axes], device: torch.device, sizes: Sequence[int] = SIZES
-) -> dict[Axes, LinkTimes]:
-    """Measure the groups over each of some sets of axes, with messages of so many bytes; all ranks call it."""
-    world = groups.of(tuple(groups.mesh.axes))
-    times = {}
-    for axes in subsets:
-        group = groups.of(axes)
-        if group is not None:
-            probe = _Probe(group, world, device)
-            times[axes] = probe.measure(sizes, _overhead(groups, axes, device))
-    return times
-
-
 def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -> tuple[Links, float]:
     """Links of the groups of all meshes, and the engine's seconds for a redistribution in one direction, beside the
     collective. All ranks call it. Messages much larger than `largest`, the bytes of the largest tensor that will be
@@ -75,17 +46,14 @@ def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -
                 missing[axes] = ranks
         if not missing:
             continue
-        for axes, times in measure_links(Groups(mesh), missing, device, sizes).items():
-            overhead = max(overhead, times.overhead)
-            links[missing[axes]] = Link(
-                Curve.through(times.all_reduce),
-                Curve.through(times.exchange),
-                times.overlap,
-                times.cpu_share,
-                Curve.through(times.reduce_scatter),
-                Curve.through(times.gather),
-                times.host,
-            )
+        groups = Groups(mesh)
+        world = groups.of(tuple(mesh.axes))
+        for axes, ranks in missing.items():
+            group = groups.of(axes)
+            assert group is not None
+            redistributing = _redistributing(groups, axes, device)
+            links[ranks] = link = _Probe(group, world, device).measure(sizes)
+            overhead = max(overhead, redistributing - link.exchange.points[0][1])
     return Links(links), overhead
 
 
@@ -99,7 +67,7 @@ class _Probe:
         self._busy, self._taken = 0.0, 0.0
         self._issuing: list[float] = []
 
-    def measure(self, sizes: Sequence[int], redistributing: float) -> LinkTimes:
+    def measure(self, sizes: Sequence[int]) -> Link:
         rows: list[list[tuple[int, float]]] = [[], [], [], []]
         for num_bytes in sizes:
             numbers = max(1, num_bytes // 4)
@@ -111,18 +79,17 @@ class _Probe:
                 whole = share * self._ranks
                 rows[2].append((sent, self._time(lambda x: ReduceScatter(x, self._group).wait(), whole)))
                 rows[3].append((sent, self._time(lambda x: start_gather(x, self._group).wait(), whole)))
-        sums, moves, pieces, gathers = map(tuple, rows)
         pending = collectives.start_all_reduce(torch.ones(2**20, device=self._device), self._group)
         overlap = pending.runs_beside
         pending.wait()
         cpu_share = min(1.0, self._busy / self._taken / _own_cores()) if self._taken else 0.0
         if overlap and self._clock.is_queue:
-            largest, seconds = sums[-1]
+            largest, seconds = rows[0][-1]
             cpu_share = 1 - 1 / self._slowdown(seconds, largest)
-        overhead = max(0.0, redistributing - moves[0][1])
-        return LinkTimes(
-            sums, moves, pieces or moves, gathers or moves, overlap, cpu_share, overhead, median(self._issuing or [0.0])
-        )
+        all_reduce, exchange, *of_pieces = (Curve.through(row) for row in rows if row)
+        reduce_scatter, gather = of_pieces or (exchange, exchange)
+        host = median(self._issuing or [0.0])
+        return Link(all_reduce, exchange, overlap, cpu_share, reduce_scatter, gather, host)
 
     def _slowdown(self, message_s: float, num_bytes: int) -> float:
         """How many times as long kernels of a GPU take beside messages, which take some of its processors; at least 1.
@@ -187,7 +154,7 @@ def _own_cores() -> float:
     return torch.get_num_threads() * min(1.0, (time.process_time() - before) / elapsed)
 
 
-def _overhead(groups: Groups, axes: Axes, device: torch.device) -> float:
+def _redistributing(groups: Groups, axes: Axes, device: torch.device) -> float:
     """Seconds of a redistribution of next to nothing in one direction: the median of the slowest rank's."""
     mesh, ranks = groups.mesh, groups.mesh.size(axes)
     split = Layout.of({0: Split(axes, tuple(range(rank, rank + 1) for rank in range(ranks)))})

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -21,18 +21,121 @@ from torch import nn
 
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.hardware.catalog import Device, Machine, machine, read_devices
-from convoy.hardware.exchange import Scheme, Step, is_through_host, site_of, step
-from convoy.hardware.speed import OURS, Software, coefficients_of
-from convoy.hardware.work import Work, work_of_graph
-from convoy.planner.cost.cataloged import costs_of
-from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.local import BatchNorm
+from convoy.hardware.exchange import (
+    Scheme,
+    Site,
+    Step,
+    fitted,
+    inside_link,
+    is_through_host,
+    network_link,
+    site_of,
+    step,
+)
+from convoy.hardware.speed import OURS, Software, coefficients_of, times
+from convoy.hardware.work import KIND_OF, Item, Work, work_of_graph
+from convoy.planner.cost.costs import Costs, Times
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Curve, Link, Links, Ranks
+from convoy.planner.cost.local_op import VIEWS, BatchNorm, LocalOp
 from convoy.planner.planner import Planned, propose, score
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
 from convoy.units import size
+
+_SIZES = (0, *(1 << power for power in range(10, 31, 2)))
+
+
+@dataclass(frozen=True)
+class CatalogedTimes:
+    """Seconds of operations on a device of the catalog: a `LayerTimes`."""
+
+    device: Device
+    precision: str
+    software: Software = OURS
+    _known: dict[Item, Times] = field(default_factory=dict, compare=False, repr=False)
+
+    def __call__(self, local_op: LocalOp, /) -> Times:
+        if local_op.is_empty or local_op.op in VIEWS:
+            return Times()
+        if local_op.op in ("redistribute", "copy"):
+            moved, rate = local_op.bytes, 0.75e9 * self.device.gbytes_per_s
+            launch = self.device.launch_us * 1e-6
+            return Times(*(size / rate + launch if size else 0.0 for size in moved))
+        item = _item(local_op)
+        if item not in self._known:
+            predicted = times(Work.of([item], 0, 0, 0, 0, 1), 1, self.device, self.precision, self.software)
+            needs = any(operand.gradient for operand in local_op.inputs)
+            numbers = float(predicted.forward[0]), float(predicted.backward[0]), predicted.host, 2 * predicted.host
+            self._known[item] = Times(*numbers) if needs else Times(numbers[0], 0.0, predicted.host)
+        return self._known[item]
+
+
+def _item(one: LocalOp) -> Item:
+    weights = sum(operand.numel for operand in one.inputs if operand.role == "parameter")
+    read = sum(operand.numel for operand in one.inputs if operand.role == "activation")
+    written = sum(operand.numel for operand in one.outputs)
+    kind = KIND_OF.get(one.op, "pool" if "pool" in one.op else "pointwise")
+    if kind not in ("conv", "linear"):
+        return Item(kind, 0.0, read, written, weights)
+    shape, groups = one.inputs[1].shape, one.option("groups") or 1
+    assert isinstance(groups, int)
+    window = float(math.prod(shape[2:]))
+    stride = one.option("stride")
+    strided = isinstance(stride, tuple) and any(isinstance(step, int) and step > 1 for step in stride)
+    first = not one.inputs[0].gradient
+    return Item(
+        kind, one.flops.forward / 2, read, written, weights, window, shape[1], shape[0] / groups, groups, strided, first
+    )
+
+
+@dataclass(frozen=True)
+class CatalogedLinks:
+    """Links of a machine, for any of its ranks."""
+
+    site: Site
+    share: float = 0.1  # of a message's time, what it takes from the computation beside it
+
+    def __call__(self, ranks: Ranks, /) -> Link:
+        """A ring inside each host, and one between the hosts, whose network other groups use at the same time."""
+        site = self.site
+        hosts = len({rank // site.per_host for rank in ranks})
+        local = -(-len(ranks) // hosts)
+        inside = inside_link(site, site.per_host, fitted)
+        latency, whole, hop = 2 * (local - 1) * inside.latency, 2 * (local - 1) / local / inside.rate, inside.rate
+        if hosts > 1:
+            between = network_link(site, fitted)
+            groups = max(1, site.per_host // local)
+            latency += 2 * (hosts - 1) * between.latency
+            whole += 2 * (hosts - 1) / hosts * groups / between.rate
+            hop = min(hop, between.rate / site.per_host)
+        start = (len(ranks) - 1) * inside.latency
+        return Link(
+            Curve(tuple((size, latency + whole * size) for size in _SIZES)),
+            Curve(tuple((size, start + size / hop) for size in _SIZES)),
+            overlap=True,
+            cpu_share=self.share,
+        )
+
+
+def costs_of(
+    machine: Machine, precision: str, software: Software, share: float, slowdowns: Sequence[float] = ()
+) -> Costs:
+    """What a step costs on a machine of the catalog, with the times of its first device. `share` is the part of the
+    time of messages that they take from the computation beside them; `slowdowns` are how many times as long as the
+    first each device computes."""
+    device = machine.devices[0]
+    rate = 0.75e9 * device.gbytes_per_s
+    return Costs(
+        CatalogedTimes(device, precision, software),
+        Links(otherwise=CatalogedLinks(site_of(machine), share)),
+        Update(per_byte=5 / rate, per_tensor=device.launch_us * 1e-6),
+        on_cpu=False,
+        slowdowns=tuple(slowdowns) if len(set(slowdowns)) > 1 else (),
+    )
+
 
 # What a network may be trained in, and the type of autocast
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -220,9 +323,9 @@ def predict(
         )
     if precision == "bf16" and (lacking := [one.name for one in machine.devices if not has_bf16(one)]):
         raise ConvoyError(f"{lacking[0]} does not compute in bf16: choose fp32 or fp16")
-    work = work_of_graph(workload.graph)
-    shares = shares_of(work, batch, machine, precision, software)
-    done = _step(work, machine, shares, precision, software)
+    parallel = _DataParallel(work_of_graph(workload.graph), machine, precision, software)
+    shares = parallel.shares(batch)
+    done = parallel.step(shares)
     rate = batch / done.seconds
     if images_per_second is not None and images_per_second * count < rate:
         rate = images_per_second * count
@@ -235,7 +338,7 @@ def predict(
     if searching and 1 <= count <= SEARCHED:
         # the timeline lets as much of the messages show as published tables do
         share = min(0.6, max(0.05, done.exposed / done.exchange)) if done.exchange else 0.1
-        seconds_of = {device: _one(work, device, batch / count, precision, software) for device in set(machine.devices)}
+        seconds_of = {device: parallel.alone(device, batch / count) for device in set(machine.devices)}
         slowdowns = [seconds_of[device] / seconds_of[machine.devices[0]] for device in machine.devices]
         costs = costs_of(machine, units(machine.devices[0], precision), software, share, slowdowns)
         costs = replace(costs, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
@@ -244,7 +347,7 @@ def predict(
         notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
     if planned is not None:
         notes += planned.notes
-    rates_alone = (batch / _one(work, device, batch, precision, software) for device in machine.devices)
+    rates_alone = (batch / parallel.alone(device, batch) for device in machine.devices)
     alone = statistics.fmean(min(rate_alone, images_per_second or rate_alone) for rate_alone in rates_alone)
     if count > 1 and alone > rate * gain:
         notes.append(f"one device alone is faster: {alone:,.0f} images/s")
@@ -258,8 +361,8 @@ def predict(
         done,
         planned,
         gain,
-        _curve(work, machine, batch, precision, software),
-        _changes(work, machine, shares, precision, software, done),
+        _curve(parallel, batch),
+        _changes(parallel, shares, done),
         tuple(notes),
     )
 
@@ -274,21 +377,6 @@ def has_bf16(device: Device) -> bool:
     return device.generation in ("ampere", "ada", "hopper", "blackwell", "tpu")
 
 
-def shares_of(work: Work, batch: int, machine: Machine, precision: str, software: Software) -> tuple[int, ...]:
-    """The images of each device by which all end at about the same time: as they are equal, even ones."""
-    count = len(machine.devices)
-    per = batch / count
-    kinds = {device: 1 / _one(work, device, per, precision, software) for device in set(machine.devices)}
-    speeds = [kinds[device] for device in machine.devices]
-    ends = [round(batch * sum(speeds[: number + 1]) / sum(speeds)) for number in range(count)]
-    return tuple(end - before for before, end in zip((0, *ends), ends, strict=False))
-
-
-def _one(work: Work, device: Device, images: float, precision: str, software: Software) -> float:
-    machine = Machine("", (device,), 1, device.host)
-    return step(work, images, device, units(device, precision), software, 1, site_of(machine), Scheme()).seconds
-
-
 def units(device: Device, precision: str) -> str:
     """What the device computes with: fp32 on devices that have it is TF32, as PyTorch's convolutions are."""
     if precision in ("bf16", "fp16"):
@@ -296,29 +384,35 @@ def units(device: Device, precision: str) -> str:
     return "tf32" if precision == "tf32" or device.tf32 else "fp32"
 
 
-def _step(
-    work: Work,
-    machine: Machine,
-    shares: Sequence[int],
-    precision: str,
-    software: Software,
-    scheme: Scheme | None = None,
-) -> Step:
-    """The step of data parallelism, of the device that takes longest."""
-    steps = {
-        (device, images): step(
-            work,
-            max(images, 1),
-            device,
-            units(device, precision),
-            software,
-            len(machine.devices),
-            site_of(machine),
-            scheme or Scheme(),
-        )
-        for device, images in set(zip(machine.devices, shares, strict=True))
-    }
-    return max(steps.values(), key=lambda one: one.seconds)
+@dataclass(frozen=True)
+class _DataParallel:
+    """Data parallelism of a network on a machine."""
+
+    work: Work
+    machine: Machine
+    precision: str
+    software: Software
+
+    def step(self, shares: Sequence[int]) -> Step:
+        """The step of the device that takes longest, where each has so many images."""
+        pairs, site = set(zip(self.machine.devices, shares, strict=True)), site_of(self.machine)
+        steps = [self._of(device, max(images, 1), len(shares), site) for device, images in pairs]
+        return max(steps, key=lambda one: one.seconds)
+
+    def alone(self, device: Device, images: float) -> float:
+        """Seconds of a step of one device by itself."""
+        return self._of(device, images, 1, site_of(Machine("", (device,), 1, device.host))).seconds
+
+    def shares(self, batch: int) -> tuple[int, ...]:
+        """The images of each device by which all end at about the same time: as they are equal, even ones."""
+        devices = self.machine.devices
+        speed_of = {device: 1 / self.alone(device, batch / len(devices)) for device in set(devices)}
+        speeds = [speed_of[device] for device in devices]
+        ends = [round(batch * sum(speeds[: number + 1]) / sum(speeds)) for number in range(len(devices))]
+        return tuple(end - before for before, end in zip((0, *ends), ends, strict=False))
+
+    def _of(self, device: Device, images: float, count: int, site: Site) -> Step:
+        return step(self.work, images, device, units(device, self.precision), self.software, count, site, Scheme())
 
 
 def _planned(
@@ -384,11 +478,10 @@ def _meshes(machine: Machine) -> list[Mesh]:
     return meshes
 
 
-def _curve(
-    work: Work, machine: Machine, batch: int, precision: str, software: Software
-) -> tuple[tuple[int, float], ...]:
+def _curve(parallel: _DataParallel, batch: int) -> tuple[tuple[int, float], ...]:
     """Images a second of data parallelism on 1, 2, 4, … of the devices, each with as many images; of equal ones also on
     twice as many, in the same host or in twice the hosts."""
+    machine = parallel.machine
     count, per_host = len(machine.devices), machine.per_host
     numbers = {1 << power for power in range(count.bit_length())} | {count}
     devices = machine.devices
@@ -397,28 +490,17 @@ def _curve(
     points = []
     for number in sorted(number for number in numbers if number <= per_host or number % per_host == 0):
         inside = number if machine.hosts == 1 else min(number, per_host)
-        part = replace(machine, devices=devices[:number], per_host=inside)
+        part = replace(parallel, machine=replace(machine, devices=devices[:number], per_host=inside))
         images = max(number, batch * number // count)
-        shares = shares_of(work, images, part, precision, software)
-        points.append((number, images / _step(work, part, shares, precision, software).seconds))
+        points.append((number, images / part.step(part.shares(images)).seconds))
     return tuple(points)
 
 
-def _changes(
-    work: Work, machine: Machine, shares: Sequence[int], precision: str, software: Software, done: Step
-) -> tuple[Change, ...]:
-    changes = []
-    rate = sum(shares) / done.seconds
-
-    def add(text: str, seconds: float, images: float) -> None:
-        gain = images / seconds / rate
-        if gain > 1.02:
-            changes.append(Change(text, gain))
-
-    if precision not in ("bf16", "fp16") and machine.devices[0].fp16:
-        add("half precision", _step(work, machine, shares, "bf16", software).seconds, sum(shares))
-    double = [2 * share for share in shares]
-    add("twice the batch", _step(work, machine, double, precision, software).seconds, sum(double))
+def _changes(parallel: _DataParallel, shares: Sequence[int], done: Step) -> tuple[Change, ...]:
+    software, precision, images = parallel.software, parallel.precision, sum(shares)
+    rate, seconds_of = images / done.seconds, dict[str, float]()
+    if precision not in ("bf16", "fp16") and parallel.machine.devices[0].fp16:
+        seconds_of["half precision"] = replace(parallel, precision="bf16").step(shares).seconds
     recorded = replace(software, recorded=True)
     settings = {"a compiler that fuses": replace(software, compiled=True), "updates recorded as CUDA graphs": recorded}
     if not software.compiled:
@@ -426,11 +508,13 @@ def _changes(
             recorded, kernels=True
         )
     for text, other in settings.items():
-        add(text, _step(work, machine, shares, precision, other).seconds, sum(shares))
-    without = done.seconds - done.exposed / 2
-    add("links twice as fast", without, sum(shares))
+        seconds_of[text] = replace(parallel, software=other).step(shares).seconds
+    seconds_of["links twice as fast"] = done.seconds - done.exposed / 2
     if done.feed > done.alone:
-        add("input twice as fast", max(done.alone, done.feed / 2), sum(shares))
+        seconds_of["input twice as fast"] = max(done.alone, done.feed / 2)
+    gains = {text: images / seconds / rate for text, seconds in seconds_of.items()}
+    gains["twice the batch"] = 2 * images / parallel.step([2 * share for share in shares]).seconds / rate
+    changes = (Change(text, gain) for text, gain in gains.items() if gain > 1.02)
     return tuple(sorted(changes, key=lambda one: -one.gain))
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,13 +32,11 @@ from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
 from convoy.ops.onednn import has_packing
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.device import Device, this_device
+from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
 from convoy.planner.cost.gradients import Update, issuing
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import VIEWS, LocalOp
-from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Roofline, Times
+from convoy.planner.cost.store import Device, ProfileStore, this_device
 from convoy.planner.profiling import ALIKE, Profiled, local_op_of, mean, profile, with_overhead
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import Strategy, is_choosing
@@ -46,35 +45,6 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, Situation
 from convoy.plans.plan import Plan, plan_text
 from convoy.units import plural, shorten
-
-
-def slowdowns_of(
-    measured: Sequence[tuple[float, ...]], ranks: Ranks, store: ProfileStore | None, device: Device
-) -> tuple[float, ...]:
-    """How many times as long as in the mean each rank computes; empty where they are about equally fast, or not
-    measured. All ranks call it. `measured` has for each profiling the seconds that each rank took for equal work. Where
-    nothing had to be profiled, the store may know it from before."""
-    name = "slowdown of " + hashlib.blake2b(repr(ranks.gather(_place())).encode(), digest_size=8).hexdigest()
-    rows = [row for row in measured if len(row) == ranks.num > 1 and min(row) > 0]
-
-    def known() -> tuple[float, ...]:
-        if rows:
-            seconds = [sum(of_rank) for of_rank in zip(*rows, strict=True)]
-            if store is not None:
-                with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                    store.note(device, name, seconds)
-            return tuple(seconds)
-        noted = store.noted(device, name) if store is not None else None
-        if not isinstance(noted, list) or len(noted) != ranks.num:
-            return ()
-        return tuple(one for one in noted if isinstance(one, float))
-
-    if ranks.num == 1:
-        return ()
-    seconds = ranks.first(known)
-    if len(seconds) < ranks.num or min(seconds) <= 0 or max(seconds) <= ALIKE * min(seconds):
-        return ()
-    return tuple(len(seconds) * of_rank / sum(seconds) for of_rank in seconds)
 
 
 def _place() -> tuple[object, ...]:
@@ -231,7 +201,10 @@ class Measurements:
         self.links = Links()
         self.per_transfer = 0.0  # seconds of the engine for a redistribution in one direction
         self._devices = {alone: device_of(workload, 1 if alone else ranks.on_host) for alone in (True, False)}
-        self._kept = {alone: ranks.first(partial(_stored, store, self._devices[alone])) for alone in (True, False)}
+        self._kept = {
+            alone: ranks.first(partial(store.times, device)) if store is not None else {}
+            for alone, device in self._devices.items()
+        }
         self._new: dict[bool, dict[LocalOp, Times]] = {True: {}, False: {}}
         self._around: dict[bool, list[Times]] = {True: [], False: []}
         self._by_rank: list[tuple[float, ...]] = []
@@ -279,10 +252,17 @@ class Measurements:
             smaller = smaller.halved()
         return smaller
 
+    def _noted(self, alone: bool, name: str) -> Any:
+        return self._store.noted(self._devices[alone], name) if self._store is not None else None
+
+    def _keep(self, write: Callable[[ProfileStore], object]) -> None:
+        if self._store is not None and self._ranks.rank == 0:
+            with contextlib.suppress(OSError):  # a full disk is no reason not to plan
+                write(self._store)
+
     def _ended(self, job: Job) -> float:
         """Bytes that a rank had when a process was ended from outside in the middle of this job; 0 where none was."""
-        noted = self._ranks.first(lambda: self._store.noted(self._devices[job.alone], job.mark) if self._store else 0.0)
-        return _ENOUGH_MORE * float(noted or 0.0)
+        return _ENOUGH_MORE * float(self._ranks.first(partial(self._noted, job.alone, job.mark)) or 0.0)
 
     @contextmanager
     def attempt(self, job: Job) -> Iterator[None]:
@@ -297,9 +277,7 @@ class Measurements:
             self._mark(job, None)
 
     def _mark(self, job: Job, room: float | None) -> None:
-        if self._store is not None and self._ranks.rank == 0:
-            with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                self._store.note(self._devices[job.alone], job.mark, room)
+        self._keep(lambda store: store.note(self._devices[job.alone], job.mark, room))
 
     def _run(self, job: Job, afresh: bool) -> None:
         together = not job.alone and job.placement.mesh.num_devices == self._ranks.num
@@ -328,13 +306,11 @@ class Measurements:
         self._new[job.alone] = profiled.times | self._new[job.alone]  # of several the first counts: `sample`
         self._around[job.alone].append(profiled.around)
         self._by_rank.append(profiled.by_rank)
-        disturbed = any(load.is_disturbed for load in loads)
         self.loads += loads
-        if not disturbed and self._store is not None and self._ranks.rank == 0:
-            device = self._devices[job.alone]
-            with contextlib.suppress(OSError):  # a full disk is no reason not to plan
-                self._store.put(device, profiled.times)
-                self._store.note(device, _around_of(job.workload, job.alone), list(profiled.around.numbers))
+        if not any(load.is_disturbed for load in loads):
+            device, around = self._devices[job.alone], _around_of(job.workload, job.alone)
+            self._keep(lambda store: store.put(device, profiled.times))
+            self._keep(lambda store: store.note(device, around, list(profiled.around.numbers)))
 
     def _compare(self, alone: bool, times_now: Mapping[LocalOp, Times]) -> None:
         """Bring kept times to the machine's pace of now, or forget them where it is another one."""
@@ -351,9 +327,7 @@ class Measurements:
             f"times that were kept of earlier plans and runs are {before / now:.2f} × those of now, so all is measured "
             "anew: convoy profile --clear forgets them"
         )
-        if self._store is not None and self._ranks.rank == 0:
-            with contextlib.suppress(OSError):
-                self._store.clear(self._devices[alone])
+        self._keep(lambda store: store.clear(self._devices[alone]))
 
     def _local_ops(self, job: Job) -> list[LocalOp]:
         placement = job.placement
@@ -392,8 +366,20 @@ class Measurements:
         return Roofline(_REACHED * 2 * _MATRIX**3 / max(spent, 1e-9), 1e10, 1e-5)
 
     def slowdowns(self) -> tuple[float, ...]:
-        """How many times as long as in the mean each rank computes; empty where they are about equally fast."""
-        return slowdowns_of(self._by_rank, self._ranks, self._store, self._devices[False])
+        """How many times as long as in the mean each rank computes, by the seconds that each took for equal work; empty
+        where they are about equally fast, or not measured. All ranks call it. Where nothing had to be profiled, the
+        store may know it from before."""
+        if self._ranks.num == 1:
+            return ()
+        name = "slowdown of " + hashlib.blake2b(repr(self._ranks.gather(_place())).encode(), digest_size=8).hexdigest()
+        rows = [row for row in self._by_rank if len(row) == self._ranks.num and min(row) > 0]
+        seconds = [sum(of_rank) for of_rank in zip(*rows, strict=True)]
+        if rows:
+            self._keep(lambda store: store.note(self._devices[False], name, seconds))
+        seconds = self._ranks.first(lambda: seconds if rows else self._noted(False, name) or [])
+        if len(seconds) < self._ranks.num or min(seconds) <= 0 or max(seconds) <= ALIKE * min(seconds):
+            return ()
+        return tuple(len(seconds) * of_rank / sum(seconds) for of_rank in seconds)
 
     def costs(self, alone: bool) -> Costs:
         """What is known by now of one device while the others of the host rest, or while all of them compute."""
@@ -409,8 +395,9 @@ class Measurements:
 
     def _loss(self, alone: bool) -> HostCost:
         workload = (self._workload.alone if alone else None) or self._workload
-        name = _around_of(workload, alone)
-        return self._ranks.first(partial(_around, self._around[alone], self._store, self._devices[alone], name))
+        measured = mean(self._around[alone]).numbers if self._around[alone] else None
+        noted = self._ranks.first(lambda: measured or self._noted(alone, _around_of(workload, alone)))
+        return HostCost(per_pass=sum(noted[:2]), host=sum(noted[2:])) if noted else HostCost()
 
     @cached_property
     def _without_times(self) -> dict[bool, Costs]:
@@ -447,16 +434,5 @@ def device_of(workload: Workload, neighbours: int) -> Device:
     )
 
 
-def _stored(store: ProfileStore | None, device: Device) -> dict[LocalOp, Times]:
-    return {} if store is None else store.times(device)
-
-
 def _around_of(workload: Workload, alone: bool) -> str:
     return f"around {workload.name} {workload.samples} {'alone' if alone else 'together'}"
-
-
-def _around(measured: Sequence[Times], store: ProfileStore | None, device: Device, name: str) -> HostCost:
-    if measured:
-        return HostCost(per_pass=mean(measured).total, host=mean(measured).host)
-    noted = store.noted(device, name) if store is not None else None
-    return HostCost(per_pass=sum(noted[:2]), host=sum(noted[2:])) if isinstance(noted, list) else HostCost()

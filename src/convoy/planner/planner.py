@@ -17,22 +17,19 @@ from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.link import Links, Rate, links_named
-from convoy.planner.cost.memory import most, rank_memory
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.prediction import Scored, scored
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.prediction import Scored, most, rank_memory, scored
+from convoy.planner.cost.store import ProfileStore, device_memory
 from convoy.planner.link_probe import measured_links
 from convoy.planner.measured import LONGEST, Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
 from convoy.planner.remembered import remember, unlike_runs
 from convoy.planner.search.cuts import InPasses
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
-from convoy.planner.search.meshes import SearchResult
 from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.prices import meshes as meshes_of
-from convoy.planner.search.search import search
+from convoy.planner.search.search import SearchResult, search
 from convoy.planner.search.stages import in_best_passes, search_stages
 from convoy.planner.workload import Workload, memory_of_updates
 from convoy.plans.mesh import STAGE, Mesh
@@ -226,7 +223,8 @@ def make_plan(
         scores.sort(key=lambda one: one.seconds)
         best = ranks.broadcast((scores[0].plan, scores[0].passes))
         staged = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
-        lacking = ranks.broadcast([one for one in staged if one not in proposed and _lacks(measured, workload, one)])
+        new = [one for one in staged if one not in proposed]
+        lacking = ranks.broadcast([one for one in new if measured.lacking(plan_job(workload, *one)) > _SETTLED])
         lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
         if devices == 1 or not lacking or not is_in_time():
             break
@@ -330,10 +328,6 @@ def _raced(
         raise TooLargeError(str(failure)) if getattr(failure, "out_of_memory", False) else failure
     ranking = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
     return replace(planned, candidates=tuple(ranking), notes=tuple(notes), measured=took)
-
-
-def _lacks(measured: Measurements, workload: Workload, proposal: Proposal) -> bool:
-    return measured.lacking(plan_job(workload, *proposal)) > _SETTLED
 
 
 def _given(workload: Workload, plans: Sequence[Plan]) -> list[Proposal]:

@@ -18,13 +18,11 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.parallelize import local_samples, take_part
 from convoy.engine.profiling import OUTSIDE, CallTimes, Profiler
 from convoy.engine.watched import DeviceClock
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Collective, Links
-from convoy.planner.cost.local import local_op
-from convoy.planner.cost.local_op import VIEWS, LocalOp, dtype_name
+from convoy.planner.cost.local_op import VIEWS, LocalOp, dtype_name, local_op
 from convoy.planner.cost.prediction import predict
 from convoy.planner.cost.program import InternalMessages, internal_messages, moved
-from convoy.planner.cost.times import Table, Times
 from convoy.planner.workload import Workload, momentum, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import PlacedCall, Placement
@@ -44,11 +42,6 @@ class Profiled:
     around: Times  # a pass outside of its calls
     # seconds of each rank for the operations that all of them had; empty where only one profiled
     by_rank: tuple[float, ...] = ()
-
-
-def raises_out_of_memory(device: torch.device) -> bool:
-    """Whether a process is told that memory lacks, as on a GPU; for want of the host's it is ended."""
-    return device.type == "cuda"
 
 
 def profile(
@@ -121,9 +114,9 @@ def profile(
 
 
 def try_out(workload: Workload, placement: Placement, rank: int) -> None:
-    """Run a rank's part of a pass alone, where it is told that memory lacks (torch.OutOfMemoryError), before others
-    wait for it in groups."""
-    if raises_out_of_memory(workload.device):
+    """Run a rank's part of a pass alone, where it is told that memory lacks (torch.OutOfMemoryError), as on a GPU,
+    before others wait for it in groups. For want of a host's memory a process is ended."""
+    if workload.device.type == "cuda":
         with autocast(workload):
             _profiler(workload, placement, rank).try_out()
 
@@ -235,9 +228,8 @@ def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> flo
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)]).to(workload.device)
     chain = workload_of(model, images, len(images))
     profiled = profile(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
-    times = Table({one.key: seconds for one, seconds in profiled.times.items()}, lambda local_op: Times())
     loss = replace(costs.loss, per_pass=profiled.around.total, host=profiled.around.host)
-    complete = replace(costs, times=times, loss=loss)
+    complete = replace(costs, times=lambda one: profiled.times.get(one, Times()), loss=loss)
     measured = _update(model, plan, images, workload.device)
     return max(ranks.gather(measured)) - predict(chain.place(plan), complete).total
 

@@ -14,17 +14,14 @@ from typing import Any
 from convoy.engine.watched import WatchedUpdate
 from convoy.errors import ConvoyError
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.device import Device
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Links
-from convoy.planner.cost.local import BatchNorm, local_op
-from convoy.planner.cost.local_op import VIEWS, LocalOp
+from convoy.planner.cost.local_op import VIEWS, BatchNorm, LocalOp, local_op
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.prediction import Scored, scored
 from convoy.planner.cost.program import internal_messages
-from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Times
+from convoy.planner.cost.store import Device, ProfileStore
 from convoy.planner.profiling import mean
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan, plan_text

@@ -1,8 +1,8 @@
-"""The explanation of a plan as text for a terminal, and as JSON has it."""
+"""The explanation of a plan as text for a terminal and as JSON has it; predicted and measured updates as traces."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from convoy.planner.cost.prediction import Scored
 from convoy.planner.layers import Layer, Stage
@@ -11,6 +11,7 @@ from convoy.planner.verdict import Explained
 from convoy.plans.explain import listed, some_ranks
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import COMPUTE
+from convoy.plans.timeline import Span, Stream, Timeline
 from convoy.units import extra, per_second, plural, rough_percent, seconds, shape, shorten, size, table
 
 _LONGEST = 90  # characters of a plan in the table of candidates
@@ -20,52 +21,32 @@ _WORTH_A_ROW = 0.02  # part of an update from which on a layer without a strateg
 def explanation_text(answer: Explained, first: Sequence[str] = ()) -> str:
     """Verdict, figures, time, candidates and layers, as aligned tables, after the notes that are to come `first`; the
     other notes are at the end."""
-    return "\n".join([*first, *_lines(answer, first)]) + "\n"
-
-
-def _lines(answer: Explained, first: Sequence[str]) -> Iterator[str]:
-    planned, scored = answer.planned, answer.scored
-    workload = planned.workload
-    passes = ""
-    if scored.passes > 1:
-        passes = f" in {scored.passes} passes of {scored.placement.batch.num_samples}"
-    devices = "1 device" if planned.devices == 1 else f"{planned.devices} devices"
-    warning = planned.warning(scored.seconds)
-    lead = (
-        f"{workload.name} on {devices}, {workload.batch} samples an update{passes}, images of {shape(workload.sample)}"
+    planned, scored, verdict = answer.planned, answer.scored, answer.verdict
+    workload, shares = planned.workload, planned.shares(scored.plan)
+    passes = f" in {scored.passes} passes of {scored.placement.batch.num_samples}" if scored.passes > 1 else ""
+    several = planned.devices > 1
+    on = f"{workload.name} on {planned.devices} device{'s' * several}"
+    lead = f"{on}, {workload.batch} samples an update{passes}, images of {shape(workload.sample)}"
+    plan = [
+        f"plan {scored.plan}",
+        f"with --shares {','.join(map(str, shares))}" if shares is not None else "",
+        _passes(planned, scored) if scored.staging is not None else "",
+        verdict.sentence,
+        verdict.advice,
+    ]
+    changes = [(change.text, f"{change.gain:.2f} ×", seconds(change.seconds)) for change in answer.changes]
+    sections: tuple[Iterable[str], ...] = (
+        [*first, "; ".join(filter(None, (lead, planned.warning(scored.seconds))))],
+        filter(None, plan),
+        _figures(answer),
+        _parts(answer),
+        table(("what if", "samples/s", "update"), changes, ("samples/s", "update")) if changes else (),
+        _candidates(answer) if several or len(planned.candidates) > 1 else (),
+        _stages(answer) if answer.stages else (),
+        _layers(answer) if several else (),
+        [note for note in answer.notes if note not in first],
     )
-    yield f"{lead}; {warning}" if warning else lead
-    yield ""
-    yield f"plan {scored.plan}"
-    shares = planned.shares(scored.plan)
-    if shares is not None:
-        yield f"with --shares {','.join(map(str, shares))}"
-    if scored.staging is not None:
-        yield _passes(planned, scored)
-    yield answer.verdict.sentence
-    if answer.verdict.advice:
-        yield answer.verdict.advice
-    yield ""
-    yield from _figures(answer)
-    yield ""
-    yield from _parts(answer)
-    if answer.changes:
-        yield ""
-        rows = [(change.text, f"{change.gain:.2f} ×", seconds(change.seconds)) for change in answer.changes]
-        yield from table(("what if", "samples/s", "update"), rows, ("samples/s", "update"))
-    if len(planned.candidates) > 1 or planned.devices > 1:
-        yield ""
-        yield from _candidates(answer)
-    if answer.stages:
-        yield ""
-        yield from _stages(answer)
-    if planned.devices > 1:
-        yield ""
-        yield from _layers(answer)
-    last = [note for note in answer.notes if note not in first]
-    if last:
-        yield ""
-        yield from last
+    return "\n\n".join(filter(None, map("\n".join, sections))) + "\n"
 
 
 def _passes(planned: Planned, scored: Scored) -> str:
@@ -298,3 +279,68 @@ def _layer_document(layer: Layer) -> dict[str, Any]:
         "parameter_bytes": layer.parameters,
         "next_best": {"strategy": list(other.strategy), "extra_s": other.seconds} if other is not None else None,
     }
+
+
+_THREADS = get_args(Stream)
+_COLORS = {
+    "forward": "thread_state_running",
+    "backward": "thread_state_runnable",
+    "transfer": "terrible",
+    "gradient": "bad",
+    "copy": "yellow",
+    "update": "good",
+    "around": "grey",
+}
+
+
+def trace(**sources: Timeline) -> dict[str, Any]:
+    """The trace of one or several steps as JSON has it, by where they come from: `predicted=…, measured=…`. Each rank
+    of each is a process, and the processes of a rank stand below each other."""
+    events: list[dict[str, Any]] = []
+    for number, (source, timeline) in enumerate(sources.items()):
+        events += _of_source(source, number, len(sources), timeline.spans)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _of_source(source: str, number: int, count: int, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    streams = sorted({span.task.stream for span in spans}, key=lambda name: (*_place(name), name))
+    threads = {stream: place for place, stream in enumerate(streams, 1)}
+
+    def process_of(rank: int) -> int:
+        return 1 + rank * count + number  # viewers treat process 0 as the kernel's
+
+    for rank in sorted({span.task.rank for span in spans}):
+        process = process_of(rank)
+        yield _named("process_name", process, 0, name=f"{source} rank {rank}")
+        yield _named("process_sort_index", process, 0, sort_index=process)
+        for stream in sorted({span.task.stream for span in spans if span.task.rank == rank}, key=threads.__getitem__):
+            yield _named("thread_name", process, threads[stream], name=stream)
+            yield _named("thread_sort_index", process, threads[stream], sort_index=threads[stream])
+    for span in spans:
+        task = span.task
+        # in whole nanoseconds, as viewers count, so that events that follow each other do not overlap
+        start, end = round(span.start * 1e9), round(span.end * 1e9)
+        arguments: dict[str, Any] = {"layer": task.layer, "kind": task.kind}
+        if task.num_bytes:
+            arguments["bytes"] = task.num_bytes
+        event = {
+            "ph": "X",
+            "name": task.name or task.layer or task.kind,
+            "cat": task.kind,
+            "pid": process_of(task.rank),
+            "tid": threads[task.stream],
+            "ts": start / 1e3,
+            "dur": (end - start) / 1e3,
+            "args": arguments,
+        }
+        if task.kind in _COLORS:
+            event["cname"] = _COLORS[task.kind]
+        yield event
+
+
+def _named(what: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": arguments}
+
+
+def _place(stream: str) -> tuple[int]:
+    return (_THREADS.index(stream) if stream in _THREADS else len(_THREADS),)

@@ -237,19 +237,8 @@ def _verdict(
     if total > planned.serial.seconds:
         alone = f"One device alone is predicted to be faster, {seconds(planned.serial.seconds)} an update."
         advice = f"{alone} {advice}".rstrip()
-    sentence = _waiting(scored) if kind == "stages" else _sentence(kind, layer, planned, total, by_name)
+    sentence = _sentence(kind, layer, planned, scored, by_name)
     return Verdict(kind, layer.name if layer else None, sentence, change, advice)
-
-
-def _waiting(scored: Scored) -> str:
-    stages, total = stages_of(scored), scored.seconds or 1.0
-    longest = max(range(len(stages)), key=lambda number: stages[number].computes)
-    waits = rough_percent(stages[longest].waits / total)
-    return (
-        f"Bound by the stages: devices wait for other stages for {rough_percent(scored.bubble)} of an update, those "
-        f"that compute longest for {waits}; most is computed in stage {longest + 1}, from "
-        f"{stages[longest].layer or 'the beginning'} on."
-    )
 
 
 def _kind(
@@ -267,7 +256,7 @@ def _kind(
         updating = parts["optimizer"].seconds if "optimizer" in parts else 0.0
         return ("optimizer", None) if updating > 0.5 * total else ("compute", longest)
     contention = scored.timeline.contention()
-    lost = {
+    lost: dict[Bottleneck, float] = {
         "communication": contention + _lost(parts, "packing for messages", "exposed communication"),
         "compute": _lost(parts, "forward", "backward", "loss and the rest of a pass", ENGINE) - contention,
         "optimizer": _lost(parts, "optimizer"),
@@ -276,11 +265,9 @@ def _kind(
     }
     most = max(lost, key=lambda name: lost[name])
     if most == "communication":
-        return "communication", max(layers, key=lambda layer: layer.exposed + layer.copies, default=None)
-    if most == "optimizer":
-        return "optimizer", None
-    if most == "input":
-        return "input", None
+        return most, max(layers, key=lambda layer: layer.exposed + layer.copies, default=None)
+    if most in ("optimizer", "input"):
+        return most, None
     computes = [stage.computes for stage in stages_of(scored)] or [0.0]
     uneven = max(computes) - sum(computes) / len(computes)
     if most == "stages" or uneven > lost["compute"] / 2:
@@ -316,56 +303,58 @@ def _slower(planned: Planned, layers: tuple[Layer, ...]) -> Layer | None:
     return max(layers, key=beyond, default=None)
 
 
-def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, total: float, parts: dict[str, Part]) -> str:
-    name = (layer.name or "the network itself") if layer is not None else ""
+_SENTENCES: dict[str, str] = {
+    "compute": "Compute-bound: {computing} of an update is computing{mostly}.",
+    "communication": "Communication-bound in {name}: {sending} of an update is sending and waiting, {waits} for this "
+    "layer.",
+    "spread": "Communication-bound: {sending} of an update is sending and waiting, spread over many layers, most in "
+    "{name} ({waits}).",
+    "batch": "Too small a batch per device: a pass of {samples} samples is little for {devices} devices, and computing "
+    "takes {ratio} times its even share (most in {name}){engine}.",
+    "division": "Computing divides badly: it takes {ratio} times its even share, most in {name}. Parts of a layer may "
+    "be too small to be fast, or the devices share a memory.",
+    "repeated": "Work is repeated: {name} runs whole on every device, as no other strategy pays; computing takes "
+    "{ratio} times its even share.",
+    "optimizer": "Bound by the optimizer: {optimizer} of an update is changing the weights.",
+    "host": "Bound by the host: for {host} of an update the device waits for work to be issued, so that a larger batch "
+    "takes hardly longer.",
+    "stages": "Bound by the stages: devices wait for other stages for {bubble} of an update, those that compute "
+    "longest for {stage_waits}; most is computed in stage {stage}, from {begins} on.",
+    "input": "Input-bound: {input} of an update is getting the input ready.",
+}
+
+
+def _sentence(kind: Bottleneck, layer: Layer | None, planned: Planned, scored: Scored, parts: dict[str, Part]) -> str:
+    total, stages = scored.seconds or 1.0, stages_of(scored)
 
     def share(*names: str) -> str:
-        return rough_percent(sum(parts[name].seconds for name in names if name in parts) / total if total else 0.0)
+        return rough_percent(sum(parts[name].seconds for name in names if name in parts) / total)
 
-    computing = share(*_COMPUTING)
-    match kind:
-        case "compute":
-            part = rough_percent((layer.forward + layer.backward) / total) if layer is not None and total else ""
-            most = f", most of all in {name} ({part})" if layer is not None else ""
-            return f"Compute-bound: {computing} of an update is computing{most}."
-        case "communication":
-            assert layer is not None
-            part = rough_percent((layer.exposed + layer.copies) / total)
-            waits = share("exposed communication", "packing for messages")
-            if layer.exposed + layer.copies < _lost(parts, "exposed communication", "packing for messages") / 3:
-                return (
-                    f"Communication-bound: {waits} of an update is sending and waiting, spread over many layers, most "
-                    f"in {name} ({part})."
-                )
-            return f"Communication-bound in {name}: {waits} of an update is sending and waiting, {part} for this layer."
-        case "batch":
-            workload = planned.workload
-            engine = f", {ENGINE} {share(ENGINE)} of an update" if ENGINE in parts else ""
-            return (
-                f"Too small a batch per device: a pass of {workload.samples} samples is little for {planned.devices} "
-                f"devices, and computing takes {_ratio(parts.values())} times its even share (most in {name}){engine}."
-            )
-        case "division":
-            return (
-                f"Computing divides badly: it takes {_ratio(parts.values())} times its even share, most in {name}. "
-                "Parts of a layer may be too small to be fast, or the devices share a memory."
-            )
-        case "repeated":
-            return (
-                f"Work is repeated: {name} runs whole on every device, as no other strategy pays; computing takes "
-                f"{_ratio(parts.values())} times its even share."
-            )
-        case "optimizer":
-            return f"Bound by the optimizer: {share('optimizer')} of an update is changing the weights."
-        case "host":
-            return (
-                f"Bound by the host: for {share(HOST)} of an update the device waits for work to be issued, so that a "
-                "larger batch takes hardly longer."
-            )
-        case "stages":
-            raise AssertionError("has a sentence of its own")
-        case "input":
-            return f"Input-bound: {share('input')} of an update is getting the input ready."
+    waits, name, mostly, form = 0.0, "", "", str(kind)
+    if layer is not None:
+        waits, name = layer.exposed + layer.copies, layer.name or "the network itself"
+        mostly = f", most of all in {name} ({rough_percent((layer.forward + layer.backward) / total)})"
+    if kind == "communication" and waits < _lost(parts, "exposed communication", "packing for messages") / 3:
+        form = "spread"
+    longest = max(range(len(stages)), key=lambda number: stages[number].computes, default=0)
+    return _SENTENCES[form].format(
+        name=name,
+        mostly=mostly,
+        waits=rough_percent(waits / total),
+        computing=share(*_COMPUTING),
+        sending=share("exposed communication", "packing for messages"),
+        optimizer=share("optimizer"),
+        host=share(HOST),
+        input=share("input"),
+        engine=f", {ENGINE} {share(ENGINE)} of an update" if ENGINE in parts else "",
+        samples=planned.workload.samples,
+        devices=planned.devices,
+        ratio=_ratio(parts.values()),
+        bubble=rough_percent(scored.bubble),
+        stage=longest + 1,
+        stage_waits=rough_percent(stages[longest].waits / total) if stages else "",
+        begins=(stages[longest].layer if stages else "") or "the beginning",
+    )
 
 
 def _ratio(parts: Iterable[Part], part: float = 1.0) -> str:

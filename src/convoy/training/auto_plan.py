@@ -18,8 +18,8 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.given import copied
 from convoy.planner import Planned, Scored, make_plan
 from convoy.planner.cost.costs import HostCost
-from convoy.planner.cost.device import device_memory
 from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.store import device_memory
 from convoy.planner.profiling import try_out
 from convoy.planner.verdict import explained
 from convoy.plans.layout import balanced

@@ -32,14 +32,14 @@ from convoy.launch.host import HostLoad, HostWatch, beside_others, network_place
 from convoy.ops.registry import under_autocast
 from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, Group, groups_beside, of_all_stages, parts_beside, stages_beside
+from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.cost.times import Times
-from convoy.planner.cost.trace import trace
 from convoy.planner.layers import busiest_ranks
 from convoy.planner.profiling import mean
 from convoy.planner.remembered import measured_ops, recalled, remember_run
+from convoy.planner.text import trace
 from convoy.plans.place import Placement
 from convoy.plans.schedule import bubble
 from convoy.plans.timeline import Summary, Timeline

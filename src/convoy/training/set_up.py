@@ -23,8 +23,8 @@ from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.memory import most, rank_memory
 from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.workload import memory_of_updates
 from convoy.plans.fit import note_on_hosts

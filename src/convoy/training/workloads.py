@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from convoy.comm.collectives import Group
 from convoy.engine import Probe, microbatch_sizes
 from convoy.planner import Workload, workload_of
-from convoy.planner.cost.device import Device, this_device
+from convoy.planner.cost.store import Device, this_device
 from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule
 from convoy.training.build import divisible_sizes, is_recorded, merged, probed, why_not_recorded
 from convoy.training.derived import num_microbatches

@@ -8,14 +8,13 @@ from torch import nn
 
 from convoy.ops.recompute import with_recomputed
 from convoy.planner.cost import step
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
 from convoy.planner.cost.prediction import Scored, scored
 from convoy.planner.cost.program import copied, joined, laid_out
-from convoy.planner.cost.times import Times
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import bubble
 from plans.made_graph import chain, placed
@@ -167,9 +166,8 @@ def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own() -> None:
     assert [kind.get("around", 0.0) for kind in kinds] == [0.0, 1.0]
     assert [kind["update"] for kind in kinds] == pytest.approx([2.0, 2.0])
     assert [one.parameters for one in result.by_stage] == [2 * (WEIGHT + BIAS)] * 2
-    for plan in ("stage=2,sample=2", "sample=2,stage=2", "stage=2,filter=2"):  # which divide the layers of a stage
+    for plan in ("stage=2,sample=2", "stage=2,filter=2"):  # which divide the layers of a stage
         result = predicted(plan, 4, "1f1b", links(0.5))
-        assert len(result.timeline.ranks) == 2  # one of each stage
         sent = [span.task for span in result.timeline.spans if span.task.stream == "stages"]
         assert sent and all(one.num_bytes == ONE // 2 for one in sent)
         assert all(result.staging.stage_of(one.rank) != result.staging.stage_of(one.peer) for one in sent)

@@ -6,7 +6,7 @@ import sqlite3
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from convoy.planner.cost import store as store_module
-from convoy.planner.cost.device import Device, cores_allowed, this_device
+from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp, Operand
-from convoy.planner.cost.store import ProfileStore, default_folder
-from convoy.planner.cost.times import Times
+from convoy.planner.cost.store import Device, ProfileStore, cores_allowed, default_folder, this_device
 
 DEVICE = Device("Some CPU @ 2.5 GHz", "2.13", "0.1", 1)
 
@@ -45,8 +44,8 @@ def test_what_is_put_is_found_again_by_another_store_of_the_same_device(tmp_path
     store, other = ProfileStore(tmp_path), ProfileStore(tmp_path)
     assert other.times(DEVICE) == {}
     put(store, {3: 0.5, 4: 2})
-    assert other.get(DEVICE, op(3)) == Times(0.5, 1) and other.devices() == [DEVICE]
-    assert store.get(DEVICE, op(5)) is store.get(replace(DEVICE, threads=2), op(3)) is None
+    assert other.times(DEVICE).get(op(3)) == Times(0.5, 1) and other.devices() == [DEVICE]
+    assert store.times(DEVICE).get(op(5)) is store.times(replace(DEVICE, threads=2)).get(op(3)) is None
     put(store, {3: 5})  # the last measurement counts
     assert [(row.local_op, row.times.forward) for row in store.rows(DEVICE)] == [(op(4), 2), (op(3), 5)]
     for value in ([{"ranks": [0, 1]}], []):  # notes are kept beside them
@@ -133,7 +132,7 @@ def test_runs_count_before_profiling_the_median_of_the_last_and_newer_ones_more(
     only = ProfileStore(tmp_path / "hosts")  # what a host takes is known from profiling, whatever runs add
     only.put(DEVICE, {op(1): Times(1, 2, 3, 4)})
     put(only, {1: 7}, "run")
-    assert only.get(DEVICE, op(1)) == Times(7, 14, 3, 4)
+    assert only.times(DEVICE).get(op(1)) == Times(7, 14, 3, 4)
 
 
 def test_old_runs_count_no_longer_and_the_oldest_operations_and_devices_go(tmp_path: Path) -> None:
@@ -146,12 +145,8 @@ def test_old_runs_count_no_longer_and_the_oldest_operations_and_devices_go(tmp_p
             put(ProfileStore(folder), {3: 2}, source)
         assert kept(folder) == {3: seconds}
     store = ProfileStore(tmp_path)
-    store.note(DEVICE, "links", [1])
-    for seconds in range(20):
+    for seconds in range(5):
         put(store, dict.fromkeys(range(50), seconds))
-    put(store, {1: 7}, "run")
-    assert kept(tmp_path) == {number: 7 if number == 1 else 19 for number in range(50)}
-    assert ProfileStore(tmp_path).noted(DEVICE, "links") == [1]
     with closing(sqlite3.connect(tmp_path / store_module.FILE)) as database:  # what counts no longer is not kept
         assert database.execute("SELECT count(*) FROM times").fetchone() == (50,)
     store.clear()
@@ -165,19 +160,9 @@ def test_old_runs_count_no_longer_and_the_oldest_operations_and_devices_go(tmp_p
 
 
 def test_devices_that_take_other_times_have_other_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    changes = {
-        "name": "Other CPU",
-        "torch": "2.14",
-        "convoy": "0.2",
-        "threads": 2,
-        "precision": "bfloat16",
-        "channels_last": True,
-        "compiled": True,
-        "neighbours": 2,
-        "numerics": "benchmark",
-        "share": 0.5,
-    }
-    assert len({DEVICE.key, *(replace(DEVICE, **{name: value}).key for name, value in changes.items())}) == 11
+    others = {"str": "other", "int": 7, "bool": True, "float": 0.5}
+    changed = [replace(DEVICE, **{one.name: others[one.type.__name__]}) for one in fields(Device)]
+    assert len({DEVICE.key, *(one.key for one in changed)}) == 1 + len(changed)
     assert replace(DEVICE).key == DEVICE.key and DEVICE.key.startswith("some-cpu-2-5-ghz-1t-float32-")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CONVOY_CACHE", raising=False)
@@ -200,7 +185,7 @@ def test_this_device_is_named_with_its_switches_and_its_share_of_a_core() -> Non
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision(before)
     assert numerics.startswith("deterministic") and "tf32 products" in numerics
-    with patch("convoy.planner.cost.device.cores_allowed", lambda: torch.get_num_threads() / 2):
+    with patch("convoy.planner.cost.store.cores_allowed", lambda: torch.get_num_threads() / 2):
         assert (this_device(cpu).share, "50% of the time" in this_device(cpu).describe()) == (0.5, True)
     assert this_device(cpu) == plain
 

@@ -11,25 +11,24 @@ import pytest
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.hardware.catalog import Hop, link_named
+from convoy.hardware.catalog import link_named
 from convoy.hardware.catalog import links as catalog
 from convoy.models import create
 from convoy.models.counting import count
 from convoy.planner.cost.calibrated import Calibrated, fitted
-from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Assumed, Curve, Link, Links, Rate, first_group, links_named
-from convoy.planner.cost.local import local_op
-from convoy.planner.cost.local_op import LocalOp, Operand
-from convoy.planner.cost.times import Roofline, Table, Times
+from convoy.planner.cost.costs import Roofline, Times
+from convoy.planner.cost.gradients import Update, issuing
+from convoy.planner.cost.link import Curve, Link, Links, Rate, first_group, links_named
+from convoy.planner.cost.local_op import LocalOp, Operand, local_op
 from convoy.plans.mesh import Mesh
 from plans.made_graph import Does, chain, graph_of, placed, small_net
 
 ROOFLINE = Roofline(1e9, 1e9, 1e-6)
 
 
-def conv(samples: int, channels: int = 16, kernel: int = 3, stride: int = 1, size: int = 14) -> LocalOp:
+def conv(samples: int, channels: int = 16, stride: int = 1, size: int = 14) -> LocalOp:
     x = Operand((samples, channels, size, size), "float32", gradient=True)
-    weight = Operand((channels, channels, kernel, kernel), "float32", "parameter", True)
+    weight = Operand((channels, channels, 3, 3), "float32", "parameter", True)
     y = Operand((samples, channels, size // stride, size // stride), "float32", gradient=True)
     return LocalOp("conv", "", (x, weight), (y,), (("groups", 1), ("stride", (stride, stride)), ("transposed", False)))
 
@@ -49,7 +48,7 @@ def conv3(a: int, b: int, **options: Any) -> nn.Conv2d:
 
 
 def test_an_operation_has_its_key_in_every_process_and_another_one_has_another() -> None:
-    one = replace(conv(8), inputs=(replace(conv(8).inputs[0], gradient=False), conv(8).inputs[1]))
+    one = conv(8)
     again = LocalOp.from_dict(json.loads(json.dumps(one.to_dict())))
     assert again == one and hash(again) == hash(one) and one.key.startswith("conv-")
     code = "from convoy.planner.cost.local_op import LocalOp; print(LocalOp.from_dict(eval(input())).key)"
@@ -58,33 +57,10 @@ def test_an_operation_has_its_key_in_every_process_and_another_one_has_another()
         command, input=repr(one.to_dict()), capture_output=True, text=True, check=True, env=environment
     )
     assert result.stdout.strip() == one.key
-    variants = [
-        replace(one, op="linear"),
-        replace(one, inputs=(replace(one.inputs[0], shape=(9, 16, 14, 14)), one.inputs[1])),
-        replace(one, inputs=(replace(one.inputs[0], dtype="bfloat16"), one.inputs[1])),
-        replace(one, inputs=(replace(one.inputs[0], gradient=True), one.inputs[1])),
-        replace(one, options=(("groups", 1), ("stride", (2, 2)))),
-    ]
-    assert len({other.key for other in (one, *variants)}) == 6
-    table = Table({one.key: Times(1, 2)}, lambda op: Times(7, 7))
-    assert (table(one), table(variants[0])) == (Times(1, 2), Times(7, 7))
-
-
-def test_ranks_and_blocks_that_do_the_same_have_one_operation() -> None:
-    blocks = chain((8, 4, 9, 9), first=conv3(4, 4), a=conv3(4, 4), r=nn.ReLU(), b=conv3(4, 4))
-    result = local_ops(blocks, "sample=2")
-    assert result["a"] == result["b"] != result["first"]  # which needs no gradient of the images
-    first, second = (local_ops(small_net(9), "sample=2", rank)["features.0"] for rank in (0, 1))
-    assert (first.inputs[0].shape[0], second.inputs[0].shape[0]) == (5, 4)
-    assert local_ops(small_net(), "sample=2", 0) == local_ops(small_net(), "sample=2", 1)
-    rows = [local_ops(chain((4, 3, 12, 12), a=conv3(3, 4)), "height=3", rank)["a"] for rank in range(3)]
-    assert [row.option("padding")[0] for row in rows] == [(0, 1, 0), (0, 0, 0), (0, 0, 1)]
-    assert [row.inputs[0].shape[2] for row in rows] == [5, 6, 5]
-    assert rows[0].bytes.forward > replace(rows[0], options=rows[1].options).bytes.forward  # the padding takes a copy
-    grouped = chain((4, 8, 9, 9), a=conv3(8, 8, groups=4))
-    assert [local_ops(grouped, plan)["a"].option("groups") for plan in ("filter=2", "serial")] == [2, 4]
-    partial = chain((4, 8, 9, 9), c=conv3(8, 8))  # one rank adds the bias
-    assert [local_ops(partial, "channel=2", rank)["c"].option("bias") for rank in (0, 1)] == [True, False]
+    images, weight = one.inputs
+    changes = ({"shape": (9, 16, 14, 14)}, {"dtype": "bfloat16"}, {"gradient": False})
+    variants = [replace(one, inputs=(replace(images, **change), weight)) for change in changes]
+    assert len({other.key for other in (one, replace(one, op="linear"), conv(8, stride=2), *variants)}) == 6
 
 
 class Shared(nn.Module):
@@ -99,17 +75,28 @@ class Shared(nn.Module):
         return self.c(x + self.b(x)) + self.r(x)
 
 
-def test_what_overwrites_adds_gradients_or_has_odd_arguments_is_another_operation() -> None:
-    alone = local_ops(chain((8, 4, 9, 9), a=conv3(4, 4), r=nn.ReLU(), b=conv3(4, 4)), "sample=2")["r"]
+def test_ranks_and_blocks_that_do_the_same_have_one_operation_and_others_another() -> None:
+    blocks = chain((8, 4, 9, 9), first=conv3(4, 4), a=conv3(4, 4), r=nn.ReLU(), b=conv3(4, 4))
+    result = local_ops(blocks, "sample=2")
+    assert result["a"] == result["b"] != result["first"]  # which needs no gradient of the images
+    first, second = (local_ops(small_net(9), "sample=2", rank)["features.0"] for rank in (0, 1))
+    assert (first.inputs[0].shape[0], second.inputs[0].shape[0]) == (5, 4)
+    assert local_ops(small_net(), "sample=2", 0) == local_ops(small_net(), "sample=2", 1)
+    rows = [local_ops(chain((4, 3, 12, 12), a=conv3(3, 4)), "height=3", rank)["a"] for rank in range(3)]
+    assert [row.option("padding")[0] for row in rows] == [(0, 1, 0), (0, 0, 0), (0, 0, 1)]
+    assert [row.inputs[0].shape[2] for row in rows] == [5, 6, 5]
+    assert rows[0].bytes.forward > replace(rows[0], options=rows[1].options).bytes.forward  # the padding takes a copy
+    grouped = chain((4, 8, 9, 9), a=conv3(8, 8, groups=4))
+    assert [local_ops(grouped, plan)["a"].option("groups") for plan in ("filter=2", "serial")] == [2, 4]
+    partial = chain((4, 8, 9, 9), c=conv3(8, 8))  # one rank adds the bias
+    assert [local_ops(partial, "channel=2", rank)["c"].option("bias") for rank in (0, 1)] == [True, False]
     shared = local_ops(graph_of(Shared(), 8, 4, 9, 9), "sample=2")
-    assert (alone.option("overwrites"), shared["r"].option("overwrites")) == (True, None)
+    assert (result["r"].option("overwrites"), shared["r"].option("overwrites")) == (True, None)
     assert [operand.adds for operand in shared["b"].inputs] == [True, False, False]  # all but the last of a value
-    assert not any(operand.adds for operand in shared["c"].inputs)
     assert shared["b"].bytes.backward - shared["c"].bytes.backward == 3 * shared["b"].inputs[0].bytes
     odd = chain((8, 4, 9, 9), a=conv3(4, 4), m=Does(lambda x: x.clamp_min(float("-inf"))))
-    result = local_ops(odd, "sample=2")["m"]
-    assert "-inf" in str(result.option("called"))
-    assert LocalOp.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))) == result
+    clamped = local_ops(odd, "sample=2")["m"]  # JSON has no infinite numbers
+    assert LocalOp.from_dict(json.loads(json.dumps(clamped.to_dict(), allow_nan=False))) == clamped
 
 
 class Mixture(nn.Module):
@@ -127,37 +114,31 @@ class Mixture(nn.Module):
 
 
 def test_work_is_that_by_hand_that_torch_counts_and_the_same_over_all_ranks() -> None:
-    both, flops = conv(8), 2 * 8 * 14 * 14 * 16 * 16 * 9
+    def flops(graph: Any, plan: str) -> float:
+        ranks = range(placed(graph, plan).mesh.num_devices)
+        return sum(op.flops.forward for rank in ranks for op in local_ops(graph, plan, rank).values())
+
+    both, by_hand = conv(8), 2 * 8 * 14 * 14 * 16 * 16 * 9
     images_only = replace(both, inputs=(replace(both.inputs[0], gradient=False), both.inputs[1]))
-    assert (both.flops, images_only.flops) == ((flops, 2 * flops), (flops, flops))
+    assert (both.flops, images_only.flops) == ((by_hand, 2 * by_hand), (by_hand, by_hand))
     images, weight = 8 * 16 * 14 * 14 * 4, 16 * 16 * 9 * 4
     assert images_only.bytes == (images + weight + images, images + weight + images + weight)
     for model, shape in ((Mixture(), (8, 10, 10)), (create("squeezenet1_1"), (3, 96, 96))):
-        result = local_ops_flops(graph_of(model, 1, *shape, training=False), "serial")
-        assert result == count(model, shape).flops
+        placement = placed(graph_of(model, 1, *shape, training=False), "serial")
+        assert sum(local_op(one, placement, 0).flops.forward for one in placement.calls) == count(model, shape).flops
     for plan in ("sample=2", "filter=2", "owt=4", "sample=2,filter=2"):
-        assert local_ops_flops(small_net(), plan) == local_ops_flops(small_net(), "serial"), plan
+        assert flops(small_net(), plan) == flops(small_net(), "serial"), plan
     views = local_ops(small_net(), "serial")
     assert (views[""].op, views[""].bytes) == ("reshape", (0, 0))
-    empty = local_ops(small_net(1), "sample=2", 1)
-    assert all(each.is_empty and each.flops == each.bytes == (0, 0) for each in empty.values())
+    assert all(each.is_empty and each.bytes == (0, 0) for each in local_ops(small_net(1), "sample=2", 1).values())
     assert views["features.2"].describe() == "conv 8×8×16×16 → 8×12×8×8, 3×3 /2"
-    assert views["features.1"].describe() == "relu 8×8×16×16 → 8×8×16×16"
-
-
-def local_ops_flops(graph: Any, plan: str) -> float:
-    placement = placed(graph, plan)
-    ranks = range(placement.mesh.num_devices)
-    return sum(local_op(call, placement, rank).flops.forward for call in placement.calls for rank in ranks)
 
 
 def test_a_roofline_counts_the_slower_of_arithmetic_and_memory() -> None:
     one = conv(4)
     assert ROOFLINE(one).forward == pytest.approx(1e-6 + one.flops.forward / 1e9)
     assert Roofline(1e12, 1e6)(one).forward == pytest.approx(one.bytes.forward / 1e6)
-    assert ROOFLINE(relu(1000)) == Times(1e-6 + 8e-6, 1e-6 + 12e-6)
-    view = LocalOp("reshape", "", (Operand((4, 4), "float32"),), (Operand((16,), "float32"),))
-    assert ROOFLINE(view) == ROOFLINE(relu(0)) == Times()
+    assert ROOFLINE(relu(1000)) == Times(1e-6 + 8e-6, 1e-6 + 12e-6) and ROOFLINE(relu(0)) == Times()
     truth = Roofline(3e10, 5e9)
     measured = {one: truth(one) for one in (conv(8), conv(16), conv(8, channels=32), relu(10**5), relu(10**6))}
     result = fitted(measured)
@@ -182,25 +163,15 @@ def test_times_between_measured_ones_have_an_efficiency_between_theirs() -> None
     functions = Calibrated({relu(1000): ROOFLINE(relu(1000)), relu(1000, "gelu"): ROOFLINE(relu(1000)) * 10}, ROOFLINE)
     result = [ratio(functions, relu(2000, function)) for function in ("relu", "gelu", "mish")]
     assert result == pytest.approx([1, 10, 5.5])  # what is unknown lies between
-    nothing = [Operand((0, 16, 14, 14), "float32")]
-    empty = replace(conv(4), inputs=(*nothing, conv(4).inputs[1]), outputs=tuple(nothing))
-    undisturbed = Calibrated({empty: Times(1e-5, 1e-5), conv(4): ROOFLINE(conv(4))}, ROOFLINE)
-    assert undisturbed(conv(8)).total == pytest.approx(ROOFLINE(conv(8)).total, rel=0.01)
     hosts = {relu(64 << k): Times(1e-6, 2e-6, 1e-5 * (k + 1), 2e-5 * (k + 1)) for k in range(3)}
     assert Calibrated(hosts)(relu(10**6)).host == pytest.approx(6e-5)  # as long as others of its sort take
-    assert Calibrated({one: Times(1e-6, 2e-6) for one in hosts})(relu(10**6)).host == 0
-
-
-def test_what_does_not_shrink_with_the_batch_is_told_apart() -> None:
-    """A device on which weights take five times as long as activations: small batches gain little."""
 
     def slow_weights(op: LocalOp) -> Times:
+        """A device on which weights take five times as long as activations: small batches gain little."""
         weights = sum(operand.bytes for operand in op.inputs if operand.role == "parameter")
+        ways = enumerate(zip(op.flops, op.bytes, strict=True))
         return Times(
-            *(
-                1e-6 + flops / 1e11 + (moved - (1 + way) * weights) / 1e10 + (1 + way) * weights / 2e9
-                for way, (flops, moved) in enumerate(zip(op.flops, op.bytes, strict=True))
-            )
+            *(1e-6 + f / 1e11 + (b - (1 + w) * weights) / 1e10 + (1 + w) * weights / 2e9 for w, (f, b) in ways)
         )
 
     measured = [conv(n, channels, size=7) for n in (16, 64) for channels in (64, 128, 256, 512)]
@@ -208,36 +179,34 @@ def test_what_does_not_shrink_with_the_batch_is_told_apart() -> None:
     for samples in (4, 8, 32, 128):
         one = conv(samples, 256, size=7)
         assert calibrated(one).total == pytest.approx(slow_weights(one).total, rel=0.15), samples
-    small, large = slow_weights(conv(4, 256, size=7)).total, slow_weights(conv(16, 256, size=7)).total
-    assert small > 1.2 * large / 4  # in proportion to the samples it would be far off
 
 
-def test_an_optimizer_from_measured_points() -> None:
+def test_an_optimizer_and_its_host_from_measured_points() -> None:
     truth = Update(2e-10, 3e-6)
     points = [(size, number, truth.seconds(size, number)) for size, number in ((10**8, 16), (10**8, 160), (10**6, 60))]
     result = Update.fit(points, state=2.0, divisible=True)
     assert (result.per_byte, result.per_tensor) == (pytest.approx(2e-10), pytest.approx(3e-6))
     assert (result.state, result.divisible, Update.fit([])) == (2.0, True, Update())
-    assert Update.fit(points[:1]).per_byte == pytest.approx(points[0][2] / 10**8)
     odd = Update.fit([(10**8, 16, 1.0), (10**8, 1600, 0.9)])  # more tensors do not make it faster
     assert odd.per_tensor == 0 < odd.per_byte
+    for measured, rates in (
+        ([(1, 30e-6), (16, 60e-6), (256, 540e-6)], (28e-6, 2e-6)),
+        ([(1, 0.0), (16, 0.0)], (0.0, 0.0)),
+        ([(1, 8e-6), (3, 4e-6)], (6e-6, 0.0)),
+    ):
+        assert issuing(measured) == pytest.approx(rates)
 
 
 CURVE = Curve(((1000, 2e-5), (100_000, 3e-5), (1_000_000, 4e-4)))
 
 
-def test_curves_are_exact_at_their_points_and_straight_between_and_beyond() -> None:
+def test_curves_are_exact_at_their_points_and_links_are_known_by_the_ranks_that_they_join() -> None:
     assert [CURVE(size) for size, _ in CURVE.points] == [seconds for _, seconds in CURVE.points]
     assert (CURVE(550_000), CURVE(10), CURVE(1_900_000)) == pytest.approx((2.15e-4, 2e-5, 4e-4 + 3.7e-4))
     assert Curve(((1000, 3e-5), (2000, 2e-5)))(4000) == pytest.approx(2e-5 + 2000 * 1e-8)
-    assert Curve(((100, 1e-6),))(1000) == pytest.approx(1e-5)
     assert Curve.through([(10, 3.0), (5, 1.0), (10, 1.0), (10, 2.0)]).points == ((5, 1.0), (10, 2.0))  # the median
-    for points in ((), ((2, 1.0), (1, 2.0)), ((1, 1.0), (1, 2.0)), ((1, -1.0),)):
-        with pytest.raises(ConvoyError, match="a curve needs"):
-            Curve(points)
-
-
-def test_links_are_found_by_the_ranks_that_they_join() -> None:
+    with pytest.raises(ConvoyError, match="a curve needs"):
+        Curve(((2, 1.0), (1, 2.0)))
     near, far = Link(CURVE, CURVE), Link(Curve(((0, 1.0),)), CURVE, True, 0.5, host=3e-5)
     links, mesh = Links({(0, 1): near, (0, 2): far}), Mesh(("a", "b"), (2, 2))
     assert links.of(mesh, (1,)) is links.of(Mesh(("only",), (2,)), (0,)) is near
@@ -246,33 +215,28 @@ def test_links_are_found_by_the_ranks_that_they_join() -> None:
     with pytest.raises(ConvoyError, match=r"between ranks \[0, 1\]"):
         Links().of(Mesh(("a",), (2,)), (0,))
     cube = Mesh(("a", "b", "c"), (2, 3, 2))
-    groups = [first_group(cube, axes) for axes in ((2,), (2, 0), (1,))]
-    assert groups == [(0, 1), (0, 1, 6, 7), (0, 2, 4)]
+    assert [first_group(cube, axes) for axes in ((2,), (2, 0), (1,))] == [(0, 1), (0, 1, 6, 7), (0, 2, 4)]
 
 
 def test_rates_by_name_are_as_published_and_the_slowest_part_of_the_way_decides() -> None:
     ring = Rate(1e-5, 1e9).link(4, overlap=True, cpu_share=0.0)  # twice as many hops as there are others
     assert ring.all_reduce(4 << 20) == pytest.approx(6 * (1e-5 + (1 << 20) / 1e9))
     assert ring.exchange(1 << 20) == pytest.approx(3 * 1e-5 + (1 << 20) / 1e9)
-    mesh = Mesh(("host", "gpu"), (2, 4))
-    cluster = Assumed(Rate.of(Hop.gbit(1)), inside=Rate.of(catalog()["pcie3"]), per_host=4).links()
-    assert cluster.of(mesh, (1,)).all_reduce(1 << 26) * 10 < cluster.of(mesh, (0,)).all_reduce(1 << 26)
     # Baidu's all-reduce of 67 MB on 8 Titan X behind two PCIe roots took 22.2 ms, on 8 GTX 1080 Ti behind one 13.4.
     pcie, switch = (Rate.of(catalog()[name]).link(8, True, 0) for name in ("pcie3", "pcie3-switch"))
     assert pcie.all_reduce(67_108_864) == pytest.approx(22.2e-3, rel=0.15)
     assert switch.all_reduce(67_108_864) < 15e-3
-    assert all(hop.source and hop.rate > 1e8 for hop in catalog().values())
     for text, rate in (("10gbit", 1.125e9), ("5GB/s", 5e9), ("800 Mbit/s", 0.09e9), ("pcie4", 21.8e9)):
         assert link_named(text).rate == pytest.approx(rate)
+    mesh = Mesh(("host", "gpu"), (2, 4))
     both, note = links_named("10gbit,4xnvlink4", on_cpu=False)
     plain, nvlink = (links_named(name, on_cpu=False)[0] for name in ("10gbit", "nvlink4"))
     assert both.of(mesh, (1,)) == nvlink.of(mesh, (1,)) and both.of(mesh, (0,)) == plain.of(mesh, (0,))
     assert both.of(mesh, (0, 1)).all_reduce(1 << 20) > nvlink.of(mesh, (1,)).all_reduce(1 << 20)
     assert "inside hosts of 4 devices" in note
-    for wrong in ("string", "10gbit,nvlink4", "10gbit,0xnvlink4", "10gbit,4xfast"):
+    for wrong in ("string", "10gbit,nvlink4", "10gbit,0xnvlink4"):
         with pytest.raises(ConvoyError, match="is no link"):
             links_named(wrong, on_cpu=False)
-    slow, fast, gpu = (
-        links_named(*each)[0].of(mesh, (0,)) for each in (("1gbit", True), ("5GB/s", True), ("5GB/s", False))
-    )
-    assert 0 < slow.cpu_share < 0.2 and (fast.cpu_share, gpu.cpu_share) == (1, 0)  # which leave a CPU its cycles
+    named = (("1gbit", True), ("5GB/s", True), ("5GB/s", False))
+    slow, fast, gpu = (links_named(text, on_cpu)[0].of(mesh, (0,)).cpu_share for text, on_cpu in named)
+    assert 0 < slow < 0.2 and (fast, gpu) == (1, 0)  # which leave a CPU its cycles

@@ -23,14 +23,14 @@ ONE, THREE, TWO = Mesh(("gpu",), (2,)), Mesh(("gpu",), (3,)), Mesh(("node", "gpu
 FEW = ("sample", "filter", "channel", "height")
 Parts = Callable[[int], tuple[range, ...]]
 
+# Of a slow device, with links between those where computing and those where sending decides
 Costs = partial(Analytic, flops=1e9, bandwidth=1e11, overhead=2e-6, latency=1e-5, rate=3e8)
-"""Seconds of a slow device, with links between those where computing and those where sending decides."""
+# under which the best plans are mixed
 EVERY = (Costs(), Costs(flops=3e8, rate=1e8, latency=1e-6, bandwidth=1e10), Costs(flops=1e10, rate=5e7, latency=1e-6))
-"""Costs under which the best plans are mixed."""
 
 
 @dataclass
-class Given:
+class EachLayer:
     """A strategy for every layer, as a plan."""
 
     mesh: Mesh
@@ -61,7 +61,7 @@ def every_placement(
     for strategies in itertools.product(*(fixed.get(layer, free) for layer in layers)):
         by_layer = dict(zip(layers, strategies, strict=True))
         try:
-            yield by_layer, placed_under(graph, Given(mesh, by_layer), parts)
+            yield by_layer, placed_under(graph, EachLayer(mesh, by_layer), parts)
         except ConvoyError:
             continue
 
@@ -96,9 +96,9 @@ class Residual(nn.Module):
 
 
 class Branches(nn.Module):
-    """Three or four branches that all take the same tensor, concatenated."""
+    """Two or three branches that all take the same tensor, and its maxima, concatenated."""
 
-    def __init__(self, count: int = 3) -> None:
+    def __init__(self, count: int = 2) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
         self.ways = nn.ModuleList(nn.Conv2d(4, 4 + 2 * i, 1) for i in range(count))

@@ -12,31 +12,31 @@ from math import prod
 import torch
 
 from convoy.graph.graph import Call, Graph, Value
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Link
-from convoy.planner.cost.local import local_op, local_op_at
-from convoy.planner.cost.local_op import LocalOp, graph_facts
-from convoy.planner.cost.memory import most, rank_memory, workspace
+from convoy.planner.cost.local_op import LocalOp, graph_facts, local_op
+from convoy.planner.cost.prediction import most, rank_memory, workspace
 from convoy.planner.cost.program import copied, internal_messages, joined, laid_out, moved, parameter_bytes
-from convoy.planner.cost.times import Times
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Traffic, step_elements
 from convoy.plans.transfer import Step
 
+# Of an exchange of gradients beside the computation, the part by which it makes an update longer, beyond the cycles
+# that it takes from the computation
+_SHOWN = 0.3
 _DTYPES = {1: "uint8", 4: "float32", 8: "float64"}
 
 
 class Additive:
-    """Seconds of one update of a network, part by part, each for the rank that has most to do. `shown` is the part of
-    an exchange of gradients beside the computation by which the step is longer, beyond the cycles that it takes from
-    it."""
+    """The seconds of one update of a network, in all its passes, each of the rank that has most to do."""
 
-    def __init__(self, costs: Costs, graph: Graph, passes: int = 1, shown: float = 0.3) -> None:
-        self.costs, self.graph, self.passes, self.shown = costs, graph, passes, shown
+    def __init__(self, costs: Costs, graph: Graph, passes: int = 1) -> None:
+        self.costs, self.graph, self.passes = costs, graph, passes
         self._sizes = costs.message_sizes
-        large = sum(size for value in graph.parameters() if (size := _bytes(value)) >= self._sizes.alone)
+        whole = [prod(value.shape) * value.dtype.itemsize for value in graph.parameters()]
+        large = sum(size for size in whole if size >= self._sizes.alone)
         self._divides = costs.on_cpu and costs.update.divides(large)
         half = "float16" if any(value.dtype == torch.float16 for value in graph.values.values()) else "bfloat16"
         self._dtypes = _DTYPES | {2: half}
@@ -45,33 +45,24 @@ class Additive:
         self._links: dict[tuple[Mesh, Axes], Link] = {}
 
     def context(self, call: Call) -> Hashable:
-        """Which inputs of a call it may overwrite, and to whose gradients it adds."""
         facts = graph_facts(self.graph)
         return tuple((name in facts.adding[call.name], name in facts.spare) for name in call.inputs)
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
-        """Seconds of a call in all passes, with what ranks exchange inside it; of `placement` only graph, mesh and
-        batch are read."""
         slowdowns = self.costs.slowdowns
         if slowdowns:  # the busiest rank may be any
             return self.passes * max(s * self._call(placed, placement, rank) for rank, s in enumerate(slowdowns))
         return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
 
     def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
-        """Seconds that a call takes less in later passes of an update, forward and backward, where its weight is laid
-        out once for all."""
         if not self.costs.lays_out or placed.call.op != "conv":
             return 0.0
-        place = placement.mesh.coordinates(0)
-        op = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
+        op = local_op(placed, placement, 0)
         layout_op = laid_out(op)
         return min(2 * self._times(layout_op).forward, self._times(op).total / 3) if layout_op is not None else 0.0
 
     def joining(self, placed: PlacedCall, placement: Placement, part: float) -> float:
-        """Seconds of an update less where a weight's gradients of all passes are computed in one call, not added up.
-        Its gradient takes `part` of the call's backward pass."""
-        place = placement.mesh.coordinates(0)
-        op = local_op_at(placed.call, placed.placed, placement.graph, placement.mesh, place, placed.transfers)
+        op = local_op(placed, placement, 0)
         at_once = joined(op, self.passes)
         if at_once is None:
             return 0.0
@@ -79,14 +70,12 @@ class Additive:
         return max(0.0, saved) + (self.passes - 1) * self._times(copied(parameter_bytes(op), 2)).forward
 
     def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
-        """Seconds of one step of a redistribution in all passes: what is sent, and what is copied for it."""
         first = mesh.coordinates(0)
         before, after = (elements(layout, shape, mesh, first) for layout in (step.source, step.target))
         key = (step.kind, before, after, mesh.size(step.axes), itemsize, differentiable)
         seconds = self._copies.get(key)
         if seconds is None:
-            local_op = moved(step, shape, self._dtypes.get(itemsize, "float32"), differentiable, mesh, first)
-            times = self._times(local_op)
+            times = self._times(moved(step, shape, self._dtypes.get(itemsize, "float32"), differentiable, mesh, first))
             seconds = self._copies[key] = max(times.total, times.host)
         engine = self.costs.per_transfer
         seconds += engine.total if differentiable else engine.forward
@@ -96,11 +85,10 @@ class Additive:
         return self.passes * seconds
 
     def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Seconds by which the exchange of a parameter's gradient makes an update longer."""
         axes = tuple(sorted(axis for axis in layout.copied if mesh.sizes[axis] > 1))
         if not axes:
             return 0.0
-        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        size = _held(parameter, layout, mesh)
         link = self._link(mesh, axes)
         if size < self._sizes.alone:  # it travels with others, of whose message it pays its part
             seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
@@ -111,33 +99,28 @@ class Additive:
         else:
             seconds, copies = link.all_reduce(size), 0.0
         if link.overlap:
-            seconds *= link.cpu_share + (1 - link.cpu_share) * self.shown
+            seconds *= link.cpu_share + (1 - link.cpu_share) * _SHOWN
         return seconds + copies + self.costs.per_parameter
 
     def adding(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Seconds that adding a parameter's gradient in one more pass to that of earlier ones takes."""
-        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        size = _held(parameter, layout, mesh)
         return self._times(copied(size, 2)).forward if size else 0.0
 
     def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Seconds of the optimizer for what a rank updates of a parameter."""
         return self.costs.update.per_tensor + self.costs.update.per_byte * self._updated(parameter, layout, mesh)
 
     def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Bytes on rank 0 for a parameter, its gradient and the optimizer's state."""
-        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
-        return 2 * size + self.costs.update.state * self._updated(parameter, layout, mesh)
+        held = _held(parameter, layout, mesh)
+        return 2 * held + self.costs.update.state * self._updated(parameter, layout, mesh)
 
     def workspace(self, placed: PlacedCall, placement: Placement) -> float:
-        """Bytes that a call holds on rank 0 while it runs."""
         return workspace(placed, placement, 0) if self.costs.on_cpu else 0.0
 
     def memory(self, placement: Placement) -> float:
-        """Bytes on the rank that needs most."""
         return most(rank_memory(placement, self.costs)).total
 
     def _updated(self, parameter: Value, layout: Layout, mesh: Mesh) -> int:
-        size = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        size = _held(parameter, layout, mesh)
         count = mesh.size(tuple(layout.copied))
         return size // count if self._divides and size >= self._sizes.alone else size
 
@@ -154,11 +137,7 @@ class Additive:
 
     def _call(self, placed: PlacedCall, placement: Placement, rank: int) -> float:
         costs, graph, mesh = self.costs, placement.graph, placement.mesh
-        place = mesh.coordinates(rank)
-        if placed.call.op == "batch_norm":
-            op = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
-        else:
-            op = local_op_at(placed.call, placed.placed, graph, mesh, place, placed.transfers)
+        op = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
         times = self._times(op)
         # A call takes as long as the slower of device and host: that adds up where one of them is it throughout.
         forward = max(times.forward, times.host_forward)
@@ -226,5 +205,6 @@ def busy_ranks(placed: PlacedCall, mesh: Mesh) -> set[int]:
     return {0, middle}
 
 
-def _bytes(value: Value) -> int:
-    return prod(value.shape) * value.dtype.itemsize
+def _held(parameter: Value, layout: Layout, mesh: Mesh) -> int:
+    """Bytes of a parameter on rank 0."""
+    return elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from convoy.planner.cost.costs import Roofline, Times
 from convoy.planner.cost.local_op import VIEWS, LocalOp
-from convoy.planner.cost.times import Roofline, Times
 
 Way = Literal[0, 1]  # forward or backward, as places in `Both`
 
@@ -148,7 +148,7 @@ class Calibrated:
         for local_op, times in self.measured.items():
             if not local_op.is_empty and local_op.op not in VIEWS and times.forward > 0:
                 groups.setdefault((local_op.op, local_op.function), []).append((local_op, times))
-        self._kinds = {kind: _kind(group, self.roofline) for kind, group in groups.items()}
+        self._kinds = {kind: self._of_kind(group) for kind, group in groups.items()}
         everything = [pair for group in groups.values() for pair in group]
         multiplying = [pair for pair in everything if pair[0].flops.forward > 0]
         moving = [pair for pair in everything if pair[0].flops.forward == 0]
@@ -169,14 +169,23 @@ class Calibrated:
         model = self.roofline(local_op)
         forward, backward = self._of_op.get(local_op.op, self._of_bound[local_op.flops.forward > 0])
         seconds = [model.forward * forward, model.backward * backward]
-        kind = self._kinds.get((local_op.op, local_op.function))
-        if kind is not None:
-            correction = kind.neighbours.correction(local_op)
-            for way, regression in enumerate(kind.regressions):
+        if (local_op.op, local_op.function) in self._kinds:
+            regressions, neighbours = self._kinds[local_op.op, local_op.function]
+            correction = neighbours.correction(local_op)
+            for way, regression in enumerate(regressions):
                 if regression is not None:
                     seconds[way] = regression(local_op) * correction[way]
         host = self._issuing.get(local_op.op, self._issuing[""])
         return Times(seconds[0], seconds[1], *host)
+
+    def _of_kind(self, group: Sequence[tuple[LocalOp, Times]]) -> tuple[list[Regression | None], Neighbours]:
+        ways: tuple[Way, Way] = (0, 1)
+        regressions = [fit([(one, times.numbers[way]) for one, times in group], way, self.roofline) for way in ways]
+        ratios = {}
+        for one, times in group:
+            forward, backward = (_ratio(regressions[way], one, times.numbers[way]) for way in ways)
+            ratios[one] = (forward, backward)
+        return regressions, Neighbours(ratios)
 
     def _middle(self, pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
         """Measured over roofline, forward and backward."""
@@ -194,22 +203,6 @@ def _issuing(pairs: Sequence[tuple[LocalOp, Times]]) -> tuple[float, float]:
     if not timed:
         return 0.0, 0.0
     return median(times.host_forward for times in timed), median(times.host_backward for times in timed)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    regressions: tuple[Regression | None, Regression | None]
-    neighbours: Neighbours
-
-
-def _kind(group: Sequence[tuple[LocalOp, Times]], roofline: Roofline) -> _Kind:
-    forward = fit([(local_op, times.forward) for local_op, times in group], 0, roofline)
-    backward = fit([(local_op, times.backward) for local_op, times in group], 1, roofline)
-    ratios = {
-        local_op: (_ratio(forward, local_op, times.forward), _ratio(backward, local_op, times.backward))
-        for local_op, times in group
-    }
-    return _Kind((forward, backward), Neighbours(ratios))
 
 
 def _ratio(regression: Regression | None, local_op: LocalOp, seconds: float) -> float:

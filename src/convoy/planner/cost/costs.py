@@ -1,14 +1,66 @@
 """What a device and its links cost, in one place: all that a step is predicted from."""
 
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Links
-from convoy.planner.cost.local import BatchNorm
-from convoy.planner.cost.times import LayerTimes, Times
+from convoy.planner.cost.local_op import BatchNorm, LocalOp
 from convoy.plans.buckets import Sizes
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one forward and one backward pass."""
+
+    forward: float = 0.0  # of the device; likewise `backward`
+    backward: float = 0.0
+    host_forward: float = 0.0  # of the host that issues them; 0 where the host is the device
+    host_backward: float = 0.0
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(*map(operator.add, self.numbers, other.numbers))
+
+    def __mul__(self, factor: float) -> "Times":
+        """Scale the device's seconds; the host takes as long as before."""
+        return replace(self, forward=self.forward * factor, backward=self.backward * factor)
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        return self.forward, self.backward, self.host_forward, self.host_backward
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def host(self) -> float:
+        return self.host_forward + self.host_backward
+
+
+# Says how long a rank takes for an operation, while nobody takes its cores away
+LayerTimes = Callable[[LocalOp], Times]
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A device in three numbers."""
+
+    flops_per_s: float  # of convolutions and matrix products, multiplications and additions both counted
+    bytes_per_s: float  # of its memory
+    overhead_s: float = 0.0  # to start a kernel, once forward and once backward
+
+    def __call__(self, local_op: LocalOp, /) -> Times:
+        flops, moved = local_op.flops, local_op.bytes
+        return Times(self._seconds(flops.forward, moved.forward), self._seconds(flops.backward, moved.backward))
+
+    def _seconds(self, flops: int, num_bytes: int) -> float:
+        if not flops and not num_bytes:
+            return 0.0
+        return self.overhead_s + max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
 
 
 @dataclass(frozen=True)

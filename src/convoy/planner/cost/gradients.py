@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from statistics import fmean, linear_regression
 
+import numpy as np
 import torch
 
 from convoy.planner.cost.link import Collective
@@ -40,44 +40,28 @@ class Update:
 
     @staticmethod
     def fit(measured: Sequence[tuple[int, int, float]], *, state: float = 1.0, divisible: bool = False) -> "Update":
-        """From measured updates: bytes of the parameters, how many they are, and seconds. One point gives the rate
-        alone, two or more also the time for a tensor: the least squares of relative errors, neither number below zero.
-        """
-        points = [(num_bytes, tensors, seconds) for num_bytes, tensors, seconds in measured if seconds > 0]
-        by_bytes = _slope([(num_bytes / seconds) for num_bytes, _, seconds in points])
-        by_tensors = _slope([tensors / seconds for _, tensors, seconds in points])
-        aa = sum((a / s) ** 2 for a, _, s in points)
-        bb = sum((b / s) ** 2 for _, b, s in points)
-        ab = sum(a * b / s**2 for a, b, s in points)
-        determinant = aa * bb - ab * ab
-        if len(points) < 2 or determinant <= 1e-9 * aa * bb:
-            return Update(by_bytes, 0.0, state=state, divisible=divisible)
-        a = sum(a / s for a, _, s in points)
-        b = sum(b / s for _, b, s in points)
-        per_byte, per_tensor = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-        if per_tensor < 0:
-            per_byte, per_tensor = by_bytes, 0.0
-        elif per_byte < 0:
-            per_byte, per_tensor = 0.0, by_tensors
-        return Update(per_byte, per_tensor, state=state, divisible=divisible)
+        """From measured updates: bytes of the parameters, how many they are, and seconds. The rates for a byte and for
+        a tensor are the least squares of relative errors."""
+        rows = [(num_bytes / seconds, tensors / seconds) for num_bytes, tensors, seconds in measured if seconds > 0]
+        return Update(*least_squares(rows, [1.0] * len(rows)), state=state, divisible=divisible)
 
 
 def issuing(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds of a host once and for each parameter, from the number of parameters and its seconds for some updates.
-    Least squares, neither of them below zero."""
-    tensors, seconds = ([float(row[column]) for row in measured] for column in (0, 1))
-    if not any(seconds):
-        return 0.0, 0.0
-    slope, once = linear_regression(tensors, seconds)
-    if slope < 0:
-        return fmean(seconds), 0.0
-    return (once, slope) if once >= 0 else (0.0, linear_regression(tensors, seconds, proportional=True).slope)
+    """Seconds of a host once and for each parameter, from the number of parameters and its seconds for some updates."""
+    return least_squares([(1.0, float(tensors)) for tensors, _ in measured], [seconds for _, seconds in measured])
 
 
-def _slope(rates: Sequence[float]) -> float:
-    """Seconds for a unit whose number over seconds is each of the rates, by least squares of relative errors."""
-    squares = sum(rate * rate for rate in rates)
-    return sum(rates) / squares if squares else 0.0
+def least_squares(rows: Sequence[tuple[float, float]], targets: Sequence[float]) -> tuple[float, float]:
+    """The two rates by which the rows come nearest to the targets; of one that would be below zero the column goes."""
+    rates, columns = [0.0, 0.0], [0, 1]
+    while rows and columns:
+        solution = np.linalg.lstsq(np.array(rows)[:, columns], np.array(targets), rcond=None)[0].tolist()
+        if min(solution) >= 0:
+            for column, rate in zip(columns, solution, strict=True):
+                rates[column] = rate
+            break
+        columns.remove(columns[solution.index(min(solution))])
+    return rates[0], rates[1]
 
 
 @dataclass(frozen=True)
@@ -104,7 +88,6 @@ class Exchange:
     """How the gradients of a step are added, and what each rank updates."""
 
     messages: tuple[GradientMessage, ...]  # in the order in which they are sent
-    divided: bool  # ranks with the same parameters divide the update of large ones
     held: tuple[int, ...]  # bytes of parameters of each rank
     updated: tuple[int, ...]  # bytes of them that each rank updates
     tensors: int  # number of parameters
@@ -145,7 +128,7 @@ def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: 
     ranks = range(mesh.num_devices)
     whole = tuple(sum(row[rank] for row in held.values()) for rank in ranks)
     updated = tuple(sum(row[rank] // shared.get(name, 1) for name, row in held.items()) for rank in ranks)
-    return Exchange(tuple(messages), divided, whole, updated, len(held))
+    return Exchange(tuple(messages), whole, updated, len(held))
 
 
 def _layers(placement: Placement) -> dict[str, str]:

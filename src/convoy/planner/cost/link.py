@@ -7,10 +7,10 @@ be measured, a `Rate` gives the α-β cost of the usual algorithms (Thakur, Rabe
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Hop, link_named, links
@@ -103,12 +103,6 @@ class Link:
         return Link(overlap=bool(document["overlap"]), cpu_share=float(document["cpu_share"]), host=host, **curves)
 
 
-class AnyLink(Protocol):
-    """A link for ranks that nobody has measured."""
-
-    def __call__(self, ranks: Ranks, /) -> Link: ...
-
-
 @dataclass(frozen=True)
 class Links:
     """The links of all groups of a mesh, or of all meshes of the same ranks."""
@@ -117,7 +111,7 @@ class Links:
     # exchange at once, as they do in a step
     measured: Mapping[Ranks, Link] = field(default_factory=dict)
     # for groups that were not measured; without it, the slowest of the measured links serves
-    otherwise: AnyLink | None = None
+    otherwise: Callable[[Ranks], Link] | None = None
 
     def of(self, mesh: Mesh, axes: Axes) -> Link:
         """The link of the groups over some axes of a mesh; a ConvoyError where nothing is known of any link."""

@@ -7,6 +7,7 @@ What is true of a graph however it is placed, found out once.
 """
 
 import hashlib
+import math
 import weakref
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -15,10 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from convoy.graph.graph import Graph, Ref
+from convoy.graph.graph import Call, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import OPERATIONS
-from convoy.ops.memory import Readers
+from convoy.ops.memory import Readers, overwritten
+from convoy.ops.placing import sharing_axes
+from convoy.plans.layout import WHOLE, Layout
+from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import needs_gradient
 
 
@@ -224,3 +228,79 @@ def _tuples(value: Any) -> Option:
 def _joined(value: Option) -> str:
     numbers = value if isinstance(value, tuple) else (value,)
     return str(numbers[0]) if len(set(numbers)) == 1 else "×".join(map(str, numbers))
+
+
+BatchNorm = Literal["sync", "microbatch", "local"]
+
+
+def local_op(
+    placed: PlacedCall, placement: Placement, rank: int, *, batch_norm: BatchNorm = "sync", microbatch: int = 0
+) -> LocalOp:
+    """What a rank computes for a call; of the placement only graph and mesh are read. `microbatch` is the samples of
+    each, 0 for one microbatch a pass."""
+    call, graph, mesh = placed.call, placement.graph, placement.mesh
+    place, facts = mesh.coordinates(rank), graph_facts(graph)
+
+    def operand(name: str, layout: Layout) -> Operand:
+        value = graph.values[name]
+        role: Any = "activation" if value.origin in ("call", "input") else value.origin
+        shape = layout.local_shape(value.shape, mesh, place)
+        gradient, adds = name in facts.differentiable, name in facts.adding[call.name]
+        return Operand(shape, dtype_name(value.dtype), role, gradient, adds)
+
+    operation = OPERATIONS[call.op]
+    order = dict.fromkeys(call.attributes[key] for key in operation.operands if call.attributes.get(key))
+    inputs = tuple(operand(name, placed.placed.inputs[name]) for name in dict.fromkeys((*order, *call.inputs)))
+    outputs = tuple(operand(name, placed.placed.outputs[name]) for name in call.outputs)
+    options = {name: call.attributes.get(name) for name in operation.options}
+    if operation.local_options is not None:
+        options |= operation.local_options(call, placed.placed, graph, mesh, place)
+    if operation.shared_dims is not None:
+        options["ranks"] = mesh.size(sharing_axes(call, placed.placed, graph))
+    options = {name: _plain(value) for name, value in options.items()}
+    if operation.by_arguments:
+        options["called"] = _called(call)
+        if overwritten(call, lambda name: name in facts.spare and name not in placed.transfers) is not None:
+            options["overwrites"] = True
+    function = getattr(call.function, "__name__", "").strip("_") if operation.by_function else ""
+    if call.op == "batch_norm" and options["training"] and batch_norm != "sync":  # statistics not of all samples
+        layout = placed.placed.inputs[call.attributes["input"]]
+        pixel_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
+        samples = inputs[call.inputs.index(call.attributes["input"])].shape[0]
+        options["ranks"] = mesh.size(pixel_axes)
+        options["parts"] = -(-samples // microbatch) if batch_norm == "microbatch" and microbatch else 1
+    return LocalOp(call.op, function, inputs, outputs, tuple(sorted(options.items())))
+
+
+def local_bytes(placement: Placement, name: str, rank: int) -> int:
+    """Bytes of a rank's part of a value."""
+    value, mesh = placement.graph.values[name], placement.mesh
+    shape = placement.layouts.get(name, WHOLE).local_shape(value.shape, mesh, mesh.coordinates(rank))
+    return prod(shape) * value.dtype.itemsize
+
+
+def _called(call: Call) -> Option:
+    """The arguments, with tensors as their position among the inputs."""
+    places = {name: place for place, name in enumerate(call.inputs)}
+
+    def plain(value: Any) -> Option:
+        return f"${places.get(value.name, -1)}" if isinstance(value, Ref) else _plain(value, plain)
+
+    kwargs = tuple((name, plain(value)) for name, value in sorted(call.kwargs.items()) if name != "inplace")
+    return tuple(plain(value) for value in call.args), kwargs
+
+
+def _plain(value: Any, convert: Any = None) -> Option:
+    """What JSON can say, the same in every process."""
+    convert = convert or _plain
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, list | tuple):
+        return tuple(convert(item) for item in value)
+    if isinstance(value, slice):
+        return tuple(convert(item) for item in (value.start, value.stop, value.step))
+    return type(value).__name__

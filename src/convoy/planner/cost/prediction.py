@@ -1,30 +1,153 @@
-"""What is predicted of a plan: the timeline of an update, and the memory of its ranks."""
+"""What is predicted of a plan: the memory of its ranks, and the timeline of an update."""
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
+from convoy.ops.memory import predict_memory
+from convoy.ops.postponed import postpones
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.memory import RankMemory, most, rank_memory
+from convoy.planner.cost.gradients import Exchange, exchange
+from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.cost.step import samples_of, step_tasks
-from convoy.plans.place import Placement
+from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import returning
+from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Timeline, split_engine_time
+from convoy.plans.traffic import needs_gradient
 
 
-def predict(
-    placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
-) -> Timeline:
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank. The framework itself comes on top, and what kernels hold on GPUs."""
+
+    parameters: int  # this and the next three as `convoy.ops.memory` counts them
+    gradients: int
+    buffers: int
+    activations: int
+    optimizer: int  # its state
+    messages: int  # copies of small gradients, in which they are sent; what stages send each other, beside activations
+    workspace: int = 0  # of the kernel that holds most while it runs
+
+    @property
+    def total(self) -> int:
+        held = self.parameters + self.gradients + self.buffers
+        return held + self.activations + self.optimizer + self.messages + self.workspace
+
+
+def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = None) -> list[RankMemory]:
+    """Memory of every rank in a pass over the batch that was placed, and the update after it. A stage keeps the
+    activations of all its passes in flight, with what it receives and sends for them. Of one weight after the other it
+    also has a pass's own gradient, until that is added to those before."""
+    if staging is None:
+        return _of_part(placement, costs)
+    of_stages = [_of_stage(placement, costs, staging, stage) for stage in range(staging.number)]
+    return [of_stages[staging.stage_of(rank)][rank] for rank in range(placement.mesh.num_devices)]
+
+
+def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) -> list[RankMemory]:
+    part, mesh = staging.part(placement, stage), placement.mesh
+    memories = _of_part(part, costs, staging.in_flight(stage))
+    if not placement.graph.training:
+        return memories
+    weights = [value.name for value in placement.graph.parameters() if value.name in part.layouts]
+    differentiable = needs_gradient(placement.graph)
+    passes = len(staging.samples)
+    later: list[str] = []
+    if staging.schedule == "zero-bubble":  # inputs and gradients, of all passes, at the end
+        calls = [one.call for one in part.calls if postpones(one, placement.graph, differentiable)]
+        later = [name for call in calls for name in (call.attributes["input"], call.outputs[0])]
+    return [
+        replace(
+            memory,
+            activations=max(memory.activations, passes * sum(local_bytes(part, name, rank) for name in later)),
+            gradients=memory.gradients
+            + max((local_bytes(part, name, rank) for name in weights), default=0) * (passes > 1),
+            messages=memory.messages + _sent_and_received(placement, staging, stage, rank, differentiable),
+        )
+        if mesh.stage_of(rank) == stage
+        else memory
+        for rank, memory in enumerate(memories)
+    ]
+
+
+def _sent_and_received(
+    placement: Placement, staging: Staging, stage: int, rank: int, differentiable: Container[str]
+) -> int:
+    """Bytes that a rank of a stage has beside the activations when it begins to run a pass back: the pass's gradients
+    and those of the next one, the values of the next pass forward, and the gradients that it has sent."""
+    passes, in_flight = len(staging.samples), staging.in_flight(stage)
+
+    def size(crossing: Crossing, gradient: bool) -> int:
+        return 0 if gradient and crossing.value not in differentiable else local_bytes(placement, crossing.value, rank)
+
+    total = min(2, in_flight) * sum(size(crossing, True) for crossing in staging.staged.sent(stage))
+    for crossing in staging.staged.received(stage):
+        passes_kept = returning(staging.schedule, passes, crossing.source, stage, staging.number)
+        total += passes_kept * size(crossing, True) + (in_flight < passes) * size(crossing, False)
+    return total
+
+
+def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[RankMemory]:
+    memories = predict_memory(placement, in_flight)
+    if not placement.graph.training:
+        return [RankMemory(m.parameters, 0, m.buffers, m.activations, 0, 0) for m in memories]
+    sent = gradient_exchange(placement, costs)
+    calls = placement.calls if costs.on_cpu else ()
+    return [
+        RankMemory(
+            memory.parameters,
+            memory.gradients,
+            memory.buffers,
+            memory.activations,
+            int(costs.update.state * sent.updated[rank]),
+            sum(message.copied[rank] for message in sent.messages),
+            max((workspace(placed, placement, rank) for placed in calls), default=0),
+        )
+        for rank, memory in enumerate(memories)
+    ]
+
+
+def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
+    """Bytes that a call's backward pass holds on a CPU while it runs, beside what it is given and gives.
+
+    oneDNN computes a convolution with its weight laid out otherwise, and gives the weight's gradient in that layout:
+    torch has two copies of a weight in channels_last. Where filters are of 1 × 1 without a stride there are none. Of
+    contiguous images there is one, and copies of the images.
+    """
+    call = placed.call
+    if call.op != "conv":
+        return 0
+    name = call.attributes["weight"]
+    plain = set(placement.graph.shape(name)[2:]) == {1} and set(call.attributes["stride"]) == {1}
+    return 0 if plain else 2 * local_bytes(placement, name, rank)
+
+
+def most(memory: Sequence[RankMemory]) -> RankMemory:
+    """The memory of the rank that needs most."""
+    return max(memory, key=lambda one: one.total)
+
+
+def gradient_exchange(placement: Placement, costs: Costs) -> Exchange:
+    """The exchange of a step whose gradients become ready last parameter first; of a stage, with those that it has."""
+    names = [value.name for value in placement.graph.parameters()]
+    order = [name for name in names if name in placement.layouts or not placement.is_part][::-1]
+    return exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)
+
+
+def predict(placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Timeline:
     """The timeline of an update; arguments as for `step_tasks`. What others get ready beside the computation is waited
     for at the beginning, if an update is too short for it."""
     ahead = costs.input
     if not ahead.beside:
-        return simulate(step_tasks(placement, costs, passes, every_rank, staging))
-    without = predict(placement, replace(costs, input=HostCost()), passes, every_rank, staging)
+        return simulate(step_tasks(placement, costs, passes, staging))
+    without = predict(placement, replace(costs, input=HostCost()), passes, staging)
     late = passes * max(ahead.seconds(samples) for samples in samples_of(placement)) - without.total
     if late <= 0:
         return without
-    return predict(placement, replace(costs, input=HostCost(per_pass=late / passes)), passes, every_rank, staging)
+    return predict(placement, replace(costs, input=HostCost(per_pass=late / passes)), passes, staging)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from convoy.ops.placing import sharing_axes
 from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
 from convoy.planner.cost.link import Collective
-from convoy.planner.cost.local import BatchNorm, local_op, local_op_at
-from convoy.planner.cost.local_op import LocalOp, Operand, Option, dtype_name
+from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, local_op
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
@@ -228,11 +227,7 @@ class _Program:
         for rank, place in enumerate(self.places):
             signature = tuple(_signature(placed, place, self.mesh))
             if signature not in by_signature:
-                if placed.call.op == "batch_norm":
-                    options = {"batch_norm": self.batch_norm, "microbatch": self.microbatch}
-                    new = local_op(placed, self.placement, rank, **options)  # type: ignore[arg-type]
-                else:
-                    new = local_op_at(placed.call, placed.placed, self.graph, self.mesh, place, placed.transfers)
+                new = local_op(placed, self.placement, rank, batch_norm=self.batch_norm, microbatch=self.microbatch)
                 by_signature[signature] = self.canonical.setdefault(new, new)
             pieces.append(by_signature[signature])
         return tuple(pieces)

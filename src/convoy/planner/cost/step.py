@@ -5,12 +5,11 @@ Of ranks that do the same, the tasks of one stand for all. A network that is not
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, count
-from math import prod
 
-from convoy.planner.cost.costs import Costs, HostCost
+from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Exchange, GradientMessage, exchange
 from convoy.planner.cost.link import Collective
-from convoy.planner.cost.local_op import LocalOp, graph_facts
+from convoy.planner.cost.local_op import LocalOp, graph_facts, local_bytes
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.program import (
     Item,
@@ -23,7 +22,6 @@ from convoy.planner.cost.program import (
     running_statistics,
 )
 from convoy.planner.cost.simulation import rank_classes
-from convoy.planner.cost.times import Times
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 from convoy.plans.schedule import Action, actions
@@ -33,13 +31,11 @@ from convoy.plans.timeline import Kind, Stream, Task
 ADDING = "add to earlier passes"  # the name of adding up the gradients of all layers, which is the work of none
 
 
-def step_tasks(
-    placement: Placement, costs: Costs, passes: int = 1, every_rank: bool = False, staging: Staging | None = None
-) -> list[Task]:
-    """The tasks of an update of so many passes, for one rank of each class of ranks that do the same, or for every
-    rank. Messages between layers hold up what comes after them. Gradients are sent in the last pass only: beside the
-    computation where the link allows it, otherwise at the end, as the engine does it through shared memory."""
-    return _Builder(placement, costs, every_rank, staging).tasks(passes)
+def step_tasks(placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> list[Task]:
+    """The tasks of an update of so many passes, for one rank of each class of ranks that do the same. Messages between
+    layers hold up what comes after them. Gradients are sent in the last pass only: beside the computation where the
+    link allows it, otherwise at the end, as the engine does it through shared memory."""
+    return _Builder(placement, costs, staging).tasks(passes)
 
 
 def samples_of(placement: Placement) -> list[int]:
@@ -83,14 +79,13 @@ class _Stage:
 
 
 class _Builder:
-    def __init__(self, placement: Placement, costs: Costs, every_rank: bool, staging: Staging | None) -> None:
+    def __init__(self, placement: Placement, costs: Costs, staging: Staging | None) -> None:
         self.placement, self.mesh, self.costs, self.staging = placement, placement.mesh, costs, staging
         self.samples = samples_of(placement)
         self.found: list[Task] = []
         self.part = 1.0  # of the samples of a whole pass
         self.meetings = count()
         self.sent: dict[tuple[Crossing, bool, int, int], int] = {}
-        self.every_rank = every_rank
         self._known: dict[LocalOp, Times] = {}
 
     def tasks(self, passes: int) -> list[Task]:
@@ -110,7 +105,7 @@ class _Builder:
                 for stage in range(staging.number)
             ]
         self.last = passes - 1
-        self.first = list(everyone) if self.every_rank else self._rank_classes(stages)
+        self.first = self._rank_classes(stages)
         self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(set(self.first)), ())
         for stage in stages:
             stage.simulated = [rank for rank in stage.ranks if rank in self.chain]
@@ -210,12 +205,11 @@ class _Builder:
             other = crossing.target if forward else crossing.source
             if not forward and not self._returns(crossing):
                 continue
-            value, link = graph.values[crossing.value], self.costs.links.between(mesh, staging.axis, self.place, other)
+            link = self.costs.links.between(mesh, staging.axis, self.place, other)
             share = (link.cpu_share if link.overlap else 1.0) / 2  # one way of the two that a collective goes
             layer = graph.calls[staging.staged.calls(crossing.target)[0]].layer
             for rank in self.ranks:
-                shape = self.placement.layouts[crossing.value].local_shape(value.shape, mesh, mesh.coordinates(rank))
-                num_bytes = round(self.part * prod(shape) * value.dtype.itemsize)
+                num_bytes = round(self.part * local_bytes(self.placement, crossing.value, rank))
                 self.sent[crossing, forward, number, rank] = self._add(
                     rank,
                     "stages",

@@ -1,8 +1,7 @@
 """The planner: the fastest plans of a network for a number of devices."""
 
-from convoy.planner.search.meshes import Candidate, NextBest, SearchResult
 from convoy.planner.search.prices import Costs, additive_seconds
-from convoy.planner.search.search import search
+from convoy.planner.search.search import Candidate, NextBest, SearchResult, search
 from convoy.plans.fixes import Fix
 
 __all__ = ["Candidate", "Costs", "Fix", "NextBest", "SearchResult", "additive_seconds", "search"]

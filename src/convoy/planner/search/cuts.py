@@ -24,8 +24,9 @@ from convoy.ops import place
 from convoy.ops.postponed import postponed_part
 from convoy.ops.recompute import KeptTensors
 from convoy.planner.cost.link import Link
-from convoy.planner.search.meshes import Parts
+from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.search.prices import Costs
+from convoy.planner.search.search import Parts
 from convoy.plans.place import COMPUTE, Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
 from convoy.plans.stages import cut_points, why_not_sent
@@ -104,7 +105,7 @@ class Chain:
                 laid[unit] += (update.passes - 1) * costs.laid_out(placed, placement)
                 joined[unit] += costs.joining(placed, placement, part)
                 for name in (placed.call.attributes["input"], placed.call.outputs[0]):
-                    postponed[unit] += self._size(name)
+                    postponed[unit] += local_bytes(placement, name, 0)
             for name in placed.call.inputs:
                 value = graph.values[name]
                 if value.origin == "parameter" and name not in seen:
@@ -113,7 +114,7 @@ class Chain:
                     once[unit] += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
                     held[unit] += costs.parameter_memory(value, layout, mesh)
                     if update.passes > 1:  # a pass's own gradient, until it is added to those before
-                        gradients[unit] = max(gradients[unit], self._size(name))
+                        gradients[unit] = max(gradients[unit], local_bytes(placement, name, 0))
                     seen.add(name)
         # Gradients are added to those before. Less are the seconds of weights that are laid out once for all passes, as
         # under zero-bubble, and of weight gradients of all passes that are computed in one call each.
@@ -122,11 +123,6 @@ class Chain:
         self.once, self.postponed, sums = map(_between, (once, postponed, held))
         # bytes of parameters, gradients and optimizer, and of the kernel that holds most while it runs
         self.held = sums + _largest(gradients) + _largest(workspace)
-
-    def _size(self, name: str) -> int:
-        mesh, value = self.placement.mesh, self.update.graph.values[name]
-        shape = self.placement.layouts[name].local_shape(self.update.graph.shape(name), mesh, (0,) * len(mesh.sizes))
-        return prod(shape) * value.dtype.itemsize
 
     @cached_property
     def _touched(self) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -143,7 +139,7 @@ class Chain:
         for name in self.update.outputs:
             if name in units_of:
                 units_of[name].add(len(self.cuts) - 2)
-        return [(name, self._size(name), tuple(sorted(units))) for name, units in units_of.items()]
+        return [(name, local_bytes(self.placement, name, 0), tuple(sorted(units))) for name, units in units_of.items()]
 
     def sends(self, link: Link) -> Numbers:
         """Seconds of the activations of a pass that a stage sends to later ones: each to the next that uses it."""

@@ -4,7 +4,7 @@ Layouts have numbers here, and equal questions one answer; blocks that repeat ar
 """
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -27,26 +27,13 @@ CHOOSING = (*COMPUTE, "random")  # kinds of calls whose rules look at the strate
 Strategy = tuple[str, ...]  # one strategy for each axis of a mesh
 
 
-def meshes(num_devices: int, max_axes: int = 2) -> list[Mesh]:
-    """All meshes of so many devices: every ordered factorisation, the last axis between neighbours. The axes are called
-    `gpu`, or `node` and `gpu`. One device is a mesh without axes."""
-    names = {1: ("gpu",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
+def meshes(num_devices: int) -> list[Mesh]:
+    """All meshes of so many devices with one axis, `gpu`, or two, `node` and `gpu`, the last one between neighbours.
+    One device is a mesh without axes."""
     if num_devices == 1:
         return [Mesh((), ())]
-    counts = range(1, max_axes + 1)
-    return [Mesh(names[count], sizes) for count in counts for sizes in _factorisations(num_devices, count)]
-
-
-def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Ordered products of `count` factors from 2."""
-    if count == 1:
-        if number > 1:
-            yield (number,)
-        return
-    for first in range(2, number // 2 + 1):
-        if number % first == 0:
-            for rest in _factorisations(number // first, count - 1):
-                yield (first, *rest)
+    pairs = [(nodes, num_devices // nodes) for nodes in range(2, num_devices // 2 + 1) if num_devices % nodes == 0]
+    return [Mesh(("gpu",), (num_devices,)), *(Mesh(("node", "gpu"), pair) for pair in pairs)]
 
 
 def sample_axes_of(mesh: Mesh) -> list[Axes]:
@@ -322,6 +309,16 @@ class Prices:
         if num_bytes is None:
             num_bytes = self._local[key] = self._numel(layout, value.shape) * value.dtype.itemsize
         return (self.number(replace(layout, copied=frozenset())) if layout.copied else number), num_bytes
+
+
+def floor(prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]]) -> float:
+    """Seconds that every plan takes at least: those of its convolutions, each with the strategy that is cheapest."""
+    total = 0.0
+    for call in prices.graph.calls:
+        if call.op == "conv":
+            answers = (prices.answer(call, batch, one, [NOWHERE] * len(call.inputs)) for one in allowed[call.layer])
+            total += min((one.seconds for one in answers if isinstance(one, Answer)), default=0.0)
+    return total
 
 
 def is_choosing(call: Call) -> bool:

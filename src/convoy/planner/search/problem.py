@@ -1,112 +1,169 @@
 """A graph on a mesh as a sum of tables: what is to be chosen, and what each choice costs.
 
-The variables are the strategies of the layers. Where a tensor lies is a function of them, so most calls add a table
-over a few variables and no variable of their own. Where several tensors meet and what they depend on is not needed
-any more, the layout of the result becomes a variable of its own: a residual network is then a chain of small tables.
+The variables are the strategies of the layers. Where a tensor lies is a function of them, an array of numbers of
+layouts with one dimension for each variable that decides about it, so most calls add a table over a few variables and
+no variable of their own. Where several tensors meet and what they depend on is not needed any more, the layout of the
+result becomes a variable of its own: a residual network is then a chain of small tables. Calls that are alike are
+placed once for every state of what they depend on.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Value
-from convoy.planner.search.elimination import Scope, Table, TooWideError, aligned
-from convoy.planner.search.placing import GRID, Choice, Ids, Known, Narrow, Shared, check_grid, relabelled
-from convoy.planner.search.prices import NOWHERE, Strategy, is_choosing
+from convoy.planner.search.elimination import Numbers, Scope, Table, TooWideError, aligned
+from convoy.planner.search.joins import Ids, codes_of, relabelled
+from convoy.planner.search.prices import NOWHERE, Answer, Prices, Strategy, is_choosing
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.place import Batch, own_samples
 
 
 @dataclass(frozen=True)
-class Sending:
-    """The cost of some uses of a value, over the variables that they depend on."""
+class Known:
+    """Where a tensor lies, for every state of the variables in `scope`."""
 
     scope: Scope
-    seconds: NDArray[np.float64]  # of the messages
-    count: NDArray[np.float64]  # of redistributions: layouts, other than its own, in which the value is wanted
+    ids: Ids  # numbers of layouts, one dimension for each variable
+    key: int  # the same for equal `ids`
 
 
-class Tensors:
-    """The uses of tensors, as tables."""
+def narrowed(ids: Ids) -> tuple[tuple[int, ...], Ids]:
+    """An array without the dimensions along which it does not change, and the places of those that are left."""
+    places = list(range(ids.ndim))
+    for axis in reversed(range(ids.ndim)):
+        first = ids.take([0], axis=axis)
+        if ids.shape[axis] == 1 or (ids == first).all():
+            ids = first.squeeze(axis)
+            places.pop(axis)
+    return tuple(places), ids.copy(order="C")
 
-    def __init__(self, shared: Shared, sizes: dict[int, int]) -> None:
-        self._shared = shared
-        self._prices = shared.prices
-        self._sizes = sizes
 
-    def sent(self, value: Value, source: Known, uses: Sequence[Known], apart: bool = False) -> list[Sending]:
-        """What it takes to bring a value to all who use it: once for those that want it in the same layout. With
-        `apart`, each of those that may want the same counts its part of it: a lower bound over fewer variables."""
-        sendings = []
-        for group in _that_share(uses, source):
-            for members in [[use] for use in group] if apart else [group]:
-                scope = tuple(sorted({*source.scope, *(v for use in members for v in use.scope)}))
-                key = (
-                    (value.shape, value.dtype.itemsize, value.name in self._prices.differentiable),
-                    tuple((place.key, *map(scope.index, place.scope)) for place in (source, *members)),
-                )
-                if key not in self._shared.tables:
-                    self._shared.tables[key] = self._distinct(value, source, members, scope)
-                seconds, count = self._shared.tables[key]
-                share = len(group) if apart else 1
-                sendings.append(Sending(scope, seconds / share if share > 1 else seconds, count))
-        return sendings
+GRID = 1_500_000  # the most states that a call's inputs may have together
 
-    def _distinct(
-        self, value: Value, origin: Known, uses: Sequence[Known], scope: Scope
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        shape = self._grid(scope)
-        total, count = np.zeros(shape), np.zeros(shape)
-        source = aligned(origin.ids, origin.scope, scope)
-        targets = [aligned(use.ids, use.scope, scope) for use in uses]
-        for place, target in enumerate(targets):
-            once = (source != target) & (source != NOWHERE) & (target != NOWHERE)
-            for other in targets[:place]:
-                once = once & (other != target)
-            if once.any():
-                total += np.where(once, self._seconds(value, source, target), 0.0)
-                count += once
-        return total, count
+# Where a tensor lies: places of variables in a call's scope, numbers of layouts over these, and a key
+Narrow = tuple[tuple[int, ...], Ids, int]
 
-    def _seconds(self, value: Value, source: Ids, target: Ids) -> NDArray[np.float64]:
-        (left, left_at), (right, right_at) = relabelled(source), relabelled(target)
-        present = np.zeros((len(left), len(right)), bool)
-        present[left_at, right_at] = True
-        table = np.zeros(present.shape)
-        sources, targets = left.tolist(), right.tolist()
-        for a, b in np.argwhere(present).tolist():
-            table[a, b] = self._prices.transfer(sources[a], targets[b], value)
-        return table[left_at, right_at]
 
-    def kept(self, value: Value, keeps: Sequence[Known]) -> list[tuple[Scope, NDArray[np.float64]]]:
-        """Bytes for what several calls keep of a value: once for each layout."""
-        uses = list({(use.scope, use.key): use for use in keeps}.values())
-        nowhere = Known((), np.array(NOWHERE - 1), -1)
-        tables = []
-        for group in _that_share(uses, nowhere):
-            scope = tuple(sorted({v for use in group for v in use.scope}))
-            total = np.zeros(self._grid(scope))
-            places = [aligned(self._places(value, use.ids), use.scope, scope) for use in group]
-            for at, (use, place) in enumerate(zip(group, places, strict=True)):
-                numbers = [0 if n == NOWHERE else self._prices.kept(int(n), value)[1] for n in use.ids.ravel()]
-                held = np.array(numbers, float).reshape(use.ids.shape)
-                again = np.zeros((), bool)
-                for other in places[:at]:
-                    again = again | (other == place)
-                total += np.where(again, 0.0, aligned(held, use.scope, scope))
-            tables.append((scope, total))
-        return tables
+@dataclass(frozen=True)
+class Choice:
+    """Layers that have one strategy together, mostly one layer."""
 
-    def _places(self, value: Value, ids: Ids) -> Ids:
-        numbers = [NOWHERE if n == NOWHERE else self._prices.kept(int(n), value)[0] for n in ids.ravel()]
-        return np.array(numbers, np.int64).reshape(ids.shape)
+    layers: tuple[str, ...]
+    strategies: tuple[Strategy, ...]  # in the order of the variable's states
 
-    def _grid(self, scope: Scope) -> tuple[int, ...]:
-        return check_grid(scope, [self._sizes[v] for v in scope])
+
+@dataclass(frozen=True)
+class PlacedStates:
+    """A call for every state of the variables that it depends on, which stand here by their places in its scope."""
+
+    seconds: Numbers  # infinite where it cannot be
+    inside: Numbers  # bytes that it alone keeps
+    wants: list[Narrow]  # layouts of its inputs
+    gives: list[Narrow]  # layouts of its outputs
+    keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
+    refused: ConvoyError | None  # by a rule, for some state
+
+
+class Shared:
+    """What the problems of one mesh share: prices, and what was worked out for some states already."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices = prices
+        self._keys: dict[tuple[tuple[int, ...], bytes], int] = {}
+        # seconds and counts of redistributions, by what they depend on
+        self.tables: dict[tuple[object, ...], tuple[Numbers, Numbers]] = {}
+        self._placed: dict[tuple[object, ...], PlacedStates] = {}
+
+    def key(self, ids: Ids) -> int:
+        """The same number for equal arrays, so that what was worked out for one serves all of them."""
+        return self._keys.setdefault((ids.shape, ids.tobytes()), len(self._keys))
+
+    def placed(
+        self,
+        call: Call,
+        batch: Batch,
+        inputs: Sequence[Known | None],
+        choice: tuple[int, Choice] | None,
+        scope: Scope,
+        sizes: Sequence[int],
+    ) -> PlacedStates:
+        """A call for all states; a TooWideError where there are too many. `inputs` says where these lie, None for
+        parameters, buffers and constants; `choice` is the variable of its layer's strategy, and what it may be, None
+        for calls that follow. `scope` are all variables that it depends on."""
+        key = (
+            self.prices.kind(call),
+            tuple((place.key, *map(scope.index, place.scope)) if place else None for place in inputs),
+            (scope.index(choice[0]), choice[1].strategies, batch.axes) if choice is not None else None,
+        )
+        states = self._placed.get(key)
+        if states is None:
+            states = self._placed[key] = self._place(call, batch, inputs, choice, scope, check_grid(scope, sizes))
+        return states
+
+    def _place(
+        self,
+        call: Call,
+        batch: Batch,
+        inputs: Sequence[Known | None],
+        choice: tuple[int, Choice] | None,
+        scope: Scope,
+        sizes: tuple[int, ...],
+    ) -> PlacedStates:
+        arrays = [aligned(place.ids, place.scope, scope) if place else None for place in inputs]
+        strategies: Sequence[Strategy] = choice[1].strategies if choice is not None else ((),)
+        states = np.arange(len(strategies))
+        state = aligned(states, (choice[0],), scope) if choice is not None else np.zeros((), np.int64)
+        codes = codes_of(call, self.prices, arrays) * len(strategies) + state
+        numbers, inverse = relabelled(np.broadcast_to(codes, sizes))
+        first = np.empty(len(numbers), np.int64)
+        first[inverse.ravel()[::-1]] = np.arange(inverse.size)[::-1]
+        at = np.unravel_index(first, sizes) if sizes else ()
+        columns = [[NOWHERE] * len(first) if array is None else _at(array, at) for array in arrays]
+        depends = [array is not None for array in arrays]
+        answers: list[Answer | None] = []
+        refused = None
+        for chosen, *of_inputs in zip(_at(state, at), *columns, strict=True):
+            answer = None
+            if not any(n == NOWHERE and depending for n, depending in zip(of_inputs, depends, strict=True)):
+                result = self.prices.answer(call, batch, strategies[chosen], of_inputs)
+                answer, refused = (None, result) if isinstance(result, ConvoyError) else (result, refused)
+            answers.append(answer)
+
+        def spread(numbers: Iterable[float], kind: type) -> NDArray:
+            return np.array(list(numbers), kind)[inverse]
+
+        def narrow(numbers: Iterable[int]) -> Narrow:
+            places, ids = narrowed(spread(numbers, np.int64))
+            return places, ids, self.key(ids)
+
+        return PlacedStates(
+            spread((np.inf if a is None else a.seconds for a in answers), np.float64),
+            spread((0.0 if a is None else a.inside for a in answers), np.float64),
+            [narrow(NOWHERE if a is None else a.wants[n] for a in answers) for n in range(len(call.inputs))],
+            [narrow(NOWHERE if a is None else a.gives[n] for a in answers) for n in range(len(call.outputs))],
+            next((a.keeps for a in answers if a is not None), ()),
+            refused,
+        )
+
+
+def check_grid(scope: Scope, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of an array over some variables; a TooWideError where it would be too large."""
+    if prod(sizes) > GRID:
+        raise TooWideError(scope)
+    return tuple(sizes)
+
+
+def _at(array: Ids, at: Sequence[NDArray[np.intp]]) -> list[int]:
+    """Elements of an array that broadcasts, at some places."""
+    if array.size == 1:
+        return [int(array.flat[0])] * (len(at[0]) if at else 1)
+    picked: list[int] = array[tuple(i if n > 1 else 0 for i, n in zip(at, array.shape, strict=True))].tolist()
+    return picked
 
 
 def _that_share(uses: Sequence[Known], source: Known) -> list[list[Known]]:
@@ -124,11 +181,6 @@ def _that_share(uses: Sequence[Known], source: Known) -> list[list[Known]]:
     return [members for _, members in groups]
 
 
-Sent = Literal["exactly", "at least", "nothing"]
-
-_LARGE = 50_000
-
-
 @dataclass
 class Problem:
     """The sum of tables for one mesh, one set of sample axes and one list of choices."""
@@ -137,7 +189,6 @@ class Problem:
     # number of states of every variable; the first ones are the choices
     sizes: dict[int, int] = field(default_factory=dict)
     seconds: list[Table] = field(default_factory=list)
-    ends: list[Table] = field(default_factory=list)  # of seconds for the network's inputs and outputs, beside `seconds`
     bytes: list[Table] = field(default_factory=list)  # on rank 0; empty where nobody asked for them
     # how often a tensor is brought from one layout to another
     redistributions: list[Table] = field(default_factory=list)
@@ -145,33 +196,25 @@ class Problem:
 
 
 def build(
-    shared: Shared,
-    batch: Batch,
-    choices: Sequence[Choice],
-    outputs: Iterable[str],
-    with_memory: bool = False,
-    sent: Sent = "exactly",
+    shared: Shared, batch: Batch, choices: Sequence[Choice], outputs: Iterable[str], with_memory: bool = False
 ) -> Problem:
     """The tables of a graph; a TooWideError where too much meets in one call. Every layer whose rule looks at its
-    strategy is in one of the choices. Where what is sent between calls counts `at least`, a call that may share what it
-    wants with others counts its part of it. Unless it is `exactly`, the least sum is a lower bound."""
-    return _Builder(shared, batch, choices, with_memory, sent).build(list(outputs))
+    strategy is in one of the choices."""
+    return _Builder(shared, batch, choices, with_memory).build(list(outputs))
 
 
 class _Builder:
-    def __init__(self, shared: Shared, batch: Batch, choices: Sequence[Choice], with_memory: bool, sent: Sent) -> None:
+    def __init__(self, shared: Shared, batch: Batch, choices: Sequence[Choice], with_memory: bool) -> None:
         self.shared = shared
         self.prices = shared.prices
         self.graph = shared.prices.graph
         self.batch = batch
         self.with_memory = with_memory
-        self.sent = sent
         self.problem = Problem(choices, {v: len(choice.strategies) for v, choice in enumerate(choices)})
         self.variable = {layer: v for v, choice in enumerate(choices) for layer in choice.layers}
         self.known: dict[str, Known] = {}
         self.uses: dict[str, list[Known]] = {}
         self.keeps: dict[str, list[Known]] = {}
-        self.tensors = Tensors(shared, self.problem.sizes)
 
     def build(self, outputs: list[str]) -> Problem:
         graph = self.graph
@@ -200,19 +243,18 @@ class _Builder:
             if name not in self.known:
                 self.known[name] = self._constant(WHOLE)
             self.uses.setdefault(name, []).append(self._constant(own_samples(graph.shape(name), self.batch)))
-        ends = {*graph.inputs, *outputs}
-        for name, uses in self.uses.items() if self.sent != "nothing" else ():
-            for sending in self.tensors.sent(graph.values[name], self.known[name], uses, apart=self.sent == "at least"):
-                self._add(self.problem.ends if name in ends else self.problem.seconds, sending.scope, sending.seconds)
-                self._add(self.problem.redistributions, sending.scope, sending.count)
+        for name, uses in self.uses.items():
+            for scope, seconds, count in self._sent(graph.values[name], self.known[name], uses):
+                self._add(self.problem.seconds, scope, seconds)
+                self._add(self.problem.redistributions, scope, count)
         for name, keeps in self.keeps.items():
-            for scope, held in self.tensors.kept(graph.values[name], keeps):
+            for scope, held in self._kept(graph.values[name], keeps):
                 self._add(self.problem.bytes, scope, held)
         return self.problem
 
     def _constant(self, layout: Layout) -> Known:
         ids = np.array(self.prices.number(layout))
-        return Known((), ids, self.shared.keys.of(ids))
+        return Known((), ids, self.shared.key(ids))
 
     def _call(self, call: Call) -> None:
         """Place a call for all states of what it depends on, and note what it takes and gives."""
@@ -247,7 +289,68 @@ class _Builder:
         places, ids, key = narrow
         return Known(tuple(scope[place] for place in places), ids, key)
 
-    def _add(self, tables: list[Table], scope: Scope, numbers: NDArray[np.float64]) -> None:
+    def _sent(self, value: Value, source: Known, uses: Sequence[Known]) -> Iterator[tuple[Scope, Numbers, Numbers]]:
+        """What it takes to bring a value to all who use it, once for those that want it in the same layout: by the
+        variables that it depends on, seconds of the messages, and how often the value is redistributed."""
+        for group in _that_share(uses, source):
+            scope = tuple(sorted({*source.scope, *(v for use in group for v in use.scope)}))
+            key = (
+                (value.shape, value.dtype.itemsize, value.name in self.prices.differentiable),
+                tuple((place.key, *map(scope.index, place.scope)) for place in (source, *group)),
+            )
+            if key not in self.shared.tables:
+                self.shared.tables[key] = self._distinct(value, source, group, scope)
+            yield scope, *self.shared.tables[key]
+
+    def _distinct(self, value: Value, origin: Known, uses: Sequence[Known], scope: Scope) -> tuple[Numbers, Numbers]:
+        shape = self._grid(scope)
+        total, count = np.zeros(shape), np.zeros(shape)
+        source = aligned(origin.ids, origin.scope, scope)
+        targets = [aligned(use.ids, use.scope, scope) for use in uses]
+        for place, target in enumerate(targets):
+            once = (source != target) & (source != NOWHERE) & (target != NOWHERE)
+            for other in targets[:place]:
+                once = once & (other != target)
+            if once.any():
+                total += np.where(once, self._seconds(value, source, target), 0.0)
+                count += once
+        return total, count
+
+    def _seconds(self, value: Value, source: Ids, target: Ids) -> Numbers:
+        (left, left_at), (right, right_at) = relabelled(source), relabelled(target)
+        present = np.zeros((len(left), len(right)), bool)
+        present[left_at, right_at] = True
+        table = np.zeros(present.shape)
+        sources, targets = left.tolist(), right.tolist()
+        for a, b in np.argwhere(present).tolist():
+            table[a, b] = self.prices.transfer(sources[a], targets[b], value)
+        return table[left_at, right_at]
+
+    def _kept(self, value: Value, keeps: Sequence[Known]) -> Iterator[tuple[Scope, Numbers]]:
+        """Bytes for what several calls keep of a value: once for each layout."""
+        uses = list({(use.scope, use.key): use for use in keeps}.values())
+        nowhere = Known((), np.array(NOWHERE - 1), -1)
+        for group in _that_share(uses, nowhere):
+            scope = tuple(sorted({v for use in group for v in use.scope}))
+            total = np.zeros(self._grid(scope))
+            places = [aligned(self._places(value, use.ids), use.scope, scope) for use in group]
+            for at, (use, place) in enumerate(zip(group, places, strict=True)):
+                numbers = [0 if n == NOWHERE else self.prices.kept(int(n), value)[1] for n in use.ids.ravel()]
+                held = np.array(numbers, float).reshape(use.ids.shape)
+                again = np.zeros((), bool)
+                for other in places[:at]:
+                    again = again | (other == place)
+                total += np.where(again, 0.0, aligned(held, use.scope, scope))
+            yield scope, total
+
+    def _places(self, value: Value, ids: Ids) -> Ids:
+        numbers = [NOWHERE if n == NOWHERE else self.prices.kept(int(n), value)[0] for n in ids.ravel()]
+        return np.array(numbers, np.int64).reshape(ids.shape)
+
+    def _grid(self, scope: Scope) -> tuple[int, ...]:
+        return check_grid(scope, [self.problem.sizes[v] for v in scope])
+
+    def _add(self, tables: list[Table], scope: Scope, numbers: Numbers) -> None:
         if tables is self.problem.bytes and not self.with_memory:
             return
         if numbers.any():
@@ -267,22 +370,9 @@ class _Builder:
             raise TooWideError(place.scope)
         variable = len(self.problem.sizes)
         self.problem.sizes[variable] = len(distinct)
-        if self.sent == "exactly" or place.ids.size < _LARGE:
-            agrees = np.where(place.ids[..., None] == distinct, 0.0, np.inf)
-            self.problem.seconds.append(Table((*place.scope, variable), agrees))
-        else:
-            self._agree_in_pairs(place, distinct, variable)
-        self.known[name] = Known((variable,), distinct, self.shared.keys.of(distinct))
-
-    def _agree_in_pairs(self, place: Known, distinct: Ids, variable: int) -> None:
-        """A lower bound for a large table: which states of each variable go with a layout at all."""
-        valid = place.ids != NOWHERE
-        at = np.searchsorted(distinct, place.ids)[valid]
-        for v in place.scope:
-            numbers = np.full((self.problem.sizes[v], len(distinct)), np.inf)
-            states = aligned(np.arange(self.problem.sizes[v]), (v,), place.scope)
-            numbers[np.broadcast_to(states, place.ids.shape)[valid], at] = 0.0
-            self.problem.seconds.append(Table((v, variable), numbers))
+        agrees = np.where(place.ids[..., None] == distinct, 0.0, np.inf)
+        self.problem.seconds.append(Table((*place.scope, variable), agrees))
+        self.known[name] = Known((variable,), distinct, self.shared.key(distinct))
 
     def _parameter(self, value: Value, home: Known) -> None:
         if value.origin != "parameter":

@@ -16,15 +16,13 @@ the fewest redistributions is taken.
 Which function does which:
 
     Layers.allowed (layers.py)        strategies that the rules do not refuse and that differ from each other
-    Prices, Shared (prices, placing)  ask rules and costs once for all calls that are alike
+    Prices (prices.py)                asks rules and costs once for all calls that are alike
     build (problem.py)                the sum as tables over variables: one for each layer, one for a layout where that
                                       says less than the layers that decide about it
     Elimination (elimination.py)      the least sum of tables: exact, one variable after the other
-    remaining (pruning.py)            on wide networks, strategies that no best plan has, by lower bounds
-    tied (layers.py)                  where tables are still too large, layers of one role share a strategy; noted
-    Solver (solve.py)                 all of these for one mesh and one set of sample axes
+    tied (layers.py)                  where many features meet, layers of one role share a strategy; noted
+    Solver.solve (solve.py)           all of these for one mesh and one set of sample axes
     fewest (fewest.py)                the fewest redistributions within a budget of seconds
-    MeshSearch (meshes.py)            one mesh after the other; what was found bounds what is looked for next
     fitting (memory.py)               a price for bytes, raised until the plan fits: Lagrange multipliers
     search (here)                     all meshes, and the order of the candidates
 
@@ -33,20 +31,30 @@ Brute force over all plans of small networks holds the result: `tests/planner/se
 
 import gc
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import place
-from convoy.planner.search.layers import Layers
+from convoy.planner.search.layers import Groups, Layers
 from convoy.planner.search.memory import Fitting, fitting, nothing_fits
-from convoy.planner.search.meshes import Candidate, MeshSearch, MeshSolution, Parts, SearchResult
-from convoy.planner.search.prices import AXIS_STRATEGIES, Costs, Strategy, meshes, used_axes
-from convoy.planner.search.pruning import INTERESTING
-from convoy.planner.search.solve import Solver
+from convoy.planner.search.prices import (
+    AXIS_STRATEGIES,
+    Costs,
+    Prices,
+    Strategy,
+    additive_seconds,
+    floor,
+    meshes,
+    redistributions,
+    sample_axes_of,
+    used_axes,
+)
+from convoy.planner.search.problem import Shared
+from convoy.planner.search.solve import Solution, Solver
 from convoy.plans.fixes import Fix
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
@@ -56,6 +64,79 @@ from convoy.plans.plan import Plan
 # Plans that are predicted to take so much longer than the fastest, as a share, count as equally fast: predictions are
 # not better than that, and the fastest of very many is the one whose prediction errs most in its favour
 TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what it is predicted to cost."""
+
+    plan: Plan
+    seconds: float  # the sum of its costs
+    redistributions: int  # how often it brings a tensor from one layout to another
+    measure: Callable[[Plan], float] = field(repr=False, compare=False)  # of bytes on the rank that needs most
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes on the rank that needs most; counted when first asked for."""
+        return self.measure(self.plan)
+
+
+@dataclass(frozen=True)
+class NextBest:
+    """What a layer would cost with its second best strategy, all other layers chosen anew, on the same mesh."""
+
+    layers: tuple[str, ...]  # mostly one; several where they are tied
+    strategy: Strategy  # in the best plan, one for each axis
+    other: Strategy | None  # the second best; None where they can have no other
+    # Of the whole plan with `other`; infinite where there is none. It can be less than that of the best plan, by the
+    # search's tolerance at most, which then sends less.
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The answer of a search."""
+
+    # Different plans, the one to have first and then by their seconds: the best of a mesh and of a way to divide the
+    # samples each, and plain `sample` where it can be
+    candidates: tuple[Candidate, ...]
+    exact: bool  # no plan on the meshes that were searched costs less than `least`
+    notes: tuple[str, ...]  # sentences about what was left out or tied, empty where `exact`
+    searched: tuple[Mesh, ...]
+    least: float  # seconds of the fastest plan
+    solution: Solution = field(repr=False, compare=False)  # of the best plan
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    @cached_property
+    def next_best(self) -> tuple[NextBest, ...]:
+        """The second best strategies, layer by layer in the network's order; worked out when first asked for."""
+        rows = []
+        marginals = self.solution.elimination.min_marginals()
+        for v, choice in enumerate(self.solution.problem.choices):
+            chosen = self.solution.layers[choice.layers[0]]
+            rivals = [(float(n), s) for n, s in zip(marginals[v], choice.strategies, strict=True) if s != chosen]
+            seconds, other = min(rivals, default=(float("inf"), None), key=lambda pair: pair[0])
+            rows.append(NextBest(choice.layers, chosen, other if seconds < float("inf") else None, seconds))
+        return tuple(rows)
+
+
+# The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many.
+Parts = Callable[[int], tuple[range, ...]]
+
+
+@dataclass(frozen=True)
+class MeshSolution:
+    """The best plan of a mesh and its sample axes."""
+
+    solver: Solver
+    solution: Solution
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.solver.batch.mesh
 
 
 def search(
@@ -74,10 +155,10 @@ def search(
 ) -> SearchResult:
     """The simplest of the plans of a network whose costs add up to least, but for a tolerance.
 
-    Of all plans that take at most 1 + `tolerance` (at most 0.1) times as long as the fastest, the first candidate is
-    one with the fewest redistributions of a tensor, and of these the fastest (of equally fast ones, the one with fewer
-    axes): a plan that sends more between layers has to be predicted to save more than predictions err. Under a limit of
-    memory that these do not keep, the tolerance is 0.
+    Of the plans that take at most 1 + `tolerance` times as long as the fastest, the first candidate is one with the
+    fewest redistributions of a tensor, and of these the fastest (of equally fast ones, the one with fewer axes): a plan
+    that sends more between layers has to be predicted to save more than predictions err. Under a limit of memory that
+    these do not keep, the tolerance is 0.
 
     The graph is in training, captured at the whole batch of one pass, which `parts` divides, by default as evenly as
     can be. The first fix that matches a layer counts; `among` are the strategies on an axis where none does.
@@ -85,7 +166,6 @@ def search(
     `sample` comes on top of the `top` candidates. A ConvoyError where a fix matches nothing or cannot be, or nothing
     fits into memory, by how much.
     """
-    assert 0 <= tolerance <= INTERESTING - 1
     num_samples = graph.shape(graph.inputs[0])[0]
     searching = _Search(
         graph=graph,
@@ -107,6 +187,9 @@ def search(
             gc.enable()
 
 
+_FAR = 1.1  # plans that take so many times as long as the fastest are candidates as they are found
+
+
 @dataclass
 class _Search:
     graph: Graph
@@ -119,8 +202,10 @@ class _Search:
     tolerance: float
     notes: list[str] = field(default_factory=list)
     least: float = float("inf")
+    solvers: list[Solver] = field(default_factory=list)  # one for each mesh and way to divide the samples
+    known: float = float("inf")  # seconds of the fastest plan found so far
     is_counted: bool = True
-    searched: MeshSearch | None = None
+    refused: ConvoyError | None = None  # why the last way that was refused cannot be
 
     def run(self, top: int) -> SearchResult:
         chosen = self._all()
@@ -137,12 +222,10 @@ class _Search:
             if len(candidates) < top and not same:
                 plan = self.layers.plan(one.mesh, one.solution.layers)
                 candidates.append(Candidate(plan, one.solution.seconds, one.solution.redistributions, self._memory))
-        assert self.searched is not None
-        plain = self._plain(self.searched.plain)
+        plain = self._plain()
         if plain is not None and all(plain.plan != other.plan for other in candidates):
             candidates = [candidates[0], *sorted([*candidates[1:], plain], key=lambda candidate: candidate.seconds)]
-        solvers = self.searched.solvers
-        ties = max(([g for g in solver.groups if len(g) > 1] for solver in solvers), key=len, default=[])
+        ties = max(([g for g in solver.groups if len(g) > 1] for solver in self.solvers), key=len, default=[])
         if ties:
             self.notes.append(_tied_sentence(ties))
         if not self.is_counted:
@@ -150,8 +233,6 @@ class _Search:
                 "not all plans that are about as fast as the fastest were compared by how often they redistribute: too "
                 "many features meet for that"
             )
-        if any(solver.gave_up for solver in solvers):
-            self.notes.append("not all plans that divide the samples over a part of the axes were looked at")
         return SearchResult(
             tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), self.least, chosen[0].solution
         )
@@ -159,14 +240,11 @@ class _Search:
     def _all(self, with_memory: bool = False) -> list[MeshSolution]:
         """The best plans of all meshes and ways to divide the samples, the fastest first; a ConvoyError where there is
         none."""
-        self.is_counted = True
-        searched = MeshSearch(
-            self.graph, self.costs, self.layers, self.parts, self.outputs, with_memory, self.tolerance
-        )
-        self.searched = searched
-        solutions = [one for mesh in self.meshes for one in searched.on(mesh)]
+        self.solvers.clear()
+        self.known, self.is_counted = float("inf"), True
+        solutions = [one for mesh in self.meshes for one in self._on(mesh, with_memory)]
         if not solutions:
-            raise searched.refused or ConvoyError("no plan divides this network over these devices")
+            raise self.refused or ConvoyError("no plan divides this network over these devices")
         self.least = min(one.solution.seconds for one in solutions)
         solutions = [self._simplest(one) for one in solutions]
         near = [one for one in solutions if one.solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
@@ -174,21 +252,42 @@ class _Search:
         rest = sorted((one for one in solutions if one is not best and not self._is_flat(one)), key=_rank)
         return [best, *rest]
 
+    def _on(self, mesh: Mesh, with_memory: bool) -> Iterator[MeshSolution]:
+        """The best plans on a mesh, one for each set of sample axes that divide the samples in the best plan for it.
+        One that leaves an axis unused is a plan of fewer axes, and at least as cheap there."""
+        shared = Shared(Prices(self.graph, mesh, self.costs))
+        groups: Groups | None = None
+        for axes in sample_axes_of(mesh):
+            if mesh.size(axes) > self.graph.shape(self.graph.inputs[0])[0]:
+                continue
+            try:
+                batch = Batch(mesh, axes, self.parts(mesh.size(axes)))
+                allowed = self.layers.allowed(mesh, batch, shared.prices)
+                solver = Solver(shared, batch, allowed, self.outputs, groups, with_memory)
+                self.solvers.append(solver)
+                # where layers are tied it takes long to search a way whose computing alone is slower than a known plan
+                if len(solver.groups) < len(allowed) and floor(shared.prices, batch, allowed) > _FAR * self.known:
+                    continue
+                solution = solver.solve()
+                self.known = min(self.known, solution.seconds)
+            except ConvoyError as error:
+                self.refused = error
+                continue
+            groups = solver.groups  # what was too wide before will be so again
+            if used_axes(solution.layers, self.layers.ops) == axes:
+                yield MeshSolution(solver, solution)
+
     def _simplest(self, one: MeshSolution) -> MeshSolution:
         """A plan of fewer redistributions, where that takes hardly longer than the fastest of all or of its kind."""
-        budget = self.least * (1 + self.tolerance)
-        if not self.tolerance or one.solution.seconds > budget * INTERESTING:
+        is_near = one.solution.seconds <= self.least * (1 + self.tolerance)
+        fastest = self.least if is_near else one.solution.seconds
+        if not self.tolerance or fastest > _FAR * self.least:
             return one
-        is_near = one.solution.seconds <= budget
-        if not is_near:  # it is another candidate, and simple for what it is
-            budget = one.solution.seconds * (1 + self.tolerance)
-        for start in (one.free, one.solution) if one.free is not one.solution else (one.free,):
-            simple = one.solver.simplest(start, budget)
-            if simple is None:
-                self.is_counted = self.is_counted and not is_near
-            elif used_axes(simple.layers, self.layers.ops) == one.solver.batch.axes:
-                return MeshSolution(one.solver, one.mesh, simple, one.free)
-        return one
+        simple = one.solver.simplest(one.solution, fastest * (1 + self.tolerance))
+        self.is_counted = self.is_counted and (simple is not None or not is_near)
+        if simple is None or used_axes(simple.layers, self.layers.ops) != one.solver.batch.axes:
+            return one
+        return MeshSolution(one.solver, simple)
 
     def _needs(self, one: MeshSolution) -> float:
         return self._memory_of(one.mesh, one.solution.layers)
@@ -205,7 +304,7 @@ class _Search:
         tried: list[tuple[MeshSolution, Fitting]] = []
         for one in solutions:
             fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory_of, one.mesh))
-            tried.append((MeshSolution(one.solver, one.mesh, fit.solution, one.free), fit))
+            tried.append((MeshSolution(one.solver, fit.solution), fit))
         fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)
         if not fits:
             least, fit = min(tried, key=lambda pair: pair[1].memory)
@@ -219,14 +318,18 @@ class _Search:
             )
         return [one for one, _ in fits]
 
-    def _plain(self, solver: Solver | None) -> Candidate | None:
+    def _plain(self) -> Candidate | None:
         """Every layer by samples on one axis, where that is legal, fits, and is not fixed otherwise."""
         plain = ("sample",)
-        if solver is None or not all(plain in allowed for allowed in solver.allowed.values()):
-            return None
-        layers = dict.fromkeys(solver.allowed, plain)
-        candidate = Candidate(self.layers.plan(solver.batch.mesh, layers), *solver.price(layers), self._memory)
-        return candidate if self.memory_limit is None or candidate.memory <= self.memory_limit else None
+        for solver in self.solvers:
+            if len(solver.batch.mesh.sizes) == 1 and all(plain in options for options in solver.allowed.values()):
+                plan = self.layers.plan(solver.batch.mesh, dict.fromkeys(solver.allowed, plain))
+                placement = self._place(plan)
+                seconds = additive_seconds(placement, self.costs)
+                candidate = Candidate(plan, seconds, len(redistributions(placement)), self._memory)
+                if self.memory_limit is None or candidate.memory <= self.memory_limit:
+                    return candidate
+        return None
 
     def _memory(self, plan: Plan) -> float:
         return self.costs.memory(self._place(plan))
