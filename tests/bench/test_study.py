@@ -191,7 +191,7 @@ def test_rows_that_do_not_run_are_named_and_others_are_measured(
         if function is command.forecast:
             keeps.append(rest[-1])
             return [Forecast(auto=f"filter={len(slots)}")]
-        plan = task.recipe.parallel.plan or f"sample={len(slots)}"
+        plan = str(task.recipe.parallel.plan or f"sample={len(slots)}")
         if plan in WRONG:
             raise WRONG[plan]
         return ranks(0.1, len(slots))

@@ -18,7 +18,7 @@ from convoy.files import expanded
 from convoy.hardware.catalog import Machine, machine, read_devices
 from convoy.hardware.links import link_named
 from convoy.planner.cost.link import links_named
-from convoy.plans.fixes import parse_fix
+from convoy.plans.fit import parse_fix
 from convoy.plans.plan import Plan
 from convoy.training.config import FORMS, Duration
 from convoy.training.parallel_config import LostGroupError, check_shares, fitted, num_devices, plan_of

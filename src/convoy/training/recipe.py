@@ -349,7 +349,7 @@ def validate(document: dict[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate_json(json.dumps(document, default=str), strict=True)  # strict: "1" is no number
     except ValidationError as error:
-        raise ConvoyError(sentence(error, Recipe, document)) from error
+        raise ConvoyError(sentence(error, Recipe)) from error
 
 
 def _read(name_or_path: str) -> dict[str, Any]:

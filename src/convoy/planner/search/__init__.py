@@ -3,6 +3,6 @@
 from convoy.planner.search.meshes import Candidate, NextBest, SearchResult
 from convoy.planner.search.prices import Costs, additive_seconds
 from convoy.planner.search.search import search
-from convoy.plans.fixes import Fix
+from convoy.plans.fit import Fix
 
 __all__ = ["Candidate", "Costs", "Fix", "NextBest", "SearchResult", "additive_seconds", "search"]

@@ -47,7 +47,7 @@ from convoy.planner.search.meshes import Candidate, MeshSearch, MeshSolution, Pa
 from convoy.planner.search.prices import AXIS_STRATEGIES, Costs, Strategy, meshes, used_axes
 from convoy.planner.search.pruning import INTERESTING
 from convoy.planner.search.solve import Solver
-from convoy.plans.fixes import Fix
+from convoy.plans.fit import Fix
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, sample_axes
