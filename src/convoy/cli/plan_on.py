@@ -8,8 +8,8 @@ from functools import cache
 import click
 import torch
 
-from convoy import models
 from convoy.cli.options import command_of, written
+from convoy.cli.plan_answer import network
 from convoy.cli.requests import PlanRequest
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Machine
@@ -76,7 +76,7 @@ def _predicted(
         precision,
         fixes=request.fix,
         plans=request.plans,
-        memory_limit=request.memory,
+        memory_limit=recipe.parallel.memory_bytes,
         images_per_second=request.images_per_second,
         software=replace(
             OURS,
@@ -93,24 +93,18 @@ def _predicted(
 
 def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
     """The network at the batch of an update; its weights are not made where it allows that."""
-    name, settings = recipe.model.name, dict(recipe.model.options)
-    usual = models.describe(name).input_shape
-    pixels = request.image_size or recipe.data.image_size or (usual[1] if usual is not None else 224)
-    if models.accepts(name, "image_size"):
-        settings.setdefault("image_size", pixels)
     try:
         with torch.device("meta"):
-            model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
+            model, shape, _ = network(request, recipe, torch.device("meta"))
     except ConvoyError:
         raise
     except Exception:  # a network of the user's that computes with its weights as it is made
-        model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
-    channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
+        model, shape, _ = network(request, recipe, torch.device("cpu"))
     workload = workload_of(
-        model.train(),
-        torch.empty(1, channels, pixels, pixels),
+        model,
+        torch.empty(1, *shape),
         recipe.batch,
-        name=name,
+        name=recipe.model.name,
         batch_norm=recipe.batch_norm,
         microbatch=microbatch,
         precision=PRECISIONS[precision],

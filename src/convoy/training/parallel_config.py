@@ -42,36 +42,35 @@ class LostGroupError(ConvoyError):
 class ParallelConfig(Section):
     """Devices and plan; methods that change the result are called approximate."""
 
-    devices: int | None = Field(None, ge=1, description="how many devices; not said: as many as the plan has, or one")
+    devices: int | None = Field(None, ge=1, description="train on so many devices; not said: those of --plan, or 1")
     plan: PlanOrAuto | None = Field(
-        None, description="e.g. sample=4, auto, or a YAML file; not said: sample=DEVICES"
+        None, description="how to divide the work, e.g. sample=4, stage=2; auto, or a YAML file; not said: sample=N"
     )
     schedule: Schedule | None = Field(
         None,
-        description="of the passes through the stages of a plan: 1f1b keeps fewer activations than gpipe, zero-bubble "
-        "waits less and keeps as many or more; the result is the same; not said: 1f1b, or with plan auto the one that "
-        "is predicted to be fastest",
+        description="through stages: 1f1b (least memory), gpipe, zero-bubble (least waiting); the result is the same; "
+        "null: 1f1b, or with plan auto the one that is predicted to be fastest",
     )
     shares: Literal["auto"] | tuple[float, ...] | None = Field(
-        None, description="parts of the batch, e.g. [3, 3, 2]; auto measures; not said: as even as can be"
+        None, description="parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure; not said: even"
     )
-    cores_per_device: int | None = Field(None, ge=1, description="CPU cores of each (its share of all, if not said)")
+    cores_per_device: int | None = Field(None, ge=1, description="CPU cores of each; not said: its share of all")
     memory_limit: Annotated[str, BeforeValidator(str), AfterValidator(_size)] | None = Field(
         None,
-        description="of each device, e.g. 2GB: plan auto takes no plan that is predicted to need more, and a given one "
-        "that needs more is refused; not said: what the device has",
+        description="no plan that needs more on a device, e.g. 2GB; auto takes none that is predicted to, and one that "
+        "is given and does is refused; null: what the device has",
     )
     lost_group: Literal["form", "wait"] = Field(
         "form",
-        description="where the ranks left cannot form the plan's model groups: form smaller ones, or wait for others",
+        description="where ranks left cannot form a model group: form or wait; smaller groups, or for other ranks",
     )
     gradient_compression: Literal["bf16"] | None = Field(
-        None, description="approximate: send gradients in this precision"
+        None, description="approximate: send gradients as bf16; not said: exact"
     )
     local_sgd: int | None = Field(
         None,
         ge=2,
-        description="approximate: average the weights, not the gradients, every so many updates (Stich, 2019)",
+        description="approximate: average the weights every H updates; not the gradients (Stich, 2019)",
     )
 
     @property
@@ -127,7 +126,9 @@ def fitted(
         is_open = plan == "auto" and section.devices == num_devices  # any of the planner's choices may have these parts
         if number != parts and not (is_open and number > 1 and num_devices % number == 0):
             text = ",".join(f"{share:g}" for share in shares)
-            notes.append(f"the shares {text} are for {plural(number, 'part')} of the batch, not {parts}: they are left out")
+            notes.append(
+                f"the shares {text} are for {plural(number, 'part')} of the batch, not {parts}: they are left out"
+            )
             shares = None
     return section.model_copy(update={"devices": num_devices, "plan": plan, "shares": shares})
 

@@ -32,7 +32,9 @@ class ModelConfig(Section):
         min_length=1, description="a name of `convoy models`, timm:NAME, torchvision:NAME or package.module:factory"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of that network")
-    weights: str | None = Field(None, min_length=1, description="file, or run, with weights to begin with")
+    weights: str | None = Field(
+        None, min_length=1, description="begin with these weights: .safetensors, .pth, or a run"
+    )
     zero_init_residual: bool = Field(
         False, description="let every residual block begin as the identity (Goyal et al., 2017, section 5.1)"
     )
@@ -83,18 +85,20 @@ class Recipe(Section):
 
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
-    epochs: AbsoluteDuration = Field(Duration(90, "ep"), description="length of training, e.g. 90ep or 5000ba")
+    epochs: AbsoluteDuration = Field(Duration(90, "ep"), description="how long: 90, 90ep or 5000ba (updates)")
     extends: str | None = Field(
         None, min_length=1, description="finished run with whose state this one begins: convoy train RUN --extend"
     )
-    batch: int = Field(128, ge=1, description="global batch: samples of one weight update, on all devices together")
-    microbatches: int | None = Field(None, ge=1, description="microbatches of a global batch")
+    batch: int = Field(128, ge=1, description="global batch: samples of one weight update; on all devices together")
+    microbatches: int | None = Field(
+        None, ge=1, description=f"pieces of the global batch; not said: of {DEFAULT_MICROBATCH} samples"
+    )
     microbatch: int | None = Field(
         default_factory=lambda values: None if values.get("microbatches") else DEFAULT_MICROBATCH,
         ge=1,
         description=f"samples of a microbatch, at most ({DEFAULT_MICROBATCH} if neither is said)",
     )
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of everything random")
     optimizer: OptimizerConfig = SgdConfig(name="sgd", base_lr=0.1, nesterov=True, weight_decay=1e-4)
     schedule: ScheduleConfig = CosineConfig(name="cosine", warmup=Duration(5, "%"))
     loss: LossConfig = LossConfig()
@@ -104,26 +108,28 @@ class Recipe(Section):
         "stop", description="an update whose loss or gradient is not finite: end the run, or leave the update out"
     )
     batch_norm: Literal["microbatch", "sync", "local"] = Field(
-        "microbatch", description="samples behind batch norm's statistics: a microbatch, the global batch, a device's"
+        "microbatch", description="statistics over: microbatch, sync (global batch) or local; local: a device's samples"
     )
     precision: Literal["fp32", "bf16", "fp16", "auto"] | None = Field(
         None,
-        description="of the layers; weights stay in fp32. null: bf16 on GPUs that have it, else fp32; auto: on CPUs "
-        "too",
+        description="fp32, bf16, fp16, or auto: bf16 where the device has it; of the layers: weights stay in fp32; "
+        "not said: the same on GPUs, else fp32",
     )
-    channels_last: bool | None = Field(None, description="memory format; null: on GPUs in bf16 and fp16")
-    compile: bool = Field(False, description="torch.compile")
+    channels_last: bool | None = Field(
+        None, description="memory format of the network; null: channels last on GPUs in bf16 and fp16"
+    )
+    compile: bool = Field(False, description="compile the network with torch.compile")
     cuda_graphs: Annotated[
         Literal["auto", "off"], BeforeValidator(lambda given: "off" if given is False else given)
     ] = Field(
-        "auto", description="replay updates of a GPU as one recording, where that proves to give the same results"
+        "auto", description="updates recorded once and replayed on GPUs: auto or off; where that gives the same results"
     )
     recompute: bool | tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         False,
-        description="drop activations and compute them again in the backward pass: of all layers, or of those whose "
-        "names these patterns match; less memory, the same results",
+        description="less memory: compute activations again in the backward pass, all or those of layers, as "
+        "'layer1.*'; the same results",
     )
-    reproducible: bool = Field(False, description="bit-identical weights on one device or many")
+    reproducible: bool = Field(False, description="bit-identical weights on any number of devices")
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
     parallel: ParallelConfig = ParallelConfig()
     evaluate_every: PositiveDuration = Duration(1, "ep")

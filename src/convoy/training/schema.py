@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from convoy.documents import dotted, show
@@ -73,9 +74,24 @@ def describe_keys(model: type[BaseModel], prefix: str = "", kind: str = "") -> I
         for section in kinds:
             yield from describe_keys(section, f"{prefix}{name}.", f" ({_name(section)})" if len(kinds) > 1 else kind)
         if not kinds:
-            default = "" if field.is_required() else show(field.get_default(call_default_factory=True, validated_data={}))
+            default = (
+                "" if field.is_required() else show(field.get_default(call_default_factory=True, validated_data={}))
+            )
             accepts = " | ".join(dict.fromkeys(map(_type, _leaves(field.annotation))))
             yield Key(f"{prefix}{name}{kind}", accepts, default, field.description or "")
+
+
+def field_at(model: type[BaseModel], key: str) -> FieldInfo:
+    """The field of a dotted key, in the first kind of each section."""
+    *sections, name = key.split(".")
+    for section in sections:
+        model = _kinds(model.model_fields[section].annotation)[0]
+    return model.model_fields[name]
+
+
+def number_type(annotation: Any) -> type[int] | type[float] | None:
+    """The type of a key's value where that is a number (or null)."""
+    return next((kind for kind in (int, float) if kind in _leaves(annotation)), None)
 
 
 def is_text(annotation: Any) -> bool:
