@@ -64,7 +64,7 @@ class TrainRequest:
                 )
             self.out, self.model = Path(self.model), None
         if self.resume and self.out is None:
-            raise ConvoyError(self._nothing_to_resume())
+            raise self._no_run("--resume")
 
     @classmethod
     def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "TrainRequest":
@@ -84,21 +84,17 @@ class TrainRequest:
             RunDirectory(self.out).check_free()
             RunDirectory(self.out).check_writable()
 
-    def _nothing_to_resume(self) -> str:
-        """What to say where --resume names no run."""
-        folder = Path(self.model) if self.model is not None else None
-        if folder is not None and folder.is_dir():
-            return f"nothing was trained in {folder} yet: start it with its first command, without --resume"
-        if folder is not None and folder.parent.is_dir():
-            runs = [entry.name for entry in folder.parent.iterdir() if RunDirectory(entry).is_run()]
-            if near := difflib.get_close_matches(folder.name, runs, 1):
-                return f"{folder} is no run directory: did you mean {folder.with_name(near[0])}?"
-        if folder is not None and len(folder.parts) > 1:  # a run that was stopped before its first update left nothing
-            return f"{folder} holds no run: if it was stopped before it began, start it anew, without --resume"
-        return f"{self._no_run()}--resume needs the run to go on with: convoy train RUN --resume"
-
-    def _no_run(self) -> str:
-        return f"{self.model} is no run directory: " if self.model is not None else ""
+    def _no_run(self, option: str) -> ConvoyError:
+        """What to say where an option needs a run, and MODEL is none."""
+        if self.model is None:
+            return ConvoyError(f"{option} needs a run: convoy train RUN {option}")
+        folder = Path(self.model)
+        entries = folder.parent.iterdir() if len(folder.parts) > 1 and folder.parent.is_dir() else ()
+        near = difflib.get_close_matches(folder.name, [one.name for one in entries if RunDirectory(one).is_run()], 1)
+        if near:
+            return ConvoyError(f"{folder} holds no run: did you mean {folder.with_name(near[0])}?")
+        # a run that was stopped before its first update left nothing
+        return ConvoyError(f"{folder} holds no run, which {option} needs: begin one by its first command, without it")
 
     def _number(self, recipe: Recipe) -> int:
         """How many devices are asked for: by a plan of the command line sooner than by the recipe."""
@@ -111,7 +107,7 @@ class TrainRequest:
         """Take over the recipe of the run that is to be made longer."""
         old = RunDirectory(Path(self.model or ""))
         if self.model is None or not old.is_run():
-            raise ConvoyError(f"{self._no_run()}--extend needs the run to make longer: convoy train RUN --extend 8ep")
+            raise self._no_run("--extend 8ep")
         if self.recipe is not None:
             raise ConvoyError(f"--recipe contradicts --extend: the recipe is that of {old.path}; change it by --set")
         if "epochs" in self.explicit_keys:
