@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cli.calls import Call, faults
+from cli.calls import Call
 from convoy.cli import doctor, doctor_run
 from convoy.doctor.advice import Advice
 from convoy.doctor.diagnosis import Diagnosis
@@ -29,18 +29,6 @@ from tiny import write_pictures
 SHORT = "--seconds 3 --no-trials --set threads=1 --batch 24"
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
 """What hides a terminal's cursor, and what shows it."""
-MISTAKES = {
-    "doctor": "missing argument 'RUN|train",
-    "doctor .": "is no run directory: name one, or write convoy doctor train MODEL",
-    "doctor train --data {data}": "nothing to train: give a MODEL",
-    "doctor train lenet --data {data} --bacth 3": "see convoy train --help",
-    "doctor {run} --bacth 3": "did you mean --batch",
-    "doctor --verfy train lenet": "no such option --verfy: did you mean --verify?",
-    "doctor train lenet --data {data} --batch 1000": "96 training samples",
-    "doctor train lenet --data {data} --resume": "--resume",
-    "doctor train lenet --data {data} --extend 8": "--extend is for a run",
-    "doctor train lenet --seconds -1": "-1",
-}
 ADVICE = (
     Advice("busy", "end x (process 7)", (), 3.0, "It is slow."),
     Advice("threads", "--set threads=2", ("--set", "threads=2"), 1.5, "Threads and cores do not go together."),
@@ -197,14 +185,6 @@ def test_sigterm_ends_what_verify_has_started(data: Path, start: Callable[[list[
     assert verifying.process.returncode == 1 and not alive(child)
 
 
-@pytest.mark.slow
-def test_what_verify_starts_says_why_it_has_ended() -> None:
-    line = "doctor --verify train lenet --batch 24 --data ."
-    words = [sys.executable, "-m", "convoy", *line.split()]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and done.stderr.count("convoy: ") == 1 and not done.stdout
-
-
 @pytest.mark.matrix
 def test_verify_on_two_devices(data: Path, folder: Path) -> None:
     line = f"doctor --verify train lenet --data {data} --seconds 15 --devices 2 --batch 48 --microbatches 2"
@@ -213,12 +193,3 @@ def test_verify_on_two_devices(data: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "on 2 devices, plan sample=2" in done.stdout and "when tried" in done.stdout
     assert not list(folder.iterdir())
-
-
-def test_a_mistake_is_one_sentence(data: Path, run: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faults(call, MISTAKES, data=data, run=run) == []
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("MASTER_PORT", 1), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    line = {f"doctor train lenet --data {data} --verify": "starts the training a second time, but here torchrun has"}
-    assert faults(call, line) == []

@@ -10,7 +10,7 @@ import yaml
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
-from convoy.units import duration, seconds
+from convoy.units import plural, seconds
 
 if TYPE_CHECKING:
     from convoy.planner.cost.device import Device
@@ -138,5 +138,11 @@ def _show_pieces(store: "ProfileStore", device: "Device", as_json: bool) -> None
 
 
 def _ago(moment: float | None) -> str:
-    """How long since: `3 min 05 s ago`."""
-    return "-" if moment is None else f"{duration(max(0.0, time.time() - moment))} ago"
+    """How long since: `3 minutes ago`."""
+    if moment is None:
+        return "-"
+    passed = time.time() - moment
+    for size, word in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
+        if passed >= size:
+            return f"{plural(int(passed // size), word)} ago"
+    return "just now"
