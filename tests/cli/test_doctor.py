@@ -26,7 +26,6 @@ from processes import alive, children
 from started import Started, wait_for
 from tiny import write_pictures
 
-SHORT = "--seconds 3 --no-trials --set threads=1 --batch 24"
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
 """What hides a terminal's cursor, and what shows it."""
 ADVICE = (
@@ -43,9 +42,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_of_a_command_line_it_is_said_in_a_few_lines(data: Path, folder: Path, call: Call) -> None:
-    line = f"doctor train tiny:TinyNet --data {data} --seconds 5 --set threads=1 --batch 24"
-    first, second, *rest = call(line).out.splitlines()
+def test_of_a_command_line_it_is_said_in_a_few_lines_with_the_pictures_that_cannot_be_read(
+    folder: Path, call: Call, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    photos = write_pictures(tmp_path_factory.mktemp("broken") / "photos", size=(100, 75))
+    bad = sorted((photos / "train").rglob("*.png"))[0]
+    bad.write_bytes(bad.read_bytes()[:200])
+    size = "--set data.image_size=28 --set data.workers=0 --set data.channels=1"
+    line = f"doctor train tiny:TinyNet --data {photos} --seconds 5 --set threads=1 --batch 24 {size}"
+    first, second, *rest = (text := call(line).out).splitlines()
+    assert f"1 picture cannot be read: convoy data {photos} --check names them" in text
     assert first.startswith("tiny:TinyNet on one device: ") and first.endswith(" for an update of 24")
     assert second.endswith(".")
     changes = [line for line in rest if "(predicted)" in line]
@@ -64,17 +70,6 @@ def test_of_a_run_it_is_as_it_was_begun_or_with_other_options_and_json_is_all_th
         assert (document["model"], document["devices"], document["batch"]) == ("tiny:TinyNet", 1, batch)
     assert list(document) == [field.name for field in dataclasses.fields(Diagnosis)]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-
-
-def test_pictures_that_cannot_be_read_are_skipped_and_counted(
-    tmp_path_factory: pytest.TempPathFactory, call: Call
-) -> None:
-    photos = write_pictures(tmp_path_factory.mktemp("broken") / "photos", size=(100, 75))
-    bad = sorted((photos / "train").rglob("*.png"))[0]
-    bad.write_bytes(bad.read_bytes()[:200])
-    size = "--set data.image_size=28 --set data.workers=0 --set data.channels=1"
-    text = call(f"doctor train tiny:TinyNet --data {photos} {SHORT} {size}").out
-    assert f"1 picture cannot be read: convoy data {photos} --check names them" in text
 
 
 class Examinations:
@@ -183,6 +178,13 @@ def test_sigterm_ends_what_verify_has_started(data: Path, start: Callable[[list[
     output, errors = verifying.end(60)
     assert not output and set(errors.splitlines()) == {"", "convoy: interrupted"}  # of both, perhaps, while one loads
     assert verifying.process.returncode == 1 and not alive(child)
+
+
+@pytest.mark.slow
+def test_what_verify_starts_says_why_it_has_ended() -> None:
+    words = [sys.executable, "-m", "convoy", *["doctor", "--verify", "train", "lenet", "--batch", "24", "--data", "."]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and done.stderr.count("convoy: ") == 1 and not done.stdout
 
 
 @pytest.mark.matrix

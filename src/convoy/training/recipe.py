@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from typing import Annotated, Any, Literal, Self
 
@@ -141,72 +141,72 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _refuse_nonsense(self) -> Self:
+        for problem in self._contradictions():
+            raise ValueError(problem)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """A sentence for each two keys that mean nothing together."""
+        parallel, schedule = self.parallel, self.schedule
         if (self.microbatch is None) == (self.microbatches is None):
-            said = "null" if self.microbatch is None else "given, but one follows from the other"
-            raise ValueError(f"microbatch and microbatches are both {said}: give one")
+            both = "null" if self.microbatch is None else "given, but one follows from the other"
+            yield f"microbatch and microbatches are both {both}: give one"
         if self.microbatches is not None and self.microbatches > self.batch:
-            raise ValueError(
+            yield (
                 f"microbatches={self.microbatches} cannot be made of batch={self.batch} samples: lower microbatches "
                 "or raise batch"
             )
         if self.reproducible and self.batch_norm != "microbatch" and self.microbatches != 1:
-            raise ValueError(
+            yield (
                 f"reproducible runs each microbatch by itself, but batch_norm={self.batch_norm} needs the whole batch "
                 "at once: set batch_norm=microbatch, or microbatches=1"
             )
         if self.reproducible and self.precision == "auto":
-            raise ValueError(
+            yield (
                 "reproducible gives the same weights wherever it runs, but precision=auto asks the device: set "
                 "precision=fp32 or precision=bf16"
             )
-        if self.parallel.schedule == "zero-bubble" and self.reproducible:
-            raise ValueError(
+        if self.reproducible and parallel.schedule == "zero-bubble":
+            yield (
                 "the schedule zero-bubble adds up weight gradients of several passes at once, which reproducible "
                 "cannot: choose the schedule 1f1b, or leave reproducible away"
             )
-        if self.reproducible and self.parallel.approximate is not None:
-            raise ValueError(
-                f"reproducible gives the same weights on any number of devices, but {self.parallel.approximate}: leave "
-                "one of them out"
-            )
-        if self.ema is not None and self.parallel.local_sgd is not None:
-            raise ValueError(
-                "ema averages the weights of every update, but local_sgd lets each device have other ones: leave one "
-                "of them out"
-            )
-        if self.schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
-            raise ValueError(
+        same = "reproducible gives the same weights on any number of devices, but"
+        if self.reproducible and parallel.approximate is not None:
+            yield f"{same} {parallel.approximate}: leave one of them out"
+        if self.ema is not None and parallel.local_sgd is not None:
+            yield "ema averages the weights of every update, but local_sgd lets each device have other ones: give one"
+        if schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
+            yield (
                 "schedule.warmup_from=base_lr needs optimizer.base_lr: give that instead of optimizer.lr, or a number "
                 "to start from"
             )
-        if self.schedule.warmup.longer_than(self.epochs):
-            raise ValueError(
-                f"schedule.warmup={self.schedule.warmup} is longer than the training, epochs={self.epochs}: train "
-                "longer or shorten the warm-up, e.g. --set schedule.warmup=5%"
+        if schedule.warmup.longer_than(self.epochs):
+            yield (
+                f"schedule.warmup={schedule.warmup} is longer than the training, epochs={self.epochs}: train longer or "
+                "shorten the warm-up, e.g. --set schedule.warmup=5%"
             )
-        return self
 
     def notes(self) -> list[str]:
         """A sentence for each option that has no effect here and does no harm."""
-        notes = []
+        return list(self._without_effect())
+
+    def _without_effect(self) -> Iterator[str]:
+        length = f"the training, epochs={self.epochs}"
         if self.model.zero_init_residual and self.model.weights is not None:
-            notes.append("model.zero_init_residual has no effect: model.weights replaces the fresh weights")
-        if isinstance(self.schedule, StepConfig):
-            late = [str(m) for m in self.schedule.milestones if m.longer_than(self.epochs)]
-            if late:
-                notes.append(
-                    f"schedule.milestones {', '.join(late)} lie beyond the end of training, epochs={self.epochs}"
-                )
+            yield "model.zero_init_residual has no effect: model.weights replaces the fresh weights"
+        milestones = self.schedule.milestones if isinstance(self.schedule, StepConfig) else ()
+        if late := [str(milestone) for milestone in milestones if milestone.longer_than(self.epochs)]:
+            yield f"schedule.milestones {', '.join(late)} lie beyond the end of {length}"
         if self.microbatch is not None and self.microbatch > max(self.batch, DEFAULT_MICROBATCH):
-            notes.append(f"microbatch={self.microbatch} is more than batch={self.batch}: there is one microbatch")
+            yield f"microbatch={self.microbatch} is more than batch={self.batch}: there is one microbatch"
         for key, every in (("evaluate_every", self.evaluate_every), ("checkpoint.every", self.checkpoint.every)):
             if isinstance(every, Duration) and every.longer_than(self.epochs):
-                notes.append(f"{key}={every} is longer than the training, epochs={self.epochs}: once, at the end")
+                yield f"{key}={every} is longer than {length}: once, at the end"
         if (sentence := self.mixing_without_partners()) is not None:
-            notes.append(sentence)
+            yield sentence
         if self.checkpoint.every != "auto" and self.checkpoint.mtbf != CheckpointConfig().mtbf:
-            notes.append(f"checkpoint.mtbf has no effect: checkpoint.every={self.checkpoint.every} says when")
-        return notes
+            yield f"checkpoint.mtbf has no effect: checkpoint.every={self.checkpoint.every} says when"
 
     def mixing_without_partners(self) -> str | None:
         """What to say where samples are to be mixed with others of their microbatch, of which there are none."""
