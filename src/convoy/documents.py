@@ -124,8 +124,9 @@ def dump(document: dict[str, Any], in_lines: bool = False) -> str:
     """A mapping as YAML, in its own order, and `in_lines` each of its innermost mappings and lists on one line; `parse`
     gives back the same values."""
     flow, width = (None, 10_000) if in_lines else (False, 120)
-    layout = {"sort_keys": False, "allow_unicode": True, "default_flow_style": flow, "width": width}
-    return yaml.dump(document, Dumper=_Dumper, **layout)
+    return yaml.dump(
+        document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=width
+    )
 
 
 def show(value: Any) -> str:

@@ -324,11 +324,10 @@ class PlanRequest:
 
     def _check_machines(self, keys: Collection[str]) -> None:
         """Refuse what needs --on and has none, and what is not for it."""
-        if self.on is None:
-            names, why = _ONLY_WITH_ON, "machines that are not at hand: name one with --on"
-        else:
-            names, why = _NOT_WITH_ON, "devices at hand, but --on names others: drop one of the two"
-        for name in names:
+        why = "machines that are not at hand: name one with --on"
+        if self.on is not None:
+            why = "devices at hand, but --on names others: drop one of the two"
+        for name in _ONLY_WITH_ON if self.on is None else _NOT_WITH_ON:
             if getattr(self, name) not in (None, ()):
                 raise ConvoyError(f"--{name} is for {why}")
         if self.on is None:

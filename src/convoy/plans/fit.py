@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import Plan
+from convoy.plans.plan import Plan, strategies_on
 from convoy.plans.strategies import STRATEGIES, of_layer, strategy_error
 from convoy.terminal import brief, did_you_mean
 
@@ -141,7 +141,7 @@ def fit(plan: Plan, num_devices: int) -> Fit:
     computed by samples where they can be, `stage=2,sample=2` for `stage=2` on four.
     """
     mesh = plan.mesh
-    by_samples = [plan.strategies_on(name) - {"replicate"} == {"sample"} for name in mesh.names]
+    by_samples = [strategies_on(plan, name) - {"replicate"} == {"sample"} for name in mesh.names]
     if len(mesh.sizes) == 1 and (mesh.stage_axis is None or num_devices % mesh.num_devices):
         group = (1, 1) if by_samples[0] else (mesh.num_devices, num_devices)
         return Fit(_resized(plan, (num_devices,)), group)
@@ -203,7 +203,7 @@ def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
     if mesh.num_devices % per_host:
         return []
     kinds = {
-        axis: sorted(strategy for strategy in plan.strategies_on(axis) if STRATEGIES[strategy].exchanges)
+        axis: sorted(strategy for strategy in strategies_on(plan, axis) if STRATEGIES[strategy].exchanges)
         for axis in mesh.names
     }
     order = sorted(mesh.axes, key=lambda axis: (bool(kinds[mesh.names[axis]]), axis != mesh.stage_axis))
@@ -218,7 +218,7 @@ def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
             f"axis {name} of {plan} ({', '.join(kinds[name])} over {size}) lies across hosts of {per_host}, and its "
             f"layers communicate over the network: as {new_plan} it would lie inside them"
         ]
-    left = [name for name in across_now if name not in across_then and "sample" in plan.strategies_on(name)]
+    left = [name for name in across_now if name not in across_then and "sample" in strategies_on(plan, name)]
     if mesh.stage_axis is not None and left:
         return [
             f"axis {left[0]} of {plan} lies across hosts of {per_host}, and gradients are added up over the network: "

@@ -139,7 +139,7 @@ class Plan:
 
         An axis divides samples where some layer does so on it (`sample`, `owt`).
         """
-        by_samples = {axis for axis in self.mesh.names if self.strategies_on(axis) & {"sample", "owt"}}
+        by_samples = {axis for axis in self.mesh.names if strategies_on(self, axis) & {"sample", "owt"}}
         return self.mesh.size(tuple(axis for axis in self.mesh.axes if self.mesh.names[axis] in by_samples))
 
     @property
@@ -147,10 +147,6 @@ class Plan:
         """Submodels into which it divides the network; 1 without an axis `stage`."""
         axis = self.mesh.stage_axis
         return 1 if axis is None else self.mesh.sizes[axis]
-
-    def strategies_on(self, axis: str) -> set[str]:
-        """The strategies that some pattern names on an axis."""
-        return {strategies[axis] for _, strategies in self.layers if axis in strategies}
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `parse` reads as this plan."""
@@ -174,6 +170,11 @@ class Plan:
             )
             text = f"{self.mesh}: {'; '.join(layers) or 'every layer replicate'}"
         return f"{text}; stages begin at {', '.join(self.stages[not self.stages[0] :])}" if self.stages else text
+
+
+def strategies_on(plan: Plan, axis: str) -> set[str]:
+    """The strategies that some pattern names on an axis."""
+    return {strategies[axis] for _, strategies in plan.layers if axis in strategies}
 
 
 def plan_text(plan: Plan) -> str:

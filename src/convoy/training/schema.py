@@ -116,7 +116,8 @@ class _Place:
 
     def __init__(self, loc: Sequence[str | int], model: type[BaseModel]) -> None:
         self.path: list[str | int] = []
-        self.section, self.kind, self.annotation = model, "", Any  # the section that the last key lies in
+        self.section, self.kind = model, ""  # the section that the last key lies in
+        self.annotation: Any = Any
         for part in loc:
             kinds = _kinds(self.annotation)
             if len(kinds) > 1 and not self.kind:
@@ -220,4 +221,5 @@ def _type(leaf: Any) -> str:
         parts = [inner for part in get_args(leaf) if part is not ... for inner in _leaves(part)]
         return f"list of {' | '.join(dict.fromkeys(map(_type, parts)))}"
     kind = get_origin(leaf) or leaf
-    return {types.NoneType: "null", str: "text", Plan: "text", dict: "mapping"}.get(kind, kind.__name__.lower())
+    words = {types.NoneType: "null", str: "text", Plan: "text", dict: "mapping"}
+    return words.get(kind, str(kind.__name__).lower())
