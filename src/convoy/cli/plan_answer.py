@@ -1,7 +1,7 @@
 """How `convoy plan` answers: on this device, or as one of as many as the plan is for, where this machine has them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import click
@@ -15,6 +15,7 @@ from convoy.cli.requests import PlanRequest
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError
+from convoy.files import finite
 from convoy.launch import cores
 from convoy.planner import Planned, Workload, make_plan
 from convoy.planner.cost.costs import HostCost
@@ -160,20 +161,32 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
 
 def _show(request: PlanRequest, planned: Planned, first: Sequence[str], assumed: Sequence[str]) -> None:
     answer, command = explained(planned), command_of(request.arguments)
-    if request.out is not None:
-        origin = "# " + command.replace("\n", " ") + "\n"
-        origin += f"# predicted: {1e3 * answer.scored.seconds:.4g} ms an update, "
-        origin += f"{answer.speedup:.3g} times as fast as one device\n"
-        origin += "".join(f"# {note}\n" for note in assumed)
-        written("--out", request.out, origin + answer.scored.plan.to_yaml())
-    if request.html is not None:
-        written("--html", request.html, plan_page(answer, command))
-    if request.trace is not None:
-        written("--trace", request.trace, json.dumps(trace(predicted=answer.scored.timeline), allow_nan=False))
+    origin = "# " + command.replace("\n", " ") + "\n"
+    origin += f"# predicted: {1e3 * answer.scored.seconds:.4g} ms an update, "
+    origin += f"{answer.speedup:.3g} times as fast as one device\n"
+    origin += "".join(f"# {note}\n" for note in assumed)
+    files = {
+        "out": lambda: origin + answer.scored.plan.to_yaml(),
+        "html": lambda: plan_page(answer, command),
+        "trace": lambda: json.dumps(trace(predicted=answer.scored.timeline), allow_nan=False),
+    }
+    show(request, files, lambda: document(answer), lambda: explanation_text(answer, first))
+
+
+def show(
+    request: PlanRequest,
+    files: Mapping[str, Callable[[], str]],
+    document: Callable[[], object],
+    text: Callable[[], str],
+) -> None:
+    """Write those of the `files` that are asked for, by the names of their options, and print the answer."""
+    paths = {name: getattr(request, name) for name in files if getattr(request, name) is not None}
+    for name, path in paths.items():
+        written(f"--{name}", path, files[name]())
     if request.as_json:
-        click.echo(json.dumps(document(answer), indent=2, allow_nan=False))
+        click.echo(json.dumps(finite(document()), indent=2, allow_nan=False))
         return
-    click.echo(explanation_text(answer, first), nl=False)
-    for path, name in ((request.out, "plan"), (request.html, "page"), (request.trace, "trace")):
-        if path is not None:
-            click.echo(f"{name}: {path}")
+    click.echo(text(), nl=False)
+    for name, path in paths.items():
+        label = {"out": "plan", "html": "page"}.get(name, name)
+        click.echo(f"{label}: {path}")

@@ -1,15 +1,13 @@
 """How `convoy plan --on` answers: predictions for machines that are not at hand."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-import click
 import torch
 
-from convoy.cli.options import command_of, written
-from convoy.cli.plan_answer import network
+from convoy.cli.options import command_of
+from convoy.cli.plan_answer import network, show
 from convoy.cli.requests import PlanRequest
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Machine
@@ -36,21 +34,17 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     predictions = [_predicted(request, recipe, machine, workload) for machine in request.machines]
     images, what = _training(request, recipe)
     name = recipe.model.name
-    if request.out is not None:
-        written("--out", request.out, f"# {command_of(request.arguments)}\n{predictions[0].plan.to_yaml()}")
-    if request.html is not None:
-        page = machines_page(name, predictions, images, request.prices, what, command_of(request.arguments))
-        written("--html", request.html, page)
-    if request.as_json:
-        click.echo(
-            json.dumps([_document(one, number, request, images) for number, one in enumerate(predictions)], indent=2)
-        )
-        return 0
-    click.echo(f"{name}, batch {recipe.batch}: predicted, not measured, as eager PyTorch runs it\n")
-    click.echo("\n".join(_lines(predictions, images, request.prices, what, len(request.plans))))
-    for path, of in ((request.out, "plan"), (request.html, "page")):
-        if path is not None:
-            click.echo(f"{of}: {path}")
+    head = f"{name}, batch {recipe.batch}: predicted, not measured, as eager PyTorch runs it\n\n"
+    files = {
+        "out": lambda: f"# {command_of(request.arguments)}\n{predictions[0].plan.to_yaml()}",
+        "html": lambda: machines_page(name, predictions, images, request.prices, what, command_of(request.arguments)),
+    }
+    show(
+        request,
+        files,
+        lambda: [_document(one, number, request, images) for number, one in enumerate(predictions)],
+        lambda: head + "\n".join([*_lines(predictions, images, request.prices, what, len(request.plans)), ""]),
+    )
     return 0
 
 
