@@ -75,7 +75,7 @@ def test_a_file_is_a_plan_and_mistakes_are_named(tmp_path: Path) -> None:
         ("auto=0", "write auto, or auto=4"),
         ("auto=two", "write auto, or auto=4"),
         ("smaple", "smaple"),
-        ("sample,filter", "sample needs a number"),
+        ("sample,filter", "sample is no part of a plan: write sample=2"),
     ):
         with pytest.raises(ConvoyError, match=words):
             configurations([1, 2], [plan], [])
