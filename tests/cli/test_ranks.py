@@ -58,7 +58,7 @@ def hit(run: Started, rank: int, number: signal.Signals, out: Path, after: int) 
     wait_for(lambda: len(set(run.ranks().values()) - before) == len(before) or run.process.poll() is not None, 120)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_ranks_that_stand_still_are_replaced_and_a_run_goes_on_on_other_devices_as_on_one(
     serial: Path, data: Path, tmp_path: Path, start: Start
 ) -> None:
