@@ -218,10 +218,10 @@ def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
             f"axis {name} of {plan} ({', '.join(kinds[name])} over {size}) lies across hosts of {per_host}, and its "
             f"layers communicate over the network: as {new_plan} it would lie inside them"
         ]
-    left = [name for name in across_now if name not in across_then and "sample" in strategies_on(plan, name)]
-    if mesh.stage_axis is not None and left:
+    sample_axes = [name for name in across_now if name not in across_then and "sample" in strategies_on(plan, name)]
+    if mesh.stage_axis is not None and sample_axes:
         return [
-            f"axis {left[0]} of {plan} lies across hosts of {per_host}, and gradients are added up over the network: "
+            f"axis {sample_axes[0]} of {plan} lies across hosts of {per_host}, and gradients are added up over the network: "
             f"stages, which send only what crosses a cut, would lie across them as {new_plan}"
         ]
     return []

@@ -295,7 +295,7 @@ def _check_axes(names: Sequence[Any], sizes: Sequence[Any]) -> None:
 
 
 def _check_layers(layers: Sequence[tuple[Any, Any]], mesh: Mesh) -> None:
-    earlier: list[str] = []
+    patterns: list[str] = []
     for pattern, strategies in layers:
         path = "layers", str(pattern)
         if not isinstance(pattern, str) or not pattern.strip():
@@ -307,14 +307,14 @@ def _check_layers(layers: Sequence[tuple[Any, Any]], mesh: Mesh) -> None:
         for axis, strategy in strategies.items():
             if problem := _wrong_strategy(axis, strategy, mesh):
                 raise _WrongError(f"{pattern} {problem}", *path, str(axis))
-        for first in earlier:
+        for first in patterns:
             if first == pattern:
                 raise _WrongError(f"the pattern {pattern} is there twice: leave one out", *path)
             if not set("?[") & set(first) and fnmatch.fnmatchcase(pattern, first):
                 raise _WrongError(
                     f"{pattern} comes after {first}, which matches the same layers first: put {pattern} above it", *path
                 )
-        earlier.append(pattern)
+        patterns.append(pattern)
 
 
 def _wrong_strategy(axis: Any, strategy: Any, mesh: Mesh) -> str:

@@ -149,8 +149,8 @@ class Recipe(Section):
         """A sentence for each two keys that mean nothing together."""
         parallel, schedule = self.parallel, self.schedule
         if (self.microbatch is None) == (self.microbatches is None):
-            both = "null" if self.microbatch is None else "given, but one follows from the other"
-            yield f"microbatch and microbatches are both {both}: give one"
+            values = "null" if self.microbatch is None else "given, but one follows from the other"
+            yield f"microbatch and microbatches are both {values}: give one"
         if self.microbatches is not None and self.microbatches > self.batch:
             yield (
                 f"microbatches={self.microbatches} cannot be made of batch={self.batch} samples: lower microbatches "
@@ -171,9 +171,9 @@ class Recipe(Section):
                 "the schedule zero-bubble adds up weight gradients of several passes at once, which reproducible "
                 "cannot: choose the schedule 1f1b, or leave reproducible away"
             )
-        same = "reproducible gives the same weights on any number of devices, but"
         if self.reproducible and parallel.approximate is not None:
-            yield f"{same} {parallel.approximate}: leave one of them out"
+            promise = "reproducible gives the same weights on any number of devices"
+            yield f"{promise}, but {parallel.approximate}: leave one of them out"
         if self.ema is not None and parallel.local_sgd is not None:
             yield "ema averages the weights of every update, but local_sgd lets each device have other ones: give one"
         if schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
