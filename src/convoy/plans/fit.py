@@ -221,8 +221,8 @@ def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
     sample_axes = [name for name in across_now if name not in across_then and "sample" in strategies_on(plan, name)]
     if mesh.stage_axis is not None and sample_axes:
         return [
-            f"axis {sample_axes[0]} of {plan} lies across hosts of {per_host}, and gradients are added up over the network: "
-            f"stages, which send only what crosses a cut, would lie across them as {new_plan}"
+            f"axis {sample_axes[0]} of {plan} lies across hosts of {per_host}, and gradients are added up over the "
+            f"network: stages, which send only what crosses a cut, would lie across them as {new_plan}"
         ]
     return []
 

@@ -210,7 +210,7 @@ def _of_line(text: str) -> Plan:
     for part in map(str.strip, text.split(",")):
         match = _PART.fullmatch(part)
         if match is None:
-            word, number = (found[0] if (found := re.search(form, part)) else "" for form in (r"^\w+", "[0-9]{1,9}$"))
+            word, number = ("".join(re.findall(form, part)[:1]) for form in (r"^\w+", "[0-9]{1,9}$"))
             raise ConvoyError(
                 f"plan {show(text)!r}: {show(part)} is no part of a plan: write "
                 f"{word if word in WORDS else 'sample'}={number or 2}, with a comma between two parts, as in "
