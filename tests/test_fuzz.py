@@ -32,7 +32,7 @@ from convoy.data.decode import finish_picture, open_picture
 from convoy.data.pack_format import INDEX, PackOptions, index_file
 from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
-from convoy.plans.fixes import parse_fix
+from convoy.plans.fit import parse_fix
 from convoy.plans.plan import Plan
 from convoy.training.recipe import Recipe, check_names, load_recipe
 from convoy.training.schema import all_keys

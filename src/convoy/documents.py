@@ -46,16 +46,16 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value} is twice here", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        mapping: dict[Any, Any] = {}
+        for key, value in node.value:
+            problem = None if isinstance(key, yaml.ScalarNode) else "a key must be a plain word"
+            problem = (
+                f"the key {brief(key.value)} is twice here" if problem is None and key.value in mapping else problem
+            )
+            if problem is not None:
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            mapping[key.value] = self.construct_object(value, deep=True)  # keys are words, also where they are digits
+        return mapping
 
 
 class _Dumper(yaml.SafeDumper):
@@ -95,7 +95,8 @@ def parse(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark and "\n" in text else ""
-        raise ConvoyError(f"{source}{line}: {error.problem or 'this is no YAML'}") from error
+        hint = ": put what begins with * in quotes: '*'" if "an alias" in (error.context or "") else ""
+        raise ConvoyError(f"{source}{line}: {error.problem or 'this is no YAML'}{hint}") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConvoyError(f"{source}: this is no YAML ({reason})") from error
@@ -109,9 +110,23 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return levels < 0 or any(_is_deeper(item, levels - 1) for item in inner)
 
 
-def dump(document: dict[str, Any]) -> str:
-    """A mapping as YAML, in its own order; `parse` gives back the same values."""
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+def line_of(text: str, keys: Iterable[str]) -> int | None:
+    """The line at which the last of these keys stands, each below the one before it, as far as a YAML text has them."""
+    node, line = yaml.compose(text, _Loader), None
+    for name in keys:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        key, node = next((pair for pair in pairs if pair[0].value == name), (None, None))
+        line = line if key is None else key.start_mark.line + 1
+    return line
+
+
+def dump(document: dict[str, Any], in_lines: bool = False) -> str:
+    """A mapping as YAML, in its own order, and `in_lines` each of its innermost mappings and lists on one line; `parse`
+    gives back the same values."""
+    flow, width = (None, 10_000) if in_lines else (False, 120)
+    return yaml.dump(
+        document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=width
+    )
 
 
 def show(value: Any) -> str:

@@ -75,7 +75,7 @@ def test_a_file_is_a_plan_and_mistakes_are_named(tmp_path: Path) -> None:
         ("auto=0", "write auto, or auto=4"),
         ("auto=two", "write auto, or auto=4"),
         ("smaple", "smaple"),
-        ("sample,filter", "sample needs a number"),
+        ("sample,filter", "sample is no part of a plan: write sample=2"),
     ):
         with pytest.raises(ConvoyError, match=words):
             configurations([1, 2], [plan], [])
@@ -191,7 +191,7 @@ def test_rows_that_do_not_run_are_named_and_others_are_measured(
         if function is command.forecast:
             keeps.append(rest[-1])
             return [Forecast(auto=f"filter={len(slots)}")]
-        plan = task.recipe.parallel.plan or f"sample={len(slots)}"
+        plan = str(task.recipe.parallel.plan or f"sample={len(slots)}")
         if plan in WRONG:
             raise WRONG[plan]
         return ranks(0.1, len(slots))

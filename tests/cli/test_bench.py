@@ -1,4 +1,4 @@
-"""`convoy bench` on real processes: measured, stopped and gone on with; and what it refuses."""
+"""`convoy bench` on real processes: measured, stopped and gone on with."""
 
 import hashlib
 import json
@@ -11,28 +11,13 @@ from typing import Any
 
 import pytest
 
-from cli.calls import Call, faults
+from cli.calls import Call
 from convoy.training import RunDirectory
 from convoy.training.run_directory import LOCK
 from started import ENVIRONMENT, wait_for
 
 TINY = "--batch 8 --image-size 28 --updates 2 --warm-up 1 --timeout 300"
 several = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-MISTAKES = {
-    "bench lenet --devices 4096": "--devices 4096 needs 4096 cores",
-    "bench lenet --devices 1 --cores-per-device 4096": "--cores-per-device 4096",
-    "bench lenet --devices 1 --set precision=auto": "precision=auto may differ from row to row: name one for all",
-    "bench lenet --devices 1 --peers ddp --set precision=fp16": "--peers do not train with precision=fp16",
-    "bench lenet --devices 1 --shares 1,0": "--shares 1,0 are no shares",
-    "bench lenet --devices 1 --rounds 0": "--rounds is 0",
-    "bench lenet --devices 1 --epochs 0": "--epochs is 0",
-    "bench lenet --devices 1 --dataset-size 10": "give --epochs, too",
-    "bench lenet --devices 1 --data mnist-mini --image-size 32": "leave one out",
-    "bench lenet --devices 1 --device tpu": "--device tpu",
-    "bench failing:Nothing --devices 1": "failing:Nothing",
-    "bench lenet --devices 1 --train-epochs 0 --data mnist-mini": "--train-epochs is 0",
-    "bench lenet --devices 1 --train-epochs 1 --data mnist-mini --batch-per-device 8": "give --batch",
-}
 
 
 def document(folder: Path) -> dict[str, Any]:
@@ -107,19 +92,6 @@ def test_shares_by_speed_are_the_same_work(tmp_path: Path, call: Call) -> None:
 
 @several
 @pytest.mark.slow
-def test_a_row_that_cannot_be_is_named_and_the_next_one_stays(data: Path, tmp_path: Path, call: Call) -> None:
-    line = f"bench tiny:TinyNet --devices 2 --plans sample;filter --set microbatches=1 --data {data}"
-    options = "--set data.workers=0 --batch-per-device 4 --updates 2 --warm-up 1 --rounds 1 --no-predict"
-    table = call(f"{line} {options} --out {tmp_path}").out
-    assert "sample=2 on 2 devices was not measured: " in table
-    assert document(tmp_path)["table"]["dataset_size"] == 96
-    rows = document(tmp_path)["configurations"]
-    assert [(len(row["visits"]), bool(row["failed"])) for row in rows] == [(0, True), (1, False)]
-    assert "incomplete" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-@several
-@pytest.mark.slow
 def test_curves_are_those_of_the_trainer_and_the_same_bits(data: Path, tmp_path: Path, call: Call) -> None:
     out, alone = tmp_path / "study", tmp_path / "alone"
     recipe = f"--data {data} --batch 8 --set microbatch=2 --set data.workers=0 --set reproducible=true"
@@ -146,16 +118,3 @@ def test_a_folder_is_for_one_study_at_a_time(tmp_path: Path, call: Call) -> None
         sentence = call(f"bench tiny:TinyNet --devices 1 --plans sample --out {tmp_path} {TINY}", status=2).err
     assert f"another process is training in {tmp_path} (process " in sentence and "wait for its end" in sentence
     assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]
-
-
-def test_mistakes_are_one_sentence(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert faults(call, MISTAKES) == []
-
-
-def test_a_peer_that_is_not_installed_names_the_extra(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    line = f"bench lenet --devices 1 --peers fabric --out {tmp_path}"
-    assert "pip install 'convoy-nn[lightning]'" in call(line, status=2).err

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cli.calls import Call, faults
+from cli.calls import Call
 from convoy.cli import doctor, doctor_run
 from convoy.doctor.diagnosis import Advice, Diagnosis
 from convoy.errors import ConvoyError, MachineError
@@ -25,21 +25,8 @@ from processes import alive, children
 from started import Started, wait_for
 from tiny import write_pictures
 
-SHORT = "--seconds 3 --no-trials --set threads=1 --batch 24"
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
 """What hides a terminal's cursor, and what shows it."""
-MISTAKES = {
-    "doctor": "missing argument 'RUN|train",
-    "doctor .": "is no run directory: name one, or write convoy doctor train MODEL",
-    "doctor train --data {data}": "nothing to train: give a MODEL",
-    "doctor train lenet --data {data} --bacth 3": "see convoy train --help",
-    "doctor {run} --bacth 3": "did you mean --batch",
-    "doctor --verfy train lenet": "no such option --verfy: did you mean --verify?",
-    "doctor train lenet --data {data} --batch 1000": "96 training samples",
-    "doctor train lenet --data {data} --resume": "--resume",
-    "doctor train lenet --data {data} --extend 8": "--extend is for a run",
-    "doctor train lenet --seconds -1": "-1",
-}
 ADVICE = (
     Advice("busy", "end x (process 7)", (), 3.0, "It is slow."),
     Advice("threads", "--set threads=2", ("--set", "threads=2"), 1.5, "Threads and cores do not go together."),
@@ -54,9 +41,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_of_a_command_line_it_is_said_in_a_few_lines(data: Path, folder: Path, call: Call) -> None:
-    line = f"doctor train tiny:TinyNet --data {data} --seconds 5 --set threads=1 --batch 24"
-    first, second, *rest = call(line).out.splitlines()
+def test_of_a_command_line_it_is_said_in_a_few_lines_with_the_pictures_that_cannot_be_read(
+    folder: Path, call: Call, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    photos = write_pictures(tmp_path_factory.mktemp("broken") / "photos", size=(100, 75))
+    bad = sorted((photos / "train").rglob("*.png"))[0]
+    bad.write_bytes(bad.read_bytes()[:200])
+    size = "--set data.image_size=28 --set data.workers=0 --set data.channels=1"
+    line = f"doctor train tiny:TinyNet --data {photos} --seconds 5 --set threads=1 --batch 24 {size}"
+    first, second, *rest = (text := call(line).out).splitlines()
+    assert f"1 picture cannot be read: convoy data {photos} --check names them" in text
     assert first.startswith("tiny:TinyNet on one device: ") and first.endswith(" for an update of 24")
     assert second.endswith(".")
     changes = [line for line in rest if "(predicted)" in line]
@@ -75,17 +69,6 @@ def test_of_a_run_it_is_as_it_was_begun_or_with_other_options_and_json_is_all_th
         assert (document["model"], document["devices"], document["batch"]) == ("tiny:TinyNet", 1, batch)
     assert list(document) == [field.name for field in dataclasses.fields(Diagnosis)]
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-
-
-def test_pictures_that_cannot_be_read_are_skipped_and_counted(
-    tmp_path_factory: pytest.TempPathFactory, call: Call
-) -> None:
-    photos = write_pictures(tmp_path_factory.mktemp("broken") / "photos", size=(100, 75))
-    bad = sorted((photos / "train").rglob("*.png"))[0]
-    bad.write_bytes(bad.read_bytes()[:200])
-    size = "--set data.image_size=28 --set data.workers=0 --set data.channels=1"
-    text = call(f"doctor train tiny:TinyNet --data {photos} {SHORT} {size}").out
-    assert f"1 picture cannot be read: convoy data {photos} --check names them" in text
 
 
 class Examinations:
@@ -198,8 +181,7 @@ def test_sigterm_ends_what_verify_has_started(data: Path, start: Callable[[list[
 
 @pytest.mark.slow
 def test_what_verify_starts_says_why_it_has_ended() -> None:
-    line = "doctor --verify train lenet --batch 24 --data ."
-    words = [sys.executable, "-m", "convoy", *line.split()]
+    words = [sys.executable, "-m", "convoy", *["doctor", "--verify", "train", "lenet", "--batch", "24", "--data", "."]]
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and done.stderr.count("convoy: ") == 1 and not done.stdout
 
@@ -212,12 +194,3 @@ def test_verify_on_two_devices(data: Path, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "on 2 devices, plan sample=2" in done.stdout and "when tried" in done.stdout
     assert not list(folder.iterdir())
-
-
-def test_a_mistake_is_one_sentence(data: Path, run: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faults(call, MISTAKES, data=data, run=run) == []
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("MASTER_PORT", 1), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    line = {f"doctor train lenet --data {data} --verify": "starts the training a second time, but here torchrun has"}
-    assert faults(call, line) == []

@@ -111,5 +111,4 @@ def test_a_pipe_that_closes_ends_it_without_a_word(pictures_run: Path, val: Path
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"file,rank,class,probability\n"
         process.stdout.close()
-        assert process.wait(120) == 1
-        assert process.stderr.read() == b""
+        assert process.wait(120) == 1 and process.stderr.read() == b""

@@ -227,7 +227,7 @@ def test_durations_are_counted_in_weight_updates() -> None:
 
 
 def test_what_is_no_duration_and_no_span_is_refused() -> None:
-    words = r"90ep|at most 100%|too long|is not a duration"
+    words = r"90ep|at most 100%|is not a duration"
     texts = ["", "ninety", "90", "ep", "-1ep", "1e3ba", "1.5ba", "5 epochs", "101%", "9" * 400 + "ep", True]
     for odd in [*texts, -1, float("inf"), float("nan"), 1e300, None, [1]]:
         with pytest.raises(ValueError, match=words):

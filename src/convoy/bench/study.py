@@ -17,6 +17,7 @@ from convoy.bench.records import Configuration, Made, StudyFacts
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
+from convoy.plans.plan import Plan
 from convoy.resources import own_cores
 from convoy.training import choose_device
 from convoy.training.defaults import settle
@@ -115,7 +116,8 @@ def too_coarse(batch: int, num: int, speeds: Sequence[float]) -> str:
 
 def recipe_for(recipe: Recipe, study: StudyFacts, row: Configuration, plan: str | None, shares: str = "") -> Recipe:
     """The recipe of a row, under a plan and with shares, as a row has them."""
-    parallel = recipe.parallel.model_copy(update={"devices": row.devices, "plan": plan, **in_recipe(shares)})
+    parsed = Plan.parse(plan) if plan is not None else None
+    parallel = recipe.parallel.model_copy(update={"devices": row.devices, "plan": parsed, **in_recipe(shares)})
     return recipe.model_copy(update={"batch": study.batch_on(row.devices), "parallel": parallel})
 
 

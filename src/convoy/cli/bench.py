@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from convoy.bench.ask import Ask
-from convoy.cli import options
+from convoy.cli import keys, options
 from convoy.cli.options import command_of
 from convoy.late import waiting_for
 from convoy.terminal import Console
@@ -54,19 +54,19 @@ Examples:
 @click.option("--predict/--no-predict", default=True, help="Let the planner predict every plan before.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a turn is given up.")
 @click.option("--out", type=options.OutputPath(), help="Folder of the study. [default: runs/bench-MODEL]")
-@options.recompute
+@keys.recompute
 @options.device
 @options.as_json
 @options.verbose
 @click.pass_obj
-def command(arguments: Sequence[str], /, as_json: bool, recompute: str | None, **values: Any) -> int:
+def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
     """Measure how training MODEL scales over devices, by plan, and write a table and a report.
 
     All configurations do the same work in turns, each in fresh processes. What is measured is kept after every turn:
     stopped, the same command goes on. No data is needed.
     """
-    if recompute is not None:
-        values["settings"] = (*values["settings"], f"recompute={recompute}")
+    values["settings"] = (*values["settings"], *values.pop("overrides", ()))
+    del values["recompute"]  # which is among them
     ask = Ask(command=command_of(arguments), **values)
     ask.check()
     with waiting_for("loading PyTorch"):  # and matplotlib, for which no mistake is to wait

@@ -3,7 +3,7 @@
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from convoy.cli.options import LazyGroup
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
 from convoy.late import waiting_for
+from convoy.progress import ConsoleReporter
+from convoy.terminal import Console
 from convoy.units import size
 
 if TYPE_CHECKING:
@@ -101,15 +103,13 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
         }
         if check:
             unreadable = []
-            hidden = as_json or not sys.stderr.isatty()
-            with click.progressbar(
-                range(len(source)), label=f"reading {split}", hidden=hidden, file=sys.stderr
-            ) as samples:
-                for sample in samples:
+            with _reporter(as_json or not sys.stderr.isatty()) as reporter:
+                for sample in range(len(source)):
                     try:
                         source.load(sample)
                     except BadImage as error:
                         unreadable.append(str(error))
+                    reporter.prepare(f"reading {split}", sample + 1, len(source))
             row["not readable"] = len(unreadable)
             bad += unreadable
         else:
@@ -185,9 +185,9 @@ def pack(
     from convoy.resources import own_share
     from convoy.training import load_recipe
 
-    with _progress(as_json) as progress, _named("SOURCE"):
+    with _reporter(as_json) as reporter, _named("SOURCE"):
         recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *settings])
-        kind, opened = open_files(recipe.data, progress)
+        kind, opened = open_files(recipe.data, reporter.prepare)
         stored = PackOptions(short_side, raw, quality)
         if kind == "pack":
             packed = Pack.open(path)
@@ -196,7 +196,7 @@ def pack(
         tell = partial(click.echo, err=True)
         for note in opened.notes if kind != "pack" else ():
             tell(note)
-        statistics = write(kind, opened, dest, stored, progress, cores, tell)
+        statistics = write(kind, opened, dest, stored, reporter.prepare, cores, tell)
     rows = [
         {"split": split, "images": one.images}
         | ({"original_bytes": one.original_bytes} if one.original_bytes else {})
@@ -232,8 +232,8 @@ def verify(path: Path, as_json: bool) -> int:
     pack_ = _opened(path, to_verify=True)
     from convoy.data.packed import damaged
 
-    with _progress(as_json) as progress:
-        sentences = list(damaged(pack_, progress))
+    with _reporter(as_json) as reporter:
+        sentences = list(damaged(pack_, reporter.prepare))
     number = sum(split.images for split in pack_.statistics.values())
     row = {
         "pack": str(path),
@@ -260,8 +260,8 @@ def unpack(path: Path, dest: Path) -> int:
     pack_ = _opened(path)
     from convoy.data.packed import unpack as write
 
-    with _progress(False) as progress:
-        number = write(pack_, dest, progress)
+    with _reporter(False) as reporter:
+        number = write(pack_, dest, reporter.prepare)
     click.echo(f"{number:,} pictures of {len(pack_.classes):,} classes are in {dest}")
     return 0
 
@@ -285,31 +285,6 @@ def _named(argument: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows long work as a bar on a terminal, and as some lines elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        last = 0.0
-
-        def line(what: str, done: int, total: int) -> None:
-            nonlocal last
-            part = done / max(total, 1)
-            if not quiet and (part >= last + 0.1 or part < last):
-                last = part
-                click.echo(f"{what}: {done:,} of {total:,}", err=True)
-
-        yield line
-        return
-    from rich.progress import Progress
-
-    from convoy.terminal import Console
-
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def bar(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
-
-        yield bar
+def _reporter(quiet: bool) -> ConsoleReporter:
+    """Shows long work as a bar on a terminal, and as a line now and then elsewhere."""
+    return ConsoleReporter(Console(stderr=True, highlight=False, quiet=quiet))

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from convoy.cli import options
-from convoy.cli.requests import KEYS, TrainRequest
+from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.errors import ConvoyError, MachineError
@@ -181,7 +181,7 @@ def _settings(line: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
         option, argument = options_by_name.get(name) if word.startswith("-") else None, [word]
         if isinstance(option, click.Option) and not option.is_flag and name == word:
             argument += [value := next(words, "")]
-        key = None if option is None else KEYS.get(option.name or "")
+        key = None if option is None else getattr(option, "key", None)
         yield value.partition("=")[0] if option is not None and option.name == "settings" else key, argument
 
 

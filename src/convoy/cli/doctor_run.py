@@ -3,15 +3,15 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import click
 import torch
 
 from convoy import interfaces, launch, resources
-from convoy.cli.on_devices import run_as_rank
+from convoy.cli.on_devices import run_alone, run_as_rank
 from convoy.cli.options import is_verbose
 from convoy.cli.requests import TrainRequest
-from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.progress import ConsoleReporter
@@ -39,12 +39,8 @@ def run(request: TrainRequest, complete: Complete, look: Look) -> int:
     """Examine, and print the diagnosis, into which `complete` puts what the command line knows; the exit status."""
     if request.interface is not None:
         interfaces.use(request.interface)
-    place = launch.find_place()
+    work, place = partial(_examined, request, complete, look), launch.find_place()
     if place is not None:
-
-        def work(ranks: Ranks, device: torch.device) -> int:
-            return _examined(request, complete, ranks, device, look)
-
         per_device = request.recipe_of().parallel.cores_per_device
         return run_as_rank(place, request.devices, request.device, work, per_device)
     recipe, _ = request.resolve(Ranks())
@@ -56,13 +52,10 @@ def run(request: TrainRequest, complete: Complete, look: Look) -> int:
             click.echo(turns, err=True)
         check_devices(recipe, number)
         return launch.start(request.arguments, number, is_verbose(request.arguments))
-    if per_device is not None:
-        resources.pin(resources.share(resources.own_cores(), 1, 0, per_device))
-    with memory_explained(0, 1):
-        return _examined(request, complete, Ranks(), choose_device(request.device), look)
+    return run_alone(request.device, work, per_device)
 
 
-def _examined(request: TrainRequest, complete: Complete, ranks: Ranks, device: torch.device, look: Look) -> int:
+def _examined(request: TrainRequest, complete: Complete, look: Look, ranks: Ranks, device: torch.device) -> int:
     recipe, out = request.resolve(ranks)
     data = recipe.data.model_copy(update={"bad_images": "skip"})  # they are counted, as the others tell the speed
     recipe = recipe.model_copy(update={"data": data})

@@ -40,8 +40,13 @@ def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, 
     number = 1 if asked is None else asked
     if number < 1:
         raise ConvoyError(f"--devices {number} is no number of devices: give at least 1")
-    if number > 1:
-        return launch.start(arguments, number, is_verbose(arguments))
+    return launch.start(arguments, number, is_verbose(arguments)) if number > 1 else run_alone(device, work)
+
+
+def run_alone(device: str | None, work: Work, cores_per_device: int | None = None) -> int:
+    """Do the work in this process, on its share of the cores where that is limited; the exit status."""
+    if cores_per_device is not None:
+        resources.pin(resources.share(resources.own_cores(), 1, 0, cores_per_device))
     with memory_explained(0, 1):
         return work(Ranks(), choose_device(device))
 

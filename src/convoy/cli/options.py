@@ -135,34 +135,6 @@ settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True, help="A key of the recipe, as data.train; repeatable."
 )
 device = click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: the first GPU, or the CPU]")
-microbatches = click.option(
-    "--microbatches", metavar="V", type=int, help="Pieces of the global batch. [default: of 32 samples]"
-)
-batch_norm = click.option(
-    "--batch-norm", metavar="MODE", help="Statistics over: microbatch, sync (global batch) or local."
-)
-precision = click.option(
-    "--precision",
-    metavar="TYPE",
-    help="fp32, bf16, fp16, or auto: bf16 where the device has it. [default: the same on GPUs, else fp32]",
-)
-channels_last = click.option(
-    "--channels-last/--channels-first", "channels_last", default=None, help="Memory format of the network."
-)
-cores_per_device = click.option(
-    "--cores-per-device", metavar="N", type=int, help="CPU cores of each. [default: its share of all]"
-)
-recompute = click.option(
-    "--recompute",
-    metavar="[PATTERN,…]",
-    is_flag=False,
-    flag_value="true",
-    callback=lambda context, option, text: patterns(text),
-    help="Less memory: compute activations again in the backward pass, all or those of layers, as 'layer1.*'.",
-)
-schedule = click.option(
-    "--schedule", metavar="ORDER", help="Through stages: 1f1b (least memory), gpipe, zero-bubble (least waiting)."
-)
 checkpoint = click.option(
     "--checkpoint",
     metavar="best|last|STEP",
@@ -172,22 +144,3 @@ trust_code = click.option(
     "--trust-code", is_flag=True, help="Run the code that RUN or FILE names as its network, wherever it lies."
 )
 run_argument = click.argument("run", type=OutputPath())
-
-
-def shares(context: click.Context, option: click.Parameter, text: str | None) -> str | None:
-    """`3,3,2` as YAML: the callback of `--shares`."""
-    if text is None or text == "auto":
-        return text
-    numbers = text.removeprefix("[").removesuffix("]")
-    try:
-        list(map(float, numbers.split(",")))
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is neither numbers, such as 3,3,2, nor auto.") from error
-    return f"[{numbers}]"
-
-
-def patterns(text: str | None) -> str | None:
-    """`layer1.*,layer2.*` as YAML; true and false stay what they are."""
-    if text is None or text in ("true", "false"):
-        return text
-    return json.dumps([pattern.strip() for pattern in text.removeprefix("[").removesuffix("]").split(",")])

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from convoy.cli import options
+from convoy.cli import keys, options
 from convoy.cli.requests import PlanRequest
 from convoy.late import waiting_for
 
@@ -25,14 +25,14 @@ Examples:
 """,
 )
 @click.argument("model", required=False)
-@click.option("--devices", metavar="N", type=int, help="Plan for so many devices. [default: those of --score, or 1]")
-@click.option("--batch", metavar="N", type=int, help="Global batch: samples of one weight update. [default: 128]")
-@click.option("--image-size", metavar="N", type=int, help="Height and width of the images. [default: the network's]")
+@keys.sets("parallel.devices", metavar="N", text="Plan for so many devices.", default="those of --score, or 1")
+@keys.sets("batch", metavar="N", default="128")
+@keys.sets("data.image_size", metavar="N", text="Height and width of the images.", default="the network's")
 @click.option("--classes", metavar="N", type=int, help="Classes. [default: the network's]")
 @click.option("--recipe", metavar="NAME|FILE", help="Take model, batch, precision and the like from a recipe.")
 @click.option("--fix", metavar="PATTERN=STRATEGY", multiple=True, help="What layers must have; repeatable.")
 @click.option("--score", metavar="PLAN|FILE", multiple=True, help="Predict this plan, without a search; repeatable.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory of each device for the network, e.g. 8GB.")
+@keys.sets("parallel.memory_limit", metavar="SIZE", text="Memory of each device for the network, e.g. 8GB.")
 @click.option("--link", metavar="NAME|RATE", help="Devices that are not at hand, linked so: 10gbit; 10gbit,8xnvlink4")
 @click.option("--on", metavar="MACHINE", help="Devices that are not at hand: 8xv100-sxm2, 4x(8xa100-sxm4), 2xt4+1xl4.")
 @click.option("--between", metavar="NAME|RATE", help="Network between the hosts of --on. [default: 10gbit]")
@@ -48,19 +48,20 @@ Examples:
     type=float,
     help="What the input of one device gives, decoded and augmented. [default: input costs nothing]",
 )
-@options.microbatches
-@click.option(
-    "--shares",
+@keys.microbatches
+@keys.sets(
+    "parallel.shares",
     metavar="S,S,…",
-    callback=options.shares,
-    help="Parts of the batch, as 3,3,2. [default: by measured speed]",
+    as_yaml=keys.shares_as_yaml,
+    text="Parts of the batch, as 3,3,2.",
+    default="by measured speed",
 )
-@options.batch_norm
-@options.precision
-@options.channels_last
-@options.recompute
-@options.schedule
-@options.cores_per_device
+@keys.batch_norm
+@keys.precision
+@keys.channels_last
+@keys.recompute
+@keys.schedule
+@keys.cores_per_device
 @click.option("--out", metavar="FILE", type=options.OutputPath(), help="Write the plan as YAML, for --plan.")
 @click.option("--html", metavar="FILE", type=options.OutputPath(), help="Write the explanation as a page.")
 @click.option("--trace", metavar="FILE", type=options.OutputPath(), help="Write the timeline for Perfetto.")
@@ -78,8 +79,7 @@ def command(arguments: Sequence[str], /, **values: Any) -> int:
     --on nothing is measured: times are predicted for devices of a catalog. No data is needed.
     """
     request = PlanRequest.of(arguments, values)
-    request.check()
-    recipe = request.recipe_of()
+    recipe = request.check()
     with waiting_for("loading PyTorch"):  # for which no mistake is to wait
         if request.on is not None:
             from convoy.cli.plan_on import run

@@ -1,7 +1,7 @@
 """How `convoy plan` answers: on this device, or as one of as many as the plan is for, where this machine has them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import click
@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from convoy import launch, models, resources
-from convoy.cli.on_devices import run_as_rank
+from convoy.cli.on_devices import run_alone, run_as_rank
 from convoy.cli.options import command_of, is_verbose, written
 from convoy.cli.requests import PlanRequest
-from convoy.comm.memory import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError
+from convoy.files import finite
 from convoy.planner import Planned, Workload, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.pipeline import Staging
@@ -42,45 +42,35 @@ ASSUMED_SIZE = 224  # pixels of an image's sides where neither the request nor t
 
 def run(request: PlanRequest, recipe: Recipe) -> int:
     """Plan, print and write the result; the exit status."""
-    number = request.num_devices
-    place = launch.find_place()
+    number, per_device, place = request.num_devices, recipe.parallel.cores_per_device, launch.find_place()
     if place is not None:
-        num_ranks = place.num_ranks
-
-        def work(ranks: Ranks, device: torch.device) -> int:
-            _answer(request, recipe, num_ranks, ranks, device)
-            return 0
-
         asked = number if request.devices is not None or request.score else None
-        return run_as_rank(place, asked, request.device, work, request.cores_per_device)
+        work = partial(_answer, request, recipe, place.num_ranks)
+        return run_as_rank(place, asked, request.device, work, per_device)
     device = choose_device(request.device)
     if device.type == "cuda":
         fits = torch.cuda.device_count() >= number
     else:
-        fits = len(resources.own_cores()) >= number * (request.cores_per_device or 1)
+        fits = len(resources.own_cores()) >= number * (per_device or 1)
     if number > 1 and request.link is None and fits:
         if request.fix or request.plans:  # before ranks are started, which takes longer than to look at the network
             cpu = torch.device("cpu")
-            model, shape, _ = _network(request, recipe, cpu)
+            model, shape, _ = network(request, recipe, cpu)
             recipe = settle(recipe, cpu).recipe
             workload = workload_of_recipe(recipe, model, shape, number, cpu)
             Layers(workload.graph, request.fix, ())
             _check_plans(request, recipe, model, workload)
         return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
-    if request.cores_per_device is not None:
-        resources.pin(resources.share(resources.own_cores(), 1, 0, request.cores_per_device))
-    with memory_explained(0, 1):
-        _answer(request, recipe, number, Ranks(), device)
-    return 0
+    return run_alone(request.device, partial(_answer, request, recipe, number), per_device)
 
 
-def _network(
+def network(
     request: PlanRequest, recipe: Recipe, device: torch.device
 ) -> tuple[nn.Module, tuple[int, int, int], list[str]]:
     """The network with fresh weights, the shape of its images, and a note where their size is a guess."""
     name, settings = recipe.model.name, dict(recipe.model.options)
     usual = models.describe(name).input_shape
-    size, notes = request.image_size or recipe.data.image_size or (usual[1] if usual is not None else None), []
+    size, notes = recipe.data.image_size or (usual[1] if usual is not None else None), []
     if size is None:
         size = ASSUMED_SIZE
         notes.append(
@@ -112,23 +102,21 @@ def _check_plans(request: PlanRequest, recipe: Recipe, model: nn.Module, workloa
             raise ConvoyError(f"--score {plan}: {error}") from error
 
 
-def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> None:
-    """Plan for `devices` on this rank, and on the first one print and write the result. All ranks call it."""
+def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, device: torch.device) -> int:
+    """Plan for `devices` on this rank, and on the first one print and write the result; the exit status. All ranks call
+    it."""
     if devices > 1:
         keep_freed_memory(device)  # as it will be in training
     set_numerics(recipe)
-    model, shape, notes_on_size = _network(request, recipe, device)
-    notes = list(notes_on_size)
-    store = None if request.no_store else ProfileStore()
+    model, shape, notes_on_size = network(request, recipe, device)
     settled = settle(recipe, device, ranks)
     recipe = settled.recipe
     check_precision(recipe.precision, device)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
-    if ranks.rank == 0:
-        for note in notes:
-            click.echo(note, err=True)
-    notes += settled.notes
+    for note in notes_on_size if ranks.rank == 0 else ():
+        click.echo(note, err=True)
+    notes = [*notes_on_size, *settled.notes]
     workload = workload_of_recipe(recipe, model, shape, devices, device, ranks.group)
     _check_plans(request, recipe, model, workload)
     sizes, smaller = divisible_sizes(recipe, model, devices)
@@ -155,9 +143,9 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
             devices,
             ranks,
             link=request.link,
-            store=store,
+            store=None if request.no_store else ProfileStore(),
             fixes=request.fix,
-            memory_limit=request.memory,
+            memory_limit=recipe.parallel.memory_bytes,
             plans=request.plans,
             input=input_cost,
             notes=[*first, *notes],
@@ -166,24 +154,37 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
         )
     if ranks.rank == 0:
         _show(request, planned, first, notes_on_size)
+    return 0
 
 
 def _show(request: PlanRequest, planned: Planned, first: Sequence[str], assumed: Sequence[str]) -> None:
     answer, command = explained(planned), command_of(request.arguments)
-    if request.out is not None:
-        origin = "# " + command.replace("\n", " ") + "\n"
-        origin += f"# predicted: {1e3 * answer.scored.seconds:.4g} ms an update, "
-        origin += f"{answer.speedup:.3g} times as fast as one device\n"
-        origin += "".join(f"# {note}\n" for note in assumed)
-        written("--out", request.out, origin + answer.scored.plan.to_yaml())
-    if request.html is not None:
-        written("--html", request.html, plan_page(answer, command))
-    if request.trace is not None:
-        written("--trace", request.trace, json.dumps(trace(predicted=answer.scored.timeline), allow_nan=False))
+    origin = "# " + command.replace("\n", " ") + "\n"
+    origin += f"# predicted: {1e3 * answer.scored.seconds:.4g} ms an update, "
+    origin += f"{answer.speedup:.3g} times as fast as one device\n"
+    origin += "".join(f"# {note}\n" for note in assumed)
+    files = {
+        "out": lambda: origin + answer.scored.plan.to_yaml(),
+        "html": lambda: plan_page(answer, command),
+        "trace": lambda: json.dumps(trace(predicted=answer.scored.timeline), allow_nan=False),
+    }
+    show(request, files, lambda: document(answer), lambda: explanation_text(answer, first))
+
+
+def show(
+    request: PlanRequest,
+    files: Mapping[str, Callable[[], str]],
+    document: Callable[[], object],
+    text: Callable[[], str],
+) -> None:
+    """Write those of the `files` that are asked for, by the names of their options, and print the answer."""
+    paths = {name: getattr(request, name) for name in files if getattr(request, name) is not None}
+    for name, path in paths.items():
+        written(f"--{name}", path, files[name]())
     if request.as_json:
-        click.echo(json.dumps(document(answer), indent=2, allow_nan=False))
+        click.echo(json.dumps(finite(document()), indent=2, allow_nan=False))
         return
-    click.echo(explanation_text(answer, first), nl=False)
-    for path, name in ((request.out, "plan"), (request.html, "page"), (request.trace, "trace")):
-        if path is not None:
-            click.echo(f"{name}: {path}")
+    click.echo(text(), nl=False)
+    for name, path in paths.items():
+        label = {"out": "plan", "html": "page"}.get(name, name)
+        click.echo(f"{label}: {path}")

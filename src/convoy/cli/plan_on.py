@@ -1,15 +1,13 @@
 """How `convoy plan --on` answers: predictions for machines that are not at hand."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-import click
 import torch
 
-from convoy import models
-from convoy.cli.options import command_of, written
+from convoy.cli.options import command_of
+from convoy.cli.plan_answer import network, show
 from convoy.cli.requests import PlanRequest
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Machine
@@ -36,21 +34,17 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     predictions = [_predicted(request, recipe, machine, workload) for machine in request.machines]
     images, what = _training(request, recipe)
     name = recipe.model.name
-    if request.out is not None:
-        written("--out", request.out, f"# {command_of(request.arguments)}\n{predictions[0].plan.to_yaml()}")
-    if request.html is not None:
-        page = machines_page(name, predictions, images, request.prices, what, command_of(request.arguments))
-        written("--html", request.html, page)
-    if request.as_json:
-        click.echo(
-            json.dumps([_document(one, number, request, images) for number, one in enumerate(predictions)], indent=2)
-        )
-        return 0
-    click.echo(f"{name}, batch {recipe.batch}: predicted, not measured, as eager PyTorch runs it\n")
-    click.echo("\n".join(_lines(predictions, images, request.prices, what, len(request.plans))))
-    for path, of in ((request.out, "plan"), (request.html, "page")):
-        if path is not None:
-            click.echo(f"{of}: {path}")
+    head = f"{name}, batch {recipe.batch}: predicted, not measured, as eager PyTorch runs it\n\n"
+    files = {
+        "out": lambda: f"# {command_of(request.arguments)}\n{predictions[0].plan.to_yaml()}",
+        "html": lambda: machines_page(name, predictions, images, request.prices, what, command_of(request.arguments)),
+    }
+    show(
+        request,
+        files,
+        lambda: [_document(one, number, request, images) for number, one in enumerate(predictions)],
+        lambda: head + "\n".join([*_lines(predictions, images, request.prices, what, len(request.plans)), ""]),
+    )
     return 0
 
 
@@ -76,7 +70,7 @@ def _predicted(
         precision,
         fixes=request.fix,
         plans=request.plans,
-        memory_limit=request.memory,
+        memory_limit=recipe.parallel.memory_bytes,
         images_per_second=request.images_per_second,
         software=replace(
             OURS,
@@ -93,24 +87,18 @@ def _predicted(
 
 def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
     """The network at the batch of an update; its weights are not made where it allows that."""
-    name, settings = recipe.model.name, dict(recipe.model.options)
-    usual = models.describe(name).input_shape
-    pixels = request.image_size or recipe.data.image_size or (usual[1] if usual is not None else 224)
-    if models.accepts(name, "image_size"):
-        settings.setdefault("image_size", pixels)
     try:
         with torch.device("meta"):
-            model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
+            model, shape, _ = network(request, recipe, torch.device("meta"))
     except ConvoyError:
         raise
     except Exception:  # a network of the user's that computes with its weights as it is made
-        model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
-    channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
+        model, shape, _ = network(request, recipe, torch.device("cpu"))
     workload = workload_of(
-        model.train(),
-        torch.empty(1, channels, pixels, pixels),
+        model,
+        torch.empty(1, *shape),
         recipe.batch,
-        name=name,
+        name=recipe.model.name,
         batch_norm=recipe.batch_norm,
         microbatch=microbatch,
         precision=PRECISIONS[precision],

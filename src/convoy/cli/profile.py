@@ -10,7 +10,7 @@ import yaml
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
-from convoy.units import seconds
+from convoy.units import plural, seconds
 
 if TYPE_CHECKING:
     from convoy.planner.cost.store import Device, ProfileStore
@@ -140,9 +140,8 @@ def _ago(moment: float | None) -> str:
     """How long since: `3 minutes ago`."""
     if moment is None:
         return "-"
-    passed = max(0.0, time.time() - moment)
+    passed = time.time() - moment
     for size, word in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
         if passed >= size:
-            number = int(passed // size)
-            return f"{number} {word}{'s' if number > 1 else ''} ago"
+            return f"{plural(int(passed // size), word)} ago"
     return "just now"

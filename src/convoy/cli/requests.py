@@ -12,77 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from convoy.cli.keys import check_own, loaded
 from convoy.cli.options import check_writable, command_of
 from convoy.errors import ConvoyError
-from convoy.files import expanded
 from convoy.hardware.catalog import Machine, link_named, machine, read_devices
 from convoy.planner.cost.link import links_named
-from convoy.plans.fixes import parse_fix
+from convoy.plans.fit import parse_fix
 from convoy.plans.plan import Plan
 from convoy.training.config import FORMS, Duration
 from convoy.training.parallel_config import LostGroupError, check_shares, fitted, num_devices, plan_of
 from convoy.training.recipe import Recipe, check_names, load_recipe
 from convoy.training.run_directory import RunDirectory
-from convoy.units import bytes_of
+from convoy.units import plural
 
 if TYPE_CHECKING:
     from convoy.comm.ranks import Ranks
-
-# The key of the recipe that an option sets, by the option's name.
-KEYS = {
-    "data": "data.path",
-    "epochs": "epochs",
-    "batch": "batch",
-    "lr": "optimizer.lr",
-    "seed": "seed",
-    "microbatches": "microbatches",
-    "batch_norm": "batch_norm",
-    "reproducible": "reproducible",
-    "precision": "precision",
-    "channels_last": "channels_last",
-    "compile": "compile",
-    "cuda_graphs": "cuda_graphs",
-    "recompute": "recompute",
-    "workers": "data.workers",
-    "bad_images": "data.bad_images",
-    "weights": "model.weights",
-    "devices": "parallel.devices",
-    "plan": "parallel.plan",
-    "shares": "parallel.shares",
-    "cores_per_device": "parallel.cores_per_device",
-    "gradient_compression": "parallel.gradient_compression",
-    "local_sgd": "parallel.local_sgd",
-    "lost_group": "parallel.lost_group",
-    "schedule": "parallel.schedule",
-    "memory_limit": "parallel.memory_limit",
-}
-
-
-def _overrides(values: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    return [f"{key}={values[name]}" for name, key in KEYS.items() if name in names and values[name] is not None]
-
-
-def _loaded(
-    recipe: str | None, overrides: Sequence[str], arguments: Sequence[str], notes: list[str] | None = None
-) -> Recipe:
-    """A recipe; where a key in it is wrong that an option has set, the error names the option."""
-    try:
-        return load_recipe(recipe or "default", overrides, notes)
-    except ConvoyError as error:
-        sentence, typed = str(error), {argument.partition("=")[0] for argument in arguments}
-        for name, key in KEYS.items():
-            option = f"--{name.replace('_', '-')}"
-            if key == f"parallel.{name}" and option in typed and sentence.startswith((f"{key} is ", f"{key}: ")):
-                raise ConvoyError(option + sentence.removeprefix(key)) from error
-        raise
-
-
-def _check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None:
-    """Refuse code from elsewhere that a file names as its network; what the command line names is the user's will."""
-    if file is not None and ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
-        from convoy.models.factory import check_own  # with torch, for which no mistake is to wait
-
-        check_own(recipe.model.name, expanded(file))
 
 
 @dataclass
@@ -119,13 +63,13 @@ class TrainRequest:
                 )
             self.out, self.model = Path(self.model), None
         if self.resume and self.out is None:
-            raise ConvoyError(self._nothing_to_resume())
+            raise self._no_run("--resume")
 
     @classmethod
     def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "TrainRequest":
         """The request of a command line with these values of options, by their names."""
-        options = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        return cls(arguments, [*_overrides(values, KEYS), *values["settings"]], **options)
+        options = {field.name: values[field.name] for field in fields(cls)[2:] if field.name in values}
+        return cls(arguments, [*values.get("overrides", ()), *values["settings"]], **options)
 
     def check(self) -> None:
         """Refuse what needs neither torch nor data to be found wrong."""
@@ -139,21 +83,17 @@ class TrainRequest:
             RunDirectory(self.out).check_free()
             RunDirectory(self.out).check_writable()
 
-    def _nothing_to_resume(self) -> str:
-        """What to say where --resume names no run."""
-        folder = Path(self.model) if self.model is not None else None
-        if folder is not None and folder.is_dir():
-            return f"nothing was trained in {folder} yet: start it with its first command, without --resume"
-        if folder is not None and folder.parent.is_dir():
-            runs = [entry.name for entry in folder.parent.iterdir() if RunDirectory(entry).is_run()]
-            if near := difflib.get_close_matches(folder.name, runs, 1):
-                return f"{folder} is no run directory: did you mean {folder.with_name(near[0])}?"
-        if folder is not None and len(folder.parts) > 1:  # a run that was stopped before its first update left nothing
-            return f"{folder} holds no run: if it was stopped before it began, start it anew, without --resume"
-        return f"{self._no_run()}--resume needs the run to go on with: convoy train RUN --resume"
-
-    def _no_run(self) -> str:
-        return f"{self.model} is no run directory: " if self.model is not None else ""
+    def _no_run(self, option: str) -> ConvoyError:
+        """What to say where an option needs a run, and MODEL is none."""
+        if self.model is None:
+            return ConvoyError(f"{option} needs a run: convoy train RUN {option}")
+        folder = Path(self.model)
+        entries = folder.parent.iterdir() if len(folder.parts) > 1 and folder.parent.is_dir() else ()
+        near = difflib.get_close_matches(folder.name, [one.name for one in entries if RunDirectory(one).is_run()], 1)
+        if near:
+            return ConvoyError(f"{folder} holds no run: did you mean {folder.with_name(near[0])}?")
+        # a run that was stopped before its first update left nothing
+        return ConvoyError(f"{folder} holds no run, which {option} needs: begin one by its first command, without it")
 
     def _number(self, recipe: Recipe) -> int:
         """How many devices are asked for: by a plan of the command line sooner than by the recipe."""
@@ -166,7 +106,7 @@ class TrainRequest:
         """Take over the recipe of the run that is to be made longer."""
         old = RunDirectory(Path(self.model or ""))
         if self.model is None or not old.is_run():
-            raise ConvoyError(f"{self._no_run()}--extend needs the run to make longer: convoy train RUN --extend 8ep")
+            raise self._no_run("--extend 8ep")
         if self.recipe is not None:
             raise ConvoyError(f"--recipe contradicts --extend: the recipe is that of {old.path}; change it by --set")
         if "epochs" in self.explicit_keys:
@@ -194,7 +134,7 @@ class TrainRequest:
         self.resume = self.resume or self.again
         recipe, explicit = self.recipe_of(), self.explicit_keys
         if not self.trust_code and self.model is None:
-            _check_own(recipe, self._file, explicit)
+            check_own(recipe, self._file, explicit)
         elastic = elastic or self.again
         number = ranks.num if elastic or ranks.num > 1 else self._number(recipe)
         keep_plan, keep_shares = (not elastic and f"parallel.{name}" in explicit for name in ("plan", "shares"))
@@ -239,7 +179,7 @@ class TrainRequest:
         elif self.model is None and recipe is None:
             raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         self.notes, self._file = [], recipe
-        return _loaded(recipe, overrides, self.arguments, self.notes)
+        return loaded(recipe, overrides, self.arguments, self.notes)
 
 
 def new_length(old: RunDirectory, more: str) -> Duration:
@@ -260,10 +200,14 @@ def new_length(old: RunDirectory, more: str) -> Duration:
     return Duration(recipe.epochs.updates(per_epoch) + by.updates(per_epoch), "ba")
 
 
-_NOT_PREDICTED = (
-    ("--shares", "parallel.shares", "devices of a catalog share the batch by the speed that is predicted"),
-    ("--recompute", "recompute", "what is computed twice is not predicted"),
-)
+_ONLY_WITH_ON = ("between", "compare", "price", "images", "catalog")
+_NOT_WITH_ON = ("devices", "link", "device", "trace")
+# What is not predicted for devices of a catalog, by the key of the recipe: its option, and why.
+_NOT_PREDICTED = {
+    "parallel.cores_per_device": ("--cores-per-device", "it is for devices at hand, but --on names others"),
+    "parallel.shares": ("--shares", "devices of a catalog share the batch by the speed that is predicted"),
+    "recompute": ("--recompute", "what is computed twice is not predicted"),
+}
 
 
 @dataclass(frozen=True)
@@ -275,11 +219,9 @@ class PlanRequest:
     model: str | None
     recipe: str | None
     devices: int | None
-    image_size: int | None
     classes: int | None
     fix: tuple[str, ...]
     score: tuple[str, ...]
-    memory_limit: str | None
     link: str | None
     on: str | None
     between: str | None
@@ -288,7 +230,6 @@ class PlanRequest:
     images: int | None
     catalog: Path | None
     images_per_second: float | None
-    cores_per_device: int | None
     device: str | None
     out: Path | None
     html: Path | None
@@ -299,15 +240,15 @@ class PlanRequest:
 
     @classmethod
     def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "PlanRequest":
-        options = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        return cls(arguments, _overrides(values, values.keys() - options.keys()), **options)
+        options = {field.name: values[field.name] for field in fields(cls)[2:]}
+        return cls(arguments, values.get("overrides", ()), **options)
 
     @cached_property
     def plans(self) -> list[Plan]:
         """The plans to predict instead of a search."""
         if any(text.strip() == "auto" for text in self.score):
             raise ConvoyError("--score auto names no plan: leave --score out, and the fastest is searched")
-        return [Plan.parse(text, num_devices=self.devices) for text in self.score]
+        return list(map(Plan.parse, self.score))
 
     @cached_property
     def machines(self) -> list[Machine]:
@@ -319,16 +260,14 @@ class PlanRequest:
     @cached_property
     def prices(self) -> list[float]:
         """Of an hour of one device of each machine."""
-        if self.price is None:
-            return []
         try:
-            prices = [float(text) for text in self.price.split(",")]
+            prices = [float(text) for text in self.price.split(",")] if self.price is not None else []
         except ValueError:
             raise ConvoyError(f"--price {self.price!r} is no list of numbers, such as 0.35,0.20") from None
-        if len(prices) != len(self.machines) or not all(0 <= price < math.inf for price in prices):
+        if prices and (len(prices) != len(self.machines) or not all(0 <= price < math.inf for price in prices)):
             raise ConvoyError(
-                f"--price has {len(prices)} price{'s' if len(prices) != 1 else ''} for {len(self.machines)} "
-                f"machine{'s' if len(self.machines) != 1 else ''}: give one of at least 0 for each, that of --on first"
+                f"--price has {plural(len(prices), 'price')} for {plural(len(self.machines), 'machine')}: give one of "
+                "at least 0 for each, that of --on first"
             )
         return prices
 
@@ -337,82 +276,65 @@ class PlanRequest:
         """The number that is asked for, or that the plans are for."""
         if self.machines:
             return len(self.machines[0].devices)
-        if self.devices is not None:
-            return self.devices
-        return self.plans[0].mesh.num_devices if self.plans else 1
+        return self.devices or (self.plans[0].mesh.num_devices if self.plans else 1)
 
-    @property
-    def _keys(self) -> set[str]:
-        return {override.partition("=")[0] for override in self.overrides}
-
-    @property
-    def memory(self) -> float | None:
-        """The memory limit in bytes."""
-        return bytes_of(self.memory_limit, "--memory-limit") if self.memory_limit is not None else None
-
-    def check(self) -> None:
-        """Refuse what needs neither the network nor the machine to be found wrong."""
+    def check(self) -> Recipe:
+        """The recipe; what needs neither the network nor the machine to be found wrong is refused."""
         if self.model is None and self.recipe is None:
             raise ConvoyError("nothing to plan: give a MODEL (convoy models) or a --recipe (convoy recipes)")
-        for name, number in (
-            ("--devices", self.devices),
-            ("--image-size", self.image_size),
-            ("--classes", self.classes),
-            ("--cores-per-device", self.cores_per_device),
-        ):
-            if number is not None and number < 1:
-                raise ConvoyError(f"{name} is {number}: give a whole number of at least 1")
-        _ = self.memory  # refuses a text that is no size
-        if self.score and self.fix:
-            raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
-        if "parallel.schedule" in self._keys and self.plans and all(plan.num_stages == 1 for plan in self.plans):
-            raise ConvoyError("--schedule is for plans with stages, and --score names none: leave it out")
-        for fix in self.fix:
-            parse_fix(fix)
-        number = self.num_devices
-        for plan in self.plans:
-            if (size := plan.mesh.num_devices) != number:
-                first = f"--score {self.plans[0]} for {number}" if self.on is None else f"{self.on} has {number}"
-                raise ConvoyError(
-                    f"--score {plan} is for {size} device{'s' if size > 1 else ''}, but "
-                    f"{f'--devices is {number}' if self.devices is not None else first}: change one of them"
-                )
-        self._check_machines()
-        if self.link is not None:
-            links_named(self.link, on_cpu=True)
+        named = [f"model.name={self.model}"] if self.model is not None else []
+        recipe = loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
+        keys, number = {override.partition("=")[0] for override in self.overrides}, self.num_devices
+        for name, value in (("--classes", self.classes), ("--images", self.images)):
+            if value is not None and value < 1:
+                raise ConvoyError(f"{name} is {value}: give a whole number of at least 1")
         if self.images_per_second is not None and not 0 < self.images_per_second < math.inf:
             raise ConvoyError(
                 f"--images-per-second is {self.images_per_second:g}: say how many one device's input gives, e.g. 400"
             )
+        if self.score and self.fix:
+            raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
+        if "parallel.schedule" in keys and self.plans and all(plan.num_stages == 1 for plan in self.plans):
+            raise ConvoyError("--schedule is for plans with stages, and --score names none: leave it out")
+        for fix in self.fix:
+            parse_fix(fix)
+        for plan in self.plans:
+            if plan.mesh.num_devices != number:
+                first = f"--score {self.plans[0]} for {number}" if self.on is None else f"{self.on} has {number}"
+                raise ConvoyError(
+                    f"--score {plan} is for {plural(plan.mesh.num_devices, 'device')}, but "
+                    f"{f'--devices is {number}' if self.devices is not None else first}: change one of them"
+                )
+        self._check_machines(keys)
+        if self.link is not None:
+            links_named(self.link, on_cpu=True)
         for option, path in (("--out", self.out), ("--html", self.html), ("--trace", self.trace)):
             if path is not None:
                 check_writable(option, path)
+        if recipe.batch < number:
+            raise ConvoyError(
+                f"a batch of {recipe.batch} is too small for {number} devices: raise --batch, or plan for fewer"
+            )
+        check_shares(recipe.parallel.shares if isinstance(recipe.parallel.shares, tuple) else None, number)
+        check_names(recipe)
+        if not self.trust_code and self.model is None:
+            check_own(recipe, self.recipe, keys)
+        return recipe
 
-    def _check_machines(self) -> None:
+    def _check_machines(self, keys: Collection[str]) -> None:
         """Refuse what needs --on and has none, and what is not for it."""
+        why = "machines that are not at hand: name one with --on"
+        if self.on is not None:
+            why = "devices at hand, but --on names others: drop one of the two"
+        for name in _ONLY_WITH_ON if self.on is None else _NOT_WITH_ON:
+            if getattr(self, name) not in (None, ()):
+                raise ConvoyError(f"--{name} is for {why}")
         if self.on is None:
-            given: dict[str, object] = {"--between": self.between, "--compare": self.compare, "--price": self.price}
-            given |= {"--images": self.images, "--catalog": self.catalog}
-            for option, value in given.items():
-                if value:
-                    raise ConvoyError(f"{option} is for machines that are not at hand: name one with --on")
             return
-        others: dict[str, object] = {
-            "--devices": self.devices,
-            "--link": self.link,
-            "--device": self.device,
-            "--trace": self.trace,
-        }
-        for option, value in (others | {"--cores-per-device": self.cores_per_device}).items():
-            if value is not None:
-                raise ConvoyError(f"{option} is for devices at hand, but --on names others: drop one of the two")
-        for option, key, why in _NOT_PREDICTED:
-            if key in self._keys:
-                raise ConvoyError(f"{option} is not for --on: {why}; leave it out")
+        for key in _NOT_PREDICTED.keys() & set(keys):
+            raise ConvoyError("{} is not for --on: {}; leave it out".format(*_NOT_PREDICTED[key]))
         if self.compare and self.score:
             raise ConvoyError("--score is for one machine, but --compare names more: drop one of the two")
-        if self.images is not None and self.images < 1:
-            raise ConvoyError(f"--images is {self.images}: an epoch has at least 1")
         for one in self.machines:
             if one.between:
                 link_named(one.between)
@@ -422,18 +344,3 @@ class PlanRequest:
                 f"4x({self.on})"
             )
         _ = self.prices
-
-    def recipe_of(self) -> Recipe:
-        named = [f"model.name={self.model}"] if self.model is not None else []
-        recipe = _loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
-        if recipe.batch < self.num_devices:
-            raise ConvoyError(
-                f"a batch of {recipe.batch} is too small for {self.num_devices} devices: raise --batch, or plan for "
-                "fewer"
-            )
-        shares = recipe.parallel.shares
-        check_shares(shares if isinstance(shares, tuple) else None, self.num_devices)
-        check_names(recipe)
-        if not self.trust_code and self.model is None:
-            _check_own(recipe, self.recipe, self._keys)
-        return recipe

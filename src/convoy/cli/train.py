@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from convoy.cli import options
+from convoy.cli import keys, options
 from convoy.cli.requests import TrainRequest
 from convoy.late import waiting_for
 from convoy.launch import find_place
@@ -25,10 +25,12 @@ Examples:
 """,
 )
 @click.argument("model", required=False)
-@click.option(
+@keys.sets(
+    "data.path",
     "--data",
     metavar="PATH",
-    help="A folder or file of pictures, or mnist-mini. [default: the recipe's, else mnist-mini]",
+    text="A folder or file of pictures, or mnist-mini.",
+    default="the recipe's, else mnist-mini",
 )
 @click.option("--recipe", metavar="NAME|FILE", help="How to train: a built-in recipe (convoy recipes) or a YAML file.")
 @click.option("--out", type=options.OutputPath(), help="A new run directory. [default: runs/MODEL-DATA, or …-2]")
@@ -36,44 +38,37 @@ Examples:
 @click.option("--accept-code-change", is_flag=True, help="Go on with a run although the network's code has changed.")
 @options.trust_code
 @click.option("--extend", metavar="N", help="Train the run in MODEL for so much longer, e.g. 8ep, in a new run.")
-@click.option("--epochs", metavar="N", help="How long: 90, 90ep or 5000ba (updates). [default: the recipe's, else 90]")
-@click.option("--batch", type=int, help="Global batch: samples of one weight update.")
-@click.option("--lr", type=float, help="Peak learning rate, as it is (no scaling).")
-@click.option("--seed", type=int, help="Seed of everything random.")
-@options.microbatches
-@options.batch_norm
-@click.option("--reproducible", is_flag=True, default=None, help="Bit-identical weights on any number of devices.")
-@options.precision
-@options.channels_last
-@click.option("--compile/--no-compile", "compile", default=None, help="Compile the network with torch.compile.")
-@click.option(
-    "--cuda-graphs", metavar="WHAT", help="Updates recorded once and replayed on GPUs: auto or off. [default: auto]"
-)
-@options.recompute
-@click.option("--workers", type=int, help="Processes that load data. [default: chosen for the data]")
-@click.option("--bad-images", metavar="WHAT", help="A picture that cannot be read: error or skip.")
-@click.option("--weights", metavar="FILE|RUN", help="Begin with these weights: .safetensors, .pth, or a run.")
+@keys.sets("epochs", metavar="N", default="the recipe's, else 90")
+@keys.sets("batch")
+@keys.sets("optimizer.lr", text="Peak learning rate, as it is (no scaling).")
+@keys.sets("seed")
+@keys.microbatches
+@keys.batch_norm
+@keys.sets("reproducible", is_flag=True)
+@keys.precision
+@keys.channels_last
+@keys.sets("compile", "--compile/--no-compile")
+@keys.sets("cuda_graphs", metavar="WHAT", default="auto")
+@keys.recompute
+@keys.sets("data.workers", text="Processes that load data.", default="chosen for the data")
+@keys.sets("data.bad_images", metavar="WHAT", text="A picture that cannot be read: error or skip.")
+@keys.sets("model.weights", metavar="FILE|RUN")
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device
-@click.option("--devices", metavar="N", type=int, help="Train on so many devices. [default: those of --plan, or 1]")
-@click.option("--plan", metavar="TEXT|FILE", help="How to divide the work, e.g. sample=4, stage=2. [default: sample=N]")
-@click.option(
-    "--shares",
-    metavar="A,B,…",
-    callback=options.shares,
-    help="Parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure. [default: even]",
-)
-@options.cores_per_device
-@click.option("--gradient-compression", metavar="TYPE", help="Approximate: send gradients as bf16. [default: exact]")
-@click.option("--local-sgd", metavar="H", type=int, help="Approximate: average the weights every H updates.")
+@keys.sets("parallel.devices", metavar="N")
+@keys.sets("parallel.plan", metavar="TEXT|FILE")
+@keys.sets("parallel.shares", metavar="A,B,…", as_yaml=keys.shares_as_yaml)
+@keys.cores_per_device
+@keys.sets("parallel.gradient_compression", metavar="TYPE")
+@keys.sets("parallel.local_sgd", metavar="H")
 @click.option(
     "--max-restarts", metavar="N", type=click.IntRange(min=0), help="Start failed ranks again so often. [default: 0]"
 )
 @click.option("--timeout", metavar="TIME", help="End when no rank moves for so long, e.g. 30s, 10min. [default: 5min]")
 @click.option("--interface", metavar="NAME", help="Talk to other ranks through it. [default: loopback, within a host]")
-@options.schedule
-@click.option("--memory-limit", metavar="SIZE", help="No plan that needs more on a device, e.g. 2GB.")
-@click.option("--lost-group", metavar="WHAT", help="Where ranks left cannot form a model group: form or wait.")
+@keys.schedule
+@keys.sets("parallel.memory_limit", metavar="SIZE")
+@keys.sets("parallel.lost_group", metavar="WHAT")
 @click.option(
     "-v", "--verbose", is_flag=True, expose_value=False, help="Say how all numbers follow; the traceback of an error."
 )

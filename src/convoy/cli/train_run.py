@@ -29,7 +29,7 @@ from convoy.training.resume import check_run
 from convoy.training.run_directory import Witness
 from convoy.training.set_up import check_devices
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
-from convoy.units import shorten
+from convoy.units import plural, shorten
 
 LONGEST_PLAN = 90  # characters of a plan in one line; `plan.yaml` has all of it
 _ADVICE = "--resume goes on from the newest checkpoint"
@@ -143,22 +143,19 @@ def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
     """On rank 0 write and say what came of it, with the parts of an update where asked; the exit status."""
     current.to("report")
     console, out = Console(highlight=False, quiet=ranks.rank > 0), outcome.run
+    say = ConsoleReporter(console).say
     if outcome.signal is not None:
-        console.print(
-            f"{outcome.signal}: stopped and saved after {outcome.steps:,} of {outcome.total_steps:,} updates; "
-            f"go on with: convoy train {out} --resume",
-            markup=False,
-            soft_wrap=True,
-        )
+        done = f"{outcome.steps:,} of {outcome.total_steps:,} updates"
+        say(f"{outcome.signal}: stopped and saved after {done}; go on with: convoy train {out} --resume")
         if ranks.rank == 0:
             _report(out)
         return 1
     if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
         comparison = outcome.comparison
-        console.print(comparison_text(comparison) if verbose else headline(comparison), markup=False, soft_wrap=True)
+        say(comparison_text(comparison) if verbose else headline(comparison))
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
     if ranks.rank == 0:
-        console.print(f"report: {_report(out)}", markup=False, soft_wrap=True)
+        say(f"report: {_report(out)}")
     return 0
 
 
@@ -185,7 +182,7 @@ def _show_start(session: Session, out: Path, console: Console, verbose: bool) ->
     """Print what is trained on what, on which devices and by which plan, and where it goes; then the notes."""
     data, recipe, quantities = session.data, session.recipe, session.quantities
     kind, total, length = session.device.type, quantities.total_updates, recipe.epochs
-    updates = f"{total:,} update{'' if total == 1 else 's'}"
+    updates = plural(total, "update")
     if length.unit == "ep":
         updates += f" ({_number(length.value)} epoch{'' if length.value == 1 else 's'})"
     where = f"on one device ({kind})"

@@ -230,36 +230,32 @@ def explain(
     """A table of the layers of a plan, and what it costs in all, from the bytes on each rank. `plan` gives its name and
     the layers that no pattern matches, `capture` says in a few words how the network was captured, and `notes` are
     lines about layers."""
-    ranks = placement.mesh.num_devices
+    result, ranks = explanation(placement, memory, plan, staged), placement.mesh.num_devices
     setting = setting_text(placement.graph.training, [len(part) for part in placement.batch.parts], ranks, capture)
-    name = f"plan {plan}" if plan is not None else f"mesh {placement.mesh}"
-    return text_of(explanation(placement, memory, plan, staged), setting, name, notes)
-
-
-def text_of(found: Explanation, setting: str, name: str, notes: Iterable[str] = ()) -> str:
-    """An explanation as text, below a line with a `name` and one with the `setting` of its numbers (`setting_text`);
-    `notes` are lines about layers that the plan does not divide."""
-    rows = [*found.rows, *([found.output] if found.output else [])]
-    of_stages = [[_numbered(row.stage), *_cells(row)] for row in rows] if found.stages else []
-    headers, cells = (("stage", *_HEADERS), of_stages) if found.stages else (_HEADERS, [_cells(row) for row in rows])
-    lines = [name, setting, "", *table(headers, cells, _NUMBERS), ""]
-    if found.stages:
-        rows_of = zip(found.stages, found.held, strict=True)
-        cells = [_stage_cells(number, row, held) for number, (row, held) in enumerate(rows_of)]
+    rows = [*result.rows, *([result.output] if result.output else [])]
+    cells, number = [_cells(row) for row in rows], len(result.stages)
+    headers: tuple[str, ...] = _HEADERS
+    if number:
+        headers = ("stage", *_HEADERS)
+        cells = [[_numbered(row.stage), *line] for row, line in zip(rows, cells, strict=True)]
+    lines = [f"plan {plan}" if plan is not None else f"mesh {placement.mesh}", setting, ""]
+    lines += [*table(headers, cells, _NUMBERS), ""]
+    if number:
+        pairs = enumerate(zip(result.stages, result.held, strict=True))
+        cells = [_stage_cells(stage, row, held) for stage, (row, held) in pairs]
         lines += [*table(_STAGE_HEADERS, cells, _STAGE_NUMBERS), ""]
-    if found.others:
-        sentence = "1 other call follows" if found.others == 1 else f"{found.others} other calls follow"
-        lines.append(f"{sentence} the layout given, without sending anything")
-    if found.stages:
-        number = len(found.stages)
+    if result.others:
+        calls = "1 other call follows" if result.others == 1 else f"{result.others} other calls follow"
+        lines.append(f"{calls} the layout given, without sending anything")
+    if number:
         limit = f"at most those of {number} parts in stage 1, down to 1 in stage {number}"
         lines.append(f"activations are GPipe's, of all parts of a pass; 1F1B keeps {limit}")
     lines += notes
-    for note in dict.fromkeys(row.note for row in found.rows if row.note):
-        lines.append(f"{note}: {listed([row.layer for row in found.rows if row.note == note])}")
-    if found.unmatched:
-        lines.append(f"replicated, as no pattern matches them: {listed(found.unmatched)}")
-    return "\n".join([*lines, *_totals(found)]) + "\n"
+    for note in dict.fromkeys(row.note for row in result.rows if row.note):
+        lines.append(f"{note}: {listed([row.layer for row in result.rows if row.note == note])}")
+    if result.unmatched:
+        lines.append(f"replicated, as no pattern matches them: {listed(result.unmatched)}")
+    return "\n".join([*lines, *_totals(result)]) + "\n"
 
 
 def listed(layers: Sequence[str]) -> str:
@@ -277,19 +273,19 @@ def setting_text(training: bool, parts: Sequence[int], num_ranks: int, capture: 
     return ", ".join([mode, f"{sum(parts)} samples{shares}", ranks, *([f"captured {capture}"] if capture else [])])
 
 
-def _totals(found: Explanation) -> Iterable[str]:
-    traffic, memory = found.traffic, found.memory
+def _totals(result: Explanation) -> Iterable[str]:
+    traffic, memory = result.traffic, result.memory
     parts = [
         (traffic.forward, "in the forward pass"),
         (traffic.backward, "in the backward pass"),
-        (found.gradients, "for gradients of parameters"),
+        (result.gradients, "for gradients of parameters"),
     ]
     sent = ", ".join(f"{size(number)} {words}" for number, words in parts if number)
     yield f"a rank sends {sent or 'nothing'}"
     who = "a rank holds"
-    if found.stages:
-        who = f"a rank of stage {found.held.index(memory) + 1} holds most in all:"
-    share = f" of {size(found.whole)}" if found.whole != memory.parameters else ""
+    if result.stages:
+        who = f"a rank of stage {result.held.index(memory) + 1} holds most in all:"
+    share = f" of {size(result.whole)}" if result.whole != memory.parameters else ""
     held = [f"{size(memory.parameters)}{share} of parameters"]
     held += [f"{size(memory.gradients)} of gradients"] if memory.gradients else []
     held += [f"{size(memory.activations)} of activations kept for the backward pass"] if memory.activations else []

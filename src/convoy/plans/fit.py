@@ -1,4 +1,5 @@
-"""Whether a plan fits a network and a number of devices: its patterns, its sizes, its axes on the hosts.
+"""Whether a plan, or what a person has decided of one, fits a network and a number of devices: its patterns, its sizes,
+its axes on the hosts.
 
 A refusal names the layer, the axis and the way out.
 """
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import Plan
-from convoy.plans.strategies import STRATEGIES
-from convoy.terminal import did_you_mean
+from convoy.plans.plan import Plan, strategies_on
+from convoy.plans.strategies import STRATEGIES, of_layer, strategy_error
+from convoy.terminal import brief, did_you_mean
 
 _OF_THE_NETWORK = "its weights are used by the network itself, which only * matches"
 
@@ -140,10 +141,7 @@ def fit(plan: Plan, num_devices: int) -> Fit:
     computed by samples where they can be, `stage=2,sample=2` for `stage=2` on four.
     """
     mesh = plan.mesh
-    by_samples = [
-        {strategies[name] for _, strategies in plan.layers if name in strategies} - {"replicate"} == {"sample"}
-        for name in mesh.names
-    ]
+    by_samples = [strategies_on(plan, name) - {"replicate"} == {"sample"} for name in mesh.names]
     if len(mesh.sizes) == 1 and (mesh.stage_axis is None or num_devices % mesh.num_devices):
         group = (1, 1) if by_samples[0] else (mesh.num_devices, num_devices)
         return Fit(_resized(plan, (num_devices,)), group)
@@ -204,12 +202,9 @@ def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
     mesh = plan.mesh
     if mesh.num_devices % per_host:
         return []
-    strategies_on = {
-        axis: {strategies[axis] for _, strategies in plan.layers if axis in strategies} for axis in mesh.names
-    }
     kinds = {
-        axis: sorted(strategy for strategy in strategies if STRATEGIES[strategy].exchanges)
-        for axis, strategies in strategies_on.items()
+        axis: sorted(strategy for strategy in strategies_on(plan, axis) if STRATEGIES[strategy].exchanges)
+        for axis in mesh.names
     }
     order = sorted(mesh.axes, key=lambda axis: (bool(kinds[mesh.names[axis]]), axis != mesh.stage_axis))
     reordered = Mesh(tuple(mesh.names[axis] for axis in order), tuple(mesh.sizes[axis] for axis in order))
@@ -223,10 +218,62 @@ def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
             f"axis {name} of {plan} ({', '.join(kinds[name])} over {size}) lies across hosts of {per_host}, and its "
             f"layers communicate over the network: as {new_plan} it would lie inside them"
         ]
-    axis_name = next((name for name in across_now if name not in across_then and "sample" in strategies_on[name]), None)
-    if mesh.stage_axis is not None and axis_name is not None:
+    sample_axes = [name for name in across_now if name not in across_then and "sample" in strategies_on(plan, name)]
+    if mesh.stage_axis is not None and sample_axes:
         return [
-            f"axis {axis_name} of {plan} lies across hosts of {per_host}, and gradients are added up over the network: "
-            f"stages, which send only what crosses a cut, would lie across them as {new_plan}"
+            f"axis {sample_axes[0]} of {plan} lies across hosts of {per_host}, and gradients are added up over the "
+            f"network: stages, which send only what crosses a cut, would lie across them as {new_plan}"
         ]
     return []
+
+
+_FORM = "write a pattern and a strategy, e.g. 'classifier.*=filter', or one strategy for each axis, 'fc=sample,filter'"
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A strategy that layers must have."""
+
+    pattern: str  # over the names of modules
+    # one for all axes of whatever mesh, or one for each but that of stages, where layers have none
+    strategies: tuple[str, ...]
+
+    def on(self, mesh: Mesh, op: str) -> tuple[str, ...] | None:
+        """The strategy on a mesh, None where it has another number of axes."""
+        axes = [axis for axis in mesh.axes if axis != mesh.stage_axis]
+        strategies = self.strategies * len(axes) if len(self.strategies) == 1 else self.strategies
+        if len(strategies) != len(axes):
+            return None
+        on_axes = dict(zip(axes, strategies, strict=True))
+        return tuple(of_layer(on_axes.get(axis, "replicate"), op) for axis in mesh.axes)
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={','.join(self.strategies)}"
+
+
+def parse_fixes(fixes: Iterable["str | Fix"], layers: Mapping[str, str]) -> tuple[Fix, ...]:
+    """The fixes of texts such as `classifier.*=filter`, of which the first that matches a layer counts; `layers` are
+    kinds of work by the layers' names. A ConvoyError where a text is no fix, or matches no layer."""
+    all_fixes = tuple(fix if isinstance(fix, Fix) else parse_fix(fix) for fix in fixes)
+    for fix in all_fixes:
+        if not any(fnmatch.fnmatchcase(layer, fix.pattern) for layer in layers):
+            hint = nearest(fix.pattern, list(layers)) or f"its layers are {_some(layers)}"
+            raise ConvoyError(f"the fix {fix} matches no layer of this network: {hint}")
+    return all_fixes
+
+
+def fix_of(layer: str, fixes: Sequence[Fix]) -> Fix | None:
+    """The fix that decides about a layer."""
+    return next((fix for fix in fixes if fnmatch.fnmatchcase(layer, fix.pattern)), None)
+
+
+def parse_fix(text: str) -> Fix:
+    """The fix of a text; a ConvoyError where it is none, whatever the network."""
+    pattern, sign, strategies = text.partition("=")
+    words = tuple(word.strip() for word in strategies.split(","))
+    if not pattern.strip() or not sign or not all(words):
+        raise ConvoyError(f"{brief(text)!r} fixes nothing: {_FORM}")
+    for word in words:
+        if word not in STRATEGIES:
+            raise ConvoyError(f"the fix {brief(text)}: {strategy_error(word)}")
+    return Fix(pattern.strip(), words)

@@ -1,149 +1,40 @@
-"""The plan: a mesh of devices, for every layer a strategy on each of its axes, and where stages begin; and its YAML."""
+"""The plan: a mesh of devices, for every layer a strategy on each of its axes, and where stages begin.
+
+It is written in one line (`sample=2,filter=2`), as YAML or as a mapping. Each form is read as the same three fields,
+which are checked once, where a `Plan` is made; where a file is wrong, its line is looked up then.
+"""
 
 import difflib
 import fnmatch
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from convoy.documents import dump, line_of, parse
 from convoy.errors import ConvoyError
 from convoy.files import expanded, read_text
 from convoy.plans.mesh import STAGE, Mesh
-from convoy.plans.strategies import (
-    WORDS,
-    Layers,
-    Place,
-    check_axes,
-    check_layers,
-    check_stages,
-    of_layer,
-    parse_text,
-    show,
-    to_text,
-)
+from convoy.plans.strategies import STRATEGIES, WORDS, of_layer, show, strategy_error
 
-_FORM = "write e.g. `mesh: {sample: 2}` and below it `layers:` with lines such as `features.*: {sample: sample}`"
+# patterns over module names, each with a strategy for the mesh axes that it names
+Layers = tuple[tuple[str, Mapping[str, str]], ...]
+
 _KEYS = ("mesh", "layers", "stages")
-_DEPTH = 4
-
-Parts = tuple[Mesh, Layers, tuple[str, ...]]  # the fields of a plan
-
-
-def read_file(path: Path) -> Parts:
-    """The fields of the plan in a YAML file; a ConvoyError with the file and the line where it is no plan or cannot be
-    read."""
-    if path.is_dir():
-        raise ConvoyError(f"{path} is a folder: name the plan file itself, for a run {path / 'plan.yaml'}")
-    return parse_yaml(read_text(path, "plan", ", or write e.g. sample=2"), str(path))
+_FORM = "write e.g. `mesh: {sample: 2}` and below it `layers:` with lines such as `features.*: {sample: sample}`"
+_LARGEST = 1_000_000
+_AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_PART = re.compile(r"([^\s=]+)\s*=\s*([^\s=]*)")
 
 
-def parse_yaml(text: str, source: str = "the plan") -> Parts:
-    """The fields of the plan in a YAML text; a ConvoyError with its `source` and the line where it is no plan."""
-    lines: dict[tuple[str, ...], int] = {}
-    try:
-        node = yaml.compose(text, yaml.BaseLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark else ""
-        hint = "put a pattern that begins with * in quotes: '*'" if "alias" in (error.context or "") else _FORM
-        raise ConvoyError(f"{source}{line}: this is no YAML ({error.problem}): {hint}") from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConvoyError(f"{source}: this is no YAML ({str(error).partition(chr(10))[0]}): {_FORM}") from error
-    document = None if node is None else _value(node, (), lines, source)
+class _WrongError(ConvoyError):
+    """A sentence about a part of a plan, and the keys that lead to it."""
 
-    def at(path: tuple[str, ...]) -> str:
-        while path and path not in lines:
-            path = path[:-1]
-        return f"{source}, line {lines[path]}: " if path else f"{source}: "
-
-    return parse_document(document, at)
-
-
-def parse_document(document: Any, at: Place = lambda path: "the plan: ") -> Parts:
-    """The fields of a plan from a mapping with the keys `mesh`, `layers` and, where it has an axis `stage`, `stages`. A
-    ConvoyError where it is no plan says by `at` where the wrong part stands."""
-    if not isinstance(document, Mapping):
-        raise ConvoyError(f"{at(())}a plan has the keys mesh and layers, but this is {_kind(document)}: {_FORM}")
-    for key in document:
-        if key not in _KEYS:
-            matches = difflib.get_close_matches(str(key), _KEYS, 1)
-            hint = f"did you mean {matches[0]}?" if matches else "a plan has the keys mesh and layers"
-            raise ConvoyError(f"{at((str(key),))}the key {show(key)} is unknown: {hint}")
-    mesh = _mesh(document, at)
-    stages = check_stages(document.get("stages", ()), mesh, at)
-    first = next((name for name in mesh.names if name != STAGE), "sample")
-    if "layers" not in document and mesh.names != (STAGE,):
-        raise ConvoyError(
-            f"{at(())}layers is missing: write for each pattern of layer names a strategy on each axis, "
-            f"e.g. `layers: {{'*': {{{first}: sample}}}}`"
-        )
-    layers = document.get("layers", {})
-    if not isinstance(layers, Mapping):
-        raise ConvoyError(
-            f"{at(('layers',))}layers is {_kind(layers)}, but must be a mapping of patterns: "
-            f"write lines such as `features.*: {{{first}: sample}}` below it"
-        )
-    check_layers(list(layers.items()), mesh, at)
-    return mesh, tuple((pattern, dict(strategies)) for pattern, strategies in layers.items()), stages
-
-
-def dump_yaml(document: dict[str, Any]) -> str:
-    """A plan's mapping as YAML, one pattern a line, in its own order."""
-    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, allow_unicode=True, width=10_000)
-
-
-def _mesh(document: Mapping[Any, Any], at: Place) -> Mesh:
-    if "mesh" not in document:
-        raise ConvoyError(f"{at(())}mesh is missing: write the axes and their sizes, e.g. `mesh: {{sample: 2}}`")
-    mesh = document["mesh"]
-    if not isinstance(mesh, Mapping):
-        raise ConvoyError(
-            f"{at(('mesh',))}mesh is {_kind(mesh)}, but must have a size for each axis: write e.g. {{sample: 2}}"
-        )
-    check_axes(list(mesh), list(mesh.values()), at)
-    return Mesh(tuple(mesh), tuple(mesh.values()))
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "empty"
-    if isinstance(value, list | tuple):
-        return "a list"
-    return "a mapping" if isinstance(value, Mapping) else f"the word {show(value)}"
-
-
-def _value(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str) -> Any:
-    """The content of a node, with the line of every key noted; nothing deeper than a plan goes."""
-    if isinstance(node, yaml.ScalarNode):
-        return _scalar(node)
-    if len(path) >= _DEPTH:
-        return "…"
-    if not isinstance(node, yaml.MappingNode):
-        return [_scalar(child) if isinstance(child, yaml.ScalarNode) else "…" for child in node.value]
-    mapping: dict[str, Any] = {}
-    for key, value in node.value:
-        line = f"{source}, line {key.start_mark.line + 1}: "
-        if not isinstance(key, yaml.ScalarNode):
-            raise ConvoyError(f"{line}a key must be a plain word")
-        if key.value in mapping:
-            raise ConvoyError(f"{line}the key {show(key.value)} is there twice: leave one out")
-        lines[*path, key.value] = key.start_mark.line + 1
-        mapping[key.value] = _value(value, (*path, key.value), lines, source)
-    return mapping
-
-
-def _scalar(node: yaml.ScalarNode) -> Any:
-    """A word; a number or nothing where one is written without quotes."""
-    text: str = node.value
-    if node.style is None and text in ("", "~", "null"):
-        return None
-    if node.style is None and text.isascii() and text.isdigit() and len(text) < 10:
-        return int(text)
-    return text
+    def __init__(self, sentence: str, *path: str) -> None:
+        super().__init__(f"the plan: {sentence}")
+        self.sentence, self.path = sentence, path
 
 
 @dataclass(frozen=True)
@@ -184,10 +75,10 @@ class Plan:
     stages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_axes(self.mesh.names, self.mesh.sizes, lambda path: "the plan: ")
-        check_layers(self.layers, self.mesh, lambda path: "the plan: ")
+        _check_axes(self.mesh.names, self.mesh.sizes)
+        _check_layers(self.layers, self.mesh)
         object.__setattr__(self, "layers", tuple((pattern, dict(given)) for pattern, given in self.layers))
-        object.__setattr__(self, "stages", check_stages(self.stages, self.mesh, lambda path: "the plan: "))
+        object.__setattr__(self, "stages", _stages(self.stages, self.mesh))
 
     @staticmethod
     def parse(plan: "str | Path | Mapping[str, Any] | Plan", num_devices: int | None = None) -> "Plan":
@@ -204,16 +95,21 @@ class Plan:
         if isinstance(plan, Plan):
             return plan
         if isinstance(plan, Mapping):
-            return Plan(*parse_document(plan))
-        if isinstance(plan, Path):
-            return Plan(*read_file(plan))
-        if not isinstance(plan, str):
+            return _of_mapping(plan)
+        if not isinstance(plan, str | Path):
             raise ConvoyError(
                 f"a plan is text, a YAML file or a mapping, but this is {show(plan)}: write e.g. sample=2"
             )
-        if plan.strip() == "auto":
-            return _auto(num_devices)
-        return Plan(*read_file(expanded(plan.strip()))) if _is_path(plan) else _of_text(plan)
+        if isinstance(plan, Path) or _is_path(plan):
+            return _of_file(plan if isinstance(plan, Path) else expanded(plan.strip()))
+        if "\n" in plan.strip() or plan.lstrip().startswith("{"):
+            return _of_yaml(plan, "the plan")
+        if plan.strip() == "auto" and num_devices != 1:
+            raise ConvoyError(
+                "auto stands for what the planner finds: pass what convoy.plan(model, …) returns, or a plan such as "
+                f"sample={num_devices or 2} or owt={num_devices or 2}"
+            )
+        return Plan(Mesh((), ())) if plan.strip() in ("serial", "auto") else _of_line(plan)
 
     @staticmethod
     def by_samples(num_devices: int) -> "Plan":
@@ -243,13 +139,8 @@ class Plan:
 
         An axis divides samples where some layer does so on it (`sample`, `owt`).
         """
-        sample_axes = {
-            name
-            for _, strategies in self.layers
-            for name, strategy in strategies.items()
-            if strategy in ("sample", "owt")
-        }
-        return self.mesh.size(tuple(axis for axis in self.mesh.axes if self.mesh.names[axis] in sample_axes))
+        by_samples = {axis for axis in self.mesh.names if strategies_on(self, axis) & {"sample", "owt"}}
+        return self.mesh.size(tuple(axis for axis in self.mesh.axes if self.mesh.names[axis] in by_samples))
 
     @property
     def num_stages(self) -> int:
@@ -267,11 +158,11 @@ class Plan:
 
     def to_yaml(self) -> str:
         """The YAML text that `parse` reads as this plan."""
-        return dump_yaml(self.to_dict())
+        return dump(self.to_dict(), in_lines=True)
 
     def __str__(self) -> str:
         """The plan in one line: the text that `parse` reads, if there is one, otherwise for people only."""
-        text = to_text(self.mesh, self.layers)
+        text = _line(self.mesh, self.layers)
         if text is None:
             layers = (
                 f"{pattern} {','.join(f'{axis}:{strategy}' for axis, strategy in given.items()) or 'replicate'}"
@@ -281,27 +172,198 @@ class Plan:
         return f"{text}; stages begin at {', '.join(self.stages[not self.stages[0] :])}" if self.stages else text
 
 
+def strategies_on(plan: Plan, axis: str) -> set[str]:
+    """The strategies that some pattern names on an axis."""
+    return {strategies[axis] for _, strategies in plan.layers if axis in strategies}
+
+
 def plan_text(plan: Plan) -> str:
     """A plan as text that `Plan.parse` reads: in one line where it has one, else as YAML."""
-    return (None if plan.stages else to_text(plan.mesh, plan.layers)) or plan.to_yaml()
+    return (None if plan.stages else _line(plan.mesh, plan.layers)) or plan.to_yaml()
 
 
-@cache
-def _of_text(text: str) -> Plan:
-    """The plan in one line or in YAML text, cached as a recipe holds its plan as text and is asked for it again and
-    again."""
-    is_yaml = "\n" in text.strip() or text.lstrip().startswith("{")
-    return Plan(*parse_yaml(text)) if is_yaml else Plan(*parse_text(text))
+def axis_names_of(strategies: Sequence[str]) -> tuple[str, ...]:
+    """Names of the axes of a plan in one line: those of their strategies, numbered where one comes again."""
+    names: list[str] = []
+    for strategy in strategies:
+        times = strategies[: len(names)].count(strategy) + 1
+        names.append(strategy if times == 1 or strategy == STAGE else f"{strategy}{times}")
+    return tuple(names)
 
 
-def _auto(num_devices: int | None) -> Plan:
-    if num_devices == 1:
-        return _of_text("serial")
-    example = num_devices or 2
-    raise ConvoyError(
-        "auto stands for what the planner finds: pass what convoy.plan(model, …) returns, or a plan such as "
-        f"sample={example} or owt={example}"
-    )
+def _line(mesh: Mesh, layers: Layers) -> str | None:
+    """The one line that is read as this mesh and these layers; None where there is none."""
+    by_pattern = dict(layers)
+    if set(by_pattern) != ({"*"} if set(mesh.names) - {STAGE} else set()):
+        return None
+    strategies = {STAGE: STAGE, **by_pattern.get("*", {})}
+    words = [strategies.get(name, "") for name in mesh.names]
+    if axis_names_of(words) != mesh.names:
+        return None
+    return ",".join(f"{strategy}={size}" for strategy, size in zip(words, mesh.sizes, strict=True)) or "serial"
+
+
+def _of_line(text: str) -> Plan:
+    """The plan of one line: each part `strategy=size` is a mesh axis, outermost first, on which every layer has that
+    strategy. `stage=size` is the axis on which the network is divided, and layers have no strategy."""
+    strategies, sizes = [], []
+    for part in map(str.strip, text.split(",")):
+        match = _PART.fullmatch(part)
+        if match is None:
+            word, number = ("".join(re.findall(form, part)[:1]) for form in (r"^\w+", "[0-9]{1,9}$"))
+            raise ConvoyError(
+                f"plan {show(text)!r}: {show(part)} is no part of a plan: write "
+                f"{word if word in WORDS else 'sample'}={number or 2}, with a comma between two parts, as in "
+                "sample=2,filter=2, or name a YAML file"
+            )
+        strategy, size = match.groups()
+        if strategy not in WORDS:
+            raise ConvoyError(f"plan {show(text)!r}: {strategy_error(strategy, WORDS)}")
+        strategies.append(strategy)
+        sizes.append(int(size) if re.fullmatch("[0-9]{1,9}", size) else size)
+    names = axis_names_of(strategies)
+    of_layers = {name: strategy for name, strategy in zip(names, strategies, strict=True) if strategy != STAGE}
+    with _explained(f"plan {show(text)!r}"):
+        return Plan(Mesh(names, tuple(sizes)), (("*", of_layers),) if of_layers else ())  # type: ignore[arg-type]
+
+
+def _of_file(path: Path) -> Plan:
+    if path.is_dir():
+        raise ConvoyError(f"{path} is a folder: name the plan file itself, for a run {path / 'plan.yaml'}")
+    return _of_yaml(read_text(path, "plan", ", or write e.g. sample=2"), str(path))
+
+
+def _of_yaml(text: str, source: str) -> Plan:
+    document = parse(text, source)
+    with _explained(source, text):
+        return _of_mapping(document)
+
+
+@contextmanager
+def _explained(source: str, text: str = "") -> Iterator[None]:
+    """Let an error name its source, and the line of the text."""
+    try:
+        yield
+    except _WrongError as error:
+        line = line_of(text, error.path)
+        raise ConvoyError(f"{source}{f', line {line}' if line else ''}: {error.sentence}") from error
+
+
+def _of_mapping(document: Any) -> Plan:
+    if not isinstance(document, Mapping):
+        raise _WrongError(f"a plan has the keys mesh and layers, but this is {_kind(document)}: {_FORM}")
+    for key in document:
+        if key not in _KEYS:
+            matches = difflib.get_close_matches(str(key), _KEYS, 1)
+            hint = f"did you mean {matches[0]}?" if matches else "a plan has the keys mesh and layers"
+            raise _WrongError(f"the key {show(key)} is unknown: {hint}", str(key))
+    mesh = _section(document, "mesh", "{sample: 2}")
+    axis = next((name for name in mesh if name != STAGE), "sample")
+    only_stages = "layers" not in document and list(mesh) == [STAGE]
+    layers = {} if only_stages else _section(document, "layers", f"{{'*': {{{axis}: sample}}}}")
+    return Plan(Mesh(tuple(mesh), tuple(mesh.values())), tuple(layers.items()), document.get("stages", ()))
+
+
+def _section(document: Mapping[Any, Any], key: str, example: str) -> Mapping[Any, Any]:
+    section = document.get(key)
+    if not isinstance(section, Mapping):
+        kind = _kind(section) if key in document else "missing"
+        raise _WrongError(f"{key} is {kind}, but must be a mapping: write e.g. `{key}: {example}`", key)
+    return section
+
+
+def _kind(value: Any) -> str:
+    kinds = {type(None): "empty", list: "a list", tuple: "a list", dict: "a mapping"}
+    return kinds.get(type(value), f"the word {show(value)}")
+
+
+def _check_axes(names: Sequence[Any], sizes: Sequence[Any]) -> None:
+    if len(names) != len(sizes):
+        raise _WrongError(f"the mesh has {len(names)} names and {len(sizes)} sizes: give each axis both", "mesh")
+    for name, size in zip(names, sizes, strict=True):
+        if not isinstance(name, str) or not _AXIS.fullmatch(name):
+            problem = f"{show(name)!r} is no name for a mesh axis: use a letter, then letters, digits, - and _"
+        elif list(names).count(name) > 1:
+            instead = ", with the number of all stages" if name == STAGE else ", or give each a name of its own"
+            problem = f"the mesh has two axes {name}: write one{instead}"
+        elif not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
+            quoted = " in quotes" if str(size).isdigit() and isinstance(size, str) and len(size) < 7 else ""
+            problem = f"the size of axis {name} is {show(size)}{quoted}: write a whole number from 1, e.g. 2"
+        else:
+            continue
+        raise _WrongError(problem, "mesh", str(name))
+
+
+def _check_layers(layers: Sequence[tuple[Any, Any]], mesh: Mesh) -> None:
+    patterns: list[str] = []
+    for pattern, strategies in layers:
+        path = "layers", str(pattern)
+        if not isinstance(pattern, str) or not pattern.strip():
+            raise _WrongError("a pattern must be text, e.g. features.* or * for every layer", *path)
+        if not isinstance(strategies, Mapping):
+            example = ", ".join(f"{name}: sample" for name in mesh.names if name != STAGE) or "sample: sample"
+            has = "nothing" if strategies is None else show(strategies)
+            raise _WrongError(f"{pattern} has {has}, but needs a strategy for each axis: write {{{example}}}", *path)
+        for axis, strategy in strategies.items():
+            if problem := _wrong_strategy(axis, strategy, mesh):
+                raise _WrongError(f"{pattern} {problem}", *path, str(axis))
+        for first in patterns:
+            if first == pattern:
+                raise _WrongError(f"the pattern {pattern} is there twice: leave one out", *path)
+            if not set("?[") & set(first) and fnmatch.fnmatchcase(pattern, first):
+                raise _WrongError(
+                    f"{pattern} comes after {first}, which matches the same layers first: put {pattern} above it", *path
+                )
+        patterns.append(pattern)
+
+
+def _wrong_strategy(axis: Any, strategy: Any, mesh: Mesh) -> str:
+    """What is wrong with a layer's strategy on an axis; empty where nothing is."""
+    if axis not in mesh.names:
+        matches = difflib.get_close_matches(str(axis), mesh.names, 1)
+        hint = f"did you mean {matches[0]}?" if matches else f"the mesh has {', '.join(mesh.names) or 'no axes'}"
+        return f"names an axis {show(axis)} that is not in the mesh: {hint}"
+    if axis == STAGE:
+        return (
+            f"has {show(strategy)} on axis {STAGE}, which divides the network and no layer: leave it out here, and "
+            "list the layers at which stages begin under the key stages"
+        )
+    is_known = isinstance(strategy, str) and strategy in STRATEGIES
+    return "" if is_known else f"on axis {axis}: {strategy_error(strategy)}"
+
+
+def _stages(stages: Any, mesh: Mesh) -> tuple[str, ...]:
+    """The layers at which stages begin, one for each stage of the mesh, or none, from a list for every stage, or for
+    all but the first, which begins with the network itself, ""."""
+    if not isinstance(stages, list | tuple):
+        kind = _kind(stages)
+        raise _WrongError(
+            f"stages is {kind}, but must be a list of layers: write e.g. stages: [conv1, layer3]", "stages"
+        )
+    if not stages:
+        return ()
+    size = mesh.sizes[mesh.stage_axis] if mesh.stage_axis is not None else None
+    names = tuple(str(name) if isinstance(name, int) and not isinstance(name, bool) else name for name in stages)
+    if size is None:
+        problem = f"stages needs an axis {STAGE} in the mesh: write e.g. mesh: {{{STAGE}: {max(2, len(names))}}}"
+    elif len(names) not in (size, size - 1):
+        or_fewer = f", or {size - 1} without the first" if size > 1 else ""
+        problem = (
+            f"stages names {len(names)} layer{'s'[: len(names) > 1]}, but axis {STAGE} has size {size}: name the layer "
+            f"at which each stage begins, {size} of them{or_fewer}"
+        )
+    else:
+        problem = next(filter(None, (_wrong_stage(place, names, size) for place in range(len(names)))), "")
+    if problem:
+        raise _WrongError(problem, "stages")
+    return names if len(names) == size else ("", *names)
+
+
+def _wrong_stage(place: int, names: Sequence[Any], size: int) -> str:
+    name, is_first = names[place], place == 0 and len(names) == size
+    if not isinstance(name, str) or set("*?[…") & set(name) or not (name.strip() or is_first):
+        return f"a stage begins at {show(name)}, which is no layer's name: write that of a module, e.g. layer3"
+    return f"two stages begin at {name}: name another layer for one of them" if name in names[:place] else ""
 
 
 def _is_path(text: str) -> bool:
@@ -310,7 +372,7 @@ def _is_path(text: str) -> bool:
         return False
     if text.lower().endswith((".yaml", ".yml", ".json")):
         return True
-    if not text or "=" in text or text in ("serial", *WORDS):
+    if not text or "=" in text or text in ("serial", "auto", *WORDS):
         return False
     try:
         return "/" in text or Path(text).exists()

@@ -51,23 +51,15 @@ class Duration(_Written):
         Raises:
             ValueError: the text has another form.
         """
-        if isinstance(text, bool) or not isinstance(text, str | int | float):
+        is_number = isinstance(text, int | float) and not isinstance(text, bool)
+        form = _FORM.fullmatch(f"{text}ep" if is_number else text.strip() if isinstance(text, str) else "")
+        if form is None or not math.isfinite(value := float(form[1])):
             raise ValueError(f"{text!r} is not a duration: write {FORMS}")
-        form = _FORM.fullmatch(text.strip() if isinstance(text, str) else f"{text}ep")
-        if form is None:
-            raise ValueError(f"{text!r} is not a duration: write {FORMS}")
-        value = float(form[1])
-        if not math.isfinite(value):
-            raise ValueError(f"{text!r} is too long")
-        if form[2] == "ba":
-            if not value.is_integer():
-                raise ValueError(f"{text!r} is not a whole number of weight updates: write {FORMS}")
-            return cls(value, "ba")
-        if form[2] == "%":
-            if value > 100:
-                raise ValueError(f"{text!r} is more than the whole run: write at most 100%")
-            return cls(value, "%")
-        return cls(value, "ep")
+        if form[2] == "ba" and not value.is_integer():
+            raise ValueError(f"{text!r} is not a whole number of weight updates: write {FORMS}")
+        if form[2] == "%" and value > 100:
+            raise ValueError(f"{text!r} is more than the whole run: write at most 100%")
+        return cls(value, form[2])  # type: ignore[arg-type]
 
     def updates(self, updates_per_epoch: int, total: int | None = None) -> int:
         """The nearest whole number of weight updates.

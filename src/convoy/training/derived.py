@@ -127,62 +127,46 @@ def derive(
     cut = f"⌈batch {batch} / microbatch {recipe.microbatch}⌉" if recipe.microbatch else f"{number} as said"
     if number > len(q.sizes):
         cut = f"one for each of {number} parts, more than {cut}"
-    rows: list[tuple[str, int | float | str, str, str]] = [
-        (
-            "weight updates per epoch",
-            q.updates_per_epoch,
-            f"⌊{num_train_samples} samples / batch {batch}⌋",
-            "the last incomplete batch of an epoch is left out, so every update has the same batch",
-        ),
-        (
-            "weight updates",
-            q.total_updates,
-            f"{epochs} as said" if epochs.unit == "ba" else f"{epochs.value:g} epochs · {q.updates_per_epoch}",
-            "the recipe's epochs",
-        ),
-        (
-            "microbatches",
-            number,
-            cut,
-            f"virtual nodes of VirtualFlow; {_GOYAL}, section 3",
-        ),
-        ("samples per microbatch", _counts(sizes), f"{batch} / {number}, as even as can be", "Convoy"),
-        (
-            "samples per device",
-            _counts(samples),
-            f"batch {batch} / {len(samples)} part{'s' if len(samples) > 1 else ''}",
-            "the batch is that of all devices together; the plan divides it into so many parts",
-        ),
-        ("peak learning rate", q.lr, *_rate(recipe)),
+    length = f"{epochs} as said" if epochs.unit == "ba" else f"{epochs.value:g} epochs · {q.updates_per_epoch}"
+    parts = f"batch {batch} / {len(samples)} part{'s' if len(samples) > 1 else ''}"
+    incomplete = "the last incomplete batch of an epoch is left out, so every update has the same batch"
+    of_all = "the batch is that of all devices together; the plan divides it into so many parts"
+    per_epoch = f"⌊{num_train_samples} samples / batch {batch}⌋"
+    rows = [
+        Derived("weight updates per epoch", q.updates_per_epoch, per_epoch, incomplete),
+        Derived("weight updates", q.total_updates, length, "the recipe's epochs"),
+        Derived("microbatches", number, cut, f"virtual nodes of VirtualFlow; {_GOYAL}, section 3"),
+        Derived("samples per microbatch", _counts(sizes), f"{batch} / {number}, as even as can be", "Convoy"),
+        Derived("samples per device", _counts(samples), parts, of_all),
+        Derived("peak learning rate", q.lr, *_rate(recipe)),
     ]
     if q.schedule.warmup:
         rise = f"{recipe.schedule.warmup}, learning rate {q.schedule.start:g} to {q.lr:g} in a line"
         source = f"gradual warm-up: {_GOYAL}, section 2.2"
-        rows.append(("weight updates of warm-up", q.schedule.warmup, rise, source))
+        rows.append(Derived("weight updates of warm-up", q.schedule.warmup, rise, source))
     if isinstance(recipe.schedule, StepConfig):
         drops, written = (", ".join(map(str, each)) for each in (q.schedule.milestones, recipe.schedule.milestones))
-        rows.append(("learning rate drops at updates", drops, f"{written}, in weight updates", "the recipe"))
+        rows.append(Derived("learning rate drops at updates", drops, f"{written}, in weight updates", "the recipe"))
     if recipe.ema is not None:
-        decay = recipe.ema.decay
-        mean_age = "mean age of an exponential average"
-        rows.append(("updates in the averaged weights", round(1 / (1 - decay)), f"1 / (1 - {decay:g})", mean_age))
-    rows.append(("evaluation every", q.evaluate_every, f"{recipe.evaluate_every} in weight updates", "the recipe"))
+        decay, age = recipe.ema.decay, "mean age of an exponential average"
+        rows.append(Derived("updates in the averaged weights", round(1 / (1 - decay)), f"1 / (1 - {decay:g})", age))
+    every = f"{recipe.evaluate_every} in weight updates"
+    rows.append(Derived("evaluation every", q.evaluate_every, every, "the recipe"))
     if q.checkpoint_every is None:
         young = f"sqrt(2 · cost · {recipe.checkpoint.mtbf}) when the cost is known"
-        rows.append(("checkpoint every", "auto", young, "Young 1974"))
+        rows.append(Derived("checkpoint every", "auto", young, "Young 1974"))
     else:
-        said = f"{recipe.checkpoint.every} in weight updates"
-        rows.append(("checkpoint every", q.checkpoint_every, said, "the recipe"))
+        every = f"{recipe.checkpoint.every} in weight updates"
+        rows.append(Derived("checkpoint every", q.checkpoint_every, every, "the recipe"))
+    why = "cores that this process may use", "the machine"
     if recipe.threads is not None:
         why = "as said", "the recipe"
     elif recipe.reproducible:
         why = "1 because of reproducible", "the order of sums depends on the threads"
-    else:
-        why = "cores that this process may use", "the machine"
-    rows.append(("threads", q.threads, *why))
+    rows.append(Derived("threads", q.threads, *why))
     if workers is not None:
-        rows.append(("data workers", *workers, "one core each at most: docs/data.md"))
-    return [Derived(*row) for row in rows]
+        rows.append(Derived("data workers", *workers, "one core each at most: docs/data.md"))
+    return rows
 
 
 def _counts(sizes: Sequence[int]) -> int | str:

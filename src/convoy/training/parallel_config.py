@@ -1,14 +1,35 @@
 """The `parallel` section of a recipe: on how many devices, by which plan. Most of it is no part of the experiment."""
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 
 from convoy.errors import ConvoyError
+from convoy.plans.fit import check_devices, fit
 from convoy.plans.plan import Plan, plan_text
+from convoy.plans.schedule import Schedule
 from convoy.training.config import Section
-from convoy.units import bytes_of
+from convoy.units import bytes_of, plural
+
+
+def _plan(value: object) -> Plan | Literal["auto"]:
+    if not isinstance(value, str | Plan):
+        raise ValueError(f"{value!r} is no plan: write e.g. sample=4, auto, or the name of a YAML file")
+    return "auto" if isinstance(value, str) and value.strip() == "auto" else Plan.parse(value)
+
+
+def _size(value: str) -> str:
+    bytes_of(value, "the limit")
+    return value
+
+
+# A recipe's text is read once; a file is read where the run begins, and stands in `config.yaml` as a whole.
+PlanOrAuto = Annotated[
+    Plan | Literal["auto"],
+    PlainValidator(_plan, json_schema_input_type=str),
+    PlainSerializer(lambda plan: plan_text(plan) if isinstance(plan, Plan) else plan),
+]
 
 # Keys that change where and how fast a run goes, but not its result.
 PLACEMENT = ("devices", "plan", "schedule", "shares", "cores_per_device", "memory_limit", "lost_group")
@@ -21,48 +42,36 @@ class LostGroupError(ConvoyError):
 class ParallelConfig(Section):
     """Devices and plan; methods that change the result are called approximate."""
 
-    devices: int | None = Field(None, ge=1, description="how many devices; not said: as many as the plan has, or one")
-    plan: str | None = Field(
-        None, min_length=1, description="e.g. sample=4, auto, or a YAML file; not said: sample=DEVICES"
+    devices: int | None = Field(None, ge=1, description="train on so many devices; not said: those of --plan, or 1")
+    plan: PlanOrAuto | None = Field(
+        None, description="how to divide the work, e.g. sample=4, stage=2; auto, or a YAML file; not said: sample=N"
     )
-    schedule: Literal["1f1b", "gpipe", "zero-bubble"] | None = Field(
+    schedule: Schedule | None = Field(
         None,
-        description="of the passes through the stages of a plan: 1f1b keeps fewer activations than gpipe, zero-bubble "
-        "waits less and keeps as many or more; the result is the same; not said: 1f1b, or with plan auto the one that "
-        "is predicted to be fastest",
+        description="through stages: 1f1b (least memory), gpipe, zero-bubble (least waiting); the result is the same; "
+        "null: 1f1b, or with plan auto the one that is predicted to be fastest",
     )
     shares: Literal["auto"] | tuple[float, ...] | None = Field(
-        None, description="parts of the batch, e.g. [3, 3, 2]; auto measures; not said: as even as can be"
+        None, description="parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure; not said: even"
     )
-    cores_per_device: int | None = Field(None, ge=1, description="CPU cores of each (its share of all, if not said)")
-    memory_limit: str | None = Field(
+    cores_per_device: int | None = Field(None, ge=1, description="CPU cores of each; not said: its share of all")
+    memory_limit: Annotated[str, BeforeValidator(str), AfterValidator(_size)] | None = Field(
         None,
-        description="of each device, e.g. 2GB: plan auto takes no plan that is predicted to need more, and a given one "
-        "that needs more is refused; not said: what the device has",
+        description="no plan that needs more on a device, e.g. 2GB; auto takes none that is predicted to, and one that "
+        "is given and does is refused; null: what the device has",
     )
     lost_group: Literal["form", "wait"] = Field(
         "form",
-        description="where the ranks left cannot form the plan's model groups: form smaller ones, or wait for others",
+        description="where ranks left cannot form a model group: form or wait; smaller groups, or for other ranks",
     )
     gradient_compression: Literal["bf16"] | None = Field(
-        None, description="approximate: send gradients in this precision"
+        None, description="approximate: send gradients as bf16; not said: exact"
     )
     local_sgd: int | None = Field(
         None,
         ge=2,
-        description="approximate: average the weights, not the gradients, every so many updates (Stich, 2019)",
+        description="approximate: average the weights every H updates; not the gradients (Stich, 2019)",
     )
-
-    @field_validator("memory_limit", mode="before")
-    @classmethod
-    def _check_size(cls, value: object) -> object:
-        if value is None:
-            return None
-        try:
-            bytes_of(str(value), "")
-        except ConvoyError:
-            raise ValueError(f"{value!r} is no size: write e.g. 8GB or 512MiB") from None
-        return str(value)
 
     @property
     def memory_bytes(self) -> float | None:
@@ -97,42 +106,31 @@ def fitted(
     section: ParallelConfig, num_devices: int, keep_plan: bool, keep_shares: bool, notes: list[str] | None = None
 ) -> ParallelConfig:
     """The section for the devices that there are, with a sentence in `notes` on what was changed; `keep_plan` and
-    `keep_shares` leave these as they are, even if they do not fit. A ConvoyError where the plan is none; a
-    LostGroupError where its model groups cannot be formed, and the section says to wait then.
+    `keep_shares` leave these as they are, even if they do not fit. A LostGroupError where the plan's model groups
+    cannot be formed, and the section says to wait then.
     """
-    changes: dict[str, object] = {"devices": num_devices}
-    notes = [] if notes is None else notes
-    parts: int | None = num_devices
-    if section.plan is not None and section.plan.strip() != "auto":
-        plan = Plan.parse(section.plan)
-        if not keep_plan and plan.mesh.num_devices not in (1, num_devices):
-            from convoy.plans.fit import fit  # which needs torch
-
-            before, found = plan, fit(plan, num_devices)
-            if found.regrouped and section.lost_group == "wait":
-                raise LostGroupError(
-                    f"{num_devices} devices cannot form the model groups of {found.groups[0]} of the plan {before}, "
-                    "and --lost-group is wait: start as many as the plan is for, or leave --lost-group away"
-                )
-            plan = found.plan
-            notes.append(f"the plan {before} was fitted to {num_devices} device{'s'[: num_devices > 1]}: {plan}")
-        if keep_plan or plan.mesh.num_devices == num_devices:
-            changes["plan"], parts = plan_text(plan), plan.parts
-        else:
-            changes["plan"] = None
-    elif section.plan is not None and section.devices == num_devices:
-        parts = None
-    if not keep_shares and isinstance(section.shares, tuple) and not _fit(section.shares, parts, num_devices):
-        changes["shares"] = None
-        shares_text = ",".join(f"{share:g}" for share in section.shares)
-        many = f"{len(section.shares)} part{'s'[: len(section.shares) > 1]} of the batch"
-        notes.append(f"the shares {shares_text} are for {many}, not {parts or num_devices}: they are left out")
-    return section.model_copy(update=changes)
-
-
-def _fit(shares: tuple[float, ...], parts: int | None, num_devices: int) -> bool:
-    number = len(shares)
-    return number == num_devices or (number > 1 and num_devices % number == 0) if parts is None else number == parts
+    plan, shares, notes = section.plan, section.shares, [] if notes is None else notes
+    if isinstance(plan, Plan) and not keep_plan and plan.mesh.num_devices not in (1, num_devices):
+        before, result = plan, fit(plan, num_devices)
+        if result.regrouped and section.lost_group == "wait":
+            raise LostGroupError(
+                f"{num_devices} devices cannot form the model groups of {result.groups[0]} of the plan {before}, "
+                "and --lost-group is wait: start as many as the plan is for, or leave --lost-group away"
+            )
+        plan = result.plan
+        notes.append(f"the plan {before} was fitted to {plural(num_devices, 'device')}: {plan}")
+    if isinstance(plan, Plan) and not keep_plan and plan.mesh.num_devices != num_devices:
+        plan = None  # one for a single device says nothing of more
+    if isinstance(shares, tuple) and not keep_shares:
+        number, parts = len(shares), plan.parts if isinstance(plan, Plan) else num_devices
+        is_open = plan == "auto" and section.devices == num_devices  # any of the planner's choices may have these parts
+        if number != parts and not (is_open and number > 1 and num_devices % number == 0):
+            text = ",".join(f"{share:g}" for share in shares)
+            notes.append(
+                f"the shares {text} are for {plural(number, 'part')} of the batch, not {parts}: they are left out"
+            )
+            shares = None
+    return section.model_copy(update={"devices": num_devices, "plan": plan, "shares": shares})
 
 
 def check_shares(shares: Sequence[float] | None, num_devices: int, plan: Plan | None = None) -> None:
@@ -146,8 +144,8 @@ def check_shares(shares: Sequence[float] | None, num_devices: int, plan: Plan | 
             )
     elif shares is not None and num_devices % len(shares):
         raise ConvoyError(
-            f"--shares names {len(shares)} parts of the batch, into which no plan on {num_devices} "
-            f"device{'s' if num_devices > 1 else ''} divides it: give {num_devices} numbers"
+            f"--shares names {len(shares)} parts of the batch, into which no plan on {plural(num_devices, 'device')} "
+            f"divides it: give {num_devices} numbers"
         )
 
 
@@ -155,34 +153,24 @@ def num_devices(section: ParallelConfig) -> int:
     """How many devices the section asks for."""
     if section.devices is not None:
         return section.devices
-    if section.plan is not None and section.plan.strip() != "auto":
-        return Plan.parse(section.plan).mesh.num_devices
+    if isinstance(section.plan, Plan):
+        return section.plan.mesh.num_devices
     return len(section.shares) if isinstance(section.shares, tuple) else 1
 
 
 def plan_of(section: ParallelConfig, num_devices: int) -> tuple[Plan | None, list[str]]:
     """The plan for the devices that there are, and notes on it; None where the planner is to find one. A ConvoyError
-    where it is no plan, or one for another number of devices.
+    where it is for another number of devices.
     """
-    notes = []
-    plan: Plan | None
-    if section.plan is None:
+    plan = section.plan
+    if plan is None or (plan == "auto" and num_devices == 1):
         plan = Plan.by_samples(num_devices)
-    elif section.plan.strip() == "auto":
-        plan = Plan.by_samples(1) if num_devices == 1 else None
-    else:
-        plan = Plan.parse(section.plan, num_devices)
-    planned = plan.mesh.num_devices if plan is not None else num_devices
-    if planned != num_devices:
-        raise ConvoyError(
-            f"the plan {plan} is for {planned} device{'s' if planned > 1 else ''}, but {num_devices} "
-            f"run{'s' if num_devices == 1 else ''}: change --devices or the sizes in --plan"
-        )
-    if section.approximate is not None:
-        where = "on one device" if num_devices == 1 else "with a device for each stage"
-        notes.append(
-            f"approximate: {section.approximate}, so the result differs from that of one device"
-            if plan is None or section.approximation(plan) is not None
-            else f"no approximation {where}, although the recipe says: {section.approximate}"
-        )
-    return plan, notes
+    if isinstance(plan, Plan):
+        check_devices(plan.mesh, num_devices)
+    if section.approximate is None:
+        return plan if isinstance(plan, Plan) else None, []
+    where = "on one device" if num_devices == 1 else "with a device for each stage"
+    note = f"approximate: {section.approximate}, so the result differs from that of one device"
+    if isinstance(plan, Plan) and section.approximation(plan) is None:
+        note = f"no approximation {where}, although the recipe says: {section.approximate}"
+    return plan if isinstance(plan, Plan) else None, [note]

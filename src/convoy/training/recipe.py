@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from typing import Annotated, Any, Literal, Self
 
@@ -32,7 +32,9 @@ class ModelConfig(Section):
         min_length=1, description="a name of `convoy models`, timm:NAME, torchvision:NAME or package.module:factory"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of that network")
-    weights: str | None = Field(None, min_length=1, description="file, or run, with weights to begin with")
+    weights: str | None = Field(
+        None, min_length=1, description="begin with these weights: .safetensors, .pth, or a run"
+    )
     zero_init_residual: bool = Field(
         False, description="let every residual block begin as the identity (Goyal et al., 2017, section 5.1)"
     )
@@ -83,18 +85,20 @@ class Recipe(Section):
 
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
-    epochs: AbsoluteDuration = Field(Duration(90, "ep"), description="length of training, e.g. 90ep or 5000ba")
+    epochs: AbsoluteDuration = Field(Duration(90, "ep"), description="how long: 90, 90ep or 5000ba (updates)")
     extends: str | None = Field(
         None, min_length=1, description="finished run with whose state this one begins: convoy train RUN --extend"
     )
-    batch: int = Field(128, ge=1, description="global batch: samples of one weight update, on all devices together")
-    microbatches: int | None = Field(None, ge=1, description="microbatches of a global batch")
+    batch: int = Field(128, ge=1, description="global batch: samples of one weight update; on all devices together")
+    microbatches: int | None = Field(
+        None, ge=1, description=f"pieces of the global batch; not said: of {DEFAULT_MICROBATCH} samples"
+    )
     microbatch: int | None = Field(
         default_factory=lambda values: None if values.get("microbatches") else DEFAULT_MICROBATCH,
         ge=1,
         description=f"samples of a microbatch, at most ({DEFAULT_MICROBATCH} if neither is said)",
     )
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of everything random")
     optimizer: OptimizerConfig = SgdConfig(name="sgd", base_lr=0.1, nesterov=True, weight_decay=1e-4)
     schedule: ScheduleConfig = CosineConfig(name="cosine", warmup=Duration(5, "%"))
     loss: LossConfig = LossConfig()
@@ -104,26 +108,28 @@ class Recipe(Section):
         "stop", description="an update whose loss or gradient is not finite: end the run, or leave the update out"
     )
     batch_norm: Literal["microbatch", "sync", "local"] = Field(
-        "microbatch", description="samples behind batch norm's statistics: a microbatch, the global batch, a device's"
+        "microbatch", description="statistics over: microbatch, sync (global batch) or local; local: a device's samples"
     )
     precision: Literal["fp32", "bf16", "fp16", "auto"] | None = Field(
         None,
-        description="of the layers; weights stay in fp32. null: bf16 on GPUs that have it, else fp32; auto: on CPUs "
-        "too",
+        description="fp32, bf16, fp16, or auto: bf16 where the device has it; of the layers: weights stay in fp32; "
+        "not said: the same on GPUs, else fp32",
     )
-    channels_last: bool | None = Field(None, description="memory format; null: on GPUs in bf16 and fp16")
-    compile: bool = Field(False, description="torch.compile")
+    channels_last: bool | None = Field(
+        None, description="memory format of the network; null: channels last on GPUs in bf16 and fp16"
+    )
+    compile: bool = Field(False, description="compile the network with torch.compile")
     cuda_graphs: Annotated[
         Literal["auto", "off"], BeforeValidator(lambda given: "off" if given is False else given)
     ] = Field(
-        "auto", description="replay updates of a GPU as one recording, where that proves to give the same results"
+        "auto", description="updates recorded once and replayed on GPUs: auto or off; where that gives the same results"
     )
     recompute: bool | tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         False,
-        description="drop activations and compute them again in the backward pass: of all layers, or of those whose "
-        "names these patterns match; less memory, the same results",
+        description="less memory: compute activations again in the backward pass, all or those of layers, as "
+        "'layer1.*'; the same results",
     )
-    reproducible: bool = Field(False, description="bit-identical weights on one device or many")
+    reproducible: bool = Field(False, description="bit-identical weights on any number of devices")
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
     parallel: ParallelConfig = ParallelConfig()
     evaluate_every: PositiveDuration = Duration(1, "ep")
@@ -135,72 +141,72 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _refuse_nonsense(self) -> Self:
+        for problem in self._contradictions():
+            raise ValueError(problem)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """A sentence for each two keys that mean nothing together."""
+        parallel, schedule = self.parallel, self.schedule
         if (self.microbatch is None) == (self.microbatches is None):
-            said = "null" if self.microbatch is None else "given, but one follows from the other"
-            raise ValueError(f"microbatch and microbatches are both {said}: give one")
+            values = "null" if self.microbatch is None else "given, but one follows from the other"
+            yield f"microbatch and microbatches are both {values}: give one"
         if self.microbatches is not None and self.microbatches > self.batch:
-            raise ValueError(
+            yield (
                 f"microbatches={self.microbatches} cannot be made of batch={self.batch} samples: lower microbatches "
                 "or raise batch"
             )
         if self.reproducible and self.batch_norm != "microbatch" and self.microbatches != 1:
-            raise ValueError(
+            yield (
                 f"reproducible runs each microbatch by itself, but batch_norm={self.batch_norm} needs the whole batch "
                 "at once: set batch_norm=microbatch, or microbatches=1"
             )
         if self.reproducible and self.precision == "auto":
-            raise ValueError(
+            yield (
                 "reproducible gives the same weights wherever it runs, but precision=auto asks the device: set "
                 "precision=fp32 or precision=bf16"
             )
-        if self.parallel.schedule == "zero-bubble" and self.reproducible:
-            raise ValueError(
+        if self.reproducible and parallel.schedule == "zero-bubble":
+            yield (
                 "the schedule zero-bubble adds up weight gradients of several passes at once, which reproducible "
                 "cannot: choose the schedule 1f1b, or leave reproducible away"
             )
-        if self.reproducible and self.parallel.approximate is not None:
-            raise ValueError(
-                f"reproducible gives the same weights on any number of devices, but {self.parallel.approximate}: leave "
-                "one of them out"
-            )
-        if self.ema is not None and self.parallel.local_sgd is not None:
-            raise ValueError(
-                "ema averages the weights of every update, but local_sgd lets each device have other ones: leave one "
-                "of them out"
-            )
-        if self.schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
-            raise ValueError(
+        if self.reproducible and parallel.approximate is not None:
+            promise = "reproducible gives the same weights on any number of devices"
+            yield f"{promise}, but {parallel.approximate}: leave one of them out"
+        if self.ema is not None and parallel.local_sgd is not None:
+            yield "ema averages the weights of every update, but local_sgd lets each device have other ones: give one"
+        if schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
+            yield (
                 "schedule.warmup_from=base_lr needs optimizer.base_lr: give that instead of optimizer.lr, or a number "
                 "to start from"
             )
-        if self.schedule.warmup.longer_than(self.epochs):
-            raise ValueError(
-                f"schedule.warmup={self.schedule.warmup} is longer than the training, epochs={self.epochs}: train "
-                "longer or shorten the warm-up, e.g. --set schedule.warmup=5%"
+        if schedule.warmup.longer_than(self.epochs):
+            yield (
+                f"schedule.warmup={schedule.warmup} is longer than the training, epochs={self.epochs}: train longer or "
+                "shorten the warm-up, e.g. --set schedule.warmup=5%"
             )
-        return self
 
     def notes(self) -> list[str]:
         """A sentence for each option that has no effect here and does no harm."""
-        notes = []
+        return list(self._without_effect())
+
+    def _without_effect(self) -> Iterator[str]:
+        length = f"the training, epochs={self.epochs}"
         if self.model.zero_init_residual and self.model.weights is not None:
-            notes.append("model.zero_init_residual has no effect: model.weights replaces the fresh weights")
-        if isinstance(self.schedule, StepConfig):
-            late = [str(m) for m in self.schedule.milestones if m.longer_than(self.epochs)]
-            if late:
-                notes.append(
-                    f"schedule.milestones {', '.join(late)} lie beyond the end of training, epochs={self.epochs}"
-                )
+            yield "model.zero_init_residual has no effect: model.weights replaces the fresh weights"
+        milestones = self.schedule.milestones if isinstance(self.schedule, StepConfig) else ()
+        if late := [str(milestone) for milestone in milestones if milestone.longer_than(self.epochs)]:
+            yield f"schedule.milestones {', '.join(late)} lie beyond the end of {length}"
         if self.microbatch is not None and self.microbatch > max(self.batch, DEFAULT_MICROBATCH):
-            notes.append(f"microbatch={self.microbatch} is more than batch={self.batch}: there is one microbatch")
+            yield f"microbatch={self.microbatch} is more than batch={self.batch}: there is one microbatch"
         for key, every in (("evaluate_every", self.evaluate_every), ("checkpoint.every", self.checkpoint.every)):
             if isinstance(every, Duration) and every.longer_than(self.epochs):
-                notes.append(f"{key}={every} is longer than the training, epochs={self.epochs}: once, at the end")
+                yield f"{key}={every} is longer than {length}: once, at the end"
         if (sentence := self.mixing_without_partners()) is not None:
-            notes.append(sentence)
+            yield sentence
         if self.checkpoint.every != "auto" and self.checkpoint.mtbf != CheckpointConfig().mtbf:
-            notes.append(f"checkpoint.mtbf has no effect: checkpoint.every={self.checkpoint.every} says when")
-        return notes
+            yield f"checkpoint.mtbf has no effect: checkpoint.every={self.checkpoint.every} says when"
 
     def mixing_without_partners(self) -> str | None:
         """What to say where samples are to be mixed with others of their microbatch, of which there are none."""
@@ -349,7 +355,7 @@ def validate(document: dict[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate_json(json.dumps(document, default=str), strict=True)  # strict: "1" is no number
     except ValidationError as error:
-        raise ConvoyError(sentence(error, Recipe, document)) from error
+        raise ConvoyError(sentence(error, Recipe)) from error
 
 
 def _read(name_or_path: str) -> dict[str, Any]:

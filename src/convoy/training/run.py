@@ -19,7 +19,6 @@ from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.files import write_atomically, write_json, write_text
 from convoy.planner.comparison import Comparison
-from convoy.plans.plan import plan_text
 from convoy.progress import Reporter
 from convoy.training import environment
 from convoy.training.build import NetworkInput
@@ -177,7 +176,7 @@ def train(
                     _deliver(run, session, loop)
         except NotFiniteError as error:
             briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, str(error)))
-            parallel = session.recipe.parallel.model_copy(update={"plan": plan_text(session.plan), "shares": None})
+            parallel = session.recipe.parallel.model_copy(update={"plan": session.plan, "shares": None})
             ran = session.recipe.model_copy(update={"parallel": parallel})
             data, division = session.data, session.division
             store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)

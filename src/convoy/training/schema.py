@@ -1,4 +1,8 @@
-"""Says in one sentence what is wrong with a recipe: the dotted key, the problem, and what is accepted."""
+"""The keys of a recipe, for people, and what is wrong with one in a sentence: the dotted key, the problem, what is
+accepted instead.
+
+What a validator says stands as it is, behind the key; what pydantic finds is retold from a table.
+"""
 
 import difflib
 import types
@@ -7,23 +11,38 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from convoy.documents import dotted, show
+from convoy.plans.plan import Plan
 
-Path = Sequence[str | int]
-
-
-def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Every dotted key that a document can have, in order, with its annotation."""
-    keys: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        kinds = section_classes(field.annotation)
-        for kind in kinds:
-            keys |= all_keys(kind, f"{prefix}{name}.")
-        if not kinds:
-            keys[f"{prefix}{name}"] = field.annotation
-    return keys
+_WHOLE, _LIST, _SECTION = "a whole number", "a list in square brackets", "a section with keys of its own"
+# What a value must be, by the type of pydantic's error; `choices` of a Literal are added.
+_MUST_BE = {
+    "int_type": _WHOLE,
+    "int_from_float": _WHOLE,
+    "int_parsing": _WHOLE,
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text; put it in quotes if it looks like a number",
+    "string_too_short": "a text, or left out",
+    "tuple_type": _LIST,
+    "list_type": _LIST,
+    "too_long": "a list of {max_length}",
+    "dict_type": _SECTION,
+    "model_type": _SECTION,
+    "model_attributes_type": _SECTION,
+    "finite_number": "a finite number",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "",
+    "union_tag_invalid": "",
+}
 
 
 @dataclass(frozen=True)
@@ -36,216 +55,171 @@ class Key:
     description: str
 
 
-def describe_keys(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[Key]:
-    """Every key of a document in order, those of each kind of a section after one another."""
-    keys: list[Key] = []
+def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Every dotted key that a document can have, in order, with its annotation."""
+    keys: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        kinds = section_classes(field.annotation)
+        kinds = _kinds(field.annotation)
+        for kind in kinds:
+            keys |= all_keys(kind, f"{prefix}{name}.")
+        if not kinds:
+            keys[f"{prefix}{name}"] = field.annotation
+    return keys
+
+
+def describe_keys(model: type[BaseModel], prefix: str = "", kind: str = "") -> Iterator[Key]:
+    """Every key of a document in order, those of each kind of a section after one another."""
+    for name, field in model.model_fields.items():
+        kinds = _kinds(field.annotation)
         for section in kinds:
-            variant = choices(section.model_fields["name"].annotation) if len(kinds) > 1 else []
-            keys += describe_keys(section, f"{prefix}{name}.", f" ({variant[0]})" if variant else kind)
+            yield from describe_keys(section, f"{prefix}{name}.", f" ({_name(section)})" if len(kinds) > 1 else kind)
         if not kinds:
             default = (
                 "" if field.is_required() else show(field.get_default(call_default_factory=True, validated_data={}))
             )
-            accepts = " | ".join(dict.fromkeys(_types(field.annotation)))
-            keys.append(Key(f"{prefix}{name}{kind}", accepts, default, field.description or ""))
-    return keys
+            accepts = " | ".join(dict.fromkeys(map(_type, _leaves(field.annotation))))
+            yield Key(f"{prefix}{name}{kind}", accepts, default, field.description or "")
 
 
-def _types(annotation: Any) -> Iterator[str]:
-    """What an annotation accepts, in words: types, and the values of Literals."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        yield from map(show, parts)
-    elif origin is Annotated:
-        yield from _types(parts[0])
-    elif _is_union(annotation):
-        for part in parts:
-            yield from _types(part)
-    elif origin in (tuple, list):
-        inner = " | ".join(dict.fromkeys(word for part in parts if part is not ... for word in _types(part)))
-        yield f"list of {inner}"
-    else:
-        plain = {types.NoneType: "null", str: "text", dict: "mapping"}
-        kind = origin or annotation
-        yield plain.get(kind, kind.__name__.lower())
+def field_at(model: type[BaseModel], key: str) -> FieldInfo:
+    """The field of a dotted key, in the first kind of each section."""
+    *sections, name = key.split(".")
+    for section in sections:
+        model = _kinds(model.model_fields[section].annotation)[0]
+    return model.model_fields[name]
+
+
+def number_type(annotation: Any) -> type[int] | type[float] | None:
+    """The type of a key's value where that is a number (or null)."""
+    return next((kind for kind in (int, float) if kind in _leaves(annotation)), None)
 
 
 def is_text(annotation: Any) -> bool:
     """Whether a value is free text (or null), so that it needs no reading as YAML."""
-    return annotation is str or (_is_union(annotation) and set(get_args(annotation)) == {str, types.NoneType})
+    leaves = list(_leaves(annotation))
+    return Plan in leaves or {str} <= {*leaves} <= {str, types.NoneType}
 
 
-def section_classes(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes that an annotation allows: several where a section has kinds."""
-    if get_origin(annotation) is Annotated:
-        return section_classes(get_args(annotation)[0])
-    if _is_union(annotation):
-        return [model for part in get_args(annotation) for model in section_classes(part)]
-    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
-
-
-def choices(annotation: Any) -> list[Any]:
-    """The values of the Literals in an annotation."""
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    if get_origin(annotation) is Annotated or _is_union(annotation):
-        return [value for part in get_args(annotation) for value in choices(part)]
-    return []
-
-
-def kinds(model: type[BaseModel], key: str) -> list[str]:
-    """The names of the kinds that the section `key` can have."""
-    return [
-        choices(kind.model_fields["name"].annotation)[0] for kind in section_classes(model.model_fields[key].annotation)
-    ]
-
-
-def section_at(model: type[BaseModel], path: Path, document: Any) -> type[BaseModel]:
-    """The class of the section at `path`: of several kinds the one whose name the document gives."""
-    for depth, key in enumerate(path, 1):
-        classes = section_classes(model.model_fields[str(key)].annotation)
-        name = dig(document, [*path[:depth], "name"])
-        named = (kind for kind in classes if len(classes) > 1 and name in choices(kind.model_fields["name"].annotation))
-        model = next(named, classes[0])
-    return model
-
-
-def dig(document: Any, path: Path) -> Any:
-    """The value at `path`, or None."""
-    for key in path:
-        document = document.get(key) if isinstance(document, dict) else None
-    return document
-
-
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType)
-
-
-_KINDS = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text; put it in quotes if it looks like a number",
-    "tuple_type": "a list in square brackets",
-    "list_type": "a list in square brackets",
-    "dict_type": "a section with keys of its own",
-    "model_type": "a section with keys of its own",
-    "model_attributes_type": "a section with keys of its own",
-    "finite_number": "a finite number",
-}
-_COMPARISONS = {
-    "greater_than": ("gt", "more than"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
-    "less_than_equal": ("le", "at most"),
-}
-
-
-def sentence(error: ValidationError, model: type[BaseModel], document: dict[str, Any]) -> str:
+def sentence(error: ValidationError, model: type[BaseModel]) -> str:
     """One sentence about the first mistake in a document, with the keys of the others."""
     # A default that follows from other keys is no mistake of its own where those are wrong.
-    found = [detail for detail in error.errors(include_url=False) if detail["type"] != "default_factory_not_called"]
-    details = sorted(found, key=lambda detail: detail["type"] != "extra_forbidden")
-    paths = [_path(detail["loc"], model, document) for detail in details]
-    first = _explain(details[0], paths[0], model, document)
-    more_keys = sorted({dotted(path) for path in paths if path} - {dotted(paths[0])})
+    details = [detail for detail in error.errors(include_url=False) if detail["type"] != "default_factory_not_called"]
+    details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
+    places = [_Place(detail["loc"], model) for detail in details]
+    first = _explain(details[0], places[0], model)
+    more_keys = sorted({place.key for place in places if place.key} - {places[0].key})
     return f"{first} (also wrong: {', '.join(more_keys)})" if more_keys else first
 
 
-def _explain(detail: ErrorDetails, path: Sequence[str | int], model: type[BaseModel], document: dict[str, Any]) -> str:
-    key, value, context = dotted(path), detail["input"], detail.get("ctx", {})
-    kind = detail["type"]
+class _Place:
+    """Where pydantic found a mistake, without the tags that it puts in for the kinds of a section or of a value."""
 
-    def accepted() -> list[Any]:
-        return choices(section_at(model, path[:-1], document).model_fields[str(path[-1])].annotation)
+    def __init__(self, loc: Sequence[str | int], model: type[BaseModel]) -> None:
+        self.path: list[str | int] = []
+        self.section, self.kind = model, ""  # the section that the last key lies in
+        self.annotation: Any = Any
+        for part in loc:
+            kinds = _kinds(self.annotation)
+            if len(kinds) > 1 and not self.kind:
+                self.section, self.kind = next(kind for kind in kinds if _name(kind) == part), str(part)
+                continue
+            if len(kinds) == 1:
+                self.section, self.kind = kinds[0], ""
+            elif self.path and not kinds and isinstance(part, str):
+                continue  # the member of a union
+            self.path.append(part)
+            if isinstance(part, str):
+                field = self.section.model_fields.get(part)
+                self.annotation = field.annotation if field is not None else Any
+        self.key = dotted(self.path)
 
+
+def _explain(detail: ErrorDetails, place: _Place, model: type[BaseModel]) -> str:
+    key, kind, context = place.key, detail["type"], detail.get("ctx", {})
+    value = show(detail["input"])
     if kind == "extra_forbidden":
-        return _unknown_key(path, model, document)
-    if kind == "missing" and isinstance(path[-1], int):
-        return f"{dotted(path[:-1])} is {show(dig(document, path[:-1]))}, but must be a longer list"
-    if kind == "missing":
-        if key in ("model", "model.name"):
-            return "model.name is missing: name a network, e.g. `convoy train resnet18`; `convoy models` lists them"
-        return f"{key} is missing: write it into the recipe or add --set {key}=VALUE"
+        return _unknown(place, model)
     if kind == "value_error":
-        return _own_words(str(context["error"]), path)
+        return _in_its_words(str(context["error"]), place)
+    if kind == "missing" and isinstance(place.path[-1], int):
+        return f"{dotted(place.path[:-1])} is {value}, but must be a longer list"
+    if kind == "missing" and key in ("model", "model.name"):
+        return "model.name is missing: name a network, e.g. `convoy train resnet18`; `convoy models` lists them"
+    kinds = _kinds(place.annotation)
+    names = [_name(section) for section in kinds] if len(kinds) > 1 else []
     if kind == "union_tag_not_found":
-        return f"{key}.name is missing: it is one of {', '.join(kinds(model, str(path[0])))}"
+        return f"{key}.name is missing: it is one of {', '.join(names)}"
+    if kind == "missing":
+        return f"{key} is missing: write it into the recipe or add --set {key}=VALUE"
+    if kind not in _MUST_BE:
+        return f"{key} is {value}, which is refused: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
     if kind == "union_tag_invalid":
-        return _not_one_of(f"{key}.name", context["tag"], kinds(model, str(path[0])))
-    if kind in ("literal_error", "enum"):
-        return _not_one_of(key, value, accepted())
-    if kind in _KINDS:
-        also = accepted() if isinstance(path[-1], str) else []
-        return f"{key} is {show(value)}, but must be {_either([_KINDS[kind], *also])}"
-    if kind in _COMPARISONS:
-        bound, words = _COMPARISONS[kind]
-        return f"{key} is {show(value)}, but must be {words} {context[bound]:g}"
-    if kind == "too_long":
-        return f"{key} is {show(value)}, but must be a list of {context['max_length']}"
-    if kind == "string_too_short":
-        return f"{key} is empty: write a value or leave it out"
-    message = detail["msg"]
-    return f"{key} is {show(value)}, which is refused: {message[:1].lower()}{message[1:]}"
+        key, value, choices = f"{key}.name", show(context["tag"]), names
+    else:
+        choices = [show(choice) for leaf in _leaves(place.annotation) for choice in _choices(leaf)]
+    close = difflib.get_close_matches(value, choices, 1)
+    must_be = _either([*filter(None, [_MUST_BE[kind].format(**context)]), *choices])
+    return f"{key} is {value or 'empty'}, but must be {must_be}{f'; did you mean {close[0]}?' if close else ''}"
 
 
-def _own_words(message: str, path: Sequence[str | int]) -> str:
+def _in_its_words(message: str, place: _Place) -> str:
     """A validator's own sentence, with the whole dotted key in front unless it is there already."""
-    key = dotted(path)
+    key, path = place.key, place.path
     if not path or message.startswith((f"{key}.", f"{key} ", f"{key}=", f"{path[0]}.")):
         return message
     name = str(path[-1])
-    if message.startswith((f"{name} ", f"{name}=")):
-        return f"{key}{message[len(name) :]}"
-    return f"{key}: {message}"
+    return f"{key}{message[len(name) :]}" if message.startswith((f"{name} ", f"{name}=")) else f"{key}: {message}"
 
 
-def _not_one_of(key: str, value: Any, choices: Sequence[Any]) -> str:
-    words = [show(choice) for choice in choices]
-    close = difflib.get_close_matches(show(value), words, 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{key} is {show(value)}, but must be {_either(words)}{hint}"
+def _unknown(place: _Place, model: type[BaseModel]) -> str:
+    key, name, parents = place.key, str(place.path[-1]), place.path[:-1]
+    keys, siblings = list(all_keys(model)), list(place.section.model_fields)
+    owner = f"{dotted(parents)} with name {place.kind}" if place.kind else dotted(parents) or "a recipe"
+    near = [dotted([*parents, match]) for match in difflib.get_close_matches(name, siblings, 1, cutoff=0.7)]
+    near = near or [other for other in keys if other.rpartition(".")[2] == name and other != key][:3]
+    if not near and key in keys:
+        return f"{key} would be ignored: {owner} has only {', '.join(siblings)}"
+    near = near or difflib.get_close_matches(key, keys, 1, cutoff=0.75)
+    return f"{key} is unknown: " + (f"did you mean {_either(near)}?" if near else f"{owner} has {', '.join(siblings)}")
 
 
 def _either(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
 
 
-def _unknown_key(path: Sequence[str | int], model: type[BaseModel], document: dict[str, Any]) -> str:
-    key, name = dotted(path), str(path[-1])
-    section = section_at(model, path[:-1], document)
-    siblings = list(section.model_fields)
-    where = dotted(path[:-1])
-    variant = dig(document, [*path[:-1], "name"]) if where in ("optimizer", "schedule") else None
-    owner = f"{where} with name {show(variant)}" if variant else where or "a recipe"
-    close = difflib.get_close_matches(name, siblings, 1, cutoff=0.7)
-    if close:
-        return f"{key} is unknown: did you mean {dotted([*path[:-1], close[0]])}?"
-    elsewhere = [
-        candidate for candidate in all_keys(model) if candidate.rpartition(".")[2] == name and candidate != key
-    ]
-    if elsewhere:
-        return f"{key} is unknown: did you mean {_either(elsewhere[:3])}?"
-    if variant is not None and key in all_keys(model):
-        return f"{key} would be ignored: {owner} has only {', '.join(siblings)}"
-    close = difflib.get_close_matches(key, list(all_keys(model)), 1, cutoff=0.75)
-    hint = f"did you mean {close[0]}?" if close else f"{owner} has {', '.join(siblings)}"
-    return f"{key} is unknown: {hint}"
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation allows, without `Annotated` and unions."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _leaves(get_args(annotation)[0])
+    elif origin in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from _leaves(part)
+    else:
+        yield annotation
 
 
-def _path(loc: Sequence[str | int], model: type[BaseModel], document: dict[str, Any]) -> list[str | int]:
-    """Pydantic's location without the tags that it puts in for the kinds of a section or of a value."""
-    path: list[str | int] = []
-    leaves = all_keys(model)
-    for index, part in enumerate(loc):
-        if dotted(path) in leaves:
-            path += [part] if isinstance(part, int) else []
-        elif index != 1 or len(section_classes(model.model_fields[str(loc[0])].annotation)) < 2:
-            path.append(part)
-    return path
+def _kinds(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes that an annotation allows: several where a section has kinds."""
+    return [leaf for leaf in _leaves(annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
+
+
+def _choices(leaf: Any) -> tuple[Any, ...]:
+    return get_args(leaf) if get_origin(leaf) is Literal else ()
+
+
+def _name(section: type[BaseModel]) -> str:
+    """The name of one kind of a section."""
+    return str(_choices(section.model_fields["name"].annotation)[0])
+
+
+def _type(leaf: Any) -> str:
+    """What it accepts, in words: a type, or the values of a Literal."""
+    if get_origin(leaf) is Literal:
+        return " | ".join(map(show, get_args(leaf)))
+    if get_origin(leaf) in (tuple, list):
+        parts = [inner for part in get_args(leaf) if part is not ... for inner in _leaves(part)]
+        return f"list of {' | '.join(dict.fromkeys(map(_type, parts)))}"
+    kind = get_origin(leaf) or leaf
+    words = {types.NoneType: "null", str: "text", Plan: "text", dict: "mapping"}
+    return words.get(kind, str(kind.__name__).lower())

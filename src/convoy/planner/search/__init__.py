@@ -2,6 +2,6 @@
 
 from convoy.planner.search.prices import Costs, additive_seconds
 from convoy.planner.search.search import Candidate, NextBest, SearchResult, search
-from convoy.plans.fixes import Fix
+from convoy.plans.fit import Fix
 
 __all__ = ["Candidate", "Costs", "Fix", "NextBest", "SearchResult", "additive_seconds", "search"]

@@ -15,11 +15,10 @@ from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
 from convoy.planner.search.prices import NOWHERE, Prices, Strategy, is_choosing, strategies
-from convoy.plans.fixes import Fix, fix_of, parse_fixes
+from convoy.plans.fit import Fix, fix_of, parse_fixes
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import Batch, Situation
-from convoy.plans.plan import Plan
-from convoy.plans.strategies import axis_names_of
+from convoy.plans.plan import Plan, axis_names_of
 
 Patterns = tuple[tuple[str, Strategy], ...]
 

@@ -55,7 +55,7 @@ from convoy.planner.search.prices import (
 )
 from convoy.planner.search.problem import Shared
 from convoy.planner.search.solve import Solution, Solver
-from convoy.plans.fixes import Fix
+from convoy.plans.fit import Fix
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, sample_axes

@@ -18,7 +18,7 @@ from convoy.planner.cost.link import Link, Links
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search.cuts import Bounds, Chain, InPasses, Numbers, best_cuts, cuts_of
 from convoy.planner.search.search import search
-from convoy.plans.fixes import Fix
+from convoy.plans.fit import Fix
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule, actions, bubble, in_flight

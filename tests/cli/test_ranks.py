@@ -1,5 +1,5 @@
-"""What reaches a run on two devices of this host from outside: other users, signals, the end of a terminal, a folder or
-processes that go away, and what cleans the temporary directory."""
+"""What reaches a run on several real processes from outside: ranks that die or stand still, signals, other users, the
+end of a terminal, a folder or processes that go away. It ends as if nothing had happened, or says why."""
 
 import json
 import os
@@ -50,21 +50,79 @@ def status(out: Path) -> str:
     return str(json.loads((out / "summary.json").read_text())["status"])
 
 
-def test_a_terminal_that_is_closed_stops_the_run_which_goes_on_by_another_plan_as_on_one_device(
+def hit(run: Started, rank: int, number: signal.Signals, out: Path, after: int) -> None:
+    """Send a rank a signal once so many updates are done, and wait until others run in the place of all, or none."""
+    wait_for(lambda: steps(out) >= after and rank in run.ranks(), 120)
+    before = set(run.ranks().values())
+    os.kill(run.ranks()[rank], number)
+    wait_for(lambda: len(set(run.ranks().values()) - before) == len(before) or run.process.poll() is not None, 120)
+
+
+@pytest.mark.timeout(600)
+def test_ranks_that_stand_still_are_replaced_and_a_run_goes_on_on_other_devices_as_on_one(
     serial: Path, data: Path, tmp_path: Path, start: Start
 ) -> None:
     out = tmp_path / "run"
-    run = start(command(data, out, "--devices", "2", epochs=UPDATES))
-    wait_for(lambda: steps(out) >= 3, 120)
-    run.process.send_signal(signal.SIGHUP)
-    output, errors = run.end(60)
-    assert (run.process.returncode, errors) == (1, ""), output + errors
+    options = ("--devices", "2", "--max-restarts", "1", "--timeout", "5s", "--set", "checkpoint.every=3ba")
+    run = start(command(data, out, *options, epochs=UPDATES))
+    hit(run, 1, signal.SIGSTOP, out, 4)
+    wait_for(lambda: steps(out) >= 9, 120)
+    ranks = run.ranks()
+    os.kill(ranks[1], signal.SIGTERM)
+    output, errors = run.end(90)
+    assert run.process.returncode == 1, output + errors
+    *before, last = errors.splitlines()
+    (first,) = (line for line in before if "all ranks start again (restart 1 of 1)" in line)
+    assert " has not moved for " in errors and "held up by rank 1 on host " in errors, first
+    assert last.startswith("rank 1 failed: it was ended by SIGTERM") and "goes on from the newest checkpoint" in last
+    assert output.count("going on after") == 1
+    assert not any(map(alive, ranks.values()))
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", last)
+
+    done, again = steps(out), start(resume(out))
+    wait_for(lambda: steps(out) > done or again.process.poll() is not None, 120)
+    again.process.send_signal(signal.SIGHUP)  # of a terminal that is closed
+    output, errors = again.end(60)
+    assert (again.process.returncode, errors) == (1, ""), output + errors
     assert "SIGHUP: stopped and saved after" in output and status(out) == "stopped" and steps(out) < 60
     finish(resume(out, "--devices", "3", "--shares", "3,3,2"))
+    assert not list(out.rglob("*.tmp"))
     assert digest(out) == digest(serial)
     assert curve(out) == curve(serial)
     assert (out / "evaluation.json").read_text() == (serial / "evaluation.json").read_text()
-    assert json.loads((out / "summary.json").read_text())["devices"] == 3
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["error"], summary["devices"]) == ("finished", None, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "restarts", "status", "beginning"),
+    [
+        ("failing:Failing", 0, 1, "rank 1 failed: KeyError: 'the odd key' (failing.py, line 22, in train)\nTraceback"),
+        ("failing:Mistaken", 3, 2, "convoy: rank 1 finds the data wanting: mend it\n"),  # which is not repeated
+        ("failing:Lacking", 0, 2, "convoy: rank 1 ran out of memory (before the first update"),
+    ],
+)
+def test_a_failure_on_one_rank_is_said_once(
+    data: Path, tmp_path: Path, model: str, restarts: int, status: int, beginning: str
+) -> None:
+    options = ("--devices", "2", "--max-restarts", str(restarts))
+    errors = finish(command(data, tmp_path / "run", *options, model=model), status).stderr
+    assert errors.startswith(beginning), errors
+    assert errors.count("failed: ") == (status == 1) and (status == 1 or errors.count("\n") == 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_under_torchrun_a_run_is_known_again(serial: Path, data: Path, tmp_path: Path, start: Start) -> None:
+    out = tmp_path / "run"
+    arguments = command(data, out, "--set", "checkpoint.every=3ba", epochs=UPDATES)[1:]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = start([*torchrun, "--max-restarts", "2", *arguments])
+    hit(run, 1, signal.SIGKILL, out, 5)
+    output, errors = run.end(90)
+    assert run.process.returncode == 0, output + errors
+    assert "going on after" in output
+    assert digest(out) == digest(serial)
 
 
 def test_nobody_finds_a_store_and_a_run_by_nohup_outlives_its_terminal_and_the_folder_of_its_launcher(
@@ -108,12 +166,11 @@ ENDS = [
         0,
         "rank 0 failed: it was ended by SIGKILL; the machine may be out of memory; nothing was saved yet",
     ),
-    (1, signal.SIGTERM, 1, "rank 1 failed: it was ended by SIGTERM; nothing was saved yet"),
 ]
 """To which rank, or the launcher; what, and after how many updates; and what is said."""
 
 
-@pytest.mark.parametrize(("rank", "number", "after", "sentence"), ENDS, ids=["ctrl-c", "quit", "killed", "terminated"])
+@pytest.mark.parametrize(("rank", "number", "after", "sentence"), ENDS, ids=["ctrl-c", "quit", "killed"])
 def test_what_ends_without_saving_says_by_what(
     data: Path, tmp_path: Path, start: Start, rank: int | None, number: int, after: int, sentence: str
 ) -> None:

@@ -1,0 +1,96 @@
+"""Options that set keys of the recipe: names, types and help are those of the recipe's fields."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import click
+
+from convoy.errors import ConvoyError
+from convoy.files import expanded
+from convoy.training.recipe import Recipe, load_recipe
+from convoy.training.schema import field_at, number_type
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class KeyOption(click.Option):
+    """An option that adds `key=value` to the `overrides` of the command's values; `as_yaml` writes the value."""
+
+    def __init__(self, *arguments: Any, key: str, as_yaml: Callable[[str], str] = str, **settings: Any) -> None:
+        super().__init__(*arguments, callback=self._note, **settings)
+        self.key, self._as_yaml = key, as_yaml
+
+    def _note(self, context: click.Context, option: click.Parameter, value: Any) -> Any:
+        if value is not None:
+            context.params.setdefault("overrides", []).append(f"{self.key}={self._as_yaml(value)}")
+        return value
+
+
+def sets(
+    key: str, *declarations: str, metavar: str | None = None, text: str = "", default: str = "", **settings: Any
+) -> Decorator:
+    """The option of a key. Its help is what the field's description says up to a semicolon, unless `text` does, and
+    what it says to be so where the key is "not said", unless `default` does."""
+    field = field_at(Recipe, key)
+    description, _, not_said = (field.description or "").partition("; not said: ")
+    sentence = description.partition(";")[0]
+    is_name = re.match(r"\w*[0-9]", sentence) is not None  # such as fp32
+    text = text or f"{sentence if is_name else sentence[:1].upper() + sentence[1:]}."
+    default = default or not_said
+    names = declarations or (f"--{key.rpartition('.')[2].replace('_', '-')}",)
+    if "type" not in settings and "is_flag" not in settings and "/" not in names[0]:
+        settings["type"] = number_type(field.annotation)
+    described = f"{text} [default: {default}]" if default else text
+    return click.option(*names, cls=KeyOption, key=key, metavar=metavar, help=described, default=None, **settings)
+
+
+def shares_as_yaml(text: str) -> str:
+    """`3,3,2` as YAML."""
+    numbers = text.removeprefix("[").removesuffix("]")
+    try:
+        list(map(float, numbers.split(",")))
+    except ValueError as error:
+        if text == "auto":
+            return text
+        raise click.BadParameter(f"{text!r} is neither numbers, such as 3,3,2, nor auto.") from error
+    return f"[{numbers}]"
+
+
+def patterns_as_yaml(text: str) -> str:
+    """`layer1.*,layer2.*` as YAML; true and false stay what they are."""
+    if text in ("true", "false"):
+        return text
+    return json.dumps([pattern.strip() for pattern in text.removeprefix("[").removesuffix("]").split(",")])
+
+
+microbatches = sets("microbatches", metavar="V")
+batch_norm = sets("batch_norm", metavar="MODE")
+precision = sets("precision", metavar="TYPE")
+channels_last = sets("channels_last", "--channels-last/--channels-first")
+recompute = sets("recompute", metavar="[PATTERN,…]", is_flag=False, flag_value="true", as_yaml=patterns_as_yaml)
+schedule = sets("parallel.schedule", metavar="ORDER")
+cores_per_device = sets("parallel.cores_per_device", metavar="N")
+
+
+def loaded(
+    recipe: str | None, overrides: Sequence[str], arguments: Sequence[str], notes: list[str] | None = None
+) -> Recipe:
+    """A recipe; where a key of `parallel` is wrong that an option has set, the error names the option."""
+    try:
+        return load_recipe(recipe or "default", overrides, notes)
+    except ConvoyError as error:
+        match = re.match(r"parallel\.(\w+)(?=[ :])", str(error))
+        option = f"--{match[1].replace('_', '-')}" if match is not None else None
+        if match is None or option not in {argument.partition("=")[0] for argument in arguments}:
+            raise
+        raise ConvoyError(f"{option}{str(error)[match.end() :]}") from error
+
+
+def check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None:
+    """Refuse code from elsewhere that a file names as its network; what the command line names is the user's will."""
+    if file is not None and ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
+        from convoy.models.factory import check_own  # with torch, for which no mistake is to wait
+
+        check_own(recipe.model.name, expanded(file))
