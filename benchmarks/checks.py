@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from measuring import harness, machine, ranks
+from measuring import harness
+from measuring.ranks import run_ranks
+from torch import Tensor
 
 import convoy
 from convoy import models
@@ -40,24 +42,21 @@ def measure(name: str, seconds: float) -> tuple[int, int, float, float, float]:
     assert guard is not None
     spent, look = [], guard.look
 
-    def timed(inputs: Sequence[torch.Tensor]) -> None:
-        began = time.perf_counter()
-        look(inputs)
-        spent.append(time.perf_counter() - began)
+    def timed(inputs: Sequence[Tensor]) -> None:
+        spent.append(harness.seconds_of(lambda: look(inputs)))
 
     guard.look = timed  # type: ignore[method-assign]
     times: tuple[list[float], list[float]] = ([], [])
-    while sum(times[0]) < seconds:
+    going = torch.ones(1)
+    while going:
         for side, (net, optimizer, images, labels) in enumerate(sides):
             began = time.perf_counter()
             optimizer.zero_grad()
             F.cross_entropy(net(images), labels).backward()
             optimizer.step()
             times[side].append(time.perf_counter() - began)
-        going = torch.tensor([float(sum(times[0]) < seconds)])
+        going[0] = sum(times[0]) < seconds
         torch.distributed.broadcast(going, 0)
-        if not going:
-            break
     compared = [t for t in spent if t > 10 * statistics.median(spent)]
     with_checks, without = (statistics.median(each) for each in times)
     return len(times[0]), len(compared), sum(spent) / sum(times[0]), with_checks, without
@@ -68,17 +67,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of the side with checks")
     parser.add_argument("--networks", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
-    ranks.prepare()
-    print(machine.sentence(machine.describe()))
-    print(
-        harness.header(
-            "network", "plan", "updates", "comparisons", "share of the time", "an update with", "without", "ratio"
-        )
-    )
-    for name in options.networks:
-        updates, compared, share, on, off = ranks.run_ranks(measure, 2, name, options.seconds)[0]
-        times = (f"{100 * share:.2f} %", f"{1e3 * on:.2f} ms", f"{1e3 * off:.2f} ms", f"{on / off:.3f}")
-        harness.show(name, CASES[name][0], updates, compared, *times)
+    with harness.report(options.out) as report:
+        columns = ("updates", "comparisons", "share of the time", "an update with", "without", "ratio")
+        report.header("network", "plan", *columns)
+        for name in options.networks:
+            updates, compared, share, on, off = run_ranks(measure, 2, name, options.seconds)[0]
+            times = (f"{100 * share:.2f} %", f"{1e3 * on:.2f} ms", f"{1e3 * off:.2f} ms", f"{on / off:.3f}")
+            report.row(name, CASES[name][0], updates, compared, *times)
 
 
 if __name__ == "__main__":

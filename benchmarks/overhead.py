@@ -10,8 +10,7 @@ evaluations: loader, order of samples, microbatches, metrics, TensorBoard, progr
 by a random permutation of a tensor, and normalizes them as the trainer must. Neither side augments.
 """
 
-import argparse
-import json
+import itertools
 import os
 import statistics
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measuring import harness
 
 from convoy import models
 from convoy.data import DataSet, open_data
@@ -29,7 +29,7 @@ from convoy.engine.network import network_of
 from convoy.engine.parallelize import parallelize
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
-from convoy.training import Recipe, RunDirectory, load_recipe, train
+from convoy.training import Recipe, load_recipe, train
 from convoy.training.optimizers import create_optimizer, learning_rate
 
 
@@ -63,62 +63,50 @@ def trainer(recipe: Recipe, folder: Path) -> float:
     """Seconds of the same number of updates in Convoy's trainer, by its own metrics."""
     with Path(os.devnull).open("w") as nowhere:
         train(recipe, folder, device=torch.device("cpu"), reporter=ConsoleReporter(Console(file=nowhere)))
-    lines = [json.loads(line) for line in RunDirectory(folder).metrics.read_text().splitlines()]
-    return float([line for line in lines if line["split"] == "train"][-1]["time_s"])
+    return float(harness.lines_of(folder)[-1]["time_s"])
 
 
-def look_at(name: str, image: tuple[int, int, int]) -> None:
-    """Print what it takes to see that nothing has changed of what `forward` reads, and that something has."""
-    network = network_of(parallelize(models.create(name, num_classes=10), "serial", torch.empty(2, *image)))
-    tensors, seconds = [torch.empty(2, *image)], dict[str, list[float]]()
-    seen = network._unchanged
-    looks: dict[str, Callable[[], object]] = {"state": seen.state, "changed": seen.noted}
-    looks["layers and parameters"] = lambda: seen.check(tensors)
-    for _ in range(200):
-        for what, look in looks.items():
-            start = time.perf_counter()
-            look()
-            seconds.setdefault(what, []).append(time.perf_counter() - start)
-    found = ", ".join(f"{what} {statistics.median(each) * 1e6:,.0f} µs" for what, each in seconds.items())
-    print(f"{name}: {len(seen._names):,} attributes; {found}")
+def looks(report: harness.Report) -> None:
+    """What it takes to see that nothing has changed of what `forward` reads, and that something has."""
+    report.header("", "attributes", "nothing has changed", "something has", "layers and parameters are the same")
+    for name, image in (("lenet", (1, 28, 28)), ("resnet50", (3, 64, 64))):
+        tensors = [torch.empty(2, *image)]
+        seen = network_of(parallelize(models.create(name, num_classes=10), "serial", tensors[0]))._unchanged
+        sides: dict[str, Callable[[], object]] = {"state": seen.state, "changed": seen.noted}
+        sides["same"] = lambda: seen.check(tensors)  # noqa: B023
+        times = {what: [harness.seconds_of(look) for _ in range(200)] for what, look in sides.items()}
+        report.row(name, len(seen._names), *(f"{statistics.median(each) * 1e6:,.0f} µs" for each in times.values()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The trainer beside a bare PyTorch loop.")
+    parser = harness.parser(__doc__, rounds=7)
     parser.add_argument("--recipe", default="lenet-mnist")
     parser.add_argument("--data", default="mnist-mini")
     parser.add_argument("--updates", type=int, default=1500, help="updates a round")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--looks", action="store_true", help="only what a pass looks at before it runs")
-    arguments = parser.parse_args()
-    if arguments.looks:
-        for name, image in (("lenet", (1, 28, 28)), ("resnet50", (3, 64, 64))):
-            look_at(name, image)
-        return
-    beyond = f"{arguments.updates}ba"
-    settings = {"data.path": arguments.data, "data.augment": "{}", "epochs": beyond}
-    settings |= {"evaluate_every": beyond, "checkpoint.every": beyond}
-    recipe = load_recipe(arguments.recipe, [f"{key}={value}" for key, value in settings.items()])
-    data = open_data(recipe.data)
-    ratios = []
-    with tempfile.TemporaryDirectory() as temporary:
-        for number in range(arguments.rounds + 1):
-            seconds = {}
-            for side in ("bare", "convoy") if number % 2 else ("convoy", "bare"):
-                if side == "bare":
-                    seconds[side] = bare_loop(recipe, data, arguments.updates)
-                else:
-                    seconds[side] = trainer(recipe, Path(temporary) / f"run-{number}")
-            if number == 0:
-                continue  # warm-up
-            ratios.append(seconds["convoy"] / seconds["bare"])
-            bare, convoy = (f"{arguments.updates * recipe.batch / seconds[side]:,.0f}" for side in ("bare", "convoy"))
-            print(f"round {number}: images/s bare {bare}, convoy {convoy}; ratio {ratios[-1]:.3f}", flush=True)
-    print(
-        f"{recipe.model.name} on {data.name}, batch {recipe.batch}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads: trainer / bare loop = {statistics.median(ratios):.3f} "
-        f"(median of {len(ratios)}, {min(ratios):.3f} to {max(ratios):.3f})"
-    )
+    options = parser.parse_args()
+    with harness.report(options.out) as report, tempfile.TemporaryDirectory() as temporary:
+        if options.looks:
+            looks(report)
+            return
+        end, updates = f"{options.updates}ba", options.updates
+        settings = {"data.path": options.data, "data.augment": "{}", "epochs": end}
+        settings |= {"evaluate_every": end, "checkpoint.every": end}
+        recipe = load_recipe(options.recipe, [f"{key}={value}" for key, value in settings.items()])
+        data, runs = open_data(recipe.data), itertools.count()
+        sides = {
+            "convoy": lambda: trainer(recipe, Path(temporary) / f"run-{next(runs)}"),
+            "bare": lambda: bare_loop(recipe, data, updates),
+        }
+        seconds = harness.in_turn(sides, options.rounds + 1)  # the first warms up
+        both = list(zip(seconds["convoy"], seconds["bare"], strict=True))[1:]
+        report.header("round", "images/s, bare loop", "trainer", "trainer / bare loop")
+        for number, (ours, bare) in enumerate(both, 1):
+            rates = (f"{updates * recipe.batch / each:,.0f}" for each in (bare, ours))
+            report.row(number, *rates, f"{ours / bare:.3f}", seconds=(ours, bare))
+        middle, ends = harness.spread([ours / bare for ours, bare in both], 3)
+        what = f"{recipe.model.name} on {data.name}, batch {recipe.batch}, {torch.get_num_threads()} threads"
+        report.print(f"\n{what}: trainer / bare loop = {middle} (median of {len(both)}, {ends})")
 
 
 if __name__ == "__main__":

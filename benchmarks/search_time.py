@@ -11,16 +11,14 @@ search over cuts on as many devices comes on top, at all numbers of stages and p
 size from which the network at the sizes of these passes follows.
 """
 
-import json
 import resource
-import subprocess
-import sys
 import time
 from functools import cache
 
 import torch
 from measuring import harness
 from measuring.analytic import Analytic
+from measuring.ranks import run_ranks
 from torch import nn
 
 from convoy.models import create
@@ -35,31 +33,27 @@ from convoy.plans.mesh import Mesh
 NETWORKS = ("resnet152", "googlenet", "densenet121")
 
 
-def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None, stages: bool) -> dict[str, object]:
-    """Search one network in this process."""
+def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None, stages: bool) -> list[str]:
+    """Search one network in this process: the cells of its row."""
     with torch.device("meta"):
         model = create(network)
         graph = capture(model, (torch.empty(batch, 3, 224, 224),), training=True)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    mesh = Mesh(("node", "gpu")[-len(sizes) :], sizes)
+    before, mesh = _peak(), Mesh(("node", "gpu")[-len(sizes) :], sizes)
     start, worked = time.perf_counter(), time.process_time()
     found = search(graph, mesh.num_devices, Analytic(), on=[mesh], memory_limit=limit)
-    seconds, worked = time.perf_counter() - start, time.process_time() - worked
-    cut = _cut(model, mesh.num_devices, batch, limit, found.best.seconds) if stages else {}
-    return cut | {
-        "network": network,
-        "seconds": seconds,
-        "worked": worked,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "before": before * 1024,
-        "exact": found.exact,
-        "notes": list(found.notes),
-        "predicted": found.best.seconds,
-        "plan": str(found.best.plan),
-    }
+    times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
+    exact = ", ".join(("exact" if found.exact else "not exact", *found.notes))
+    cells = [network, times, f"{_peak():.0f} MB ({before:.0f} MB)", exact]
+    cells.append(f"{found.best.seconds * 1e3:.2f} ms: {str(found.best.plan)[:300]}")
+    return cells + (_cut(model, mesh.num_devices, batch, limit, found.best.seconds) if stages else [])
 
 
-def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known: float) -> dict[str, object]:
+def _peak() -> float:
+    """The most that this process has had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known: float) -> list[str]:
     """Search plans with stages."""
     workload = workload_of(model, torch.empty(1, 3, 224, 224), batch, name="network")
     in_passes = workload.in_passes
@@ -67,18 +61,18 @@ def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known:
 
     @cache
     def at(passes: int) -> InPasses:
-        own = in_passes(passes)
-        return InPasses(own.graph, own.outputs, passes, own.parts, Analytic(passes=passes))
+        update = in_passes(passes)
+        return InPasses(update.graph, update.outputs, passes, update.parts, Analytic(passes=passes))
 
     counts = [number for number in range(1, batch + 1) if batch % number == 0]
     link = Rate(2e-5, 2e10 / 3)
     links = Links(otherwise=lambda ranks: link.link(len(ranks), overlap=True, cpu_share=0.0))
     start, worked = time.perf_counter(), time.process_time()
     found = search_stages(at, counts, devices, links, memory_limit=limit, known=known)
-    seconds, worked = time.perf_counter() - start, time.process_time() - worked
+    times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
     best = found[0] if found else None
     plan = f"{best.plan.mesh} in {best.passes} passes, {best.schedule}: {1e3 * best.seconds:.2f} ms" if best else "none"
-    return {"stages": seconds, "stages_worked": worked, "cut": plan}
+    return [times, plan]
 
 
 def main() -> None:
@@ -88,25 +82,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--memory-limit", type=float, help="bytes on each rank")
     parser.add_argument("--stages", action="store_true", help="search plans with stages too")
-    parser.add_argument("--here", action="store_true", help="in this process, printing JSON")
     options = parser.parse_args()
     sizes = tuple(map(int, options.mesh.split("x")))
-    for network in options.networks:
-        if options.here:
-            print(json.dumps(measure(network, sizes, options.batch, options.memory_limit, options.stages)))
-            continue
-        command = [sys.executable, __file__, *sys.argv[1:], "--here", "--networks", network]  # the last one counts
-        row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        print(
-            f"{row['network']:12} {options.mesh}: {row['seconds']:.2f} s ({row['worked']:.2f} s of a core), "
-            f"peak {row['peak'] / 1e6:.0f} MB ({row['before'] / 1e6:.0f} MB before), "
-            f"{'exact' if row['exact'] else 'not exact'}, predicted {row['predicted'] * 1e3:.2f} ms"
-        )
-        if options.stages:
-            print(f"{'':12} stages: {row['stages']:.2f} s ({row['stages_worked']:.2f} s of a core), {row['cut']}")
-        for note in row["notes"]:
-            print(f"{'':12} {note}")
-        print(f"{'':12} {row['plan'][:300]}")
+    with harness.report(options.out) as report:
+        more = ("cuts", "fastest") if options.stages else ()
+        report.header(options.mesh, "clock", "peak memory (of it before)", "result", "predicted", *more)
+        for network in options.networks:
+            asked = (network, sizes, options.batch, options.memory_limit, options.stages)
+            report.row(*run_ranks(measure, 1, *asked)[0])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Passes of few samples on one CPU thread: convolutions as torch computes them, and as Convoy has them computed.
 
     python benchmarks/small_passes.py
-    python benchmarks/small_passes.py --networks resnet50:224 --passes 8 --channels-last
+    python benchmarks/small_passes.py --networks resnet50:224 --passes 8
     python benchmarks/small_passes.py --parts 8
     python benchmarks/small_passes.py --batch 64 --passes 8,16,32,64
 
@@ -37,6 +37,7 @@ from convoy.ops.convolution import weighted
 from convoy.ops.onednn import packed, pointwise
 from convoy.ops.postponed import Weighted
 from convoy.training import load_recipe
+from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from convoy.training.step import update_seconds
 
@@ -44,20 +45,18 @@ NETWORKS = "resnet50:64,resnet50:224,googlenet:64,densenet121:64,squeezenet1_1:6
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, rounds=5)
     parser.add_argument("--networks", default=NETWORKS, help="with the image's size, e.g. resnet50:64,googlenet:96")
     parser.add_argument("--passes", type=harness.numbers, default=[1, 2, 4, 8, 12], help="samples of a pass")
-    parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--parts", type=int, help="parts of a batch, each of as many samples as a pass")
     parser.add_argument("--batch", type=int, help="samples of an update of the trainer, in passes of `--passes`")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_freed_memory(torch.device("cpu"))
-    harness.heading()
-    mode = _laid_out if options.parts else _trainer if options.batch else _networks
-    mode(options)
+    with harness.report(options.out) as report:
+        mode = _laid_out if options.parts else _trainer if options.batch else _networks
+        mode(report, options)
 
 
 def _subjects(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
@@ -66,31 +65,28 @@ def _subjects(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
         yield name, int(size)
 
 
-def _beside(options: argparse.Namespace, plain: Callable[[], object], other: Callable[[], object]) -> tuple[str, ...]:
+def _beside(options: argparse.Namespace, plain: Callable[[], object], other: Callable[[], object]) -> list[str]:
     """Median milliseconds of both in turn, after one call of each, and their ratio."""
-    seconds: dict[str, list[float]] = {"plain": [], "other": []}
-    for _, name, run in harness.turns({"plain": plain, "other": other}, options.rounds + 1):
-        seconds[name].append(harness.seconds_of(run))
+    sides = {"plain": partial(harness.seconds_of, plain), "other": partial(harness.seconds_of, other)}
+    seconds = harness.in_turn(sides, options.rounds + 1)
     one, two = (1e3 * statistics.median(values[1:]) for values in seconds.values())
-    return f"{one:.1f}", f"{two:.1f}", f"{one / two:.2f}"
+    return [f"{one:.1f}", f"{two:.1f}", f"{one / two:.2f}"]
 
 
-def _networks(options: argparse.Namespace) -> None:
+def _networks(report: harness.Report, options: argparse.Namespace) -> None:
     columns = ("as torch has it, ms", "prepared, ms", "ratio")
-    print(harness.header("network", "1 × 1 convolutions", "samples of a pass", *columns), flush=True)
-    memory_format = torch.channels_last if options.channels_last else torch.contiguous_format
+    report.header("network", "1 × 1 convolutions", "samples of a pass", *columns)
     for name, size in _subjects(options):
         torch.manual_seed(0)
-        plain = models.create(name, num_classes=10).to(memory_format=memory_format)  # type: ignore[call-overload]
+        plain = models.create(name, num_classes=10)
         prepared = copy.deepcopy(plain)
         context = prepare(prepared, 0, "sync")
         number = sum(isinstance(layer, PointwiseConv2d) for layer in prepared.modules())
         for samples in options.passes:
-            images = torch.randn(samples, 3, size, size).contiguous(memory_format=memory_format)
-            labels = torch.randint(10, (samples,))
+            images, labels = torch.randn(samples, 3, size, size), torch.randint(10, (samples,))
             context.enter(0, 0, (samples,), torch.device("cpu"))  # for dropout
             both = (partial(_pass, network, images, labels) for network in (plain, prepared))
-            harness.show(f"{name}, {size} px", number, samples, *_beside(options, *both))
+            report.row(f"{name}, {size} px", number, samples, *_beside(options, *both))
 
 
 def _pass(network: nn.Module, images: Tensor, labels: Tensor) -> None:
@@ -98,25 +94,28 @@ def _pass(network: nn.Module, images: Tensor, labels: Tensor) -> None:
     F.cross_entropy(outputs if isinstance(outputs, Tensor) else outputs[0], labels).backward()
 
 
-def _trainer(options: argparse.Namespace) -> None:
+def _trainer(report: harness.Report, options: argparse.Namespace) -> None:
     passes = sorted(options.passes)
     columns = [f"passes of {samples}, ms" for samples in passes]
-    print(harness.header("network", *columns, "MiB a sample", "the trainer's"), flush=True)
+    report.header("network", *columns, "MiB a sample", "the trainer's")
     for name, size in _subjects(options):
         keys = {"model.name": name, "batch": options.batch, "microbatch": passes[0], "threads": options.threads}
-        keys |= {"channels_last": options.channels_last, "precision": "fp32"}
-        recipe = load_recipe("default", [f"{key}={str(value).lower()}" for key, value in keys.items()])
+        keys |= {"channels_last": "false", "precision": "fp32"}
+        recipe = load_recipe("default", [f"{key}={value}" for key, value in keys.items()])
         data = data_of(Made(shape=(1 if name == "lenet" else 3, size, size), classes=10), recipe)
         session = set_up(recipe, torch.device("cpu"), data=data)
         session.model.train()
         usual = min(options.batch, session.merge * passes[0])
-        seconds: dict[str, list[float]] = {str(samples): [] for samples in passes}
-        for _, key, samples in harness.turns({str(samples): samples for samples in passes}, options.rounds):
-            session.merge = samples // passes[0]
-            step = session.step()
-            seconds[key].append(update_seconds(step, session.image_shape, session.device, session.ranks))
-        times = [f"{1e3 * statistics.median(values):.1f}" for values in seconds.values()]
-        harness.show(f"{name}, {size} px", *times, f"{session.probe.bytes_per_sample / 2**20:.2f}", usual)
+        sides = {str(samples): partial(_seconds, session, samples // passes[0]) for samples in passes}
+        times = harness.in_turn(sides, options.rounds)
+        cells = [f"{1e3 * statistics.median(values):.1f}" for values in times.values()]
+        report.row(f"{name}, {size} px", *cells, f"{session.probe.bytes_per_sample / 2**20:.2f}", usual)
+
+
+def _seconds(session: Session, merge: int) -> float:
+    """Of an update with so many microbatches in a pass."""
+    session.merge = merge
+    return update_seconds(session.step(), session.image_shape, session.device, session.ranks)
 
 
 @dataclass
@@ -130,14 +129,14 @@ class _Layer:
 
 
 @torch.no_grad()
-def _laid_out(options: argparse.Namespace) -> None:
+def _laid_out(report: harness.Report, options: argparse.Namespace) -> None:
     columns = ("parts", "laid out in every call, ms", "once, ms", "ratio")
-    print(harness.header("network", "convolutions", "samples of a part", *columns), flush=True)
+    report.header("network", "convolutions", "samples of a part", *columns)
     for name, size in _subjects(options):
         for samples in options.passes:
             layers = _convolutions(name, torch.randn(samples, 3, size, size), options.parts)
             both = (partial(_pass_by_pass, layers, prepares) for prepares in (False, True))
-            harness.show(f"{name}, {size} px", len(layers), samples, options.parts, *_beside(options, *both))
+            report.row(f"{name}, {size} px", len(layers), samples, options.parts, *_beside(options, *both))
 
 
 def _convolutions(name: str, images: Tensor, parts: int) -> list[_Layer]:
