@@ -1,7 +1,7 @@
 """What the first of many GPUs is given to do in an update, beside the plain network on one: operations, copies, waits.
 
     python benchmarks/gpu_ranks.py                            counted on any machine, with GPUs that compute nothing
-    python benchmarks/gpu_ranks.py --models resnet50 --ranks 8 --details
+    python benchmarks/gpu_ranks.py --models resnet50 --ranks 8
     python benchmarks/gpu_ranks.py --device cuda --precision bf16 --updates 50      timed on one GPU, and counted
 
 The other ranks are not there: torch's `fake` process group lets this process be rank 0 of 8 or 64, with every kernel,
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measuring import harness, networks
-from measuring.dispatch import Counter, Counts, FakeGpu, fake_ranks, lines
+from measuring.dispatch import Counter, Counts, FakeGpu, fake_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -248,14 +248,6 @@ def cells(row: Row, plain: Row) -> list[Any]:
     return found
 
 
-def details(row: Row, seen: Counts, plain: Counts) -> str:
-    """Where a side waits and copies, and which operations it has beyond those of the plain network."""
-    more = ", ".join(f"{number} {name}" for name, number in (seen.operations - plain.operations).most_common())
-    events = [f"  waits: {line}" for line in lines(seen.synchronizations)]
-    events += [f"  uploads: {line}" for line in lines(seen.uploads)]
-    return "\n".join([f"{row.model}, {row.side}, {row.ranks} ranks", f"  more: {more}", *events])
-
-
 def main() -> None:
     parser = harness.parser(__doc__)
     harness.choice(parser, "--models", MODELS, MODELS)
@@ -267,7 +259,6 @@ def main() -> None:
     parser.add_argument("--device", choices=("fake", "cuda"), default="fake", help="fake: one that computes nothing")
     parser.add_argument("--precision", choices=list(DTYPES), default="fp32")
     parser.add_argument("--updates", type=int, default=20, help="timed, with --device cuda (20)")
-    parser.add_argument("--details", action="store_true", help="which operations, and the lines that wait and copy")
     options = parser.parse_args()
     timed = options.device == "cuda"
     if timed and not torch.cuda.is_available():
@@ -283,14 +274,12 @@ def main() -> None:
         times = ("ms", "beside plain", "host ms") if timed else ()
         report.header("network", "batch norm", "ranks", "passes", *columns, *times)
         for name in options.models:
-            plain, first = measure(name, PLAIN, 1, work, options)
+            plain, _ = measure(name, PLAIN, 1, work, options)
             report.row(*cells(plain, plain), **asdict(plain))
             for side in (DDP, *sides) if timed else sides:
                 for ranks in options.ranks:
-                    row, seen = measure(name, side, ranks, work, options)
+                    row, _ = measure(name, side, ranks, work, options)
                     report.row(*cells(row, plain), **asdict(row))
-                    if options.details:
-                        harness.say(details(row, seen, first))
 
 
 if __name__ == "__main__":

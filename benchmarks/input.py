@@ -4,7 +4,6 @@
     python benchmarks/input.py --data PHOTOGRAPHS --sides convoy pillow --seconds 5
     python benchmarks/input.py --data PHOTOGRAPHS --trainer 0.6
     python benchmarks/input.py --data PHOTOGRAPHS --before OTHER/src
-    python benchmarks/input.py --samples 1300000
 
 Every side runs in processes of its own and gives batches of uint8 pictures, 224 pixels wide: a random part, resized,
 every second one mirrored. After a first second the pictures are counted, and the time that all cores spent on these
@@ -306,94 +305,23 @@ def compare(report: harness.Report, options: argparse.Namespace, sides: list[str
                     report.row(side, *("failed" if rate != rate else f"{rate:,.0f}" for rate in rates))
 
 
-def grow(folder: Path, samples: int) -> None:
-    """The index of a pack of so many made-up samples."""
-    from convoy.data.pack_format import (
-        INDEX,
-        PER_SHARD,
-        Known,
-        PackOptions,
-        Statistics,
-        index_arrays,
-        index_file,
-        shard_name,
-    )
-
-    sizes, known = np.random.default_rng(0).integers(10_000, 60_000, samples), []
-    for number, start in enumerate(range(0, samples, PER_SHARD)):
-        part = sizes[start : start + PER_SHARD]
-        known.append(Known(number, np.cumsum(part + 1536), part, np.zeros(len(part), np.uint32), Statistics()))
-        with (folder / shard_name("data", number)).open("wb") as file:
-            file.truncate(2**28)
-    what = {"version": 1, "name": "made", "format": "folder", "options": vars(PackOptions())}
-    what |= {"classes": [f"n{k:08d}" for k in range(1000)], "statistics": {"data": vars(Statistics(samples))}}
-    what |= {"shards": {shard_name("data", number): 2**28 for number in range(len(known))}}
-    (folder / INDEX).write_bytes(index_file(index_arrays("data", Names(samples), known), what))  # type: ignore[arg-type]
-    print(f"index of {samples:,} samples: {(folder / INDEX).stat().st_size / 1e6:.0f} MB")
-
-
-class Names:
-    """Samples with names as ImageNet's, and nothing else."""
-
-    def __init__(self, samples: int) -> None:
-        self.labels = np.arange(samples) % 1000
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def name(self, sample: int) -> str:
-        return f"train/n{sample % 1000:08d}/n{sample % 1000:08d}_{sample}.JPEG"
-
-
-def megabytes(key: str) -> float:
-    """Of this process: Rss, or Anonymous, which it shares with nobody."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1e3
-
-
-def opened(folder: Path) -> None:
-    """Open the pack, and let a worker look at every sample."""
-    from convoy.data.packed import Pack
-    from convoy.data.processes import forkserver
-
-    before, began = megabytes("Rss"), time.perf_counter()
-    source = Pack.open(folder).opened().train
-    print(f"opened in {time.perf_counter() - began:.2f} s, {megabytes('Rss') - before:.0f} MB")
-    for worker, part in (("with none of them", source.subset(np.arange(10))), ("with all", source)):
-        process = forkserver("convoy.data.packed").Process(target=_look, args=(part, worker))
-        process.start()
-        process.join()
-
-
-def _look(source: Any, worker: str) -> None:
-    before = megabytes("Anonymous")
-    for sample in range(len(source)):
-        source.name(sample)
-    print(f"a worker {worker}: {megabytes('Anonymous'):.0f} MB of its own, {before:.0f} MB to begin with", flush=True)
-
-
 def main() -> None:
     parser = harness.parser(__doc__, rounds=1)
-    data = {"required": not {"--one", "--samples"} & set(sys.argv), "help": "a folder of photographs by classes"}
-    parser.add_argument("--data", type=Path, **data)  # type: ignore[arg-type]
+    parser.add_argument(
+        "--data", type=Path, required="--one" not in sys.argv, help="a folder of photographs by classes"
+    )
     parser.add_argument("--sides", nargs="+", choices=SIDES)
     parser.add_argument("--before", type=Path, metavar="SRC", help="another version of Convoy, as a side of its own")
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--trainer", type=float, metavar="SHARE", help="how long one waits whose network needs it")
-    parser.add_argument("--samples", type=int, help="what the index of so many made-up ones takes")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         side, path, number, seconds = options.one
         print(json.dumps((train if options.trainer else measure)(side, Path(path), number, seconds)), flush=True)
         os._exit(0)  # workers of some sides would be waited for
-    if options.samples:
-        with tempfile.TemporaryDirectory() as folder:
-            grow(Path(folder), options.samples)
-            opened(Path(folder))
-        return
     sides = options.sides or [name for name, (_, module, _) in SIDES.items() if importlib.util.find_spec(module)]
     with harness.report(options.out) as report:
         compare(report, options, [side for side in sides if side != BEFORE or options.before])

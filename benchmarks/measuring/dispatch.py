@@ -5,13 +5,6 @@
 be rank 0 of many that nobody else runs: its collectives are dispatched, and on the CPU give its own numbers. Together
 they show every operation, copy and wait of a large job's rank 0, and no times.
 
-    with fake_ranks(8), FakeGpu() as gpu:
-        images, labels = gpu.take(torch.rand(32, 3, 224, 224)), gpu.take(torch.zeros(32, dtype=torch.int64))
-        net = convoy.parallelize(gpu.take(models.create("resnet50")), "sample=8", example=images, checks=False)
-        with gpu.count() as seen:
-            F.cross_entropy(net(images), labels).backward()
-        print(seen.num_operations, *lines(seen.synchronizations), sep="\\n")
-
 Optimizers need `foreach=True` to do there what they do on a GPU by themselves, and `torch.autocast` does nothing.
 `Counter` counts on a real device.
 """
@@ -73,11 +66,6 @@ class Counts:
     def num_operations(self) -> int:
         """How many operations launch kernels."""
         return self.operations.total()
-
-    @property
-    def num_dispatched(self) -> int:
-        """How many operations the host dispatches, for whatever device."""
-        return self.num_operations + self.views.total() + self.host.total() + self.collectives.total()
 
 
 class Counter(TorchDispatchMode):
