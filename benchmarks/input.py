@@ -307,9 +307,7 @@ def compare(report: harness.Report, options: argparse.Namespace, sides: list[str
 
 def main() -> None:
     parser = harness.parser(__doc__, rounds=1)
-    parser.add_argument(
-        "--data", type=Path, required="--one" not in sys.argv, help="a folder of photographs by classes"
-    )
+    parser.add_argument("--data", type=Path, required="--one" not in sys.argv, help="photographs by classes")
     parser.add_argument("--sides", nargs="+", choices=SIDES)
     parser.add_argument("--before", type=Path, metavar="SRC", help="another version of Convoy, as a side of its own")
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measuring import harness, networks
-from measuring.cases import CASES, UNET, Case, Plan, hybrid
+from measuring.cases import CASES, HELD, MEMORY, Case, Plan
 from measuring.ranks import Limits, RankFailed, memory_groups, run_ranks
 from measuring.sides import Side, batch, build, divided, stage_bytes, train
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ def main() -> None:
     }
     parser.add_argument("what", nargs="?", choices=ways, default="ranks")
     harness.choice(parser, "--networks", RECOMPUTED, RECOMPUTED)
-    harness.choice(parser, "--cases", STAGED, ["resnet152"])
+    harness.choice(parser, "--cases", MEMORY, ["resnet152"])
     parser.add_argument("--no-limit", dest="limited", action="store_false", help="only 1F1B beside its prediction")
     options = parser.parse_args()
     with harness.report(options.out) as report:
@@ -74,21 +74,20 @@ def resident(key: str) -> int:
 
 # What each rank holds under each plan.
 
-ALEXNET = Case("alexnet", "alexnet", 224, 16, updates=3, num_classes=1000)
-PAIR: Plan = hybrid(classifier__1="filter", classifier__4="channel")
-TABLE: list[tuple[Case, list[Plan]]] = [
-    (ALEXNET, ["serial", "sample=2", "filter=2", "owt=2", PAIR]),
-    (replace(CASES["resnet18"], batch=16), ["serial", "sample=2", "filter=2", "height=2"]),
-    (replace(CASES["googlenet"], batch=16), ["serial", "sample=2", "filter=2"]),
-]
+ALEXNET = HELD["alexnet"]
+PLANS: dict[str, list[Plan]] = {
+    "alexnet": ["serial", "sample=2", "filter=2", "owt=2", CASES["alexnet-32"].plans["pair"]],
+    "resnet18": ["serial", "sample=2", "filter=2", "height=2"],
+    "googlenet": ["serial", "sample=2", "filter=2"],
+}
 
 
 def ranks(report: harness.Report, options: argparse.Namespace) -> None:
     """The table."""
     columns = ("rank", "parameters", "predicted", "activations", "predicted", "process")
     report.header("network, global batch", "plan", *columns)
-    for case, tried in TABLE:
-        for plan in tried:
+    for case in HELD.values():
+        for plan in PLANS[case.name]:
             for rank, use in enumerate(run_ranks(held, 1 if plan == "serial" else 2, case, plan)):
                 mib = [f"{value / MIB:.1f}" for value in use.values()]
                 report.row(f"{case.model}, {case.batch}", _text(plan), rank, *mib, plan=plan, rank=rank, **use)
@@ -359,7 +358,7 @@ def peaks(side: Side, num: int, case: Case, limit: int | None = None) -> Peaks:
 
 def limited(report: harness.Report, options: argparse.Namespace) -> None:
     """AlexNet on one device and on two, without a limit, and with one for each process half way between the peaks."""
-    plan = hybrid(classifier__1="filter", classifier__4="channel", classifier__6="filter")
+    plan = CASES["alexnet-32"].plans["pair + filter"]
     sides = {"one device": (Side("", "convoy", plan="serial"), 1), "two devices": (Side("", "convoy", plan=plan), 2)}
     report.print(f"AlexNet, two devices under {_text(plan)}\n")
     free = {name: peaks(*side, ALEXNET) for name, side in sides.items()}
@@ -369,18 +368,7 @@ def limited(report: harness.Report, options: argparse.Namespace) -> None:
         report.row(name, free[name], peaks(*side, ALEXNET, limit))
 
 
-RESNET152 = Case("resnet152", "resnet152", 96, 64, microbatch=4)
-STAGED = {
-    case.name: case
-    for case in (
-        RESNET152,
-        Case("resnet50", "resnet50", 64, 64, microbatch=4),
-        Case("densenet121", "densenet121", 64, 32, microbatch=2),
-        Case("vgg16", "vgg16", 64, 32),
-        Case("unet", UNET, 64, 64, options={"groups": 8}, dense=True),
-    )
-}
-TINY = replace(RESNET152, model="squeezenet1_1-cifar", image_size=16, microbatch=0)
+TINY = replace(MEMORY["resnet152"], model="squeezenet1_1-cifar", image_size=16, microbatch=0)
 """What is left of a rank's memory with hardly any network in it: Python, torch, the connections."""
 STAGES, STAGE_PARTS = 4, 16
 STAGE_PLAN = ParsedPlan.parse(f"stage={STAGES}")
@@ -409,7 +397,7 @@ def stages(report: harness.Report, options: argparse.Namespace) -> None:
         report.print(f"- {STAGE_PLAN}, {schedule}: {free}; predicted {Peaks(tuple(foreseen))} ({errors})")
 
     for name in options.cases:
-        case, serial = STAGED[name], (Side("", "serial", keeps=True), 1)
+        case, serial = MEMORY[name], (Side("", "serial", keeps=True), 1)
         report.print(f"\n{name}, {case.image_size} px, global batch {case.batch}, {STAGE_PARTS} parts:\n")
         if not options.limited:
             beside(case, "1f1b")

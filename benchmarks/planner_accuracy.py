@@ -18,34 +18,19 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 from measuring import harness
-from measuring.cases import WITHOUT_HEADS, Case
+from measuring.cases import SUBJECTS, Case
 from measuring.ranks import Limits, run_ranks
-from measuring.runs import SERIAL
+from measuring.runs import SERIAL, Row
 from measuring.sides import AUTO, Arrangement, Side, predict, train
 
 from convoy.bench.emulated import Cluster, EmulatedDevice, emulate
 from convoy.errors import ConvoyError
 
-SUBJECTS = (
-    *(Case("lenet", "lenet", 28, batch) for batch in (64, 512)),
-    *(Case("alexnet", "alexnet", 224, batch, num_classes=1000) for batch in (32, 64)),
-    *(Case("vgg11", "vgg11-cifar", 32, batch) for batch in (64, 128)),
-    Case("vgg11-imagenet", "vgg11", 64, 32, num_classes=1000),
-    *(Case("googlenet", "googlenet-cifar", 32, batch, options=WITHOUT_HEADS) for batch in (16, 32)),
-    *(Case("squeezenet", "squeezenet1_1-cifar", 32, batch) for batch in (32, 128)),
-    *(Case("resnet18", "resnet18", 64, batch) for batch in (32, 128)),
-    *(Case("resnet50", "resnet50", 64, batch) for batch in (16, 64)),
-    # networks on which nothing was tuned
-    Case("vgg16", "vgg16", 64, 32),
-    Case("wide", "measuring.networks:wide", 32, 64),
-    Case("mobilenet", "measuring.networks:mobilenet_v2", 96, 32),
-    Case("resnext", "measuring.networks:resnext50", 64, 32),
-)
 PLANS = {
     2: ("sample=2", "filter=2", "channel=2", "height=2", "width=2", "owt=2"),
     4: ("sample=4", "filter=4", "channel=4", "height=4", "owt=4", "sample=2,filter=2", "sample=2,height=2"),
@@ -53,21 +38,6 @@ PLANS = {
 """By how many devices there are."""
 APART = 0.03
 """From how much on, as a part of their time, plans are told apart by their measurement."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A plan of a subject: predicted and measured seconds of an update, and the smallest and largest measured one."""
-
-    plan: str
-    predicted: float
-    measured: float
-    spread: tuple[float, float]
-
-    @property
-    def error(self) -> float:
-        """Of the prediction."""
-        return self.predicted / self.measured - 1
 
 
 Table = tuple[str, str, list[Row]]
@@ -143,11 +113,9 @@ def measured(case: Case, num: int, places: Sequence[EmulatedDevice], options: ar
             ranks, on = (1, places[:1]) if text == SERIAL else (num, places)
             timings = run_ranks(train, ranks, side, case, options.warm_up, places=on, limits=limits)
             seconds.setdefault(text, []).extend(timings[0].seconds)
-    rows = []
-    for name, values in predictions.items():
-        times = seconds[plans[name]]
-        rows.append(Row(name, statistics.median(values), statistics.median(times), (min(times), max(times))))
-    return rows
+    return [
+        Row(name, "", seconds[plans[name]], predicted=statistics.median(values)) for name, values in predictions.items()
+    ]
 
 
 def markdown(table: Table) -> str:
@@ -156,10 +124,9 @@ def markdown(table: Table) -> str:
     columns = ("plan", "predicted ms", "measured ms", "error", "smallest–largest")
     lines = [f"**{name}**, {heading}", "", harness.header(*columns)]
     for row in rows:
-        low, high = (1e3 * seconds for seconds in row.spread)
-        figures = (f"{row.predicted * 1e3:.1f}", f"{row.measured * 1e3:.1f}", f"{row.error:+.1%}")
-        lines.append(harness.row(row.plan, *figures, f"{low:.1f}–{high:.1f}"))
-    times = {row.plan.split(":")[0]: row.measured for row in rows}
+        middle, ends = harness.spread([1e3 * seconds for seconds in row.seconds])
+        lines.append(harness.row(row.label, f"{1e3 * (row.predicted or 0):.1f}", middle, f"{row.error:+.1%}", ends))
+    times = {row.label.split(":")[0]: row.median for row in rows}
     sample = next((seconds for plan, seconds in times.items() if plan.startswith("sample=")), None)
     if AUTO in times and sample:
         lines += ["", f"The chosen plan is {sample / times[AUTO]:.2f} times as fast as plain `sample`."]
@@ -169,24 +136,24 @@ def markdown(table: Table) -> str:
 def summary(tables: Sequence[Table], num: int) -> str:
     """Errors, and the order of plans."""
     rows = [row for *_, several in tables for row in several]
-    parallel = [row for row in rows if row.plan != SERIAL]
+    parallel = [row for row in rows if row.label != SERIAL]
     linear: list[float] = []
     gaps: list[float] = []
     pairs: dict[str, list[list[tuple[float, float]]]] = {}
     for name, _, several in tables:
-        one = next(row.measured for row in several if row.plan == SERIAL)
-        others = [row for row in several if row.plan != SERIAL]
-        linear += [abs(one / num / row.measured - 1) for row in others]
-        pairs.setdefault(name, []).append([(row.predicted, row.measured) for row in others])
-        chosen = max(row.measured for row in several if row.plan.startswith(AUTO))
-        gaps.append(chosen / min(row.measured for row in others) - 1)
+        one = next(row.median for row in several if row.label == SERIAL)
+        others = [row for row in several if row.label != SERIAL]
+        linear += [abs(one / num / row.median - 1) for row in others]
+        pairs.setdefault(name, []).append([(row.predicted or 0, row.median) for row in others])
+        chosen = max(row.median for row in several if row.label.startswith(AUTO))
+        gaps.append(chosen / min(row.median for row in others) - 1)
 
     def errors(what: str, among: Sequence[Row]) -> str:
         return f"{len(among)} {what}: {statistics.mean(abs(row.error) for row in among):.1%}"
 
     lines = [
         f"{len(rows)} predictions: mean absolute error {statistics.mean(abs(row.error) for row in rows):.1%}",
-        errors("of sample plans", [row for row in rows if row.plan == f"sample={num}"]),
+        errors("of sample plans", [row for row in rows if row.label == f"sample={num}"]),
         f"{errors(f'on {num} devices', parallel)}; predicting linear speed-up: {statistics.mean(linear):.1%}",
         f"Kendall's tau of the plans' order within a network: {_order(pairs)}",
         f"of plans measured at least {APART:.0%} apart: {_order(pairs, APART)}",
