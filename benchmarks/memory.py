@@ -407,8 +407,8 @@ def stages(report: harness.Report, options: argparse.Namespace) -> None:
         report.print(f"- one device, one pass: {alone}")
         report.print(f"- one device with a limit of {limit / MIB:.0f} MiB: {peaks(*serial, case, limit)}")
         for schedule in ("1f1b", "gpipe"):
-            beside(case, schedule)  # type: ignore[arg-type]
-            tight = staged(case, schedule, limit)  # type: ignore[arg-type]
+            beside(case, schedule)
+            tight = staged(case, schedule, limit)
             report.print(f"- {STAGE_PLAN}, {schedule}, each with that limit: {tight}")
 
 

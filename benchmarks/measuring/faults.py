@@ -82,8 +82,11 @@ class Fault:
         def meant(text: str) -> str:
             return Template(Template(text).safe_substitute(meanings)).safe_substitute(python=sys.executable)
 
-        values = {key: meant(value) if isinstance(value, str) else value for key, value in words.items()}
-        return Fault(**{**values, "at": tuple(values.get("at", Fault.at))})
+        values: dict[str, Any] = {
+            key: meant(value) if isinstance(value, str) else value for key, value in words.items()
+        }
+        values["at"] = tuple(values.get("at", Fault.at))
+        return Fault(**values)
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))

@@ -193,7 +193,7 @@ def _usual_batch(row: Columns, network: str, device: Device, precision: str) -> 
 
 def _site(text: str, device: Device, count: int) -> Site:
     """The host, which has as many cards as its source used at most, and the network of a row."""
-    found = {"per_host": 8, "network": "infiniband-edr", "sockets": 2}
+    found: dict[str, Any] = {"per_host": 8, "network": "infiniband-edr", "sockets": 2}
     found["link"] = device.host if device.peer else "pcie3-host"
     found |= _first("links", text, {})
     found |= _together("hosts", f"{text}\nway: {found['link']}")
@@ -203,7 +203,9 @@ def _site(text: str, device: Device, count: int) -> Site:
 
 def _scheme(text: str, words: str) -> Scheme:
     """How gradients were added, and what else bound the rate."""
-    found = {"kind": "ring", "overlap": True, "fused": True, "itemsize": 4} | _first("schemes", text, {})
+    found: dict[str, Any] = {"kind": "ring", "overlap": True, "fused": True, "itemsize": 4} | _first(
+        "schemes", text, {}
+    )
     found |= _together("exchanges", f"{text}\nkind: {found['kind']}")
     stages = re.search(r"PP n=(\d+) partitions, m=(\d+)", words)
     parts = int(stages[2]) if stages else 32 if found["kind"] == "pipeline" else 1
