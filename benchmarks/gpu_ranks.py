@@ -219,7 +219,7 @@ def measure(name: str, side: str, ranks: int, work: Work, options: argparse.Name
         counting.close()  # it would take time
         times = _times(update, options.updates) if options.device == "cuda" else {}
     passes = -(-(work.batch // work.microbatch) // merge) if batch_norm in NORMS else 1
-    counts = (seen.num_operations, seen.views.total(), seen.host.total(), seen.collectives.total())
+    counts = (seen.operations.total(), seen.views.total(), seen.host.total(), seen.collectives.total())
     return Row(name, side, ranks, passes, *counts, len(seen.synchronizations), len(seen.uploads), **times), seen
 
 

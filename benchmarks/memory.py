@@ -74,7 +74,7 @@ def resident(key: str) -> int:
 
 # What each rank holds under each plan.
 
-ALEXNET = HELD["alexnet"]
+ALEXNET, PAIR = HELD["alexnet"], "classifier.1 filter, classifier.4 channel"
 PLANS: dict[str, list[Plan]] = {
     "alexnet": ["serial", "sample=2", "filter=2", "owt=2", CASES["alexnet-32"].plans["pair"]],
     "resnet18": ["serial", "sample=2", "filter=2", "height=2"],
@@ -90,7 +90,15 @@ def ranks(report: harness.Report, options: argparse.Namespace) -> None:
         for plan in PLANS[case.name]:
             for rank, use in enumerate(run_ranks(held, 1 if plan == "serial" else 2, case, plan)):
                 mib = [f"{value / MIB:.1f}" for value in use.values()]
-                report.row(f"{case.model}, {case.batch}", _text(plan), rank, *mib, plan=plan, rank=rank, **use)
+                report.row(
+                    f"{case.model}, {case.batch}",
+                    plan if isinstance(plan, str) else PAIR,
+                    rank,
+                    *mib,
+                    plan=plan,
+                    rank=rank,
+                    **use,
+                )
     report.print(
         "\nMiB. Activations: what autograd keeps for the backward pass. Process: its most in two updates, above"
     )
@@ -135,13 +143,6 @@ def _kept(network: Callable[[Tensor], Tensor], model: nn.Module, images: Tensor,
         output = network(images)
     F.cross_entropy(output, labels).backward()
     return sum(sizes.values())
-
-
-def _text(plan: Plan) -> str:
-    if isinstance(plan, str):
-        return plan
-    layers = ", ".join(f"{name} {next(iter(strategies.values()))}" for name, strategies in plan["layers"].items())
-    return f"device=2: {layers}"
 
 
 # Activations that are computed again: what is there of them at once, at most, and the times of all sides in turn.
@@ -348,19 +349,19 @@ class Peaks:
 def peaks(side: Side, num: int, case: Case, limit: int | None = None) -> Peaks:
     """Train, each process in a control group of its own."""
     with memory_groups(num, limit) as groups:
-        limits = Limits(seconds=300, cgroups=tuple(group.path for group in groups))
+        limits = Limits(seconds=300, cgroups=tuple(groups))
         try:
             run_ranks(train, num, side, case, 1, limits=limits)
         except RankFailed as error:
             return Peaks((), str(error).strip().partition("\n")[0])
-        return Peaks(tuple(group.peak for group in groups))
+        return Peaks(tuple(int((group / "memory.max_usage_in_bytes").read_text()) for group in groups))
 
 
 def limited(report: harness.Report, options: argparse.Namespace) -> None:
     """AlexNet on one device and on two, without a limit, and with one for each process half way between the peaks."""
     plan = CASES["alexnet-32"].plans["pair + filter"]
     sides = {"one device": (Side("", "convoy", plan="serial"), 1), "two devices": (Side("", "convoy", plan=plan), 2)}
-    report.print(f"AlexNet, two devices under {_text(plan)}\n")
+    report.print(f"AlexNet, two devices: {PAIR}, classifier.6 filter\n")
     free = {name: peaks(*side, ALEXNET) for name, side in sides.items()}
     limit = sum(max(each.bytes) for each in free.values()) // 2 // MIB * MIB
     report.header("", "without a limit", f"{limit // MIB} MiB for each process")

@@ -88,10 +88,8 @@ def _subjects(options: argparse.Namespace) -> list[Case]:
     found = [subject for subject in SUBJECTS if subject.name in options.networks]
     if options.batches:
         first = {subject.name: subject for subject in reversed(found)}
-        names = dict.fromkeys(subject.name for subject in found)
-        found = [replace(first[name], batch=batch) for name in names for batch in options.batches]
-    size = options.image_size
-    return [replace(one, image_size=size or one.image_size, updates=options.updates) for one in found]
+        found = [replace(one, batch=batch) for one in reversed(first.values()) for batch in options.batches]
+    return [replace(one, image_size=options.image_size or one.image_size, updates=options.updates) for one in found]
 
 
 def measured(case: Case, num: int, places: Sequence[EmulatedDevice], options: argparse.Namespace) -> list[Row]:

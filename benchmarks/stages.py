@@ -81,9 +81,6 @@ def measured(
     one = runs.one_device(keeps=True)
     asked = (case, (f"sample={num}", *case.divided.get(num, ())), one, profiles)
     serial, predictions = run_ranks(predict, num, *asked, places=places, limits=Limits(5 * options.timeout))[0]
-    for each in predictions:
-        others = "".join(f", {how} {seconds:.3f} s" for how, seconds in each.others.items())
-        harness.say(f"predicted: {each.name}, {each.plan}, {each.parts} parts: {each.seconds:.3f} s{others}")
     expected = {f"Convoy {each.name}": each for each in predictions}
     slow.update(label for label, each in expected.items() if each.seconds > SLOW)
 

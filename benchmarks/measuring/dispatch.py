@@ -12,7 +12,7 @@ Optimizers need `foreach=True` to do there what they do on a GPU by themselves, 
 import ctypes
 import sys
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,9 +45,6 @@ class Event:
     what: str  # the operation
     line: str  # of Python that asked for it: file, number and function
 
-    def __str__(self) -> str:
-        return f"{self.what} in {self.line}"
-
 
 @dataclass
 class Counts:
@@ -61,11 +58,6 @@ class Counts:
     synchronizations: list[Event] = field(default_factory=list)  # where the host waits for the GPU
     # where the host copies to the GPU; what it does not wait for is no synchronization as well
     uploads: list[Event] = field(default_factory=list)
-
-    @property
-    def num_operations(self) -> int:
-        """How many operations launch kernels."""
-        return self.operations.total()
 
 
 class Counter(TorchDispatchMode):
@@ -312,11 +304,6 @@ torch.library.register_fake("fake_ranks::all_gather", lambda output, input: None
 def _gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> None:
     """In one kernel, as NCCL's: the fake group itself copies once for each rank."""
     torch.ops.fake_ranks.all_gather(output, input)
-
-
-def lines(events: Sequence[Event]) -> list[str]:
-    """Each event once, and how often it was."""
-    return [f"{number} x {event}" for event, number in Tally(events).most_common()]
 
 
 _ALIAS = torch.device("lazy", 0)

@@ -106,33 +106,22 @@ def bits_per_second(num_bytes: int) -> float:
     return 8 * num_bytes / statistics.median(seconds)
 
 
-@dataclass(frozen=True)
-class MemoryGroup:
-    """A control group (Linux, version 1, root); a process that has more than its limit is killed."""
-
-    path: Path
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that its processes had together."""
-        return int((self.path / "memory.max_usage_in_bytes").read_text())
-
-
 @contextmanager
-def memory_groups(num: int, limit: int | None) -> Iterator[list[MemoryGroup]]:
-    """Groups for `num` processes, gone when the context is left; by then the processes must have ended."""
+def memory_groups(num: int, limit: int | None) -> Iterator[list[Path]]:
+    """Control groups (Linux, version 1, root) for `num` processes, which are killed where they have more than the limit;
+    gone when the context is left. By then the processes must have ended."""
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines())
     own = next((path for _, controllers, path in lines if "memory" in controllers.split(",")), None)
     if own is None:
         raise ConvoyError("the memory of a process cannot be limited here: that needs control groups version 1")
     parent = _MEMORY / own.lstrip("/")
-    made: list[MemoryGroup] = []
+    made: list[Path] = []
     try:
         for number in range(num):
             path = (parent if parent.is_dir() else _MEMORY) / f"convoy-{os.getpid()}-{number}"
             try:
                 path.mkdir()
-                made.append(MemoryGroup(path))
+                made.append(path)
                 if limit is not None:
                     (path / "memory.limit_in_bytes").write_text(str(limit), encoding="ascii")
             except OSError as error:
@@ -140,4 +129,4 @@ def memory_groups(num: int, limit: int | None) -> Iterator[list[MemoryGroup]]:
         yield made
     finally:
         for group in made:
-            group.path.rmdir()
+            group.rmdir()

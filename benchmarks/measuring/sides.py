@@ -44,8 +44,6 @@ from measuring.cases import Case
 
 CPU = torch.device("cpu")
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
-TORCH_SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-"""Those of `torch.distributed.pipelining`."""
 AUTO = "auto"
 
 
@@ -304,7 +302,8 @@ def _torch(side: Side, case: Case) -> Update:
     part = images[: case.batch // side.parts]
     begins = dict.fromkeys(side.cuts, pipelining.SplitPoint.BEGINNING)
     stage = pipelining.pipeline(build(case, side.arrangement), (part,), split_spec=begins).build_stage(rank, CPU)
-    schedule = getattr(pipelining, TORCH_SCHEDULES[side.schedule])(stage, side.parts, loss_fn=F.cross_entropy)
+    made = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[side.schedule]
+    schedule = made(stage, side.parts, loss_fn=F.cross_entropy)
     optimizer = sgd(stage.submod.parameters())
 
     def update() -> Tensor:
