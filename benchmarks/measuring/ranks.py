@@ -108,7 +108,7 @@ def bits_per_second(num_bytes: int) -> float:
 
 @contextmanager
 def memory_groups(num: int, limit: int | None) -> Iterator[list[Path]]:
-    """Control groups (Linux, version 1, root) for `num` processes, which are killed where they have more than the limit;
+    """Control groups (Linux, version 1, root) for `num` processes, which are killed if they have more than the limit;
     gone when the context is left. By then the processes must have ended."""
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines())
     own = next((path for _, controllers, path in lines if "memory" in controllers.split(",")), None)

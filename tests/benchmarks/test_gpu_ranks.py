@@ -19,7 +19,7 @@ import convoy
 import small_nets
 from convoy import models
 from convoy.comm import collectives
-from convoy.data import AugmentConfig, Batch, DataConfig, DataSet, Order, training_batches
+from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batches
 from convoy.data.buffers import Buffers
 from convoy.data.crops import Crops
 from convoy.data.loader import bring_to
@@ -41,27 +41,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 
 # By name: a call on a tensor of the fake GPU, for how many reads the host waits then, and how many lists it sends.
 CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
-    "item": (lambda x: x.sum().item(), 1, 0),
-    "bool": (lambda x: bool((x > 0).any()), 1, 0),
-    "float": (lambda x: float(x[0]), 1, 0),
-    "tolist": (lambda x: x.tolist(), 1, 0),
-    "to the CPU": (lambda x: x.cpu(), 1, 0),
-    "equal": (lambda x: torch.equal(x, x + 1), 1, 0),
-    "into a tensor of the CPU": (lambda x: torch.ones(4).copy_(x), 1, 0),
-    "synchronize": (lambda x: torch.cuda.synchronize(), 1, 0),
-    "a list": (lambda x: torch.tensor([1.0, 2.0], device=x.device), 1, 1),
-    "new_tensor": (lambda x: x.new_tensor([1.0, 2.0]), 1, 1),
-    "an index": (lambda x: x[[0, 2]], 1, 1),
-    "an index of the CPU": (lambda x: x[torch.tensor([0, 2])], 1, 1),
+    "item": (lambda x: x.sum().item(), 1, 0), "bool": (lambda x: bool((x > 0).any()), 1, 0),
+    "float": (lambda x: float(x[0]), 1, 0), "tolist": (lambda x: x.tolist(), 1, 0),
+    "to the CPU": (lambda x: x.cpu(), 1, 0), "equal": (lambda x: torch.equal(x, x + 1), 1, 0),
+    "into the CPU": (lambda x: torch.ones(4).copy_(x), 1, 0), "wait": (lambda x: torch.cuda.synchronize(), 1, 0),
+    "list": (lambda x: torch.tensor([1.0], device=x.device), 1, 1), "new": (lambda x: x.new_tensor([1.0]), 1, 1),
+    "index": (lambda x: x[[0, 2]], 1, 1), "index of the CPU": (lambda x: x[torch.tensor([0, 2])], 1, 1),
     "from a tensor of the CPU": (lambda x: x.copy_(torch.ones(4)), 1, 1),
     "a copy that nobody waits for": (lambda x: torch.ones(3).to(x.device, non_blocking=True), 0, 1),
-    "a slice": (lambda x: x[1:3] * 2.0, 0, 0),
-    "is it there": (lambda x: x.is_cuda or x.item(), 0, 0),
-    "the same device": (lambda x: x.to("cuda:0"), 0, 0),
+    "slice": (lambda x: x[1:3] * 2.0, 0, 0), "is it there": (lambda x: x.is_cuda or x.item(), 0, 0),
+    "same device": (lambda x: x.to("cuda:0"), 0, 0), "number": (lambda x: x.fill_(2.0), 0, 0),
     "fill": (lambda x: torch.full((4,), 2.0, device=x.device) + x, 0, 0),
-    "a number": (lambda x: x.fill_(2.0), 0, 0),
     "lists of the CPU": (lambda x: torch.tensor([1, 2]).tolist(), 0, 0),
-}
+}  # fmt: skip
 
 
 def test_waits_and_lists_are_seen_where_they_are() -> None:
@@ -110,49 +102,32 @@ def test_an_update_of_rank_0_does_no_more_on_many_ranks(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_loop_over_batches_waits_for_nothing(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_of_the_trainer_waits_for_nothing(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether pictures come from pinned memory or lie on the GPU, where places and labels are sent."""
     monkeypatch.setattr(Buffers, "_pin", lambda self: True)
-    config = DataConfig(augment=AugmentConfig(crop="pad", flip=True))
-    pixels, labels = np.zeros((64, 32, 32, 3), np.uint8), np.zeros(64, np.int64)
-    sources = (PixelSource(pixels, labels, "made") for _ in range(2))
-    data = DataSet("made", list("ab"), *sources, 32, 3, (0.5,) * 3, (0.2,) * 3, 32)
-    with FakeGpu() as gpu:
-        bring_to(gpu.device, data, config, there * 2**30)
-        pipeline = InputPipeline(data, gpu.device, torch.channels_last)
-        made = training_batches(data, config, Order(64, 16, 0), first_update=0, num_updates=6, seed=0, pin_memory=True)
-        with gpu.count() as seen, closing(made) as batches:
-            for batch in batches:
-                assert isinstance(batch.images, Crops) == there
-                labels = pipeline.labels(batch)
-                images = pipeline(batch, 0, 8)
-                assert labels.is_cuda and images.is_cuda and images.shape == (8, 3, 32, 32)
-    assert not seen.synchronizations, seen.synchronizations
-    assert len(seen.uploads) == 6 * 2
-
-
-def test_an_update_of_the_trainer_waits_for_nothing() -> None:
     recipe = load_recipe("default", ["model.name=alexnet-cifar", "data.path=none", "batch=64", "microbatch=8"])
-    division = divide((8,) * 8, 4)
-    passes = division.passes(merge=2)
-    pictures = SimpleNamespace(mean=(0.5,) * 3, std=(0.2,) * 3, classes=list("0123456789"))
+    config, division = DataConfig(augment=AugmentConfig(crop="pad", flip=True)), divide((8,) * 8, 4)
+    pixels, labels, passes = np.zeros((64, 32, 32, 3), np.uint8), np.zeros(64, np.int64), division.passes(merge=2)
+    sources = (PixelSource(pixels, labels, "made") for _ in range(2))
+    data = DataSet("made", list("0123456789"), *sources, 32, 3, (0.5,) * 3, (0.2,) * 3, 32)
     with fake_ranks(4), FakeGpu() as gpu:
+        bring_to(gpu.device, data, config, there * 2**30)
         model, example = gpu.take(models.create("alexnet-cifar")), gpu.take(torch.rand(8, 3, 32, 32))
         plan, method = Plan.parse("sample=4"), Method()
         network = TrainedNetwork(model, plan, example, batch_norm="microbatch", seed=0, method=method)
         network.divide(division, len(passes))
         state = RunState(network, create_optimizer(model, recipe.optimizer, 0.1), Scaler(gpu.device, "fp32"))
-        pipeline = InputPipeline(cast(DataSet, pictures), gpu.device, torch.contiguous_format)
         schedule = cast(Schedule, SimpleNamespace(lr=lambda update: 0.1))
+        pipeline = InputPipeline(data, gpu.device, torch.contiguous_format)
         step = TrainingStep(recipe, state, pipeline, schedule, passes, rank=0, reseed=False)
-        images, labels = torch.zeros(16, 3, 32, 32, dtype=torch.uint8), torch.zeros(16, dtype=torch.int64)
-        batch = Batch(images, labels, torch.arange(16))
-        for update in range(2):
-            step(batch, update)
-        with gpu.count() as seen:
-            step(batch, 2)
+        made = training_batches(data, config, Order(64, 16, 0), first_update=0, num_updates=6, seed=0, pin_memory=True)
+        with closing(made) as batches:
+            for update, batch in enumerate(batches):
+                assert isinstance(batch.images, Crops) == there
+                with gpu.count() as seen:
+                    step(batch, update)
     assert not seen.synchronizations, seen.synchronizations
-    assert len(seen.uploads) == 3, "pictures, labels and the keys of the samples"
+    assert len(seen.uploads) == 3, "pictures or their places, labels and the keys of the samples"
 
 
 # Passes under other plans.

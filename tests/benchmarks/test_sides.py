@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from measuring.cases import CASES, HELD, MEMORY, STAGED, SUBJECTS, Case
-from measuring.ranks import Limits, run_ranks
+from measuring.ranks import Limits, bits_per_second, run_ranks
 from measuring.runs import SERIAL, Results, Row
 from measuring.sides import Arrangement, Side, train, try_arrangements
 
 from convoy import models
+from convoy.bench.emulated import Cluster, emulate
+from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 
 TINY = Case("lenet", "lenet", 28, 8, 2)
@@ -77,10 +79,17 @@ def test_all_sides_do_the_same_updates() -> None:
     assert {arrangement.samples for arrangement in seconds} <= {None, 32} and min(seconds.values()) > 0
 
 
-# What the words of published tables mean, and the fit to them; on the tables themselves where they are at hand.
+def test_an_all_reduce_moves_what_an_emulated_link_lets_through() -> None:
+    try:
+        with emulate(Cluster.alike(2, 0.5, "200mbit")) as places:
+            rates = run_ranks(bits_per_second, 2, 2**22, places=places, limits=Limits(60))
+    except ConvoyError as error:
+        pytest.skip(str(error))
+    assert all(0.3 * 200e6 < rate < 1.1 * 200e6 for rate in rates), rates
 
-TABLES = Path(os.environ.get("CONVOY_PUBLISHED", Path(__file__).parents[3] / "shared" / "published"))
-OUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "published"
+
+# What the words of published tables mean, and the fit to them.
+
 LAMBDA = "Lambda lambda-tensorflow-benchmark raw log Gold_6230-GeForce_RTX_2080_Ti_XLA_trt_TF1_15"
 LINES = f"""\
 {LAMBDA}|VGG16|ImageNet-synthetic|GeForce RTX 2080 Ti|PCIe|8|56|DP replicated fp32 [XLA_trt_TF1_15]
@@ -122,17 +131,3 @@ def test_leaving_a_source_out_forgets_it() -> None:
     whole, slopes = problem.solve()
     assert problem.without(1, whole, slopes, 20)[0] == pytest.approx(2, abs=0.02)
     assert problem.without(7, whole, slopes, 20)[0] == whole[0] > 2.5
-
-
-@pytest.mark.skipif(not (TABLES / "scaling.csv").exists(), reason="the published tables are not part of the project")
-def test_every_published_row_is_answered() -> None:
-    keys = pytest.importorskip("measuring.published_rows").KEYS
-    for questions, name in (("scaling.csv", "predictions.csv"), ("questions.csv", "blind.csv")):
-        with (TABLES / questions).open(newline="", encoding="utf-8") as file:
-            asked = {tuple(row[key] for key in keys) for row in csv.DictReader(file)}
-        with (OUT / name).open(newline="", encoding="utf-8") as file:
-            answers = {tuple(row[key] for key in keys): row for row in csv.DictReader(file)}
-        assert asked == set(answers)
-        assert sum(bool(row["refused"]) for row in answers.values()) < 0.1 * len(answers)
-        for row in answers.values():
-            assert row["refused"] or float(row["least"]) <= float(row["images_per_s"]) <= float(row["most"])
