@@ -1,22 +1,26 @@
-"""Images a second on one GPU: Convoy on one device beside plain PyTorch, eager and compiled, in turn in one process.
+"""Images a second on one GPU: Convoy on one device beside plain PyTorch, sides in turn in one process.
 
     python benchmarks/gpu.py                                 ResNet-50, 224 px, batches of 256 and 128, bf16
-    python benchmarks/gpu.py --trainer                       and `convoy train`, with its loader, on pictures in memory
+    python benchmarks/gpu.py --ways eager,recorded --batches 256,32,8 --trainer raw
     python benchmarks/gpu.py --predict --ways eager --batches 8,64,256      and an update as the planner predicts it
     python benchmarks/gpu.py --device cpu --precision fp32 --batches 4 --size 64 --updates 2
     python benchmarks/gpu.py --device cpu --precision fp32,bf16 --ways eager --model resnet18 --size 96 --batches 32
 
 Both sides train the same network with the same optimizer on the same random batch, which stays on the device:
 channels_last, autocast, SGD with momentum. One side is the plain network, the other
-`convoy.parallelize(model, "serial", example)`; both by `torch.compile` and several precisions are further sides. The
-sides take turns for some rounds; a round's ratio is Convoy's images a second over PyTorch's, and the medians count.
+`convoy.parallelize(model, "serial", example)`, which is also recorded as a CUDA graph (`convoy.recorded`); both by
+`torch.compile` and several precisions are further sides. The sides take turns for some rounds; a round's ratio is a
+side's images a second over those of PyTorch, compiled if the side is, and the medians count. The host's part is what it
+takes to issue an update with nothing queued before.
+
+`--trainer` also runs `convoy train` on pictures in memory, or of a raw pack of made-up photographs.
 """
 
 import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,7 +28,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import harness, machine
+from gpu_ranks import MODELS
+from measuring import harness
+from PIL import Image
 from torch import Tensor, nn
 
 import convoy
@@ -34,81 +40,120 @@ from convoy.planner import make_plan, workload_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = {"channels_last": torch.channels_last, "channels_first": torch.contiguous_format}
+WAYS = ("eager", "compiled", "recorded", "compiled+recorded")
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-5)
-TRAINER_WARM_UP = 8
-"""Updates of `convoy train` that are not counted: the first of them compile."""
+WARM_UP = 12
+"""Updates before any is timed: recorded ones have proved themselves by then."""
+
+Side = tuple[str, str, str]
+"""Library, way and precision."""
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    parser = harness.parser(__doc__, rounds=7)
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--size", type=int, default=224, help="of the images")
+    parser.add_argument("--batches", type=harness.numbers, default=[256, 128])
+    harness.choice(parser, "--precision", DTYPES, ["bf16"])
+    harness.choice(parser, "--ways", WAYS, ["eager", "compiled"])
+    harness.choice(parser, "--trainer", ("memory", "raw"), [])
+    parser.add_argument("--order", choices=list(FORMATS), default="channels_last", help="memory format")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--updates", type=int, default=20, help="timed in a round")
+    parser.add_argument("--predict", action="store_true", help="the planner's prediction beside the measurement")
+    options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch sees no CUDA device here: --device cpu tries the script")
+        sys.exit("torch sees no CUDA device here: --device cpu tries the program")
     torch.backends.cudnn.benchmark = True
-    about = machine.describe() | {"gpu": torch.cuda.get_device_name() if device.type == "cuda" else None}
-    print(f"{about['gpu'] or 'no GPU'}; {machine.sentence(about)}", flush=True)
-    document: dict[str, Any] = {"machine": about, "options": vars(options), "cases": []}
-    for size in options.batches:
-        predicted_s = predicted(options, device, size) if options.predict else None
-        rates = measure(options, device, size)
-        sides = [{"way": w, "precision": p, "library": b, "rates": rates[w, p, b]} for w, p, b in rates]
-        trainer_rates = {p: trainer(options, size, p) for p in options.precision} if options.trainer else {}
-        document["cases"].append({"batch": size, "predicted_s": predicted_s, "sides": sides, "trainer": trainer_rates})
-        print(f"\n{markdown(options, size, rates, predicted_s, trainer_rates)}", flush=True)
-        harness.save(options.out, document)
+    with harness.report(options.out) as report:
+        report.machine["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else None
+        report.print(f"{report.machine['gpu'] or 'no GPU'}")
+        for size in options.batches:
+            measured = measure(report, options, device, size)
+            if options.predict:
+                seconds = predicted(options, device, size)
+                error = (
+                    f"predicted {1e3 * seconds:.2f} ms, measured {1e3 * measured:.2f} ms, {seconds / measured - 1:+.1%}"
+                )
+                report.print(f"\nAn update of Convoy, {options.ways[0]}: {error}")
+            for source, precision in product(options.trainer, options.precision):
+                report.print(f"\n{trainer(options, size, precision, source)}")
 
 
-Rates = dict[tuple[str, str, str], list[float]]
-"""Images a second of every round, by way, precision and library."""
-
-
-def measure(options: argparse.Namespace, device: torch.device, size: int) -> Rates:
-    """All sides at one batch size."""
+def measure(report: harness.Report, options: argparse.Namespace, device: torch.device, size: int) -> float:
+    """All sides at one batch size, as a table; seconds of an update of Convoy's first side."""
     torch.compiler.reset()  # so that the batch size before this one does not make sizes dynamic
     images, labels = batch(options, device, size)
-    keys = list(product(options.ways, options.precision, ("PyTorch", "Convoy")))
-    sides = {" ".join(key): updater(options, *key, images, labels) for key in keys}
-    rates: Rates = {key: [] for key in keys}
+    keys = list(product(("PyTorch", "Convoy"), options.ways, options.precision))
+    keys = [key for key in keys if key[0] == "Convoy" or "recorded" not in key[1]]
+    keys += [("PyTorch", "eager", one) for one in options.precision if ("PyTorch", "eager", one) not in keys]
+    sides = {key: updater(options, key, images, labels) for key in keys}
 
-    def updates(update: Callable[[], object], number: int) -> None:
-        for _ in range(number):
-            update()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def several(update: Callable[[], None], number: int) -> float:
+        def run() -> None:
+            for _ in range(number):
+                update()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
-    for name, update in sides.items():
-        seconds = harness.seconds_of(partial(updates, update, 4))
-        print(f"  {name}: warm after {seconds:.1f} s", file=sys.stderr, flush=True)
-    for _, name, update in harness.turns(sides, options.rounds):
-        updates(update, 1)
-        seconds = harness.seconds_of(partial(updates, update, options.updates))
-        way, precision, library = name.split()
-        rates[way, precision, library].append(options.updates * size / seconds)
-    return rates
+        return harness.seconds_of(run) / number
+
+    warm_up = WARM_UP if device.type == "cuda" else 4
+    for key, update in sides.items():
+        harness.say(f"{', '.join(key)}: warm after {several(update, warm_up) * warm_up:.1f} s")
+    host = {key: statistics.median(_issued(several, update) for _ in range(5)) for key, update in sides.items()}
+    named = {" ".join(key): partial(several, update, options.updates) for key, update in sides.items()}
+    seconds = dict(zip(sides, harness.in_turn(named, options.rounds).values(), strict=True))
+    report.print(f"\n**{options.model}**, {options.size} px, batch {size}, {options.order}\n")
+    first = options.precision[0]
+    columns = ("images/s", "min–max", "beside PyTorch", "min–max", f"of the time in {first}", "min–max")
+    report.header("", *columns, "an update, ms", "the host's part, ms")
+    for key in keys:
+        library, way, precision = key
+        rates = harness.spread([size / each for each in seconds[key]])
+        plain = seconds["PyTorch", "compiled" if "compiled" in way else "eager", precision]
+        beside = harness.spread([a / b for a, b in zip(plain, seconds[key], strict=True)], 3)
+        time = harness.spread([b / a for a, b in zip(seconds[library, way, first], seconds[key], strict=True)], 3)
+        milliseconds = f"{1e3 * statistics.median(seconds[key]):.2f}", f"{1e3 * host[key]:.2f}"
+        report.row(", ".join(key), *rates, *beside, *time, *milliseconds, batch=size, side=key, seconds=seconds[key])
+    return statistics.median(seconds["Convoy", options.ways[0], first])
+
+
+def _issued(several: Callable[[Callable[[], None], int], float], update: Callable[[], None]) -> float:
+    """Seconds until the host has issued an update; `several` waits for it afterwards."""
+    seconds = harness.seconds_of(update)
+    several(lambda: None, 1)
+    return seconds
 
 
 def network(options: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The same on all sides."""
     torch.manual_seed(0)
-    model = models.create(options.model, num_classes=1000)
-    return model.to(device=device, memory_format=FORMATS[options.order]).train()  # type: ignore[call-overload, no-any-return]
+    made = MODELS.get(options.model, partial(models.create, options.model, num_classes=1000))
+    return made().to(device=device, memory_format=FORMATS[options.order]).train()  # type: ignore[call-overload, no-any-return]
 
 
-def updater(
-    options: argparse.Namespace, way: str, precision: str, library: str, images: Tensor, labels: Tensor
-) -> Callable[[], None]:
+def updater(options: argparse.Namespace, side: Side, images: Tensor, labels: Tensor) -> Callable[[], None]:
     """A function that does one weight update."""
+    library, way, precision = side
     model = network(options, images.device)
     if library == "Convoy":
         model = convoy.parallelize(model, "serial", example=images)
-    optimizer = SGD(model.parameters())
-    called: Any = torch.compile(model) if way == "compiled" else model
-    dtype = DTYPES[precision]
+    optimizer, dtype = SGD(model.parameters(), fused=images.is_cuda), DTYPES[precision]
+    called: Any = torch.compile(model) if "compiled" in way else model
 
-    def update() -> None:
-        optimizer.zero_grad(set_to_none=True)
+    def passes(images: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
             loss = F.cross_entropy(called(images), labels)
         loss.backward()
+        return loss
+
+    step = convoy.recorded(model, passes) if "recorded" in way else passes
+
+    def update() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        step(images, labels)
         optimizer.step()
 
     return update
@@ -130,71 +175,36 @@ def batch(options: argparse.Namespace, device: torch.device, size: int) -> tuple
     return images.to(device=device, memory_format=FORMATS[options.order]), labels.to(device)
 
 
-def trainer(options: argparse.Namespace, size: int, precision: str) -> list[float]:
+def trainer(options: argparse.Namespace, size: int, precision: str, source: str) -> str:
     """Images a second of `convoy train` by four updates: loader, transfer, normalization, metrics and all.
 
-    Batch norm is over the global batch, as on the other sides, and nothing is augmented.
+    On pictures in memory batch norm is over the global batch, as on the other sides, and nothing is augmented.
     """
-    flags = ["--device", options.device, "--batch", str(size), "--precision", precision]
+    flags = ["--device", options.device, "--batch", str(size), "--precision", precision, "--set", "log_every=4ba"]
     flags += [f"--{options.order.replace('_', '-')}", *(["--compile"] if "compiled" in options.ways else [])]
-    keys: dict[str, Any] = {"data__channels": 3, "data__augment": "{}", "batch_norm": "sync", "log_every": "4ba"}
     with tempfile.TemporaryDirectory() as folder:
-        data, updates = Path(folder) / "data", TRAINER_WARM_UP + 4 * options.rounds
-        harness.write_images(data, 4 * size, options.size)
-        lines, _ = harness.train(options.model, data, Path(folder) / "run", updates, *flags, **keys)
-    return [float(line["images_per_s"]) for line in lines if line["step"] > TRAINER_WARM_UP]
+        data, updates = Path(folder) / "data", WARM_UP + 4 * options.rounds
+        if source == "memory":
+            harness.write_images(data, 4 * size, options.size)
+            flags += ["--set", "data.channels=3", "--set", "data.augment={}", "--set", "batch_norm=sync"]
+        else:
+            photographs(Path(folder) / "photographs", max(8 * size, 24))
+            side = str(round(options.size * 8 / 7))
+            harness.run_convoy("data", "pack", f"{folder}/photographs", str(data), "--short-side", side, "--raw")
+            flags += ["--set", f"data.image_size={options.size}"]
+        lines = harness.train(options.model, data, Path(folder) / "run", updates, *flags)
+    steady = [line for line in lines if line["step"] > WARM_UP]
+    middle, ends = harness.spread([float(line["images_per_s"]) for line in steady])
+    waits = statistics.fmean(line.get("data_wait_s") or 0.0 for line in steady)
+    return f"`convoy train`, {source}, {precision}: {middle} images/s, {ends}; a line of the log waits {waits:.3f} s"
 
 
-def spread(values: Sequence[float], digits: int = 1) -> tuple[str, str]:
-    """The median, and from where to where."""
-    low, middle, high = (f"{f(values):,.{digits}f}" for f in (min, statistics.median, max))
-    return middle, f"{low}–{high}"
-
-
-def markdown(
-    options: argparse.Namespace, size: int, rates: Rates, predicted_s: float | None, trained: dict[str, list[float]]
-) -> str:
-    """The table of one batch size, and what is to be said below it."""
-    rounds = f"{options.rounds} rounds of {options.updates} updates"
-    lines = [f"**{options.model}**, {options.size} px, batch {size}, {options.order}, {rounds}", ""]
-    columns = ("", "PyTorch, images/s", "min–max", "Convoy, images/s", "min–max", "Convoy / PyTorch", "min–max")
-    lines.append(harness.header(*columns))
-    for way, precision in product(options.ways, options.precision):
-        plain, ours = (rates[way, precision, library] for library in ("PyTorch", "Convoy"))
-        ratios = [b / a for a, b in zip(plain, ours, strict=True)]
-        lines.append(harness.row(f"{way}, {precision}", *spread(plain), *spread(ours), *spread(ratios, 3)))
-    first, way = options.precision[0], options.ways[0]
-    for way, precision, library in product(options.ways, options.precision[1:], ("PyTorch", "Convoy")):
-        both = zip(rates[way, first, library], rates[way, precision, library], strict=True)
-        middle, ends = spread([before / after for before, after in both], 3)
-        lines.append(f"\n{library}, {way}: {precision} takes {middle} of the time in {first} ({ends})")
-    if predicted_s:
-        measured = size / statistics.median(rates[options.ways[0], first, "Convoy"])
-        milliseconds = f"predicted {1e3 * predicted_s:.2f} ms, measured {1e3 * measured:.2f} ms"
-        lines.append(f"\nAn update, {options.ways[0]}: {milliseconds}, {predicted_s / measured - 1:+.1%}")
-    for precision, values in trained.items():
-        middle, ends = spread(values)
-        lines.append(f"\n`convoy train`, {precision}: {middle} images/s, {ends}")
-    return "\n".join(lines)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--model", default="resnet50")
-    parser.add_argument("--size", type=int, default=224, help="of the images")
-    parser.add_argument("--batches", type=harness.numbers, default=[256, 128])
-    parser.add_argument(
-        "--precision", type=harness.some(DTYPES), default=["bf16"], help="fp32, bf16 or fp16, or several"
-    )
-    parser.add_argument("--order", choices=list(FORMATS), default="channels_last", help="memory format")
-    parser.add_argument("--ways", type=harness.names, default=["eager", "compiled"])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--updates", type=int, default=20, help="timed in a round")
-    parser.add_argument("--trainer", action="store_true", help="measure `convoy train` too")
-    parser.add_argument("--predict", action="store_true", help="the planner's prediction beside the measurement")
-    parser.add_argument("--out", type=Path, help="file for JSON")
-    return parser
+def photographs(folder: Path, number: int) -> None:
+    """JPEG files of noise in four classes, as large as photographs of the web."""
+    for i in range(number):
+        place = folder / f"class{i % 4}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((500, 375), 60).convert("RGB").save(place / f"{i}.jpg")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,25 @@
-"""What the trainer costs beside a bare PyTorch loop: the same network, optimizer, batches and data in memory.
+"""What the trainer costs beside a bare loop, its reproducible mode beside the fast one, and looks and checks of loops.
 
     python benchmarks/overhead.py                                          LeNet on mnist-mini
     python benchmarks/overhead.py --recipe cifar-quick --data CIFAR-10     the CIFAR net on a folder with CIFAR-10
-    python benchmarks/overhead.py --looks                                  a look at what forward reads, before a pass
+    python benchmarks/overhead.py modes --rounds 2                         fast and reproducible, on two devices
+    python benchmarks/overhead.py looks                                    a look at what forward reads, before a pass
+    python benchmarks/overhead.py checks --seconds 60 --networks alexnet   what ranks compare in a loop of one's own
 
-Both sides run in turn in one process, several rounds; the ratio of a round is the trainer's seconds over the bare
-loop's (above 1: the trainer is slower), and the median is the result. The trainer's side is all that goes on between
-evaluations: loader, order of samples, microbatches, metrics, TensorBoard, progress. The bare loop takes its batches
-by a random permutation of a tensor, and normalizes them as the trainer must. Neither side augments.
+The trainer and the bare loop train the same network with the same optimizer, batches and data in memory, in turn in one
+process, several rounds; the ratio of a round is the trainer's seconds over the bare loop's (above 1: the trainer is
+slower), and the median is the result. The trainer's side is all that goes on between evaluations: loader, order of
+samples, microbatches, metrics, TensorBoard, progress. The bare loop takes its batches by a random permutation of a
+tensor, and normalizes them as the trainer must. Neither side augments.
+
+`modes`: each run is a `convoy train` of its own, and the runs take turns; images a second come from the run's own
+metrics, of every update after the first few. `checks`: two ranks of one core each train the same network twice in turn,
+with `checks` and without; the time in the comparisons is counted by itself, as their aim, 0.2 % of the time, is below
+what two runs differ by.
 """
 
 import argparse
-import json
+import itertools
 import os
 import statistics
 import tempfile
@@ -21,15 +29,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from measuring import harness, ranks
 
 from convoy import models
+from convoy.comm.joining import join
 from convoy.data import DataSet, open_data
 from convoy.data.sources import PixelSource
 from convoy.engine.network import network_of
-from convoy.engine.parallelize import parallelize
+from convoy.engine.parallelize import local_samples, parallelize
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
-from convoy.training import Recipe, RunDirectory, load_recipe, train
+from convoy.training import Recipe, load_recipe, train
 from convoy.training.optimizers import create_optimizer, learning_rate
 
 
@@ -63,62 +73,128 @@ def trainer(recipe: Recipe, folder: Path) -> float:
     """Seconds of the same number of updates in Convoy's trainer, by its own metrics."""
     with Path(os.devnull).open("w") as nowhere:
         train(recipe, folder, device=torch.device("cpu"), reporter=ConsoleReporter(Console(file=nowhere)))
-    lines = [json.loads(line) for line in RunDirectory(folder).metrics.read_text().splitlines()]
-    return float([line for line in lines if line["split"] == "train"][-1]["time_s"])
+    return float(harness.lines_of(folder)[-1]["time_s"])
 
 
-def look_at(name: str, image: tuple[int, int, int]) -> None:
-    """Print what it takes to see that nothing has changed of what `forward` reads, and that something has."""
-    network = network_of(parallelize(models.create(name, num_classes=10), "serial", torch.empty(2, *image)))
-    tensors, seconds = [torch.empty(2, *image)], dict[str, list[float]]()
-    seen = network._unchanged
-    looks: dict[str, Callable[[], object]] = {"state": seen.state, "changed": seen.noted}
-    looks["layers and parameters"] = lambda: seen.check(tensors)
-    for _ in range(200):
-        for what, look in looks.items():
-            start = time.perf_counter()
-            look()
-            seconds.setdefault(what, []).append(time.perf_counter() - start)
-    found = ", ".join(f"{what} {statistics.median(each) * 1e6:,.0f} µs" for what, each in seconds.items())
-    print(f"{name}: {len(seen._names):,} attributes; {found}")
+def looks(report: harness.Report, options: argparse.Namespace) -> None:
+    """What it takes to see that nothing has changed of what `forward` reads, and that something has."""
+    report.header("", "attributes", "nothing has changed", "something has", "layers and parameters are the same")
+    for name, image in (("lenet", (1, 28, 28)), ("resnet50", (3, 64, 64))):
+        tensors = [torch.empty(2, *image)]
+        seen = network_of(parallelize(models.create(name, num_classes=10), "serial", tensors[0]))._unchanged
+        sides: dict[str, Callable[[], object]] = {"state": seen.state, "changed": seen.noted}
+        sides["same"] = lambda: seen.check(tensors)  # noqa: B023
+        times = {what: [harness.seconds_of(look) for _ in range(200)] for what, look in sides.items()}
+        report.row(name, len(seen._names), *(f"{statistics.median(each) * 1e6:,.0f} µs" for each in times.values()))
+
+
+MODES = {"fast": [], "reproducible": ["--reproducible"]}
+MODEL, SIZE, BATCH, WARM_UP = "resnet18", 64, 128, 3
+
+
+def modes(report: harness.Report, options: argparse.Namespace) -> None:
+    """ResNet-18 on random images on two devices, in both modes."""
+    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+    common = ["--devices", "2", "--cores-per-device", "1", "--batch", str(BATCH), "--channels-last", "--workers", "0"]
+    common += ["--set", "threads=1", "--set", "data.channels=3", "--set", "log_every=1ba"]
+    with tempfile.TemporaryDirectory() as name:
+        data = Path(name) / "data"
+        harness.write_images(data, 4 * BATCH, SIZE)
+        for number, mode, flags in harness.turns(MODES, options.rounds or 3):
+            out, updates = Path(name) / f"{mode}-{number}", WARM_UP + (options.updates or 8)
+            lines = harness.train(MODEL, data, out, updates, *common, *flags, environment=ranks.ENVIRONMENT)
+            rates[mode].append(statistics.median(float(line["images_per_s"]) for line in lines[WARM_UP:]))
+            harness.say(f"round {number + 1}: {mode} {rates[mode][-1]:,.1f} images/s")
+    report.print(f"{MODEL}, {SIZE} px, global batch {BATCH}, two devices\n")
+    report.header("mode", "images/s", "time to that of fast mode", "min–max")
+    for mode, values in rates.items():
+        middle, ends = harness.spread(values)
+        ratio = statistics.median(rates["fast"]) / statistics.median(values)
+        report.row(mode, middle, f"{ratio:.3f}", ends, mode=mode, images_per_s=values)
+
+
+CASES = {"lenet": ("sample=2", 64, (1, 28)), "resnet18": ("sample=2", 32, (3, 64)), "alexnet": ("owt=2", 32, (3, 224))}
+"""Plan, global batch, channels and size of the images."""
+
+
+def compare(name: str, seconds: float) -> tuple[int, int, float, float, float]:
+    """Updates, comparisons, their share of the time, and medians of an update with and without. All ranks call it."""
+    join()
+    plan, batch, (channels, size) = CASES[name]
+    sides = []
+    for checked in (True, False):
+        torch.manual_seed(0)
+        model = models.create(name, num_classes=10, in_channels=channels)
+        images = torch.randn(batch, channels, size, size)
+        net = parallelize(model, plan, images[: batch // 2], checks=checked)
+        mine = local_samples(net, batch)
+        sides.append((net, torch.optim.SGD(net.parameters(), lr=1e-3), images[mine], torch.arange(batch)[mine] % 10))
+    guard = network_of(sides[0][0]).guard
+    assert guard is not None
+    spent, look = [], guard.look
+    guard.look = lambda inputs: spent.append(harness.seconds_of(lambda: look(inputs)))  # type: ignore[method-assign]
+    times: tuple[list[float], list[float]] = ([], [])
+    going = torch.ones(1)
+    while going:
+        for side, (net, optimizer, images, labels) in enumerate(sides):
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            F.cross_entropy(net(images), labels).backward()
+            optimizer.step()
+            times[side].append(time.perf_counter() - began)
+        going[0] = sum(times[0]) < seconds
+        torch.distributed.broadcast(going, 0)
+    compared = [t for t in spent if t > 10 * statistics.median(spent)]
+    with_checks, without = (statistics.median(each) for each in times)
+    return len(times[0]), len(compared), sum(spent) / sum(times[0]), with_checks, without
+
+
+def checks(report: harness.Report, options: argparse.Namespace) -> None:
+    """What the checks of `convoy.parallelize` take: share of the time, and updates with and without."""
+    columns = ("updates", "comparisons", "share of the time", "an update with", "without", "ratio")
+    report.header("network", "plan", *columns)
+    for name in options.networks:
+        updates, compared, share, on, off = ranks.run_ranks(compare, 2, name, options.seconds)[0]
+        times = (f"{100 * share:.2f} %", f"{1e3 * on:.2f} ms", f"{1e3 * off:.2f} ms", f"{on / off:.3f}")
+        report.row(name, CASES[name][0], updates, compared, *times)
+
+
+def beside_a_loop(report: harness.Report, options: argparse.Namespace) -> None:
+    """The trainer and the bare loop in turn."""
+    updates = options.updates or 1500
+    settings = {"data.path": options.data, "data.augment": "{}"}
+    settings |= dict.fromkeys(("epochs", "evaluate_every", "checkpoint.every"), f"{updates}ba")
+    recipe = load_recipe(options.recipe, [f"{key}={value}" for key, value in settings.items()])
+    data, runs = open_data(recipe.data), itertools.count()
+    with tempfile.TemporaryDirectory() as temporary:
+        sides = {
+            "convoy": lambda: trainer(recipe, Path(temporary) / f"run-{next(runs)}"),
+            "bare": lambda: bare_loop(recipe, data, updates),
+        }
+        seconds = harness.in_turn(sides, (options.rounds or 7) + 1)  # the first warms up
+    both = list(zip(seconds["convoy"], seconds["bare"], strict=True))[1:]
+    report.header("round", "images/s, bare loop", "trainer", "trainer / bare loop")
+    for number, (ours, bare) in enumerate(both, 1):
+        rates = (f"{updates * recipe.batch / each:,.0f}" for each in (bare, ours))
+        report.row(number, *rates, f"{ours / bare:.3f}", seconds=(ours, bare))
+    middle, ends = harness.spread([ours / bare for ours, bare in both], 3)
+    what = f"{recipe.model.name} on {data.name}, batch {recipe.batch}, {torch.get_num_threads()} threads"
+    report.print(f"\n{what}: trainer / bare loop = {middle} (median of {len(both)}, {ends})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The trainer beside a bare PyTorch loop.")
+    parser = harness.parser(__doc__)
+    ways = {"loop": beside_a_loop, "modes": modes, "looks": looks, "checks": checks}
+    parser.add_argument("what", nargs="?", choices=ways, default="loop")
     parser.add_argument("--recipe", default="lenet-mnist")
     parser.add_argument("--data", default="mnist-mini")
-    parser.add_argument("--updates", type=int, default=1500, help="updates a round")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--looks", action="store_true", help="only what a pass looks at before it runs")
-    arguments = parser.parse_args()
-    if arguments.looks:
-        for name, image in (("lenet", (1, 28, 28)), ("resnet50", (3, 64, 64))):
-            look_at(name, image)
-        return
-    beyond = f"{arguments.updates}ba"
-    settings = {"data.path": arguments.data, "data.augment": "{}", "epochs": beyond}
-    settings |= {"evaluate_every": beyond, "checkpoint.every": beyond}
-    recipe = load_recipe(arguments.recipe, [f"{key}={value}" for key, value in settings.items()])
-    data = open_data(recipe.data)
-    ratios = []
-    with tempfile.TemporaryDirectory() as temporary:
-        for number in range(arguments.rounds + 1):
-            seconds = {}
-            for side in ("bare", "convoy") if number % 2 else ("convoy", "bare"):
-                if side == "bare":
-                    seconds[side] = bare_loop(recipe, data, arguments.updates)
-                else:
-                    seconds[side] = trainer(recipe, Path(temporary) / f"run-{number}")
-            if number == 0:
-                continue  # warm-up
-            ratios.append(seconds["convoy"] / seconds["bare"])
-            bare, convoy = (f"{arguments.updates * recipe.batch / seconds[side]:,.0f}" for side in ("bare", "convoy"))
-            print(f"round {number}: images/s bare {bare}, convoy {convoy}; ratio {ratios[-1]:.3f}", flush=True)
-    print(
-        f"{recipe.model.name} on {data.name}, batch {recipe.batch}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads: trainer / bare loop = {statistics.median(ratios):.3f} "
-        f"(median of {len(ratios)}, {min(ratios):.3f} to {max(ratios):.3f})"
-    )
+    parser.add_argument("--updates", type=int, help="timed in a round (1500; of modes 8)")
+    parser.add_argument("--rounds", type=int, help="in which the sides take turns (7; of modes 3)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the side with checks")
+    parser.add_argument("--networks", nargs="+", choices=CASES, default=list(CASES), help="with and without checks")
+    options = parser.parse_args()
+    with harness.report(options.out) as report:
+        ways[options.what](report, options)
 
 
 if __name__ == "__main__":

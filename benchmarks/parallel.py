@@ -12,69 +12,81 @@ and accelerate are measured if they are installed (pip install lightning acceler
 """
 
 import argparse
-import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from measuring import harness, machine, ranks
-from measuring.case_runs import CaseRun
-from measuring.cases import CASES, OTHERS
-from measuring.link import bits_per_second
-from measuring.results import markdown
-from measuring.sides import PEERS
+from measuring import harness
+from measuring.cases import CASES, Case, Plan
+from measuring.ranks import Limits, bits_per_second, run_ranks
+from measuring.runs import SERIAL, Results, Runs
+from measuring.sides import Arrangement, Side, Timing, train
 
-from convoy.bench.emulated import Cluster, emulate
+from convoy.bench.configuration import missing
+from convoy.bench.emulated import Cluster, EmulatedDevice, emulate
+from convoy.bench.records import PEERS
 from convoy.errors import ConvoyError
 
-EVERYTHING = {**CASES, **OTHERS}
+SAMPLE = "Convoy sample=2"
 
 
 def main() -> None:
-    options = _parser().parse_args()
-    ranks.prepare()
-    with harness.ended():
-        _run(options)
-
-
-def _run(options: argparse.Namespace) -> None:
-    about = machine.describe()
-    if about["cores"] < 2:
-        raise ConvoyError("two devices of one core each need two cores, but here is one")
-    tables = [f"{about['date']}: `{about['command']}`", machine.sentence(about)]
-    document: dict[str, Any] = {"machine": about, "link": options.link, "cases": []}
-    with ExitStack() as stack:
-        places = stack.enter_context(emulate(Cluster.alike(2, rate=options.link))) if options.link else []
-        if places:
-            document["link_bits_per_second"] = rate = ranks.run_ranks(bits_per_second, 2, 2**25, places=places)[0]
-            tables.append(f"Between the hosts {options.link}; an all-reduce moved {rate / 1e9:.2f} Gbit/s each way.")
-        print("\n".join(tables), flush=True)
-        for name in options.cases:
-            case = EVERYTHING[name].changed(options.batch, options.updates)
-            common = (case, options.rounds, places, options.peers, options.timeout, harness.say)
-            results = CaseRun(*common, compiled=options.compile)()
-            document["cases"].append(results.to_dict())
-            tables.append(markdown(results))
-            print(f"\n{tables[-1]}", flush=True)
-            harness.save(options.out / "parallel.json", document)
-            (options.out / "parallel.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-    print(f"\nstored in {options.out}", file=sys.stderr)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = harness.parser(__doc__)
-    cases = f"of {', '.join(EVERYTHING)}"
-    parser.add_argument("--cases", type=harness.some(EVERYTHING), default=list(CASES), help=cases)
-    peers = f"of {', '.join(PEERS)}; '' for none"
-    parser.add_argument("--peers", type=harness.some(PEERS), default=list(PEERS), help=peers)
-    parser.add_argument("--rounds", type=harness.positive, default=3)
-    parser.add_argument("--updates", type=harness.positive, help="timed in a round (default: those of the case)")
-    parser.add_argument("--batch", type=harness.positive, help="global batch (default: that of the case)")
+    parser = harness.parser(__doc__, rounds=3)
+    harness.choice(parser, "--cases", CASES, CASES)
+    harness.choice(parser, "--peers", PEERS, PEERS)
     parser.add_argument("--link", metavar="RATE", help="between two emulated hosts, e.g. 1gbit")
     parser.add_argument("--compile", action="store_true", help="measure compiled sides too")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a side is given up")
-    parser.add_argument("--out", type=Path, default=Path("parallel-results"), help="folder for JSON and Markdown")
-    return parser
+    options = parser.parse_args()
+    with harness.report(options.out) as report, ExitStack() as stack:
+        if report.machine["cores"] < 2:
+            raise ConvoyError("two devices of one core each need two cores, but here is one")
+        places = stack.enter_context(emulate(Cluster.alike(2, rate=options.link))) if options.link else []
+        if places:
+            rate = report.machine["link_bits_per_second"] = run_ranks(bits_per_second, 2, 2**25, places=places)[0]
+            report.print(f"Between the hosts {options.link}; an all-reduce moved {rate / 1e9:.2f} Gbit/s each way.")
+        for name in options.cases:
+            results = measured(CASES[name], places, options)
+            report.document.setdefault("cases", []).append(results.to_dict())
+            report.print(f"\n{results.markdown()}")
+
+
+def measured(case: Case, places: Sequence[EmulatedDevice], options: argparse.Namespace) -> Results:
+    """Trials, then rounds: on two ranks, or on one that takes another core in each round."""
+
+    def measure(side: Side, number: int, trial: bool) -> list[Timing]:
+        serial, warm_up = side.kind == "serial", 1 if case.updates == 1 else 2
+        how: dict[str, Any] = {"first_core": number} if serial else {"places": places}
+        return run_ranks(train, 1 if serial else 2, side, case, warm_up, limits=Limits(options.timeout), **how)
+
+    runs = Runs(case, options.rounds, places, options.timeout, measure)
+    return runs.take_turns(_sides(runs, options))
+
+
+def _sides(runs: Runs, options: argparse.Namespace) -> list[Side]:
+    """Those of the rounds: one device and the peers, `sample` and the plan that is best of all, each arranged as is
+    best for it; all peers as is best for DistributedDataParallel, which they use."""
+    case, one = runs.case, runs.one_device(keeps=False)
+    ways = list(dict.fromkeys([one.for_batch(case.batch // 2), Arrangement(one.channels_last)]))
+    sides = [Side(SERIAL, "serial", one), Side(f"{SERIAL}, memory kept", "serial", one, keeps=True)]
+    by_data = runs.best([Side("DDP", "ddp", way) for way in ways])
+    for kind in options.peers:
+        if package := missing(kind):
+            runs.results.skipped[PEERS[kind]] = f"pip install {package}"
+        else:
+            sides.append(Side(PEERS[kind], kind, by_data[0].arrangement if by_data else ways[0]))
+    samples = [Side(SAMPLE, "convoy", way, "sample=2") for way in ways]
+    sample = (runs.best(samples) or samples)[0]
+    if case.batch_norm:
+        sides.append(replace(sample, label=f"{SAMPLE}, batch norm of each rank", batch_norm="local"))
+    sides.append(sample)
+    plans: dict[str, Plan] = dict(case.plans)
+    rivals = [Side(f"Convoy {name}", "convoy", way, plan) for name, plan in plans.items() for way in ways]
+    sides += [side for side in runs.best([sample, *rivals]) if side != sample]
+    if options.compile:
+        sides += [replace(s, label=f"{s.label}, compiled", compiled=True) for s in sides if s.kind not in PEERS]
+    return sides
 
 
 if __name__ == "__main__":

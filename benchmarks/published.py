@@ -8,17 +8,17 @@ for rows whose results are not at hand (`questions.csv`). With `--coefficients` 
 which the package computes with, and how wide the ranges are. Minutes on one core.
 """
 
+import argparse
 import csv
 import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from measuring import harness
 from measuring.published_fit import (
     as_dict,
     constant,
@@ -30,8 +30,7 @@ from measuring.published_fit import (
     single,
     speedup,
 )
-from measuring.published_networks import work
-from measuring.published_rows import KEYS, OURS, Row, family, read
+from measuring.published_rows import KEYS, OURS, Row, family, read, work
 
 from convoy.hardware.exchange import step
 
@@ -51,7 +50,7 @@ class Predicted:
     row: Row
     rate: float | None
     speedup: float | None
-    known: str
+    known: str  # what other sources say of its device and framework
 
     @property
     def error(self) -> float | None:
@@ -60,7 +59,7 @@ class Predicted:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--published", type=Path, required=True, help="the folder with scaling.csv")
     parser.add_argument("--out", type=Path, default=OUT, help="where the predictions go")
     parser.add_argument("--coefficients", action="store_true", help="write those of the package")
@@ -107,14 +106,13 @@ def main() -> None:
         COEFFICIENTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _seen(rows: Sequence[Row], name: object) -> dict[tuple[str, str], set[str]]:
+def _seen(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[tuple[str, str], set[str]]:
     """From which sources devices and software are known."""
     seen: dict[tuple[str, str], set[str]] = defaultdict(set)
     for row in rows:
         if not row.refused and row.rate:
-            source = name(row)  # type: ignore[operator]
-            seen["device", row.device.name].add(source)
-            seen["framework", row.software.framework].add(source)
+            seen["device", row.device.name].add(name(row))
+            seen["framework", row.software.framework].add(name(row))
     return seen
 
 
@@ -131,13 +129,11 @@ def predict(row: Row, given: Given, seen: Mapping[tuple[str, str], set[str]]) ->
     if row.count == 1 and row.scheme.kind == "none":
         rate = row.images / single(row, given["one device"]).total
         return Predicted(row, rate, 1.0, distance)
-    done = step(
-        work(row.network), row.images, row.device, row.precision, row.software, row.count, row.site, row.scheme, given
-    )
-    images = row.images * (row.count if row.scheme.kind not in ("pipeline",) else 1)
-    of_one = single(row, given["one device"])
-    faster = 1.0 if row.count == 1 and row.scheme.kind != "pipeline" else speedup(row, of_one, given)
-    return Predicted(row, images / done.seconds, faster, distance)
+    asked = (work(row.network), row.images, row.device, row.precision, row.software)
+    seconds = step(*asked, row.count, row.site, row.scheme, given).seconds
+    pipeline = row.scheme.kind == "pipeline"
+    faster = 1.0 if row.count == 1 and not pipeline else speedup(row, single(row, given["one device"]), given)
+    return Predicted(row, row.images * (1 if pipeline else row.count) / seconds, faster, distance)
 
 
 def widths(predicted: Sequence[Predicted]) -> dict[str, float]:
@@ -176,32 +172,26 @@ def report(predicted: Sequence[Predicted], rows: Sequence[Row]) -> None:
     """Means over sources; and the ranges, each source judged by the widths of all others."""
     alone: dict[str, list[float]] = defaultdict(list)
     flat: dict[str, list[float]] = defaultdict(list)
+    by_source: dict[str, list[Predicted]] = defaultdict(list)
     for one in predicted:
-        if one.error is not None and one.row.count == 1:
-            alone[one.row.source].append(abs(one.error))
-            guess = constant(rows, one.row.source) if one.row.source not in flat else math.nan
-            flat.setdefault(one.row.source, [])
-            if math.isnan(guess):
-                guess = _CONSTANTS[one.row.source]
-            _CONSTANTS[one.row.source] = guess
-            flat[one.row.source].append(abs(math.log(guess * peak_rate(one.row) / (one.row.rate or 1))))
-    for what, errors in (("fitted", alone), ("one efficiency constant", flat)):
-        mean = statistics.fmean(statistics.fmean(values) for values in errors.values())
-        print(f"one device, {what}: mean error {math.expm1(mean):.1%} over {len(errors)} sources")
-    inside: dict[str, list[bool]] = defaultdict(list)
-    for source in sorted({one.row.source for one in predicted}):
-        others = widths([one for one in predicted if one.row.source != source])
-        for one in predicted:
-            if one.row.source == source and one.error is not None:
-                inside[source].append(abs(one.error) <= others.get(one.known, others["any"]))
-    everything = [value for values in inside.values() for value in values]
-    by_source = statistics.fmean(statistics.fmean(values) for values in inside.values())
-    print(
-        f"inside the 90 % range: {statistics.fmean(everything):.1%} of the rows, {by_source:.1%} in the mean of sources"
-    )
+        by_source[one.row.source].append(one)
+    inside: list[list[bool]] = []
+    for source, own in by_source.items():
+        others, guess = widths([one for one in predicted if one.row.source != source]), constant(rows, source)
+        errors = [(one, one.error) for one in own if one.error is not None]
+        for one, error in errors:
+            if one.row.count == 1:
+                alone[source].append(abs(error))
+                flat[source].append(abs(math.log(guess * peak_rate(one.row) / (one.row.rate or 1))))
+        if errors:
+            inside.append([abs(error) <= others.get(one.known, others["any"]) for one, error in errors])
+    for what, found in (("fitted", alone), ("one efficiency constant", flat)):
+        mean = statistics.fmean(statistics.fmean(values) for values in found.values())
+        print(f"one device, {what}: mean error {math.expm1(mean):.1%} over {len(found)} sources")
+    everywhere = statistics.fmean(value for values in inside for value in values)
+    of_sources = statistics.fmean(statistics.fmean(values) for values in inside)
+    print(f"inside the 90 % range: {everywhere:.1%} of the rows, {of_sources:.1%} in the mean of sources")
 
-
-_CONSTANTS: dict[str, float] = {}
 
 if __name__ == "__main__":
     main()

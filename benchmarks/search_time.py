@@ -3,63 +3,66 @@
     python benchmarks/search_time.py
     python benchmarks/search_time.py --networks resnet152 --mesh 2x2 --batch 64
     python benchmarks/search_time.py --networks resnet152 --stages
+    python benchmarks/search_time.py --machines
 
 Each network is searched in a process of its own. The time is that of `convoy.planner.search.search` on one mesh, with
 all sets of sample axes; capture and what imports take come before it. The costs are those of a GPU of 50 TFLOP/s and
 1 TB/s with links of 20 GB/s, a third of that between nodes (`measuring/analytic.py`). With `--stages` the
 search over cuts on as many devices comes on top, at all numbers of stages and passes, with the capture at a second
 size from which the network at the sizes of these passes follows.
+
+With `--machines`, how long plans take for machines that are not at hand, and what they say: seven networks on six
+machines. For each pair the network is captured anew at a batch of 32 images for each device, predicted and searched
+for, as `convoy plan NETWORK --on MACHINE --batch BATCH` does; the command takes some seconds more for loading PyTorch.
 """
 
-import json
 import resource
-import subprocess
-import sys
 import time
 from functools import cache
 
 import torch
 from measuring import harness
 from measuring.analytic import Analytic
+from measuring.ranks import run_ranks
 from torch import nn
 
-from convoy.models import create
+from convoy import models
+from convoy.errors import TooLargeError
+from convoy.hardware.catalog import machine
 from convoy.ops import capture
 from convoy.planner.cost.link import Links, Rate
+from convoy.planner.machines import PRECISIONS, Prediction, predict
 from convoy.planner.search import search
 from convoy.planner.search.cuts import InPasses
 from convoy.planner.search.stages import search_stages
 from convoy.planner.workload import workload_of
 from convoy.plans.mesh import Mesh
+from convoy.plans.plan import Plan
 
 NETWORKS = ("resnet152", "googlenet", "densenet121")
 
 
-def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None, stages: bool) -> dict[str, object]:
-    """Search one network in this process."""
+def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None, stages: bool) -> list[str]:
+    """Search one network in this process: the cells of its row."""
     with torch.device("meta"):
-        model = create(network)
+        model = models.create(network)
         graph = capture(model, (torch.empty(batch, 3, 224, 224),), training=True)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    mesh = Mesh(("node", "gpu")[-len(sizes) :], sizes)
+    before, mesh = _peak(), Mesh(("node", "gpu")[-len(sizes) :], sizes)
     start, worked = time.perf_counter(), time.process_time()
     found = search(graph, mesh.num_devices, Analytic(), on=[mesh], memory_limit=limit)
-    seconds, worked = time.perf_counter() - start, time.process_time() - worked
-    cut = _cut(model, mesh.num_devices, batch, limit, found.best.seconds) if stages else {}
-    return cut | {
-        "network": network,
-        "seconds": seconds,
-        "worked": worked,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "before": before * 1024,
-        "exact": found.exact,
-        "notes": list(found.notes),
-        "predicted": found.best.seconds,
-        "plan": str(found.best.plan),
-    }
+    times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
+    exact = ", ".join(("exact" if found.exact else "not exact", *found.notes))
+    cells = [network, times, f"{_peak():.0f} MB ({before:.0f} MB)", exact]
+    cells.append(f"{found.best.seconds * 1e3:.2f} ms: {str(found.best.plan)[:300]}")
+    return cells + (_cut(model, mesh.num_devices, batch, limit, found.best.seconds) if stages else [])
 
 
-def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known: float) -> dict[str, object]:
+def _peak() -> float:
+    """The most that this process has had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known: float) -> list[str]:
     """Search plans with stages."""
     workload = workload_of(model, torch.empty(1, 3, 224, 224), batch, name="network")
     in_passes = workload.in_passes
@@ -67,18 +70,64 @@ def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known:
 
     @cache
     def at(passes: int) -> InPasses:
-        own = in_passes(passes)
-        return InPasses(own.graph, own.outputs, passes, own.parts, Analytic(passes=passes))
+        update = in_passes(passes)
+        return InPasses(update.graph, update.outputs, passes, update.parts, Analytic(passes=passes))
 
     counts = [number for number in range(1, batch + 1) if batch % number == 0]
     link = Rate(2e-5, 2e10 / 3)
     links = Links(otherwise=lambda ranks: link.link(len(ranks), overlap=True, cpu_share=0.0))
     start, worked = time.perf_counter(), time.process_time()
     found = search_stages(at, counts, devices, links, memory_limit=limit, known=known)
-    seconds, worked = time.perf_counter() - start, time.process_time() - worked
+    times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
     best = found[0] if found else None
     plan = f"{best.plan.mesh} in {best.passes} passes, {best.schedule}: {1e3 * best.seconds:.2f} ms" if best else "none"
-    return {"stages": seconds, "stages_worked": worked, "cut": plan}
+    return [times, plan]
+
+
+FOR_MACHINES = ("alexnet", "vgg16", "googlenet", "squeezenet1_1", "resnet50", "resnet152", "densenet121")
+MACHINES = {
+    "8xp100-pcie": "fp32",
+    "8xk80": "fp32",
+    "2xtitan-x+1xgtx-1080": "fp32",
+    "8xv100-sxm2": "fp16",
+    "8xrtx-3090": "bf16",
+    "4x(8xa100-sxm4)": "bf16",
+}
+
+
+def planned(network: str, on: str, precision: str) -> Prediction:
+    """The prediction."""
+    with torch.device("meta"):
+        model = models.create(network)
+    shape, devices = models.describe(network).input_shape, machine(on)
+    assert shape is not None
+    norm = {"batch_norm": "microbatch", "microbatch": 16}
+    batch, example, precise = 32 * len(devices.devices), torch.empty(1, *shape), PRECISIONS[precision]
+    workload = workload_of(model.train(), example, batch, name=network, precision=precise, **norm)  # type: ignore[arg-type]
+    return predict(workload, devices, precision)
+
+
+def machines(report: harness.Report) -> None:
+    """All pairs; the program stops where a plan is slower than data parallelism that fits by its own prediction."""
+    longest = 0.0
+    report.header("network", "machine", "images/s", "speed-up", "fastest plan", "seconds")
+    for network in FOR_MACHINES:
+        for on, precision in MACHINES.items():
+            start = time.perf_counter()
+            try:
+                found = planned(network, on, precision)
+            except TooLargeError as error:
+                report.row(network, f"{on}, {precision}", error, "", "", "")
+                continue
+            seconds = time.perf_counter() - start
+            longest = max(longest, seconds)
+            plain = found.plan == Plan.by_samples(len(found.machine.devices))
+            plan = "data parallelism" if plain else f"{found.plan}, {found.gain:.2f} ×"
+            rate = f"{found.best:,.0f} ({found.best / found.within:,.0f} to {found.best * found.within:,.0f})"
+            report.row(network, f"{on}, {precision}", rate, f"{found.speedup:.2f}", plan, f"{seconds:.1f}")
+            plain_fits = not any("data parallelism does not fit" in note for note in found.notes)
+            assert found.gain >= 1 or not plain_fits, "slower than data parallelism by its own prediction"
+    report.print(f"\nlongest: {longest:.1f} s")
 
 
 def main() -> None:
@@ -88,25 +137,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--memory-limit", type=float, help="bytes on each rank")
     parser.add_argument("--stages", action="store_true", help="search plans with stages too")
-    parser.add_argument("--here", action="store_true", help="in this process, printing JSON")
+    parser.add_argument("--machines", action="store_true", help="plans for machines that are not at hand")
     options = parser.parse_args()
     sizes = tuple(map(int, options.mesh.split("x")))
-    for network in options.networks:
-        if options.here:
-            print(json.dumps(measure(network, sizes, options.batch, options.memory_limit, options.stages)))
-            continue
-        command = [sys.executable, __file__, *sys.argv[1:], "--here", "--networks", network]  # the last one counts
-        row = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        print(
-            f"{row['network']:12} {options.mesh}: {row['seconds']:.2f} s ({row['worked']:.2f} s of a core), "
-            f"peak {row['peak'] / 1e6:.0f} MB ({row['before'] / 1e6:.0f} MB before), "
-            f"{'exact' if row['exact'] else 'not exact'}, predicted {row['predicted'] * 1e3:.2f} ms"
-        )
-        if options.stages:
-            print(f"{'':12} stages: {row['stages']:.2f} s ({row['stages_worked']:.2f} s of a core), {row['cut']}")
-        for note in row["notes"]:
-            print(f"{'':12} {note}")
-        print(f"{'':12} {row['plan'][:300]}")
+    with harness.report(options.out) as report:
+        if options.machines:
+            machines(report)
+            return
+        more = ("cuts", "fastest") if options.stages else ()
+        report.header(options.mesh, "clock", "peak memory (of it before)", "result", "predicted", *more)
+        for network in options.networks:
+            asked = (network, sizes, options.batch, options.memory_limit, options.stages)
+            report.row(*run_ranks(measure, 1, *asked)[0])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Runs that are slow for one reason each, and how each is repaired; and a healthy one (`broken_runs.yaml`)."""
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,15 +19,21 @@ from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulat
 from convoy.errors import ConvoyError
 from measuring.slow_storage import missing, slow
 
+CONVOY = (sys.executable, "-m", "convoy")
 HEALTHY = "healthy"
 STORAGE_RATE = 6e6
 """Bytes a second of the slow storage: some 55 photographs of 110 kB."""
 _LINKS = 12
 """To each photograph, so that no epoch ends while a run is measured."""
+_PATIENCE_S = 10.0
 
 
 class CannotBeSetUpError(Exception):
     """This machine, or what is installed, does not do for a case."""
+
+
+class RunFailedError(Exception):
+    """A run or the doctor did not come to its end."""
 
 
 @dataclass(frozen=True)
@@ -35,55 +44,83 @@ class Surroundings:
     busy: bool = False  # another process keeps the first of them busy
     cluster: Cluster | None = None  # emulated, with a rank on every device, in place of this machine's cores
 
-    @contextmanager
-    def made(self) -> Iterator["Place"]:
-        """The surroundings, gone when the context is left."""
-        available = cores.own_cores()[: self.cores]
+    def run(self, command: Sequence[str], work: Path, seconds: float) -> str:
+        """What the first rank prints, of one process for each emulated device, or of one."""
         with ExitStack() as stack:
-            devices: Sequence[EmulatedDevice] = ()
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=work)))
+            available, devices = cores.own_cores()[: self.cores], list[EmulatedDevice]()
             if self.cluster is not None:
                 try:
-                    devices = stack.enter_context(emulate(self.cluster))
+                    devices = list(stack.enter_context(emulate(self.cluster)))
                 except ConvoyError as error:
                     raise CannotBeSetUpError(str(error)) from error
             if self.busy:
                 stack.enter_context(_busy(available[0]))
-            yield Place(tuple(available), tuple(devices))
+            processes = stack.enter_context(_ended())
+            for rank in range(max(len(devices), 1)):
+                processes.append(_start(command, folder, rank, devices, available))
+            until = time.monotonic() + seconds
+            try:
+                codes = [process.wait(max(until - time.monotonic(), 0)) for process in processes]
+            except subprocess.TimeoutExpired:
+                raise RunFailedError(f"took more than {seconds:.0f} s") from None
+            if any(codes):
+                rank = next(rank for rank, code in enumerate(codes) if code)
+                lines = (folder / f"err-{rank}").read_text(errors="replace").strip().splitlines()
+                raise RunFailedError(lines[-1] if lines else f"exit status {codes[rank]}")
+            return (folder / "out-0").read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Surroundings that are there: starts processes in them."""
+def _start(
+    command: Sequence[str], folder: Path, rank: int, devices: Sequence[EmulatedDevice], available: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    if devices:
+        environment |= devices[rank].environment
+    if (num := len(devices)) > 1:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
+        environment |= {name: str(value) for name, value in places.items()}
+    with (folder / f"out-{rank}").open("wb") as out, (folder / f"err-{rank}").open("wb") as err:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            start_new_session=True,  # so that all that a run has started can be ended
+            preexec_fn=devices[rank].enter if devices else lambda: os.sched_setaffinity(0, available),
+        )
 
-    cores: tuple[int, ...]
-    devices: tuple[EmulatedDevice, ...]
 
-    def start(self, command: Sequence[str], folder: Path) -> list[subprocess.Popen[bytes]]:
-        """One process for each emulated device, or one; what they say goes to files `out-RANK` and `err-RANK`."""
-        started: list[subprocess.Popen[bytes]] = []
-        for rank in range(max(len(self.devices), 1)):
-            environment = dict(os.environ)
-            if self.devices:
-                environment |= self.devices[rank].environment
-            if len(self.devices) > 1:
-                num = str(len(self.devices))
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
-            with (folder / f"out-{rank}").open("wb") as out, (folder / f"err-{rank}").open("wb") as err:
-                started.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        env=environment,
-                        start_new_session=True,  # so that all that a run has started can be ended
-                        preexec_fn=self.devices[rank].enter if self.devices else self._pin,
-                    )
-                )
-        return started
+@contextmanager
+def _ended() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that are gone, with all that they have started, when the context is left."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        until = time.monotonic() + _PATIENCE_S
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(until - time.monotonic(), 0))
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
-    def _pin(self) -> None:
-        os.sched_setaffinity(0, self.cores)
+
+@contextmanager
+def _busy(core: int) -> Iterator[None]:
+    """A process that computes all the time on one core."""
+    code = f"import os\nos.sched_setaffinity(0, [{core}])\nparent = {os.getpid()}\nwhile os.getppid() == parent: pass"
+    process = subprocess.Popen((sys.executable, "-I", "-S", "-c", code), stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 @dataclass(frozen=True)
@@ -104,39 +141,33 @@ class BrokenRun:
     by_clock_from: int | None = None
     by_arguments: bool = True  # the arguments that the doctor gives are all that its change needs
 
+    @staticmethod
+    def of(words: Mapping[str, Any]) -> "BrokenRun":
+        """From a row of the table."""
+        places = {key: _surroundings(words[key]) for key in ("around", "around_repaired") if key in words}
+        return BrokenRun(**{**words, "updates": tuple(words.get("updates", (60, 60))), **places})
+
 
 def _surroundings(words: Mapping[str, Any]) -> Surroundings:
-    """From the table: `cores`, `busy`; or emulated `devices` by speed, in one host or in two with a `link`."""
-    speeds = words.get("devices", [])
+    """`cores`, `busy`; or emulated `devices` by speed, in one host or in two with a `link`."""
     hosts = ["a", "b" if words.get("hosts") == 2 else "a"]
-    devices = tuple(ClusterDevice(speed, host) for speed, host in zip(speeds, hosts, strict=False))
+    devices = tuple(ClusterDevice(speed, host) for speed, host in zip(words.get("devices", []), hosts, strict=False))
     cluster = Cluster(devices, words.get("link", "")) if devices else None
     return Surroundings(words.get("cores"), words.get("busy", False), cluster)
 
 
-def _run(words: Mapping[str, Any]) -> BrokenRun:
-    places = {key: _surroundings(words[key]) for key in ("around", "around_repaired") if key in words}
-    return BrokenRun(**{**words, "updates": tuple(words.get("updates", (60, 60))), **places})
-
-
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-CASES, OTHERS = (tuple(map(_run, _TABLE[key])) for key in ("cases", "others"))
+CASES, OTHERS = (tuple(map(BrokenRun.of, _TABLE[key])) for key in ("cases", "others"))
 
 
 @dataclass
 class DataSets:
-    """The data of the cases, each made when an argument first asks for it, and gone with the context."""
+    """The data of the cases, each made when an argument first asks for it, and gone with the stack."""
 
     photographs: Path | None  # class folders
     work: Path  # an empty folder
+    stack: ExitStack
     _made: dict[str, str] = field(default_factory=dict)
-    _stack: ExitStack = field(default_factory=ExitStack)
-
-    def __enter__(self) -> "DataSets":
-        return self
-
-    def __exit__(self, *ending: object) -> None:
-        self._stack.close()
 
     def filled(self, words: str) -> list[str]:
         """Arguments with the names of the data in their places."""
@@ -159,7 +190,7 @@ class DataSets:
 
     def _packed(self) -> Path:
         source, folder = self.filled("{photos}")[0], self.work / "packed"
-        command = (sys.executable, "-m", "convoy", "data", "pack", source, str(folder), "--short-side", "64", "--raw")
+        command = (*CONVOY, "data", "pack", source, str(folder), "--short-side", "64", "--raw")
         subprocess.run(command, check=True, capture_output=True)
         return folder
 
@@ -167,17 +198,5 @@ class DataSets:
         if reason := missing():
             raise CannotBeSetUpError(reason)
         source, folder = self.filled("{photos}")[0], self.work / "slow"
-        self._stack.enter_context(slow(Path(source), folder, STORAGE_RATE))
+        self.stack.enter_context(slow(Path(source), folder, STORAGE_RATE))
         return folder
-
-
-@contextmanager
-def _busy(core: int) -> Iterator[None]:
-    """A process that computes all the time on one core."""
-    code = f"import os\nos.sched_setaffinity(0, [{core}])\nparent = {os.getpid()}\nwhile os.getppid() == parent: pass"
-    process = subprocess.Popen((sys.executable, "-I", "-S", "-c", code), stdin=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()

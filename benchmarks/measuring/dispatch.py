@@ -5,13 +5,6 @@
 be rank 0 of many that nobody else runs: its collectives are dispatched, and on the CPU give its own numbers. Together
 they show every operation, copy and wait of a large job's rank 0, and no times.
 
-    with fake_ranks(8), FakeGpu() as gpu:
-        images, labels = gpu.take(torch.rand(32, 3, 224, 224)), gpu.take(torch.zeros(32, dtype=torch.int64))
-        net = convoy.parallelize(gpu.take(models.create("resnet50")), "sample=8", example=images, checks=False)
-        with gpu.count() as seen:
-            F.cross_entropy(net(images), labels).backward()
-        print(seen.num_operations, *lines(seen.synchronizations), sep="\\n")
-
 Optimizers need `foreach=True` to do there what they do on a GPU by themselves, and `torch.autocast` does nothing.
 `Counter` counts on a real device.
 """
@@ -19,7 +12,7 @@ Optimizers need `foreach=True` to do there what they do on a GPU by themselves, 
 import ctypes
 import sys
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,9 +45,6 @@ class Event:
     what: str  # the operation
     line: str  # of Python that asked for it: file, number and function
 
-    def __str__(self) -> str:
-        return f"{self.what} in {self.line}"
-
 
 @dataclass
 class Counts:
@@ -68,16 +58,6 @@ class Counts:
     synchronizations: list[Event] = field(default_factory=list)  # where the host waits for the GPU
     # where the host copies to the GPU; what it does not wait for is no synchronization as well
     uploads: list[Event] = field(default_factory=list)
-
-    @property
-    def num_operations(self) -> int:
-        """How many operations launch kernels."""
-        return self.operations.total()
-
-    @property
-    def num_dispatched(self) -> int:
-        """How many operations the host dispatches, for whatever device."""
-        return self.num_operations + self.views.total() + self.host.total() + self.collectives.total()
 
 
 class Counter(TorchDispatchMode):
@@ -324,11 +304,6 @@ torch.library.register_fake("fake_ranks::all_gather", lambda output, input: None
 def _gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> None:
     """In one kernel, as NCCL's: the fake group itself copies once for each rank."""
     torch.ops.fake_ranks.all_gather(output, input)
-
-
-def lines(events: Sequence[Event]) -> list[str]:
-    """Each event once, and how often it was."""
-    return [f"{number} x {event}" for event, number in Tally(events).most_common()]
 
 
 _ALIAS = torch.device("lazy", 0)

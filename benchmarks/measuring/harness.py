@@ -1,28 +1,28 @@
-"""What the scripts share: sides that take turns, tables, files, and runs of `convoy train` on pictures in memory."""
+"""What the programs share: options, what is measured on, sides in turn, tables and files, runs of `convoy train`."""
 
 import argparse
+import importlib.metadata
 import json
 import os
+import platform
+import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from convoy.errors import ConvoyError
-from measuring import machine
 
 T = TypeVar("T")
-
-
-def names(text: str) -> list[str]:
-    """Of an option: words with commas between, or none."""
-    return [name for name in text.split(",") if name]
+PACKAGES = ("torch", "convoy-nn", "lightning", "accelerate")
 
 
 def numbers(text: str) -> list[int]:
@@ -30,50 +30,31 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def positive(text: str) -> int:
-    """Of an option: a whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError("must be a whole number from 1")
-    return int(text)
-
-
 def some(choices: Collection[str]) -> Callable[[str], list[str]]:
-    """Of an option: some of these words, with commas between."""
+    """Of an option: some of these words, with commas between, or none."""
 
     def parse(text: str) -> list[str]:
-        for name in names(text):
+        names = [name for name in text.split(",") if name]
+        for name in names:
             if name not in choices:
                 raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(choices)}")
-        return names(text)
+        return names
 
     return parse
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """One that prints a script's docstring as it is."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(description: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """One that prints a program's docstring as it is; of a program whose sides take turns for some rounds."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, metavar="FILE", help="for JSON; what is printed goes beside it as Markdown")
+    if rounds is not None:
+        made.add_argument("--rounds", type=int, default=rounds, help=f"in which the sides take turns ({rounds})")
+    return made
 
 
-@contextmanager
-def ended() -> Iterator[None]:
-    """Errors of Convoy end the script with their sentence, and SIGTERM lets hosts and processes be cleaned up."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    except ConvoyError as error:
-        raise SystemExit(f"{error}") from None
-
-
-def say(text: str) -> None:
-    """What is going on, beside the tables."""
-    print(f"  {text}", file=sys.stderr, flush=True)
-
-
-def heading() -> dict[str, Any]:
-    """Print, and return, what is measured on and by which command."""
-    about = machine.describe()
-    print(f"{about['date']}: `{about['command']}`\n\n{machine.sentence(about)}\n", flush=True)
-    return about
+def choice(made: argparse.ArgumentParser, name: str, choices: Collection[str], default: Collection[str]) -> None:
+    """An option that takes some of these words."""
+    made.add_argument(name, type=some(choices), default=list(default), help=f"of {', '.join(choices)}; with commas")
 
 
 def row(*cells: object) -> str:
@@ -86,9 +67,80 @@ def header(*columns: str) -> str:
     return f"{row(*columns)}\n{row(*('---' for _ in columns))}"
 
 
-def show(*cells: object) -> None:
-    """Print a line of a table as soon as it is known."""
-    print(row(*cells), flush=True)
+class Report:
+    """What a program prints, line by line as it is known; kept where a file is asked for, with a document as JSON."""
+
+    def __init__(self, out: Path | None) -> None:
+        self.document: dict[str, Any] = {"machine": describe()}
+        self._out, self._lines = out, list[str]()
+        self.print(f"{self.machine['date']}: `{self.machine['command']}`\n\n{sentence(self.machine)}\n")
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What it runs on, for more that is to be known of it."""
+        machine: dict[str, Any] = self.document["machine"]
+        return machine
+
+    def print(self, text: str) -> None:
+        """A line or a table."""
+        print(text, flush=True)
+        self._lines.append(text)
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self.document, indent=1, default=str)
+            self._out.write_text(f"{text}\n", encoding="utf-8")
+            self._out.with_suffix(".md").write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+
+    def header(self, *columns: str) -> None:
+        """The first two lines of a table."""
+        self.print(header(*columns))
+
+    def row(self, *cells: object, **values: Any) -> None:
+        """A line of a table, and what the document has in it."""
+        if values:
+            self.document.setdefault("rows", []).append(values)
+        self.print(row(*cells))
+
+
+@contextmanager
+def report(out: Path | None) -> Iterator[Report]:
+    """Errors of Convoy end the program with their sentence, and SIGTERM lets hosts and processes be cleaned up."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield Report(out)
+    except ConvoyError as error:
+        raise SystemExit(f"{error}") from None
+
+
+def say(text: str) -> None:
+    """What is going on, beside the tables."""
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, load, versions, command and date."""
+    versions = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    processors = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "processor": (processors or [platform.machine()])[0],
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def sentence(machine: dict[str, Any]) -> str:
+    """The same in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return f"{machine['cores']} cores of {machine['processor']}, Python {machine['python']}, {versions}"
 
 
 def turns(sides: Mapping[str, T], rounds: int) -> Iterator[tuple[int, str, T]]:
@@ -98,6 +150,14 @@ def turns(sides: Mapping[str, T], rounds: int) -> Iterator[tuple[int, str, T]]:
             yield number, name, sides[name]
 
 
+def in_turn(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What the sides give, each in its rounds."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _, name, side in turns(sides, rounds):
+        found[name].append(side())
+    return found
+
+
 def seconds_of(run: Callable[[], object]) -> float:
     """Of one call, by the clock."""
     began = time.perf_counter()
@@ -105,11 +165,10 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def save(file: Path | None, document: Any) -> None:
-    """As JSON, if a file is asked for."""
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+def spread(values: Sequence[float], digits: int = 1) -> tuple[str, str]:
+    """The median, and from where to where."""
+    low, middle, high = (f"{of(values):,.{digits}f}" for of in (min, statistics.median, max))
+    return middle, f"{low}–{high}"
 
 
 def write_images(folder: Path, number: int, size: int) -> None:
@@ -135,21 +194,17 @@ def run_convoy(*arguments: str, environment: Mapping[str, str] | None = None) ->
 
 
 def train(
-    model: str,
-    data: Path,
-    out: Path,
-    updates: int,
-    *flags: str,
-    environment: Mapping[str, str] | None = None,
-    **keys: Any,
-) -> tuple[list[dict[str, Any]], str]:
-    """The lines of training in the metrics of a `convoy train` without evaluations and checkpoints, and what it said.
+    model: str, data: Path, out: Path, updates: int, *flags: str, environment: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """The lines of training in the metrics of a `convoy train` without evaluations and checkpoints."""
+    settings = ["evaluate_every=100000ba", "checkpoint.every=100000ba"]
+    command = ["train", model, "--data", str(data), "--out", str(out), "--epochs", f"{updates}ba"]
+    command += [part for setting in settings for part in ("--set", setting)]
+    run_convoy(*command, *flags, environment=environment)
+    return lines_of(out)
 
-    `keys` are those of the recipe, with `__` for a point.
-    """
-    settings = {"evaluate_every": "100000ba", "checkpoint__every": "100000ba", "log_every": "1ba", **keys}
-    command = ["train", model, "--data", str(data), "--out", str(out), "--epochs", f"{updates}ba", *flags]
-    command += [part for key, value in settings.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
-    said = run_convoy(*command, environment=environment)
-    lines = map(json.loads, (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line["split"] == "train"], said
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of training in the metrics of a run."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line["split"] == "train"]

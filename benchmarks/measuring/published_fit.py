@@ -5,7 +5,6 @@ be without evidence. Rows that are near-copies (one network, device, precision a
 Leaving a source out goes from the fit to all: steps of Gauss and Newton with the same derivatives, without its rows.
 """
 
-import csv
 import math
 import re
 import statistics
@@ -20,8 +19,7 @@ from convoy.hardware.catalog import Device, device_named
 from convoy.hardware.exchange import Site, ring, several
 from convoy.hardware.speed import Software, Times, arithmetic, times, units_of
 from convoy.hardware.work import Array, Item, Work
-from measuring.published_networks import work
-from measuring.published_rows import Row, family
+from measuring.published_rows import Row, family, lines, work
 
 PRIORS_ONE = {"device ": 0.12, "framework ": 0.35, "bandwidth ": 0.3, "peak ": 0.5, "cudnn": 0.2}
 PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "host memory": 0.1, "feed ": 0.3}
@@ -52,23 +50,18 @@ def read_layers(folder: Path) -> list[Layers]:
     found: dict[tuple[str, str], list[tuple[Item, float, float]]] = {}
     names = {"GTX Titan X (Maxwell)": "titan-x", "Tesla M40": "m40", "Tesla P100-PCIe": "p100-pcie"}
     names |= {"Tesla V100 (DGX-1)": "v100-sxm2", "Titan X (Pascal)": "titan-x-pascal"}
-    with (folder / "conv_layer_times.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            precision = "fp16" if "FP16 ip" in row["precision"] else row["precision"]
-            if precision not in ("fp32", "fp16"):
-                continue
-            w, h, c, n, k = (int(row[name]) for name in "WHCNK")
-            fw, fh, pw, ph, sw, sh = (
-                int(row[f"{name}_{side}"]) for name in ("filter", "pad", "stride") for side in "wh"
-            )
-            out = n * ((w + 2 * pw - fw) // sw + 1) * ((h + 2 * ph - fh) // sh + 1)
-            item = Item("conv", out * k * c * fw * fh, n * c * w * h, out * k, k * c * fw * fh, fw * fh, c, k, 1)
-            ways = [_milliseconds(row[name]) for name in ("fwd_ms", "bwd_input_ms", "bwd_weight_ms")]
-            found.setdefault((names[row["gpu"]], precision), []).append((item, ways[0], ways[1] + ways[2]))
-    layers = [
-        _layers(device_named(name), precision, Software("deepbench", 7, False, True), rows)
-        for (name, precision), rows in found.items()
-    ]
+    for row in lines(folder / "conv_layer_times.csv"):
+        precision = "fp16" if "FP16 ip" in row["precision"] else row["precision"]
+        if precision not in ("fp32", "fp16"):
+            continue
+        w, h, c, n, k = (int(row[name]) for name in "WHCNK")
+        fw, fh, pw, ph, sw, sh = (int(row[f"{name}_{side}"]) for name in ("filter", "pad", "stride") for side in "wh")
+        out = n * ((w + 2 * pw - fw) // sw + 1) * ((h + 2 * ph - fh) // sh + 1)
+        item = Item("conv", out * k * c * fw * fh, n * c * w * h, out * k, k * c * fw * fh, fw * fh, c, k, 1)
+        ways = [_milliseconds(row[name]) for name in ("fwd_ms", "bwd_input_ms", "bwd_weight_ms")]
+        found.setdefault((names[row["gpu"]], precision), []).append((item, ways[0], ways[1] + ways[2]))
+    deep_bench = Software("deepbench", 7, False, True)
+    layers = [_layers(name, precision, deep_bench, rows) for (name, precision), rows in found.items()]
     return [*layers, _profile(folder / "layer_profiles.csv")]
 
 
@@ -79,53 +72,35 @@ def _milliseconds(text: str) -> float:
         return math.nan
 
 
-def _layers(device: Device, precision: str, software: Software, rows: Sequence[tuple[Item, float, float]]) -> Layers:
+def _layers(name: str, precision: str, software: Software, rows: Sequence[tuple[Item, float, float]]) -> Layers:
     merged: dict[Item, tuple[Item, float, float]] = {row[0]: row for row in rows}
-    made = Work.of(merged, 0, 0, 0, 0, 1)
-    return Layers(
-        device,
-        precision,
-        software,
-        made,
-        np.array([row[1] for row in merged.values()]),
-        np.array([row[2] for row in merged.values()]),
-    )
+    forward, backward = (np.array([row[way] for row in merged.values()], dtype=np.float64) for way in (1, 2))
+    return Layers(device_named(name), precision, software, Work.of(merged, 0, 0, 0, 0, 1), forward, backward)
 
 
 def _profile(path: Path) -> Layers:
     """PipeDream's profiles: PyTorch on a V100; shapes follow from the bytes of activations."""
     rows = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            forward, backward = float(row["fwd_ms"]) / 1e3, float(row["bwd_ms"]) / 1e3
-            if forward < 5e-5 or backward < 5e-5:
-                continue
-            written, weights = float(row["activation_bytes"]) / 4, float(row["parameter_bytes"]) / 4
-            found = re.match(r"Conv2d\((\d+), (\d+), kernel_size=\((\d+), (\d+)\), stride=\((\d+), \d+\)", row["op"])
-            groups = re.search(r"groups=(\d+)", row["op"])
-            if found:
-                cin, cout, kh, kw, stride = map(int, found.groups())
-                g = int(groups[1]) if groups else 1
-                item = Item(
-                    "conv",
-                    written * cin / g * kh * kw,
-                    written * cin / cout * stride**2,
-                    written,
-                    weights,
-                    kh * kw,
-                    cin // g,
-                    cout // g,
-                    g,
-                    stride > 1,
-                )
-            elif row["op"].startswith("BatchNorm"):
-                item = Item("norm", 0, written, written, weights)
-            elif row["op"].startswith(("ReLU", "Add")):
-                item = Item("pointwise", 0, written * (2 if row["op"].startswith("Add") else 1), written, 0)
-            else:
-                continue
-            rows.append((item, forward, backward))
-    return _layers(device_named("v100-pcie"), "fp32", Software("pipedream", 7), rows)
+    for row in lines(path):
+        forward, backward = float(row["fwd_ms"]) / 1e3, float(row["bwd_ms"]) / 1e3
+        if forward < 5e-5 or backward < 5e-5:
+            continue
+        written, weights = float(row["activation_bytes"]) / 4, float(row["parameter_bytes"]) / 4
+        found = re.match(r"Conv2d\((\d+), (\d+), kernel_size=\((\d+), (\d+)\), stride=\((\d+), \d+\)", row["op"])
+        groups = re.search(r"groups=(\d+)", row["op"])
+        if found:
+            cin, cout, kh, kw, stride = map(int, found.groups())
+            g = int(groups[1]) if groups else 1
+            macs, read = written * cin / g * kh * kw, written * cin / cout * stride**2
+            item = Item("conv", macs, read, written, weights, kh * kw, cin // g, cout // g, g, stride > 1)
+        elif row["op"].startswith("BatchNorm"):
+            item = Item("norm", 0, written, written, weights)
+        elif row["op"].startswith(("ReLU", "Add")):
+            item = Item("pointwise", 0, written * (2 if row["op"].startswith("Add") else 1), written, 0)
+        else:
+            continue
+        rows.append((item, forward, backward))
+    return _layers("v100-pcie", "fp32", Software("pipedream", 7), rows)
 
 
 @dataclass
@@ -193,14 +168,7 @@ def as_dict(names: Sequence[str], at: Array) -> dict[str, float]:
 Name = Callable[[Row], str]
 
 
-def by_source(row: Row) -> str:
-    """What is left out together: all rows of a source."""
-    return row.source
-
-
-def one_device(
-    rows: Sequence[Row], layers: Sequence[Layers], sources: Sequence[str], name: Name = by_source
-) -> Problem:
+def one_device(rows: Sequence[Row], layers: Sequence[Layers], sources: Sequence[str], name: Name) -> Problem:
     """The problem of one device: single layers, and networks."""
     used = [row for row in rows if row.count == 1 and row.rate and not row.refused and row.scheme.kind != "pipeline"]
     alike: dict[tuple[object, ...], list[Row]] = {}
@@ -262,13 +230,12 @@ class Collective:
 def read_collectives(folder: Path) -> list[Collective]:
     """NCCL's of `allreduce.csv`: of the others, sums pass through the hosts' memory."""
     found = []
-    with (folder / "allreduce.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if "NCCL" in row["algorithm"]:
-                link = "pcie3-switch" if "single-root" in row["topology"] else "pcie3"
-                count, hosts = int(row["n_gpus"]), int(row["n_nodes"])
-                site = Site(count // hosts, link, "infiniband-fdr")
-                found.append(Collective(site, count, float(row["bytes"]), float(row["time_ms"]) / 1e3))
+    for row in lines(folder / "allreduce.csv"):
+        if "NCCL" in row["algorithm"]:
+            link = "pcie3-switch" if "single-root" in row["topology"] else "pcie3"
+            count, hosts = int(row["n_gpus"]), int(row["n_nodes"])
+            site = Site(count // hosts, link, "infiniband-fdr")
+            found.append(Collective(site, count, float(row["bytes"]), float(row["time_ms"]) / 1e3))
     return found
 
 
@@ -278,7 +245,7 @@ def several_devices(
     singles: Sequence[Times],
     sources: Sequence[str],
     one_given: dict[str, float],
-    name: Name = by_source,
+    name: Name,
 ) -> Problem:
     """The problem of several devices, where the times of one are known: their speed-ups."""
     used = [
@@ -320,9 +287,7 @@ def speedup(row: Row, one: Times, given: dict[str, dict[str, float]]) -> float:
     """Predicted: over one device with the same input and the same images."""
     arguments = (one, work(row.network), row.images, row.device, row.precision, row.software)
     many = several(*arguments, row.count, row.site, row.scheme, given)
-    if row.scheme.relative:
-        return many.alone / many.seconds
-    if row.scheme.kind == "pipeline":
+    if row.scheme.relative or row.scheme.kind == "pipeline":
         return many.alone / many.seconds
     if row.images_alone == row.images:
         alone = several(*arguments, 1, row.site, row.scheme, given)

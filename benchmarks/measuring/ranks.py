@@ -1,22 +1,28 @@
-"""Runs a function on fresh processes, one a device, each pinned to one core and one thread.
+"""Runs a function on fresh processes, one a device, each pinned to one core and one thread, or within limits.
 
 The processes are those of `convoy bench`, forked from a server that has torch and the libraries beside which Convoy is
 measured imported. They know their places by torchrun's variables.
 """
 
 import os
-import resource
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from convoy.bench import processes
 from convoy.bench.emulated import EmulatedDevice
 from convoy.bench.processes import RankFailed, RankSlot, Say
+from convoy.errors import ConvoyError
 from convoy.resources import own_cores
+from measuring import harness
 
-__all__ = ["Limits", "RankFailed", "prepare", "run_ranks"]
+__all__ = ["Limits", "RankFailed", "bits_per_second", "memory_groups", "run_ranks"]
 
 PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "convoy", "lightning.fabric", "accelerate")
 ENVIRONMENT = {
@@ -24,6 +30,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
+_MEMORY = Path("/sys/fs/cgroup/memory")
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,6 @@ class Limits:
 
     seconds: float = 600.0  # until it is ended
     cgroups: tuple[Path, ...] = ()  # for each rank the control group that it joins, if it is to have one
-    data_bytes: int | None = None  # that each rank may allocate; None for all there is
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,6 @@ class _Location:
     core: int
     device: EmulatedDevice | None
     cgroup: Path | None
-    data_bytes: int | None
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -51,17 +56,10 @@ class _Location:
     def enter(self) -> None:
         if self.cgroup is not None:
             (self.cgroup / "cgroup.procs").write_text(str(os.getpid()))
-        if self.data_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (self.data_bytes, self.data_bytes))
         if self.device is not None:
             self.device.enter()
         else:
             os.sched_setaffinity(0, {self.core})
-
-
-def prepare() -> None:
-    """Once, before the first run: the environment of all processes, and of the server that forks them."""
-    os.environ.update(ENVIRONMENT)
 
 
 def run_ranks(
@@ -73,6 +71,7 @@ def run_ranks(
     first_core: int = 0,
 ) -> list[Any]:
     """What `function(*args)` returns on each of `num` ranks."""
+    os.environ.update(ENVIRONMENT)  # also of the server that forks them, which starts with the first call
     limits, cores = limits or Limits(), own_cores()
     slots = [
         RankSlot(
@@ -82,7 +81,6 @@ def run_ranks(
                 cores[(first_core + rank) % len(cores)],
                 places[rank] if places else None,
                 limits.cgroups[rank] if limits.cgroups else None,
-                limits.data_bytes,
             ),
         )
         for rank in range(num)
@@ -92,3 +90,43 @@ def run_ranks(
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], say: Say) -> Any:
     return function(*args)
+
+
+def bits_per_second(num_bytes: int) -> float:
+    """What each of two ranks sends, and receives, in a second of gloo's all-reduce of `num_bytes`, which sends as many
+    bytes each way as it adds up. Both ranks call it."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    x = torch.ones(num_bytes // 4)
+    dist.all_reduce(x[:1024])
+    seconds = []
+    for _ in range(3):
+        dist.barrier()
+        seconds.append(harness.seconds_of(lambda: dist.all_reduce(x)))
+    return 8 * num_bytes / statistics.median(seconds)
+
+
+@contextmanager
+def memory_groups(num: int, limit: int | None) -> Iterator[list[Path]]:
+    """Control groups (Linux, version 1, root) for `num` processes, which are killed if they have more than the limit;
+    gone when the context is left. By then the processes must have ended."""
+    lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines())
+    own = next((path for _, controllers, path in lines if "memory" in controllers.split(",")), None)
+    if own is None:
+        raise ConvoyError("the memory of a process cannot be limited here: that needs control groups version 1")
+    parent = _MEMORY / own.lstrip("/")
+    made: list[Path] = []
+    try:
+        for number in range(num):
+            path = (parent if parent.is_dir() else _MEMORY) / f"convoy-{os.getpid()}-{number}"
+            try:
+                path.mkdir()
+                made.append(path)
+                if limit is not None:
+                    (path / "memory.limit_in_bytes").write_text(str(limit), encoding="ascii")
+            except OSError as error:
+                raise ConvoyError(f"the memory of a process cannot be limited here ({error}): be root") from error
+        yield made
+    finally:
+        for group in made:
+            group.rmdir()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import chaos
 import pytest
+from measuring import blows
 
 from processes import alive, children, variable
 from started import wait_for
@@ -25,8 +26,10 @@ sys.exit(chaos.main())
 
 def test_it_has_what_it_promises() -> None:
     names = [fault.name for fault in chaos.FAULTS]
-    assert len(names) == len(set(names)) >= 60
+    assert len(names) == len(set(names)) >= 99
     assert 6 <= sum(fault.fast for fault in chaos.FAULTS) <= len(names) / 6
+    done = (getattr(fault, what) for fault in chaos.FAULTS for what in ("strike", "before", "mend", "after"))
+    assert all(callable(getattr(blows, words[1:].partition(" ")[0])) for words in done if words.startswith("="))
 
 
 @pytest.mark.slow
