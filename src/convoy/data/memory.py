@@ -5,7 +5,7 @@ import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from multiprocessing import reduction
 from typing import Any
 
@@ -50,26 +50,20 @@ class SharedMemory:
 
 
 class SharedBytes:
-    """Pieces of bytes; handing them to a worker process hands over the memory itself."""
+    """Pieces of bytes; handing them to a worker process hands over the memory itself. So a million names take no memory
+    of a worker."""
 
-    def __init__(self, pieces: Iterable[bytes]) -> None:
-        ends = [0]
+    def __init__(self, pieces: Iterable[bytes], ends: NDArray[np.int64] | None = None) -> None:
+        """`ends` [n] are those of the pieces where they come in one block."""
+        lengths = [0]
 
         def counted() -> Iterable[bytes]:
             for piece in pieces:
-                ends.append(ends[-1] + len(piece))
+                lengths.append(len(piece))
                 yield piece
 
         self._memory = SharedMemory.of(counted())
-        self._ends = SharedNumbers(np.array(ends, np.int64))
-
-    @classmethod
-    def at(cls, block: bytes, ends: NDArray[np.int64]) -> "SharedBytes":
-        """Pieces that lie one after the other, by their ends [n]."""
-        instance = cls.__new__(cls)
-        instance._memory = SharedMemory.of([block])
-        instance._ends = SharedNumbers(np.concatenate([np.zeros(1, np.int64), ends]))
-        return instance
+        self._ends = SharedNumbers(np.cumsum(lengths) if ends is None else np.append(0, ends))
 
     def checksum(self) -> int:
         return zlib.crc32(self._ends.array.data, zlib.crc32(self._memory.bytes))
@@ -80,29 +74,6 @@ class SharedBytes:
     def __getitem__(self, place: int) -> bytes:
         start, end = self._ends.array[place : place + 2].tolist()
         return bytes(self._memory.bytes[start:end])
-
-
-class Names:
-    """Many strings; a million of them take no memory of a worker process."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = SharedBytes(os.fsencode(name) for name in names)
-
-    @classmethod
-    def of(cls, encoded: SharedBytes) -> "Names":
-        """Strings in UTF-8."""
-        instance = cls.__new__(cls)
-        instance._names = encoded
-        return instance
-
-    def checksum(self) -> int:
-        return self._names.checksum()
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, place: int) -> str:
-        return os.fsdecode(self._names[place])
 
 
 class SharedNumbers:
