@@ -369,16 +369,8 @@ def waits(photographs: Path, sides: list[str], classes: list[str], share: float,
 
 def grow(folder: Path, samples: int) -> None:
     """What the index of so many made-up samples takes: on disk, in time and memory to open, and of a worker."""
-    from convoy.data.pack_format import (
-        INDEX,
-        PER_SHARD,
-        Known,
-        PackOptions,
-        Statistics,
-        index_arrays,
-        index_file,
-        shard_name,
-    )
+    from convoy.data.pack import Known, index_arrays, index_file
+    from convoy.data.packed import INDEX, PER_SHARD, PackOptions, Statistics, shard_name
 
     rng = np.random.default_rng(0)
     sizes = rng.integers(10_000, 60_000, samples)

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from convoy.data import AugmentConfig, DataConfig, DataSet, Order, loader, training_batches
-from convoy.data.batch import BatchMaker
-from convoy.data.buffers import Buffers
-from convoy.data.crops import Crops
+from convoy.data.batch import BatchMaker, Crops
 from convoy.data.loader import bring_to, num_workers
 from convoy.data.sources import PixelSource
 from convoy.data.transforms import Geometry
+from convoy.data.workers import Buffers
 from convoy.errors import ConvoyError
 from data.made import evaluated, pixels, same, trained
 

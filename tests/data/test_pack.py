@@ -21,8 +21,8 @@ from safetensors import safe_open
 from convoy.data import DataConfig, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.decode import open_picture, suffix_of
-from convoy.data.pack_format import INDEX, UNFINISHED, PackOptions, Statistics, index_file
-from convoy.data.packed import Pack, PackedSource, damaged, unpack
+from convoy.data.pack import index_file
+from convoy.data.packed import INDEX, UNFINISHED, Pack, PackedSource, PackOptions, Statistics, damaged, unpack
 from convoy.errors import ConvoyError
 from data.made import (
     encoded,
@@ -170,7 +170,7 @@ def test_a_broken_picture_is_named_and_the_rest_goes_on_when_it_is_mended(
     for reader in (open_data, open_files):
         with pytest.raises(ConvoyError, match="is a pack that was interrupted: finish it by the same convoy data pack"):
             reader(DataConfig(path=str(target)))
-    complete = [target / notes.stem for notes in (target / UNFINISHED).glob("*.npz")]
+    complete = [target / notes.stem for notes in (target / UNFINISHED).glob("train-*.json")]
     before = {file.name: file.stat().st_mtime_ns for file in complete}
     picture_file.write_bytes(good)
     packed(source, target)
@@ -192,7 +192,7 @@ def begun(tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def test_of_damaged_notes_a_shard_is_written_again_or_it_is_said_what_to_do(
     begun: Path, photos: Path, tmp_path: Path
 ) -> None:
-    first, second, third, *_ = sorted((begun / UNFINISHED).glob("*.npz"))
+    first, second, third, *_ = sorted((begun / UNFINISHED).glob("train-*.json"))
     first.write_bytes(first.read_bytes()[:100])
     second.write_bytes(b"")
     content = bytearray(third.read_bytes())
@@ -245,7 +245,7 @@ def test_a_finished_pack_stays_as_it_is(photos: Path, tmp_path: Path, monkeypatc
 KILLED = """
 import sys, time
 from pathlib import Path
-from convoy.data import DataConfig, pack, pack_format
+from convoy.data import DataConfig, pack
 from convoy.data.dataset import open_files
 
 if __name__ == "__main__":
@@ -257,7 +257,7 @@ if __name__ == "__main__":
             print(done, flush=True)
             time.sleep(60)
 
-    pack.pack(kind, opened, Path(sys.argv[2]), pack_format.PackOptions(), said, 1)
+    pack.pack(kind, opened, Path(sys.argv[2]), pack.PackOptions(), said, 1)
 """
 
 
@@ -530,7 +530,7 @@ PREPARED: dict[str, Callable[[Path, Path], Any]] = {
     "a link to the lock": lambda dest, victim: link(dest / ".packing" / "lock", victim / "mine.npz"),
     "links for what is half-written": lambda dest, victim: [
         link(dest / ".packing" / f".{name}.{os.getpid()}.tmp", victim / "mine.npz")
-        for name in ("what.json", "train-000000.tar.npz", "test-000000.tar.npz")
+        for name in ("what.json", "train-000000.tar.json", "test-000000.tar.json")
     ],
     "files that end alike": lambda dest, victim: [(dest / name).write_bytes(b"") for name in (".packing", ".my.tmp")],
 }

@@ -24,10 +24,9 @@ from convoy.comm.memory import memory_explained
 from convoy.comm.position import current
 from convoy.data import Batch, DataConfig, Order, open_data, training_batches, workers
 from convoy.data.batch import Filled
-from convoy.data.buffers import Buffers
 from convoy.data.memory import SharedNumbers
 from convoy.data.sources import PixelSource
-from convoy.data.workers import Request, Workers
+from convoy.data.workers import Buffers, Request, Workers
 from convoy.errors import ConvoyError, MachineError
 from data.made import pixels, same, trained, write_folder
 
