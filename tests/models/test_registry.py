@@ -119,7 +119,16 @@ def test_heads_and_channels_of_any_network() -> None:
 
 @pytest.mark.slow
 def test_small_networks_train() -> None:
-    names = ["alexnet", "squeezenet1_0", "squeezenet1_1", "vgg11_bn", "googlenet", "resnet18", "resnet50", "densenet121"]
+    names = [
+        "alexnet",
+        "squeezenet1_0",
+        "squeezenet1_1",
+        "vgg11_bn",
+        "googlenet",
+        "resnet18",
+        "resnet50",
+        "densenet121",
+    ]
     for info in map(describe, ("lenet", "cifar-quick", *(f"{name}-cifar" for name in names))):
         model = create(info.name)
         out = model(torch.randn(2, *info.input_shape))

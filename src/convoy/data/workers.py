@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -78,7 +79,7 @@ class Buffers:
         self.pinned = pin_memory and memory is None and self._pin()
 
     def __reduce__(self) -> Any:
-        return _of_another_process, (self._options, self._pin_memory, self._memory)
+        return partial(Buffers, pin_memory=self._pin_memory, memory=self._memory), self._options
 
     def _bytes(self, slot: int) -> NDArray[np.uint8]:
         return np.frombuffer(memoryview(self._memory.bytes), np.uint8, self._size, self._begin + slot * self._size)
@@ -111,10 +112,6 @@ class Buffers:
             return False
         weakref.finalize(self, runtime.cudaHostUnregister, block.ctypes.data).atexit = False
         return True
-
-
-def _of_another_process(options: Any, pin_memory: bool, memory: SharedMemory) -> Buffers:
-    return Buffers(*options, pin_memory=pin_memory, memory=memory)
 
 
 @dataclass(frozen=True)
