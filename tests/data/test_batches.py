@@ -163,6 +163,7 @@ KINDS = {
     "parquet": (write_rows, {"crop": "random-resized"}),
     "tar": (lambda root: write_tar(root / "x.tar", tar_members(12)), {"crop": "random-resized"}),
     "pixels": (write_mnist, {"crop": "pad"}),
+    "turbo": (lambda root: write_folder(root, num=6, width=500, height=400), {"crop": "random-resized"}),
     "rand_augment": (lambda root: write_folder(root, num=6), {"rand_augment": "n2-m9"}),
 }
 
@@ -171,8 +172,8 @@ KINDS = {
 def test_all_sources_and_augmentations_go_to_workers(tmp_path: Path, kind: str) -> None:
     write, augment = KINDS[kind]
     write(tmp_path)
-    made = [trained(config(tmp_path, augment=augment, workers=workers), num=4) for workers in (0, 2)]
-    assert same(*made)
+    options = {"augment": augment, "decoder": kind if kind == "turbo" else None}
+    assert same(*(trained(config(tmp_path, **options, workers=workers), num=4) for workers in (0, 2)))
 
 
 def test_an_evaluation_counts_every_sample_once_in_order_and_is_not_augmented(photos: Path) -> None:

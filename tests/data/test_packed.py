@@ -61,9 +61,6 @@ def test_damage_is_named(copy: Path, tmp_path: Path) -> None:
         ConvoyError, match=r"jpg is no picture .*: fetch the pack again, or pack again, or set data.bad_i"
     ):
         trained(DataConfig(path=str(copy), workers=0, image_size=24))
-    tar.write_bytes(content[:-1])
-    with pytest.raises(ConvoyError, match=r"train-000000.tar has .* bytes instead of .*: fetch the pack again"):
-        Pack.open(copy)
     tar.unlink()
     with pytest.raises(ConvoyError, match=r"train-000000.tar is missing"):
         opened(copy)

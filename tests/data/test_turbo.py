@@ -6,15 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from convoy.data import AugmentConfig, DataConfig, turbo
 from convoy.data.batch import BatchMaker
 from convoy.data.decode import oriented
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
-from data.made import Listed, encoded, evaluated, picture, trained, turned, write_folder
-from shared_data import shared
+from data.made import Listed, encoded, evaluated, picture, turned, write_folder
 
 installed = pytest.mark.skipif(bool(turbo.missing()), reason="needs simplejpeg and OpenCV (extra `fast`)")
 CROP = {"crop": "random-resized", "flip": True}
@@ -62,6 +60,10 @@ def test_pixels_are_those_of_pillow_but_for_the_last_bits(channels: int, monkeyp
         assert oriented(rotated[0]) == (orientation != 1) and difference(rotated, crop="none") < 1.5
     raw = maker(files("PPM", 64, 64), side=64, margin=0).evaluation(np.array([0]))  # not changed at all
     assert np.array_equal(raw.images[0].permute(1, 2, 0), np.asarray(picture(64, 64)))
+    both = maker(plain, **CROP)  # this process, in which OpenCV has threads, or threads of its own
+    with ThreadPoolExecutor(4) as pool:
+        images = pool.map(lambda i: both.evaluation(np.array([i])).images.numpy()[0], range(6))
+        assert np.array_equal(np.stack(list(images)), both.evaluation(np.arange(6)).images)
     near, box = difference(plain, **CROP), Geometry.training_box
     shifted = lambda self, *of: tuple(end + 2 * (place % 2 == 0) for place, end in enumerate(box(self, *of)))  # noqa: E731
     monkeypatch.setattr(Geometry, "training_box", shifted)  # the control: two pixels beside it
@@ -90,34 +92,8 @@ def test_broken_files_are_refused_in_pillows_words() -> None:
         assert oriented(header), "a header that cannot be read is left to Pillow"
 
 
-@installed
-def test_pixels_are_a_function_of_seed_epoch_and_sample(tmp_path: Path) -> None:
-    """Whatever makes them: this process, in which OpenCV has threads, threads of its own, workers, or several ranks."""
-    every = files(quality=95) * 4
-    shared_maker = maker(every, **CROP)
-    with ThreadPoolExecutor(4) as pool:
-        images = pool.map(lambda i: shared_maker.evaluation(np.array([i])).images.numpy()[0], range(len(every)))
-        assert np.array_equal(np.stack(list(images)), shared_maker.evaluation(np.arange(len(every))).images)
-    write_folder(tmp_path / "train", num=8, width=500, height=400)
-    write_folder(tmp_path / "val", num=1)
-
-    def batches(workers: int, positions: range | None = None) -> torch.Tensor:
-        section = DataConfig(path=str(tmp_path), decoder="turbo", augment=AugmentConfig(**CROP), workers=workers)
-        return torch.stack([batch.images for batch in trained(section, 1, 3, batch=8, positions=positions)])
-
-    plain = batches(0)
-    assert torch.equal(batches(2), plain)
-    assert torch.equal(torch.cat([batches(1, range(3)), batches(0, range(3, 8))], dim=1), plain)
-
-
 def test_without_its_libraries_it_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turbo, "find_spec", lambda name: None)
     write_folder(tmp_path)
     with pytest.raises(ConvoyError, match=r"needs simplejpeg and OpenCV, which are not installed: pip install"):
         evaluated(DataConfig(path=str(tmp_path), decoder="turbo", workers=0))
-
-
-@installed
-def test_photographs_look_as_pillow_shows_them() -> None:
-    photos = [file.read_bytes() for file in sorted(shared("imagenet-sample").rglob("*.JPEG"))[::20]]
-    assert max(difference(photos, side=224, crop=crop) for crop in ("random-resized", "none")) < 5

@@ -40,7 +40,9 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 class StandIn(ModuleType):
     """Answers like timm, and notes how it was called."""
 
-    calls: list[dict] = []
+    def __init__(self) -> None:
+        super().__init__("timm")
+        self.calls: list[dict] = []
 
     def is_model(self, name: str) -> bool:
         return name == "tiny"
@@ -54,7 +56,7 @@ class StandIn(ModuleType):
 
 
 def test_timm_is_called_without_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    timm = StandIn("timm")
+    timm = StandIn()
     monkeypatch.setitem(sys.modules, "timm", timm)
     create("timm:tiny")
     create("timm:tiny", num_classes=5, in_channels=1, drop_rate=0.1)

@@ -1,8 +1,9 @@
 """A batch of pictures, and how one is made from the numbers of its samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -120,8 +121,8 @@ class BatchMaker:
 
     def _made(self, samples: NDArray[np.int64], epoch: int | None) -> Batch:
         if self._at_once(epoch):
-            used, bad = self._chosen(samples, epoch)
-            return self.batch(self._cut(used, epoch), Filled(used, bad), epoch)
+            filled = self._readable(samples, epoch, self._known_bad)
+            return self.batch(self._cut(filled.samples, epoch), filled, epoch)
         images = np.empty((len(samples), *self.shape), np.uint8)
         return self.batch(images, self.fill(images, samples, epoch), epoch)
 
@@ -132,54 +133,37 @@ class BatchMaker:
         """Write the pictures of some samples [n] to `images` [n, channels, height, width]; no `epoch` means evaluation.
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
         missing, and those after it move up. Raises ConvoyError where bad ones are not skipped, or none can be read."""
-        if self._at_once(epoch):
-            used, bad = self._chosen(samples, epoch)
-            for start in range(0, len(used), _PIECE):
-                piece = used[start : start + _PIECE]
-                images[start : start + len(piece)] = self._cut(piece, epoch)
-            return Filled(used, bad)
-        if epoch is not None:
-            return Filled(*self._readable(samples, lambda places, used: self._write(images, places, used, epoch)))
-        good: list[int] = []
-        failures: list[tuple[int, str]] = []
-        for sample in samples.tolist():
-            try:
-                self._write_one(images[len(good)], sample, None)
-                good.append(sample)
-            except BadImage as reason:
-                failures.append((sample, self._accept(reason)))
-        return Filled(np.array(good, np.int64), failures)
+        if not self._at_once(epoch):
+            return self._readable(samples, epoch, partial(self._write, images, epoch))
+        filled = self._readable(samples, epoch, self._known_bad)
+        for start in range(0, len(filled.samples), _PIECE):
+            piece = filled.samples[start : start + _PIECE]
+            images[start : start + len(piece)] = self._cut(piece, epoch)
+        return filled
 
     def fill_places(self, places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int | None) -> Filled:
         """As `fill`, but write to `places` [n, 4] what is to be cut out of which picture (`Crops`)."""
-        used, bad = self._chosen(samples, epoch)
-        places[: len(used)] = self._places(used, epoch)
-        return Filled(used, bad)
-
-    def _chosen(self, samples: NDArray[np.int64], epoch: int | None) -> tuple[NDArray[np.int64], list[tuple[int, str]]]:
-        """The samples whose pixels are used, and those that could not be read when they were put into memory."""
-        if epoch is not None:
-            return self._readable(samples, self._known_bad)
-        if not isinstance(self.source, PixelSource) or not self.source.bad:
-            return samples, []
-        failures = self._known_bad(np.arange(len(samples)), samples)
-        bad = [(int(samples[place]), self._accept(reason)) for place, reason in failures]
-        return np.delete(samples, [place for place, _ in failures]), bad
+        filled = self._readable(samples, epoch, self._known_bad)
+        places[: len(filled.samples)] = self._places(filled.samples, epoch)
+        return filled
 
     def _readable(
         self,
         samples: NDArray[np.int64],
+        epoch: int | None,
         write: Callable[[NDArray[np.int64], NDArray[np.int64]], list[tuple[int, BadImage]]],
-    ) -> tuple[NDArray[np.int64], list[tuple[int, str]]]:
-        """The samples that were written, and the bad ones among them; `write` says which places could not be."""
+    ) -> Filled:
+        """Let `write` write samples to places; it says which places it could not fill."""
         used, places = samples.copy(), np.arange(len(samples))
         bad: list[tuple[int, str]] = []
         for _ in range(len(self.source)):
             failures = write(places, used[places])
-            if not failures:
-                return used, bad
             bad.extend((int(used[place]), self._accept(reason)) for place, reason in failures)
-            places = np.array([place for place, _ in failures])
+            places = np.array([place for place, _ in failures], np.int64)
+            if epoch is None:
+                return Filled(np.delete(used, places), bad)
+            if not failures:
+                return Filled(used, bad)
             used[places] = (used[places] + 1) % len(self.source)
         raise ConvoyError(f"none of the {len(self.source)} training pictures can be read: {bad[0][1]}")
 
@@ -239,14 +223,18 @@ class BatchMaker:
         return images
 
     def _write(
-        self, images: NDArray[np.uint8], places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int
+        self, images: NDArray[np.uint8], epoch: int | None, places: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> list[tuple[int, BadImage]]:
         """Write the pictures of `samples` to `places` of `images`, and return the places that could not be filled."""
-        draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
-        failures = []
+        draws: Iterable[NDArray[np.float64] | None] = repeat(None, len(samples))
+        flips = np.zeros(len(samples), np.bool_)
+        if epoch is not None:
+            draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
+        failures: list[tuple[int, BadImage]] = []
         for place, sample, row, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):
+            free = place if epoch is not None else place - len(failures)  # in an evaluation the rest moves up
             try:
-                self._write_one(images[place], sample, epoch, row, flip)
+                self._write_one(images[free], sample, epoch, row, flip)
             except BadImage as reason:
                 failures.append((place, reason))
         return failures
@@ -256,8 +244,8 @@ class BatchMaker:
         planes: NDArray[np.uint8],
         sample: int,
         epoch: int | None,
-        draws: NDArray[np.float64] | None = None,
-        mirror: bool = False,
+        draws: NDArray[np.float64] | None,
+        mirror: bool,
     ) -> None:
         """Write a sample's picture; without an epoch as an evaluation shows it. Raises BadImage."""
         name, geometry, channels = self.source.name(sample), self.geometry, self.channels
