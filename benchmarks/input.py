@@ -377,7 +377,7 @@ def grow(folder: Path, samples: int) -> None:
     known = []
     for number, start in enumerate(range(0, samples, PER_SHARD)):
         own = sizes[start : start + PER_SHARD]
-        known.append(Known(number, np.cumsum(own + 1536), own, np.zeros(len(own), np.uint32), Statistics()))
+        known.append(Known(number, np.cumsum(own + 1536).tolist(), own.tolist(), [0] * len(own), Statistics()))
         with (folder / shard_name("data", number)).open("wb") as file:
             file.truncate(2**28)
     made = Made(samples)

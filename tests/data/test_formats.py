@@ -200,6 +200,7 @@ def test_parquet_files_that_are_named_and_columns_by_name_or_by_the_recipe(tmp_p
     for values in (["dog", "cat"] * 3, [1, 0] * 3, [True, False] * 3):
         plain = pa.array(values)
         for labels in (plain, plain if isinstance(values[0], bool) else plain.dictionary_encode()):
+            file = tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet"
             write_columns(file, image=pa.array(JPEGS[:6]).dictionary_encode(), label=labels)
             data = opened(file, validation_fraction=0.5)
             both = sorted((source.name(i), source.labels[i]) for source in (data.train, data.test) for i in range(3))

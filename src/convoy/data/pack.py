@@ -2,19 +2,19 @@
 
 import io
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import tarfile
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import reduce
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,12 +44,12 @@ class _Stored(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The notes on a complete shard: offset, size and CRC-32 of its pictures [n], and their statistics."""
+    """The notes on a complete shard: offset, size and CRC-32 of its pictures, and their statistics."""
 
     number: int
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    crc32: NDArray[Any]
+    offsets: list[int]
+    sizes: list[int]
+    crc32: list[int]
     statistics: Statistics
 
 
@@ -197,7 +197,7 @@ class _Shard:
         except (TypeError, ValueError):
             return None
         statistics |= {key: tuple(statistics[key]) for key in ("sums", "squares")}
-        return Known(self.number, *map(np.array, (offsets, sizes, sums)), Statistics(**statistics))
+        return Known(self.number, offsets, sizes, sums, Statistics(**statistics))
 
     def write(self, folder: Path, source: Source, labels: NDArray[np.int64], options: PackOptions) -> Known:
         """Write the tar, and then the notes on it. Raises BadImage."""
@@ -219,7 +219,7 @@ class _Shard:
         write_atomically(folder / self.name, fill)
         text = json.dumps([offsets, sizes, sums, asdict(statistics)])
         write_text(self._notes(folder), f"{zlib.crc32(text.encode())} {text}")
-        return Known(self.number, *map(np.array, (offsets, sizes, sums)), statistics)
+        return Known(self.number, offsets, sizes, sums, statistics)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -247,23 +247,31 @@ def _write_shards(
         progress("packing", done, total)
     if not queue:
         return notes
-    siblings = set(multiprocessing.active_children())
+    # A process for each shard, forked in milliseconds: a pool's queues have semaphores, which lie in /dev/shm.
+    context, waiting = forkserver(__name__), deque(queue)
+    running: dict[connection.Connection, tuple[_Shard, BaseProcess]] = {}
     try:
-        pool = ProcessPoolExecutor(min(processes, len(queue)), forkserver(__name__), _enter, (splits, options))
-    except OSError as error:  # from the semaphores of its queues
-        raise MachineError(
-            f"processes that pack cannot be started ({error.strerror}): /dev/shm may be full; in a container, raise "
-            "--shm-size"
-        ) from error
-    try:
-        labels = {split: source.labels for split, source in splits.items()}
-        futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in queue}
-        for future in as_completed(futures):
-            shard = futures[future]
-            notes[shard] = future.result()
-            done += len(shard.samples)
-            if progress:
-                progress("packing", done, total)
+        while waiting or running:
+            while waiting and len(running) < processes:
+                shard = waiting.popleft()
+                receiver, sender = context.Pipe(duplex=False)
+                source = splits[shard.split]
+                arguments = sender, shard, folder, source, source.labels[shard.places], options
+                writer = context.Process(target=_write, args=arguments, daemon=True)
+                writer.start()
+                sender.close()
+                running[receiver] = shard, writer
+            for ready in connection.wait(list(running)):
+                assert isinstance(ready, connection.Connection)
+                answer: Known | Exception = ready.recv()
+                if isinstance(answer, Exception):
+                    raise answer
+                shard, process = running.pop(ready)
+                process.join()
+                notes[shard] = answer
+                done += len(shard.samples)
+                if progress:
+                    progress("packing", done, total)
     except BadImage as bad:
         raise ConvoyError(
             f"{bad}: mend it, and pack again to go on; or remove it, and pack into a new folder (convoy data PATH "
@@ -272,31 +280,32 @@ def _write_shards(
     except KeyboardInterrupt:
         tell(f"the same command goes on after {done:,} of {total:,} pictures")
         raise
-    except BrokenProcessPool as error:
+    except EOFError as error:
         raise MachineError(
             f"a process that packs died, perhaps for lack of memory: run the same again to go on in {shown(folder)}"
         ) from error
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - siblings:
-            process.terminate()  # at once, not after the shard that it writes
-        pool.shutdown()
+        for _, process in running.values():
+            process.kill()  # at once, not after the shard that it writes
+            process.join()
     return notes
 
 
-_splits: dict[str, Source] = {}
-_options = PackOptions()
-
-
-def _enter(splits: dict[str, Source], options: PackOptions) -> None:
-    global _options
+def _write(
+    sender: connection.Connection,
+    shard: _Shard,
+    folder: Path,
+    source: Source,
+    labels: NDArray[np.int64],
+    options: PackOptions,
+) -> None:
     follow_parent()
-    _splits.update(splits)
-    _options = options
-
-
-def _write(shard: _Shard, folder: Path, labels: NDArray[np.int64]) -> Known:
-    return shard.write(folder, _splits[shard.split], labels, _options)
+    answer: Known | Exception
+    try:
+        answer = shard.write(folder, source, labels, options)
+    except Exception as error:
+        answer = error
+    sender.send(answer)
 
 
 def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored:
@@ -354,7 +363,7 @@ def index_arrays(split: str, source: Source, notes: list[Known]) -> dict[str, ND
     shards = np.repeat([shard.number for shard in notes], [len(shard.offsets) for shard in notes])
     return {
         f"{split}.shard": shards.astype(np.int32),
-        f"{split}.offset": np.concatenate([shard.offsets for shard in notes]),
+        f"{split}.offset": np.concatenate([shard.offsets for shard in notes]).astype(np.int64),
         f"{split}.size": np.concatenate([shard.sizes for shard in notes]).astype(np.int32),
         f"{split}.crc32": np.concatenate([shard.crc32 for shard in notes]).astype(np.uint32),
         f"{split}.label": source.labels.astype(np.int32),

@@ -15,9 +15,10 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,10 +78,9 @@ class Statistics:
     squares: tuple[int, int, int] = (0, 0, 0)  # of the same, squared
 
     def __add__(self, other: "Statistics") -> "Statistics":
+        combine: dict[str, Callable[..., Any]] = {"smallest": min, "largest": max, "sums": _added, "squares": _added}
         pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
-        colors = {name: tuple(map(sum, zip(*pairs.pop(name), strict=True))) for name in ("sums", "squares")}
-        ends = {"smallest": min(pairs.pop("smallest")), "largest": max(pairs.pop("largest"))}
-        return Statistics(**{name: sum(pair) for name, pair in pairs.items()}, **ends, **colors)
+        return Statistics(**{name: combine.get(name, add)(*pair) for name, pair in pairs.items()})
 
     @property
     def channels(self) -> int:
@@ -98,6 +98,10 @@ class Statistics:
         means = [total / max(self.pixels, 1) for total in self.sums[: self.channels]]
         pairs = zip(self.squares, means, strict=False)
         return tuple(round(max(total / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for total, mean in pairs)
+
+
+def _added(colors: tuple[int, ...], other_colors: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(add, colors, other_colors))
 
 
 def shard_name(split: str, number: int) -> str:

@@ -5,12 +5,10 @@ import os
 import tempfile
 import threading
 from contextlib import suppress
-from multiprocessing import resource_tracker, util
+from multiprocessing import util
 from multiprocessing.context import ForkServerContext
 
 from convoy.launch.rank import end_with_parent
-
-_NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
 def forkserver(module: str) -> ForkServerContext:
@@ -24,7 +22,6 @@ def forkserver(module: str) -> ForkServerContext:
         tempfile.tempdir = directory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["convoy.data.worker_server", module])
-    _start_tracker()
     return context
 
 
@@ -42,17 +39,3 @@ def follow_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=end, daemon=True).start()
-
-
-def _start_tracker() -> None:
-    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of a pool's
-    queues. Its warning is silenced: it would stand among the messages on the killed process."""
-    old_filters = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = f"{old_filters},{_NO_WARNING}" if old_filters else _NO_WARNING
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        if old_filters is None:
-            del os.environ["PYTHONWARNINGS"]
-        else:
-            os.environ["PYTHONWARNINGS"] = old_filters
