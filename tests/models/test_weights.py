@@ -53,7 +53,8 @@ def test_files_that_fit_are_loaded_whatever_wrote_them(tmp_path: Path) -> None:
         write(state, tmp_path / name)
         assert load_weights(model, tmp_path / name) == []
         assert same(state, state_of(model)), name
-    save_file({key: value.half() for key, value in state.items()}, tmp_path / "half.safetensors")
+    halves = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
+    save_file(halves, tmp_path / "half.safetensors")
     load_weights(model := create("cifar-quick"), tmp_path / "half.safetensors")
     for key, value in model.state_dict().items():
         assert value.dtype == state[key].dtype
