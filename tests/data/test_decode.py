@@ -73,9 +73,9 @@ def test_whatever_a_file_keeps_becomes_grey_or_rgb_on_white() -> None:
         assert "32 bits" in reason(encoded(Image.fromarray(array), "TIFF"))
 
 
-@pytest.mark.parametrize("mode", ["I;16", "I;16B", "P with transparency", "LA", "RGBA", "CMYK"])
+@pytest.mark.parametrize("mode", ["I;16", "P with transparency", "LA", "CMYK"])
 def test_a_large_picture_is_converted_as_its_parts_would_be_and_in_little_memory(mode: str) -> None:
-    kind, width, height = "TIFF" if mode in ("I;16B", "CMYK") else "PNG", 700, 1600
+    kind, width, height = "TIFF" if mode == "CMYK" else "PNG", 700, 1600
     random = np.random.default_rng(0).bytes(4 * width * height)
     options = {"compress_level": 1} | ({"transparency": 7} if mode[0] == "P" else {}) if kind == "PNG" else {}
     if mode[0] in "IP":

@@ -17,8 +17,8 @@ from PIL import Image
 
 from convoy.data import BadImage, DataConfig, evaluation_batches, open_data
 from convoy.data.dataset import CIFAR10, CIFAR100, IMAGENET, MNIST
-from convoy.data.memory import SharedBytes
 from convoy.data.parquet import MemorySource, fits_in_memory
+from convoy.data.processes import SharedBytes
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from data.made import (

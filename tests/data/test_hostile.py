@@ -37,11 +37,12 @@ def memory_below(limit: int) -> Iterator[None]:
 def test_a_tar_writes_nothing_wherever_its_members_point(tmp_path: Path) -> None:
     places = ("../../escaped", "/tmp/convoy-escaped", "a/../../../escaped", "C:\\escaped", "~/escaped")
     kinds = {"link.png": tarfile.SYMTYPE, "hard.png": tarfile.LNKTYPE, "pipe.png": tarfile.FIFOTYPE}
+    kinds["device.png"] = tarfile.CHRTYPE
     members = {f"{place}.{end}": content for place in places for end, content in (("png", PNG), ("cls", b"0"))}
     changes = {name: {"type": kind, "linkname": "../../../etc/passwd"} for name, kind in kinds.items()}
     path = write_tar(tmp_path / "a" / "b" / "train.tar", members | dict.fromkeys(kinds, b""), changes=changes)
     source = open_tars(path, DataConfig()).train
-    assert len(source) == len(places)  # links and pipes are no pictures
+    assert len(source) == len(places)  # links, pipes and devices are no pictures
     assert all(source.read(sample) == PNG for sample in range(len(places)))
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "train.tar"]
     assert not Path("/tmp/convoy-escaped.png").exists()

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
 from convoy.data.files import Opened, check_range, keep_others_out, reading, shown, writing
 from convoy.data.folder import MAX_PICTURE_BYTES
-from convoy.data.memory import SharedBytes
+from convoy.data.processes import SharedBytes
 from convoy.data.sources import Progress
 from convoy.data.webdataset import TarSource
 from convoy.errors import ConvoyError

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from convoy.data.decode import BadImage, finish_picture, in_channels, open_picture
-from convoy.data.memory import SharedNumbers
+from convoy.data.processes import SharedNumbers
 from convoy.errors import ConvoyError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, suffixes
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
-from convoy.data.memory import SharedBytes, SharedNumbers
+from convoy.data.processes import SharedBytes, SharedNumbers
 from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable

@@ -28,8 +28,7 @@ from numpy.typing import DTypeLike, NDArray
 from convoy.comm.memory import lack_of_memory
 from convoy.comm.position import current
 from convoy.data.batch import Batch, BatchMaker, Filled
-from convoy.data.memory import SharedMemory
-from convoy.data.processes import follow_parent, forkserver
+from convoy.data.processes import SharedMemory, follow_parent, forkserver
 from convoy.errors import ConvoyError, MachineError
 
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
