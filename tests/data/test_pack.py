@@ -18,9 +18,11 @@ from PIL import Image
 from convoy.data import DataConfig, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.decode import open_picture, suffix_of
+from convoy.data.files import Opened
 from convoy.data.packed import INDEX, UNFINISHED, Pack, PackOptions
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 from data.made import (
+    Listed,
     encoded,
     opened,
     packed,
@@ -150,12 +152,12 @@ def test_a_smaller_pack_says_what_it_is_and_knows_its_pixels(tmp_path: Path, pho
 def test_after_a_broken_picture_or_damaged_notes_it_goes_on_with_what_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pack, "PER_SHARD", 1)
-    source, target = write_folder(tmp_path / "source", ("a", "b"), num=4), tmp_path / "packed"
-    broken = source / "b" / "003.jpg"
+    monkeypatch.setattr(pack, "PER_SHARD", 2)
+    source, target = write_folder(tmp_path / "source", ("a", "b"), num=5), tmp_path / "packed"
+    broken = source / "b" / "004.jpg"
     good = broken.read_bytes()
     broken.write_bytes(good[:500])
-    with pytest.raises(ConvoyError, match=r"^b/003.jpg cannot be decoded .*: mend it, and pack again to go on; or rem"):
+    with pytest.raises(ConvoyError, match=r"^b/004.jpg cannot be decoded .*: mend it, and pack again to go on; or rem"):
         packed(source, target)
     broken.write_bytes(good)
     for reader in (open_data, open_files):
@@ -231,7 +233,7 @@ if __name__ == "__main__":
 def test_a_pack_that_was_ended_goes_on_and_is_what_it_would_have_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    source, killed = write_folder(tmp_path / "source", ("a", "b"), num=12), tmp_path / "killed"
+    source, killed = write_folder(tmp_path / "source", ("a", "b"), num=6), tmp_path / "killed"
     (tmp_path / "script.py").write_text(KILLED)
     command = [sys.executable, str(tmp_path / "script.py"), str(source), str(killed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -243,7 +245,21 @@ def test_a_pack_that_was_ended_goes_on_and_is_what_it_would_have_been(
     monkeypatch.setattr(pack, "PER_SHARD", 3)
     for name in ("killed", "whole"):
         packed(source, tmp_path / name)
-    assert contents(killed) == contents(tmp_path / "whole") and len(contents(killed)) == 8 + 2
+    assert contents(killed) == contents(tmp_path / "whole") and len(contents(killed)) == 4 + 2
+
+
+class Deadly(Listed):
+    """Ends whoever reads it."""
+
+    def read(self, sample: int) -> bytes:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return b""
+
+
+def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
+    files = Opened("x", ["a", "b"], Deadly([b""] * 4))
+    with pytest.raises(MachineError, match=r"a process that packs died, .*run the same again to go on"):
+        pack.pack("folder", files, tmp_path / "packed", PackOptions(), None, 1)
 
 
 def test_a_full_disk_is_named_and_packing_goes_on_afterwards(

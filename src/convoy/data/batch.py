@@ -231,10 +231,10 @@ class BatchMaker:
         if epoch is not None:
             draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
         failures: list[tuple[int, BadImage]] = []
-        for place, sample, row, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):
-            free = place if epoch is not None else place - len(failures)  # in an evaluation the rest moves up
+        for place, sample, numbers, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):
+            row = place if epoch is not None else place - len(failures)  # in an evaluation the rest moves up
             try:
-                self._write_one(images[free], sample, epoch, row, flip)
+                self._write_one(images[row], sample, epoch, numbers, flip)
             except BadImage as reason:
                 failures.append((place, reason))
         return failures

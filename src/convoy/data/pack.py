@@ -238,35 +238,32 @@ def _write_shards(
     tell: Callable[[str], object],
 ) -> dict[_Shard, Known]:
     notes = {shard: note for shard in shards if (note := shard.known(folder)) is not None}
-    queue = [shard for shard in shards if shard not in notes]
     total = sum(len(source) for source in splits.values())
-    done = total - sum(len(shard.samples) for shard in queue)
+    done = sum(len(shard.samples) for shard in notes)
     if done:
         tell(f"going on after {done:,} of {total:,} pictures")
     if progress:
         progress("packing", done, total)
-    if not queue:
-        return notes
     # A process for each shard, forked in milliseconds: a pool's queues have semaphores, which lie in /dev/shm.
-    context, waiting = forkserver(__name__), deque(queue)
-    running: dict[connection.Connection, tuple[_Shard, BaseProcess]] = {}
+    context, queue = forkserver(__name__), deque(shard for shard in shards if shard not in notes)
+    writers: dict[connection.Connection, tuple[_Shard, BaseProcess]] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                shard = waiting.popleft()
+        while queue or writers:
+            while queue and len(writers) < processes:
+                shard = queue.popleft()
                 receiver, sender = context.Pipe(duplex=False)
                 source = splits[shard.split]
                 arguments = sender, shard, folder, source, source.labels[shard.places], options
                 writer = context.Process(target=_write, args=arguments, daemon=True)
                 writer.start()
                 sender.close()
-                running[receiver] = shard, writer
-            for ready in connection.wait(list(running)):
-                assert isinstance(ready, connection.Connection)
-                answer: Known | Exception = ready.recv()
+                writers[receiver] = shard, writer
+            for result in connection.wait(list(writers)):
+                assert isinstance(result, connection.Connection)
+                answer: Known | Exception = result.recv()
                 if isinstance(answer, Exception):
                     raise answer
-                shard, process = running.pop(ready)
+                shard, process = writers.pop(result)
                 process.join()
                 notes[shard] = answer
                 done += len(shard.samples)
@@ -285,7 +282,7 @@ def _write_shards(
             f"a process that packs died, perhaps for lack of memory: run the same again to go on in {shown(folder)}"
         ) from error
     finally:
-        for _, process in running.values():
+        for _, process in writers.values():
             process.kill()  # at once, not after the shard that it writes
             process.join()
     return notes
