@@ -29,7 +29,8 @@ from convoy.cli.app import main
 from convoy.data import BadImage, DataConfig, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.decode import finish_picture, open_picture
-from convoy.data.pack_format import INDEX, PackOptions, index_file
+from convoy.data.pack import index_file
+from convoy.data.packed import INDEX, PackOptions
 from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
 from convoy.plans.fit import parse_fix

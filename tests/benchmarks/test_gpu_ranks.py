@@ -20,10 +20,10 @@ import small_nets
 from convoy import models
 from convoy.comm import collectives
 from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batches
-from convoy.data.buffers import Buffers
-from convoy.data.crops import Crops
+from convoy.data.batch import Crops
 from convoy.data.loader import bring_to
 from convoy.data.sources import PixelSource
+from convoy.data.workers import Buffers
 from convoy.engine import agreement
 from convoy.ops.constants import Constants
 from convoy.plans.plan import Plan

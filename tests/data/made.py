@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
-from convoy.data import Batch, DataConfig, DataSet, Order, evaluation_batches, open_data, training_batches
+from convoy.data import Batch, DataConfig, DataSet, Order, evaluation_batches, open_data, pack, training_batches
+from convoy.data.dataset import open_files
+from convoy.data.packed import PackOptions, Statistics
 from convoy.data.sources import EncodedSource, Source
 
 
@@ -36,9 +38,14 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return file.getvalue()
 
 
-def write_idx(path: Path, array: np.ndarray, magic: int | None = None) -> None:
-    magic = (0x800 | array.ndim) if magic is None else magic
-    content = b"".join(n.to_bytes(4, "big") for n in (magic, *array.shape)) + array.astype(np.uint8).tobytes()
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    return exif
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    content = b"".join(n.to_bytes(4, "big") for n in (0x800 | array.ndim, *array.shape)) + array.astype("u1").tobytes()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
@@ -69,9 +76,8 @@ def write_cifar(folder: Path, version: int, binary: bool, num: int = 20) -> Path
             key = b"labels" if version == 10 else b"fine_labels"
             dump(inner / file, {b"data": data, key: labels.tolist(), b"filenames": []})
     if binary:
-        (inner / ("batches.meta.txt" if version == 10 else "fine_label_names.txt")).write_text(
-            "\n".join(classes) + "\n"
-        )
+        meta = "batches.meta.txt" if version == 10 else "fine_label_names.txt"
+        (inner / meta).write_text("\n".join(classes) + "\n")
     else:
         meta, key = ("batches.meta", b"label_names") if version == 10 else ("meta", b"fine_label_names")
         dump(inner / meta, {key: [name.encode() for name in classes]})
@@ -88,11 +94,6 @@ def write_folder(root: Path, classes: Sequence[str] = ("cat", "dog"), num: int =
     return root
 
 
-def hugging_face(image: str, label: str, names: Sequence[str]) -> dict[bytes, bytes]:
-    features = {image: {"_type": "Image"}, label: {"_type": "ClassLabel", "names": list(names)}}
-    return {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
-
-
 def write_parquet(
     path: Path,
     images: Sequence[bytes | None],
@@ -104,12 +105,14 @@ def write_parquet(
     struct: bool = True,
     rows: int = 3,
 ) -> Path:
+    """As on the Hugging Face hub; `names` are the classes in its metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())]) if struct else pa.binary()
     column = pa.array([{"bytes": data, "path": None} for data in images] if struct else list(images), kind)
     table = pa.table({image: column, label: pa.array(labels)})
     if names is not None:
-        table = table.replace_schema_metadata(hugging_face(image, label, names))
+        features = {image: {"_type": "Image"}, label: {"_type": "ClassLabel", "names": list(names)}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pq.write_table(table, path, row_group_size=rows)
     return path
 
@@ -120,12 +123,16 @@ def write_columns(path: Path, **columns: Sequence[Any]) -> Path:
     return path
 
 
-def write_tar(path: Path, members: Mapping[str, bytes], **options: Any) -> Path:
+def write_tar(path: Path, members: Mapping[str, bytes], mode: str = "w", **options: Any) -> Path:
+    """Attributes of the members stand in `changes`, by their names."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, options.pop("mode", "w"), **options) as tar:
+    changes = options.pop("changes", {})
+    with tarfile.open(path, mode, **options) as tar:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
+            for key, value in changes.get(name, {}).items():
+                setattr(info, key, value)
             tar.addfile(info, io.BytesIO(content))
     return path
 
@@ -143,9 +150,15 @@ def opened(path: Path | str, **options: Any) -> DataSet:
     return open_data(DataConfig(path=str(path), **options))
 
 
-def names(source: Source) -> list[str]:
+def names(*sources: Source) -> list[str]:
     """Of all samples."""
-    return [source.name(sample) for sample in range(len(source))]
+    return [source.name(sample) for source in sources for sample in range(len(source))]
+
+
+def packed(source: Path, folder: Path, options: PackOptions | None = None) -> dict[str, Statistics]:
+    """Pack a data set; what its pictures are by split."""
+    kind, files = open_files(DataConfig(path=str(source)))
+    return pack.pack(kind, files, folder, options or PackOptions(), None, processes=1)
 
 
 class Listed(EncodedSource):

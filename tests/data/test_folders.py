@@ -2,18 +2,17 @@
 
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image, ImageFile
+from PIL import Image, PngImagePlugin
 
 from convoy.data import DataSet, decode
 from convoy.data.decode import BadImage, suffixes
 from convoy.data.files import split_of
 from convoy.errors import ConvoyError
-from data.made import encoded, opened, picture, write_folder
+from data.made import encoded, names, opened, picture, write_folder
 
 
 def make(root: Path, *folders: str, classes: tuple[str, ...] = ("cat", "dog"), num: int = 2) -> Path:
@@ -26,56 +25,32 @@ def numbers(data: DataSet) -> tuple[int, int, list[str]]:
     return len(data.train), len(data.test), data.classes
 
 
-SPLITS = """train val, Training Testing, TRAIN TEST, Train Valid, training_set test_set, seg_train seg_test,
-train_images val_images, TrainSet TestSet, trainset testset, train2017 val2017, trainings tests, train eval,
-Train Evaluation, train dev, train holdout, train hold-out, my-train-pictures my-held_out-pictures,
+SPLITS = """train val, Training Testing, TRAIN TEST, training_set test_set, seg_train seg_test, TrainSet TestSet,
+train2017 val2017, trainings tests, Train Evaluation, train dev, train hold-out, my-train-pictures my-held_out-pictures,
 train/train test/test, cars/Train cars/Test, training_data validation_data"""
-
-
-def test_splits_have_their_usual_names(tmp_path: Path) -> None:
-    """Also twice in each other, as some archives are unpacked, or one folder further down."""
-    for number, each in enumerate(SPLITS.split(",")):
-        root, (train, test) = tmp_path / str(number), each.split()
-        if "data" in train:
-            train, test = train.replace("_", " "), test.replace("_", " ")
-        make(root, train, num=3)
-        make(root, test, num=1)
-        data = opened(root)
-        assert numbers(data) == (6, 2, ["cat", "dog"]) and not data.notes, each
-        assert {data.train.name(i).split("/")[0] for i in range(6)} <= set(train.split("/")), each
-    for name in ("strain", "trained", "invalid", "contest", "device", "test-train", "cat", "2017"):
-        assert split_of(name) is None
-
-
-def test_validation_comes_before_test_and_what_is_not_used_is_named(tmp_path: Path) -> None:
-    make(tmp_path, "train", "val", "test")
-    make(tmp_path, "drawings", classes=("a", "b"))
-    data = opened(tmp_path)
-    assert data.test.name(0).startswith("val/")
-    assert data.notes == ("left out: drawings/, test/",)
-
-
-@pytest.mark.parametrize("name", ["test", "Validation"])
-def test_a_class_among_others_may_be_called_like_a_split(tmp_path: Path, name: str) -> None:
-    data = opened(make(tmp_path, ".", classes=("bus", "car", name), num=10))
-    assert numbers(data) == (27, 3, sorted(("bus", "car", name)))
-    assert f"{name}/ is a class here, not a split" in data.notes[0]
-
-
 UNCLEAR = """lessons exam, train unseen, train test more, train training, train val dev, unseen test,
 cars/train cars/test planes/train planes/test, cat/train cat/test dog/train dog/test, . test"""
 
 
-def test_what_is_not_clear_is_asked(tmp_path: Path) -> None:
+def test_splits_have_their_usual_names_and_what_is_not_clear_is_asked(tmp_path: Path) -> None:
+    """Also twice in each other, as some archives are unpacked, or one folder further down."""
+    for number, pair in enumerate(SPLITS.split(",")):
+        root, (train, test) = tmp_path / str(number), pair.split()
+        if "data" in train:
+            train, test = train.replace("_", " "), test.replace("_", " ")
+        data = opened(make(make(root, train, num=3), test, num=1))
+        assert numbers(data) == (6, 2, ["cat", "dog"]) and not data.notes, pair
+        assert {name.split("/")[0] for name in names(data.train)} <= set(train.split("/")), pair
+    for name in ("strain", "trained", "invalid", "contest", "device", "test-train", "cat", "2017"):
+        assert split_of(name) is None
     for number, folders in enumerate(UNCLEAR.split(",")):
-        root = make(tmp_path / str(number), *folders.split())
+        root = make(tmp_path / f"unclear{number}", *folders.split())
         with pytest.raises(ConvoyError, match=r"which to train on is not clear: say so, as by --set data.train="):
             opened(root)
 
 
 def test_the_options_settle_it(tmp_path: Path) -> None:
-    make(tmp_path, "lessons", num=3)
-    make(tmp_path, "exam", num=1)
+    make(make(tmp_path, "lessons", num=3), "exam", num=1)
     assert numbers(opened(tmp_path, train="lessons", test="exam")) == (6, 2, ["cat", "dog"])
     assert numbers(opened(tmp_path, train="lessons", validation_fraction=0.5)) == (3, 3, ["cat", "dog"])
     assert opened(tmp_path, train=".").classes == ["exam", "lessons"]
@@ -87,6 +62,13 @@ def test_the_options_settle_it(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_neither_splits_nor_classes(tmp_path: Path) -> None:
+    root = make(make(tmp_path / "more", "train", "val", "test"), "drawings", classes=("a", "b"))
+    data = opened(root)  # of val and test the first
+    assert data.test.name(0).startswith("val/") and data.notes == ("left out: drawings/, test/",)
+    for name in ("test", "Validation"):
+        data = opened(make(tmp_path / name, ".", classes=("bus", "car", name), num=10))
+        assert numbers(data) == (27, 3, sorted(("bus", "car", name)))
+        assert f"{name}/ is a class here, not a split" in data.notes[0]
     make(tmp_path / "same", "cat", "dog", classes=("images",), num=10)
     assert numbers(opened(tmp_path / "same")) == (18, 2, ["cat", "dog"])  # what each class has is no split
     make(tmp_path / "loose", ".", classes=("Training", "test"))
@@ -106,26 +88,26 @@ def test_folders_that_are_neither_splits_nor_classes(tmp_path: Path) -> None:
     assert data.notes == ("left out: annotations/, ant/ without pictures", "left out: 1 .xml")
 
 
-def test_files_that_are_no_pictures_are_counted_by_kind(tmp_path: Path) -> None:
-    make(tmp_path, ".", num=5)
-    for name in ("cat/a.txt", "cat/b.TXT", "cat/c.csv", "cat/README", "cat/d.HEIC", "cat/._hidden.jpg", "loose.jpg"):
-        (tmp_path / name).write_bytes(b"x")
-    needs = "" if ".heic" in suffixes() else " (read after pip install pillow-heif)"
-    counts = "2 .txt, 1 .csv, 1 without an ending, 1 .heic, 1 .jpg beside the class folders"
-    note = opened(tmp_path, bad_images="skip").notes[0]
-    assert sorted(note.removesuffix(needs).removeprefix("left out: ").split(", ")) == sorted(counts.split(", "))
-    assert note.endswith(needs)
-    (tmp_path / "ant").mkdir()
-    (tmp_path / "ant" / "a.jxl").write_bytes(b"x")
-    with pytest.raises(ConvoyError, match=r"ant is a class without pictures that can be read .*pillow-jxl-plugin"):
-        opened(tmp_path)
+def test_a_tree_is_split_by_a_seed_and_its_links_lead_nowhere_twice(tmp_path: Path) -> None:
+    root = make(tmp_path / "set", ".", classes=("a", "b"), num=9)
+    (root / "a" / "more").mkdir()
+    (root / "a" / "more" / "x.PNG").write_bytes(encoded(picture(12, 12)))
+    (root / "a" / "more" / "loop").symlink_to(root / "a", target_is_directory=True)
+    (tmp_path / "elsewhere.jpg").write_bytes((root / "b" / "000.jpg").read_bytes())
+    (root / "b" / "linked.jpg").symlink_to(tmp_path / "elsewhere.jpg")
+    one, same, other = opened(root), opened(root), opened(root, split_seed=1)
+    assert names(one.test) == names(same.test) != names(other.test) and one.test.labels.tolist() == [0, 1]
+    wanted = [f"{c}/{i:03d}.jpg" for c in "ab" for i in range(9)] + ["a/more/x.PNG", "b/linked.jpg"]
+    assert sorted(names(one.train, one.test)) == sorted(wanted)
+    assert "2 of its 20 samples are held out" in one.notes[0]
+    assert len(opened(root, validation_fraction=0.5).test) == 10
 
 
 ENDS = """.jfif JPEG, .jpe JPEG, .JPG JPEG, .gif GIF, .apng PNG, .tga TGA, .jpx JPEG2000, .avif AVIF, .ico ICO,
 .pnm PPM, .dib DIB, .qoi QOI, .sgi SGI, .pcx PCX, .dds DDS, .mpo JPEG, .png JPEG, .jpg PNG, .bmp WEBP"""
 
 
-def test_what_pillow_reads_is_a_picture_whatever_it_is_called(tmp_path: Path) -> None:
+def test_what_pillow_reads_is_a_picture_whatever_it_is_called_and_the_rest_is_counted(tmp_path: Path) -> None:
     image, count = picture(16, 16), 0
     for end, form in map(str.split, ENDS.split(",")):
         try:
@@ -141,50 +123,48 @@ def test_what_pillow_reads_is_a_picture_whatever_it_is_called(tmp_path: Path) ->
             assert data.train.load(0).tobytes() == whole.convert("RGB").tobytes(), end
         count += 1
     assert count > 10
+    root = make(tmp_path / "set", ".", num=5)
+    for name in ("cat/a.txt", "cat/b.TXT", "cat/c.csv", "cat/README", "cat/d.HEIC", "cat/._hidden.jpg", "loose.jpg"):
+        (root / name).write_bytes(b"x")
+    needs = "" if ".heic" in suffixes() else " (read after pip install pillow-heif)"
+    counts = "2 .txt, 1 .csv, 1 without an ending, 1 .heic, 1 .jpg beside the class folders"
+    note = opened(root, bad_images="skip").notes[0]
+    assert sorted(note.removesuffix(needs).removeprefix("left out: ").split(", ")) == sorted(counts.split(", "))
+    assert note.endswith(needs)
+    (root / "ant").mkdir()
+    (root / "ant" / "a.jxl").write_bytes(b"x")
+    with pytest.raises(ConvoyError, match=r"ant is a class without pictures that can be read .*pillow-jxl-plugin"):
+        opened(root)
 
 
 HEIC = b"\0\0\0\x18ftypheic" + bytes(16)
 
 
-@pytest.fixture
-def fresh_formats(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Formats as a new process finds them, before and after."""
+def register() -> None:
+    Image.register_open("HEIF", PngImagePlugin.PngImageFile)
+    Image.register_extension("HEIF", ".heic")
+
+
+def test_heic_is_read_where_its_package_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget() -> None:
+        """Formats as a new process finds them."""
+        decode._formats.cache_clear()
+        decode.suffixes.cache_clear()
+
     monkeypatch.setattr(Image, "OPEN", dict(Image.OPEN))
     monkeypatch.setattr(Image, "EXTENSION", dict(Image.EXTENSION))
-    ids = list(Image.ID)
-    for cached in (decode._formats, decode.suffixes):
-        cached.cache_clear()
-    yield
-    Image.ID[:] = ids
-    for cached in (decode._formats, decode.suffixes):
-        cached.cache_clear()
-
-
-def test_heic_is_read_where_its_package_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_formats: None
-) -> None:
-    class Heif(ImageFile.ImageFile):
-        format = "HEIF"
-
-        def _open(self) -> None:
-            self._size, self._mode, self.tile = (12, 12), "RGB", []
-
-        def load(self):
-            self.im = Image.core.fill("RGB", self.size, (1, 2, 3))
-            return super(ImageFile.ImageFile, self).load()
-
-    def register() -> None:
-        Image.register_open("HEIF", Heif, lambda prefix: prefix[4:12] == b"ftypheic")
-        Image.register_extensions("HEIF", [".heic", ".hif"])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(decode, "find_spec", lambda name: None)
-        with pytest.raises(BadImage, match=r"a.jpg is HEIC, .*pip install pillow-heif"):
+    monkeypatch.setattr(Image, "ID", list(Image.ID))
+    try:
+        forget()
+        with monkeypatch.context() as patch, pytest.raises(BadImage, match=r"a.jpg is HEIC, .*pip install pillow-heif"):
+            patch.setattr(decode, "find_spec", lambda name: None)
             decode.open_picture(HEIC, "a.jpg")
-    for cached in (decode._formats, decode.suffixes):
-        cached.cache_clear()
-    monkeypatch.setitem(sys.modules, "pillow_heif", SimpleNamespace(register_heif_opener=register, __spec__=object()))
-    make(tmp_path, ".", num=2)
-    (tmp_path / "cat" / "IMG_1.HEIC").write_bytes(HEIC)
-    data = opened(tmp_path)
-    assert len(data.train) + len(data.test) == 5
+        forget()
+        package = SimpleNamespace(register_heif_opener=register, __spec__=object())
+        monkeypatch.setitem(sys.modules, "pillow_heif", package)
+        make(tmp_path, ".", num=2)
+        (tmp_path / "cat" / "IMG_1.HEIC").write_bytes(encoded(picture(12, 12)))
+        assert len(names(opened(tmp_path).train, opened(tmp_path).test)) == 5
+    finally:
+        monkeypatch.undo()
+        forget()

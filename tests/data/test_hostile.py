@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from convoy.data import BadImage, DataConfig
 from convoy.data.cifar import read_pickle
-from convoy.data.config import DataConfig
-from convoy.data.decode import BadImage
 from convoy.data.folder import open_folder
 from convoy.data.mnist import read_idx
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
-from data.made import dump, encoded, picture, pixels
+from data.made import dump, encoded, picture, pixels, write_tar
 
 PNG = encoded(picture(8, 8))
 
@@ -35,29 +34,13 @@ def memory_below(limit: int) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def write(path: Path, *members: tuple[str, bytes, dict[str, Any]]) -> Path:
-    with tarfile.open(path, "w") as tar:
-        for name, content, changes in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            for key, value in changes.items():
-                setattr(info, key, value)
-            tar.addfile(info, io.BytesIO(content))
-    return path
-
-
 def test_a_tar_writes_nothing_wherever_its_members_point(tmp_path: Path) -> None:
-    inner = tmp_path / "a" / "b"
-    inner.mkdir(parents=True)
     places = ("../../escaped", "/tmp/convoy-escaped", "a/../../../escaped", "C:\\escaped", "~/escaped")
-    path = write(
-        inner / "train.tar",
-        *[(f"{place}.{end}", content, {}) for place in places for end, content in (("png", PNG), ("cls", b"0"))],
-        ("link.png", b"", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}),
-        ("hard.png", b"", {"type": tarfile.LNKTYPE, "linkname": "../../../etc/passwd"}),
-        ("pipe.png", b"", {"type": tarfile.FIFOTYPE}),
-        ("device.png", b"", {"type": tarfile.CHRTYPE}),
-    )
+    kinds = {"link.png": tarfile.SYMTYPE, "hard.png": tarfile.LNKTYPE, "pipe.png": tarfile.FIFOTYPE}
+    kinds["device.png"] = tarfile.CHRTYPE
+    members = {f"{place}.{end}": content for place in places for end, content in (("png", PNG), ("cls", b"0"))}
+    changes = {name: {"type": kind, "linkname": "../../../etc/passwd"} for name, kind in kinds.items()}
+    path = write_tar(tmp_path / "a" / "b" / "train.tar", members | dict.fromkeys(kinds, b""), changes=changes)
     source = open_tars(path, DataConfig()).train
     assert len(source) == len(places)  # links, pipes and devices are no pictures
     assert all(source.read(sample) == PNG for sample in range(len(places)))
@@ -76,7 +59,7 @@ def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
 
 
 @pytest.mark.timeout(60)
-def test_sizes_that_cannot_be_end_with_a_sentence(tmp_path: Path) -> None:
+def test_sizes_that_cannot_be_end_with_a_sentence_and_what_is_read_has_a_limit(tmp_path: Path) -> None:
     """A member of fewer bytes than none keeps Python's tarfile busy for ever (CVE-2025-8194)."""
     path = tmp_path / "train.tar"
     negative, huge = b"\xff" + (-512).to_bytes(11, "big", signed=True), b"\x80" + (2**60).to_bytes(11, "big")
@@ -85,10 +68,7 @@ def test_sizes_that_cannot_be_end_with_a_sentence(tmp_path: Path) -> None:
             path.write_bytes(header("a.png", size, bytes([kind])) + PNG.ljust(1024, b"\0") + bytes(1024))
             with pytest.raises(ConvoyError, match=r"train\.tar"):
                 open_tars(path, DataConfig())
-
-
-def test_labels_and_pictures_are_read_to_a_limit(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.tar", ("a.png", PNG, {}), ("a.cls", b"0" + b" " * 2**22, {}))
+    write_tar(path, {"a.png": PNG, "a.cls": b"0" + b" " * 2**22})
     with memory_below(3 * 2**20):
         open_tars(path, DataConfig())
     (tmp_path / "cat").mkdir()
@@ -121,15 +101,11 @@ def test_a_gzip_bomb_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 HOSTILE = {
     "system": b"cos\nsystem\n(S'touch harmed'\ntR.",
-    "eval": b"cbuiltins\neval\n(S'1+1'\ntR.",
-    "getattr": b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(S'os'\ntRS'system'\ntR.",
     "numpy": b"cnumpy\nload\n(S'x'\ntR.",
-    "fromstring": b"cnumpy.core.multiarray\nfromstring\n(S'x'\ntR.",
     "nested name": pickle.dumps({})[:2] + b"\x8c\x05numpy\x8c\x0bload.__init__\x93.",
     "persistent": b"Pid\n.",
     "extension": b"\x82\x01.",
     "memory": b"\x80\x04\x96" + (2**62).to_bytes(8, "little") + b"x.",
-    "recursion": b"(" * 10 + b"l" * 3,
     "build": b"cnumpy\nndarray\n(tR(dS'__class__'\nS'x'\nsb.",
     "new object": b"\x80\x02}X\x04\x00\x00\x00datacnumpy\nndarray\n)\x81s.",
     "key of 2^60 tuples": b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.",
@@ -154,43 +130,31 @@ def test_hostile_pickles_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert not (tmp_path / "harmed").exists(), name
     pickle.load(io.BytesIO(HOSTILE["system"]))
     assert (tmp_path / "harmed").exists()  # the control: an ordinary reader does what it says
-
-
-def test_a_pickle_takes_no_memory_for_places_it_does_not_need(tmp_path: Path) -> None:
-    """Ten bytes for which Python's own unpickler takes gigabytes: its table of objects grows to the place named."""
+    # Ten bytes for which Python's own unpickler takes gigabytes: its table of objects grows to the place named.
     for code in (b"r" + (2**31 - 1).to_bytes(4, "little"), b"p2000000000\n"):
-        (tmp_path / "data_batch_1").write_bytes(b"\x80\x02}" + code + b".")
+        file.write_bytes(b"\x80\x02}" + code + b".")
         with memory_below(2**20):
-            assert read_pickle(tmp_path / "data_batch_1") == {}
+            assert read_pickle(file) == {}
 
 
-def test_arrays_in_pickles_must_be_what_they_say(tmp_path: Path) -> None:
-    file = tmp_path / "train"
-    array = pixels(2, 2, 2, 3).reshape(2, -1)
-
-    def data() -> Any:
-        return read_pickle(file)["data"]
-
-    for kind, is_kept in ((np.uint8, True), (np.int16, False), (object, False)):
-        dump(file, {b"data": array.astype(kind)})
-        assert (data() is not None) == is_kept
-    content = pickle.dumps({b"data": array}, protocol=2)
-    longer = content.replace(b"K\x02K\x0c", b"K\x02K\x7f")
-    assert longer != content
-    file.write_bytes(longer)
-    assert data() is None
-    for shape in ((1,) * 70, (2**200_000,) * 300):  # more than numpy has; a product of a minute
-        plain, odd = (pickle.dumps(each, protocol=2)[2:-1] for each in (array.shape, shape))
-        file.write_bytes(content.replace(plain[:5], odd))
-        assert data() is None
-
-
-def test_what_is_read_of_a_pickle_of_any_protocol_is_what_python_reads(tmp_path: Path) -> None:
-    array, more = pixels(2, 2, 2, 3).reshape(2, -1), ("ä", 0.5, None, True, {})
-    content = {"labels": [0, -1, 2**40], "more": more, "names": [f"{i}".encode() for i in range(300)]}
+def test_pickles_of_any_protocol_are_what_python_reads_and_arrays_what_they_say(tmp_path: Path) -> None:
+    file, array = tmp_path / "train", pixels(2, 2, 2, 3).reshape(2, -1)
+    content: dict[str, Any] = {"labels": [0, -1, 2**40], "more": ("ä", 0.5, None, True, {}), "names": [b"x"] * 300}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         arrays = {"data": array} if protocol < 5 else {}  # NumPy's of protocol 5 are not in CIFAR
-        (tmp_path / "train").write_bytes(pickle.dumps(content | arrays, protocol))
-        read = read_pickle(tmp_path / "train")
-        assert not arrays or np.array_equal(read.pop("data"), array)
-        assert read == content
+        file.write_bytes(pickle.dumps(content | arrays, protocol))
+        values = read_pickle(file)
+        assert not arrays or np.array_equal(values.pop("data"), array)
+        assert values == content
+    for kind, is_kept in ((np.uint8, True), (np.int16, False), (object, False)):
+        dump(file, {b"data": array.astype(kind)})
+        assert (read_pickle(file)["data"] is not None) == is_kept
+    right = pickle.dumps({b"data": array}, protocol=2)
+    wrong = [right.replace(b"K\x02K\x0c", b"K\x02K\x7f")]
+    for shape in ((1,) * 70, (2**200_000,) * 300):  # more than numpy has; a product of a minute
+        plain, odd = (pickle.dumps(numbers, protocol=2)[2:-1] for numbers in (array.shape, shape))
+        wrong.append(right.replace(plain[:5], odd))
+    for damaged in wrong:
+        assert damaged != right
+        file.write_bytes(damaged)
+        assert read_pickle(file)["data"] is None

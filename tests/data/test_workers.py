@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +25,8 @@ from convoy.comm.memory import memory_explained
 from convoy.comm.position import current
 from convoy.data import Batch, DataConfig, Order, open_data, training_batches, workers
 from convoy.data.batch import Filled
-from convoy.data.buffers import Buffers
-from convoy.data.memory import SharedNumbers
 from convoy.data.sources import PixelSource
-from convoy.data.workers import Request, Workers
+from convoy.data.workers import Buffers, Request, Workers
 from convoy.errors import ConvoyError, MachineError
 from data.made import pixels, same, trained, write_folder
 
@@ -58,11 +57,11 @@ def _nothing_is_left_of_workers_that_have_ended() -> Iterator[None]:
     assert left()[1] == before
 
 
-def started(photos: Path) -> tuple[Generator[Batch], list[int]]:
+def started(photos: Path, batch: int = 5, num: int = 400) -> tuple[Generator[Batch], list[int]]:
     """Batches, of which one is made, and the two processes that make them."""
     before = {process.pid for process in multiprocessing.active_children()}
-    data, config = open_data(section(photos)), section(photos)
-    made = training_batches(data, config, Order(90, 5, seed=7), first_update=0, num_updates=400, seed=7)
+    data, order, updates = open_data(section(photos)), Order(90, batch, seed=7), {"first_update": 0, "num_updates": num}
+    made = training_batches(data, section(photos), order, **updates, seed=7)
     next(made)
     pids = [process.pid for process in multiprocessing.active_children() if process.pid not in before]
     assert len(pids) == 2
@@ -72,10 +71,10 @@ def started(photos: Path) -> tuple[Generator[Batch], list[int]]:
 def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = trained(section(photos, 0), batch=40)
-    for ahead in (1, 512):
+    plain = trained(section(photos, 0), num=7, batch=40)
+    for ahead in (512, 1):
         monkeypatch.setattr(workers, "_SAMPLES_AHEAD", ahead)
-        assert same(trained(section(photos, 3), batch=40), plain)
+        assert same(trained(section(photos, 3), num=7, batch=40), plain)
     before = left()
     assert same(trained(section(photos, 2), num=2, batch=40), plain[:2])
     assert left() == before
@@ -84,9 +83,8 @@ def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
         self.free.append(slot)
         return self[slot]
 
-    monkeypatch.setattr(workers, "_SAMPLES_AHEAD", 1)
     monkeypatch.setattr(Buffers, "hand_out", careless)  # the control: a buffer is free while its batch is kept
-    assert not same(trained(section(photos, 2), batch=40), plain)
+    assert not same(trained(section(photos, 2), num=7, batch=40), plain)
 
 
 def test_an_error_comes_with_its_batch(tmp_path: Path) -> None:
@@ -102,12 +100,18 @@ def test_an_error_comes_with_its_batch(tmp_path: Path) -> None:
 
 @dataclass
 class Slow:
-    """Takes its time for every sample."""
+    """Takes its time for every sample; its worker may hear no SIGTERM, or lack memory."""
 
     seconds: float = 0
+    deaf: bool = False
+    error: Exception | None = None
     shape = (1, 2, 2)
 
     def fill(self, images: np.ndarray, samples: np.ndarray, epoch: int | None) -> Filled:
+        if self.error is not None:
+            raise self.error
+        if self.deaf:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(self.seconds * len(samples))
         images[: len(samples)] = (samples % 256)[:, None, None, None]
         return Filled(samples)
@@ -115,25 +119,6 @@ class Slow:
     def batch(self, images: np.ndarray, filled: Filled, epoch: int, labels: np.ndarray) -> Batch:
         labels[:] = filled.samples
         return Batch(torch.from_numpy(images), torch.from_numpy(labels), torch.from_numpy(filled.samples), epoch)
-
-
-class Deaf(Slow):
-    """Its worker hears no SIGTERM."""
-
-    def fill(self, images: np.ndarray, samples: np.ndarray, epoch: int | None) -> Filled:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return super().fill(images, samples, epoch)
-
-
-@dataclass
-class Hungry:
-    """Makes batches for which memory lacks."""
-
-    error: Exception
-    shape = (3, 8, 8)
-
-    def fill(self, *_: object) -> Filled:
-        raise self.error
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.002, [2]), (0.0, [])])
@@ -154,7 +139,7 @@ def test_more_start_where_batches_are_waited_for(
 
 def test_many_workers_take_every_piece_once() -> None:
     """They read from one pipe without a lock, whose pages end within a task."""
-    requests = [Request(np.arange(k, k + 600), 0) for k in range(60)]
+    requests = [Request(np.arange(k, k + 600), 0) for k in range(30)]
     with closing(Workers(Slow(), iter(requests), 600, most=6).batches()) as made:
         for request, batch in zip(requests, made, strict=True):
             assert np.array_equal(batch.images[:, 0, 0, 0], request.samples % 256)
@@ -163,17 +148,15 @@ def test_many_workers_take_every_piece_once() -> None:
 
 
 def test_a_worker_gets_no_copy_of_what_grows_with_the_data(photos: Path) -> None:
-    data = open_data(section(photos))
-    for source in (data.train, data.train.subset(np.arange(80))):
-        state = source.__getstate__()
-        assert state["labels"] == range(len(source))
-        assert len(pickle.dumps({key: value for key, value in state.items() if key in ("labels", "_root")})) < 300
-    assert SharedNumbers(np.arange(10)).array.tolist() == list(range(10))
-    source = PixelSource(pixels(300, 32, 32, 3), np.arange(300) % 10, "made")
-    before, state = source.pixels.copy(), source.__getstate__()
-    assert state["pixels"] is None and len(pickle.dumps({k: v for k, v in state.items() if k != "_shared"})) < 500
-    assert source.__getstate__()["_shared"] is state["_shared"] and np.array_equal(source.pixels, before)
-    assert np.array_equal(source.subset(np.arange(5)).pixels, before[:5])
+    data, source = open_data(section(photos)), PixelSource(pixels(300, 32, 32, 3), np.arange(300) % 10, "made")
+    for split in (data.train, data.train.subset(np.arange(80)), source):
+        state = split.__getstate__()
+        assert state["labels"] == range(len(split))
+        plain = {key: value for key, value in state.items() if key in ("labels", "_root", "pixels", "bad")}
+        assert len(pickle.dumps(plain)) < 300
+    before = pixels(300, 32, 32, 3)
+    assert source.__getstate__()["_shared"] is source.__getstate__()["_shared"]
+    assert np.array_equal(source.pixels, before) and np.array_equal(source.subset(np.arange(5)).pixels, before[:5])
 
 
 def kill(made: Generator[Batch], pids: list[int]) -> None:
@@ -198,7 +181,7 @@ def leave_their_group(made: Generator[Batch], pids: list[int]) -> None:
     made.close()
 
 
-@pytest.mark.parametrize("end", [kill, fail_in_the_loop, leave_their_group, lambda made, pids: made.close()])
+@pytest.mark.parametrize("end", [kill, fail_in_the_loop, leave_their_group])
 def test_workers_end_however_a_loader_ends(photos: Path, end: Callable[[Generator[Batch], list[int]], None]) -> None:
     """What is left is looked at after every test."""
     end(*started(photos))
@@ -206,7 +189,7 @@ def test_workers_end_however_a_loader_ends(photos: Path, end: Callable[[Generato
 
 def test_workers_that_ignore_signals_end_too() -> None:
     began = time.monotonic()
-    made = Workers(Deaf(), (Request(np.arange(4), 0) for _ in range(1000)), 4, most=1).batches()
+    made = Workers(Slow(deaf=True), (Request(np.arange(4), 0) for _ in range(1000)), 4, most=1).batches()
     next(made)
     made.close()
     assert time.monotonic() - began < 20
@@ -217,7 +200,7 @@ def test_a_worker_that_lacks_memory_or_cannot_be_started_says_what_to_do(monkeyp
     words = r"^a process that loads pictures ran out of memory: lower data\.workers$"
     for error in (MemoryError(), RuntimeError(text)):  # and gets no advice for GPUs
         with pytest.raises(MachineError, match=words), memory_explained(0, 1):
-            next(Workers(Hungry(error), iter([Request(np.arange(2))]), 2, most=1).batches())
+            next(Workers(Slow(error=error), iter([Request(np.arange(2))]), 2, most=1).batches())
     start, processes = ForkServerProcess.start, []
 
     def second_fails(self: ForkServerProcess) -> None:
@@ -233,30 +216,27 @@ def test_a_worker_that_lacks_memory_or_cannot_be_started_says_what_to_do(monkeyp
 
 
 def test_who_holds_a_batch_up_is_named_with_its_samples(photos: Path) -> None:
-    data, order = open_data(section(photos)), Order(90, 40, seed=7)
-    with closing(training_batches(data, section(photos), order, first_update=0, num_updates=9, seed=7)) as made:
-        next(made)
-        stopped = {child.pid for child in multiprocessing.active_children() if child.name == "convoy-pictures"}
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        late: list[str] = []
+    made, pids = started(photos, batch=40, num=9)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    late: list[str] = []
 
-        def look() -> None:
-            while not late or late[-1].count("stopped") < 2:
-                time.sleep(0.05)
-                with suppress(TypeError):  # nothing is waited for yet, or any more
-                    late.append(current.late())
-            for pid in stopped:
-                os.kill(pid, signal.SIGCONT)
+    def look() -> None:
+        while not late or late[-1].count("stopped") < 2:
+            time.sleep(0.05)
+            with suppress(TypeError):  # nothing is waited for yet, or any more
+                late.append(current.late())
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
-        thread = threading.Thread(target=look)
-        thread.start()
-        batches = list(made)
-        thread.join()
-    assert len(batches) == 8 and current.late is None
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert len(list(made)) == 8
+    thread.join()
+    assert current.late is None
     form = r"process (\d+), which is stopped, has not (?:delivered|taken) (?:train/\w/\d+\.jpg,? ){3}and \d+ more"
-    matches = [re.fullmatch(form, words) for words in late[-1].split("; ")]
-    assert {int(each[1]) for each in matches if each} == stopped, late[-1]
+    matches: list[Any] = [re.fullmatch(form, words) for words in late[-1].split("; ")]
+    assert {int(match[1]) for match in matches if match} == set(pids), late[-1]
 
 
 SCRIPT = """

@@ -69,20 +69,16 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         del sys.modules[name]
 
 
-def test_classes_channels_and_options_reach_the_factory(module: str) -> None:
+def test_classes_channels_and_options_reach_the_factory_or_must_already_be_so(module: str) -> None:
     net = create(f"{module}:Net", num_classes=7, in_channels=1, width=6)
-    assert net(torch.zeros(2, 1, 8, 8)).shape == (2, 7)
-    assert net[0].out_channels == 6
+    assert net(torch.zeros(2, 1, 8, 8)).shape == (2, 7) and net[0].out_channels == 6
     assert create(f"{module}:Net")[3].out_features == 10, "None leaves the factory its own defaults"
-    assert isinstance(create("convoy_own_package.small:Net"), nn.Module)
-    assert isinstance(create(f"{module}:Namespace.inner"), nn.Module)
-
-
-def test_what_the_signature_lacks_must_already_be_so(module: str) -> None:
+    for name in ("convoy_own_package.small:Net", f"{module}:Namespace.inner"):
+        assert isinstance(create(name), nn.Module)
     assert create(f"{module}:fixed", num_classes=5, in_channels=3)[3].out_features == 5
     assert create(f"{module}:forwards", num_classes=6, in_channels=3)[3].out_features == 6
-    assert isinstance(create(f"{module}:misleading", num_classes=5), nn.Module)
-    assert isinstance(create("torch.nn:Identity", num_classes=5, in_channels=3), nn.Module)
+    for name in (f"{module}:misleading", "torch.nn:Identity"):
+        assert isinstance(create(name, num_classes=5), nn.Module)
     assert (describe(f"{module}:Net").input_shape, describe(f"{module}:Net").num_classes) == (None, None)
     assert accepts(f"{module}:Net", "width") and not accepts(f"{module}:Net", "zero_init_residual")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,40 +23,42 @@ def same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def prefixed(state: State, prefix: str) -> State:
+    return {f"{prefix}{key}": value for key, value in state.items()}
+
+
+def saved(change: Callable[[State], object], **options: Any) -> Callable[[State, Path], None]:
+    return lambda state, path: torch.save(change(state), path, **options)
+
+
 WRITERS: dict[str, Callable[[State, Path], None]] = {
     "plain.safetensors": save_file,
-    "plain.pth": lambda state, path: torch.save(state, path),
-    "plain.pt": lambda state, path: torch.save(state, path),
-    "legacy.pth": lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
-    "entry_state_dict.pth": lambda state, path: torch.save({"epoch": 3, "state_dict": state}, path),
-    "entry_model.pth": lambda state, path: torch.save({"model": state, "lr": 0.1}, path),
-    "parallel.pth": lambda state, path: torch.save({f"module.{key}": value for key, value in state.items()}, path),
-    "compiled.pth": lambda state, path: torch.save(
-        {"model": {f"module._orig_mod.{key}": value for key, value in state.items()}}, path
-    ),
-    "lightning.pth": lambda state, path: torch.save(
-        {"state_dict": {f"model.{key}": value for key, value in state.items()}}, path
-    ),
-    "without_counters.pth": lambda state, path: torch.save(
-        {key: value for key, value in state.items() if "num_batches" not in key}, path
-    ),
+    "plain.pth": saved(dict),
+    "plain.pt": saved(dict),
+    "legacy.pth": saved(dict, _use_new_zipfile_serialization=False),
+    "entry_state_dict.pth": saved(lambda state: {"epoch": 3, "state_dict": state}),
+    "entry_model.pth": saved(lambda state: {"model": state, "lr": 0.1}),
+    "parallel.pth": saved(lambda state: prefixed(state, "module.")),
+    "compiled.pth": saved(lambda state: {"model": prefixed(state, "module._orig_mod.")}),
+    "lightning.pth": saved(lambda state: {"state_dict": prefixed(state, "model.")}),
+    "without_counters.pth": saved(lambda state: {k: value for k, value in state.items() if "num_batches" not in k}),
 }
 
 
 def test_files_that_fit_are_loaded_whatever_wrote_them(tmp_path: Path) -> None:
-    saved = create("cifar-quick")
+    state = state_of(create("cifar-quick"))
     for name, write in WRITERS.items():
         model = create("cifar-quick")
-        assert not same(state_of(saved), state_of(model))
-        write(state_of(saved), tmp_path / name)
+        assert not same(state, state_of(model))
+        write(state, tmp_path / name)
         assert load_weights(model, tmp_path / name) == []
-        assert same(state_of(saved), state_of(model)), name
-    halves = {key: value.half() if value.is_floating_point() else value for key, value in state_of(saved).items()}
+        assert same(state, state_of(model)), name
+    halves = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
     save_file(halves, tmp_path / "half.safetensors")
     load_weights(model := create("cifar-quick"), tmp_path / "half.safetensors")
     for key, value in model.state_dict().items():
-        assert value.dtype == saved.state_dict()[key].dtype
-        torch.testing.assert_close(value, saved.state_dict()[key], rtol=1e-3, atol=1e-3)
+        assert value.dtype == state[key].dtype
+        torch.testing.assert_close(value, state[key], rtol=1e-3, atol=1e-3)
 
 
 def test_another_number_of_classes_keeps_the_fresh_heads(tmp_path: Path) -> None:
@@ -64,14 +67,14 @@ def test_another_number_of_classes_keeps_the_fresh_heads(tmp_path: Path) -> None
         ("squeezenet1_1-cifar", ["classifier.1"], "classifier.1"),
         ("googlenet-cifar", ["aux1.fc2", "aux2.fc2", "fc"], "aux1.fc2, aux2.fc2 and fc"),
     ):
-        saved, model = create(name, num_classes=12), create(name, num_classes=7)
+        state, model = state_of(create(name, num_classes=12)), create(name, num_classes=7)
         fresh = state_of(model)
-        save_file(state_of(saved), tmp_path / "twelve.safetensors")
+        save_file(state, tmp_path / "twelve.safetensors")
         (note,) = load_weights(model, tmp_path / "twelve.safetensors")
         assert note == f"twelve.safetensors has 12 classes and this net 7: fresh weights stay in {words}"
         for key, value in model.state_dict().items():
             kept = key.rpartition(".")[0] in heads
-            assert torch.equal(value, fresh[key] if kept else saved.state_dict()[key]), key
+            assert torch.equal(value, fresh[key] if kept else state[key]), key
 
 
 def test_googlenets_auxiliary_heads_and_images_are_told(tmp_path: Path) -> None:
@@ -128,10 +131,6 @@ def without(state: State, *keys: str) -> State:
 
 def raw(content: bytes) -> Callable[[State, Path], None]:
     return lambda state, path: path.write_bytes(content) and None
-
-
-def saved(change: Callable[[State], object]) -> Callable[[State, Path], None]:
-    return lambda state, path: torch.save(change(state), path)
 
 
 HEAD = ("classifier.4.weight", "classifier.4.bias")

@@ -18,7 +18,7 @@ from changing import CHANGES, Changing
 from convoy.cli import main
 from convoy.data import DataConfig, pack
 from convoy.data.dataset import open_files
-from convoy.data.pack_format import PackOptions
+from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
 from convoy.ops import capture
 from convoy.training import load_recipe

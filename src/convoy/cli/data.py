@@ -180,8 +180,7 @@ def pack(
         raise ConvoyError(f"{dest} lies in the data set itself: name a folder beside it for the pack")
     from convoy.data.dataset import open_files
     from convoy.data.pack import pack as write
-    from convoy.data.pack_format import PackOptions
-    from convoy.data.packed import Pack
+    from convoy.data.packed import Pack, PackOptions
     from convoy.resources import own_share
     from convoy.training import load_recipe
 

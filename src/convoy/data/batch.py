@@ -1,8 +1,9 @@
 """A batch of pictures, and how one is made from the numbers of its samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,44 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from convoy.data.crops import Crops
 from convoy.data.decode import BadImage, in_channels
 from convoy.data.order import Purpose, uniforms
 from convoy.data.sources import EncodedSource, PixelSource, Source, refusal
 from convoy.data.transforms import ColorAugment, Geometry
 from convoy.data.turbo import Crop, Turbo
 from convoy.errors import ConvoyError
+
+
+@dataclass(frozen=True)
+class Crops:
+    """Crops of pictures that lie on the device as a whole data set; `to` cuts them out there, as uint8 [samples,
+    channels, side, side]."""
+
+    pixels: Tensor  # uint8 [pictures, height, width, channels]
+    # int64 [samples, 4]: picture, left and upper end of the crop (black where it lies outside), 1 where mirrored
+    places: Tensor
+    side: int
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, samples: slice) -> "Crops":
+        return replace(self, places=self.places[samples])
+
+    def pin_memory(self) -> "Crops":
+        return replace(self, places=self.places.pin_memory())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Tensor:
+        """Cut the crops out where the pictures lie; only their places are sent there."""
+        picture, left, top, mirrored = self.places.to(self.pixels.device, non_blocking=non_blocking).unbind(1)
+        height, width = self.pixels.shape[1:3]
+        across = torch.arange(self.side, device=self.pixels.device)
+        x = left[:, None] + torch.where(mirrored[:, None] > 0, self.side - 1 - across, across)
+        y = top[:, None] + across
+        inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None]
+        x, y = x.clamp(0, width - 1), y.clamp(0, height - 1)
+        parts = self.pixels[picture[:, None, None], y[:, :, None], x[:, None]]
+        return parts.mul_(inside[..., None]).permute(0, 3, 1, 2).to(device)
 
 
 @dataclass
@@ -89,8 +121,8 @@ class BatchMaker:
 
     def _made(self, samples: NDArray[np.int64], epoch: int | None) -> Batch:
         if self._at_once(epoch):
-            used, bad = self._chosen(samples, epoch)
-            return self.batch(self._cut(used, epoch), Filled(used, bad), epoch)
+            filled = self._readable(samples, epoch, self._known_bad)
+            return self.batch(self._cut(filled.samples, epoch), filled, epoch)
         images = np.empty((len(samples), *self.shape), np.uint8)
         return self.batch(images, self.fill(images, samples, epoch), epoch)
 
@@ -101,54 +133,37 @@ class BatchMaker:
         """Write the pictures of some samples [n] to `images` [n, channels, height, width]; no `epoch` means evaluation.
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
         missing, and those after it move up. Raises ConvoyError where bad ones are not skipped, or none can be read."""
-        if self._at_once(epoch):
-            used, failures = self._chosen(samples, epoch)
-            for start in range(0, len(used), _PIECE):
-                piece = used[start : start + _PIECE]
-                images[start : start + len(piece)] = self._cut(piece, epoch)
-            return Filled(used, failures)
-        if epoch is not None:
-            return Filled(*self._readable(samples, lambda places, used: self._write(images, places, used, epoch)))
-        good: list[int] = []
-        bad: list[tuple[int, str]] = []
-        for sample in samples.tolist():
-            try:
-                self._write_center(images[len(good)], sample)
-                good.append(sample)
-            except BadImage as reason:
-                bad.append((sample, self._accept(reason)))
-        return Filled(np.array(good, np.int64), bad)
+        if not self._at_once(epoch):
+            return self._readable(samples, epoch, partial(self._write, images, epoch))
+        filled = self._readable(samples, epoch, self._known_bad)
+        for start in range(0, len(filled.samples), _PIECE):
+            piece = filled.samples[start : start + _PIECE]
+            images[start : start + len(piece)] = self._cut(piece, epoch)
+        return filled
 
     def fill_places(self, places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int | None) -> Filled:
         """As `fill`, but write to `places` [n, 4] what is to be cut out of which picture (`Crops`)."""
-        used, bad = self._chosen(samples, epoch)
-        places[: len(used)] = self._places(used, epoch)
-        return Filled(used, bad)
-
-    def _chosen(self, samples: NDArray[np.int64], epoch: int | None) -> tuple[NDArray[np.int64], list[tuple[int, str]]]:
-        """The samples whose pixels are used, and those that could not be read when they were put into memory."""
-        if epoch is not None:
-            return self._readable(samples, self._known_bad)
-        if not isinstance(self.source, PixelSource) or not self.source.bad:
-            return samples, []
-        failures = self._known_bad(np.arange(len(samples)), samples)
-        bad = [(int(samples[place]), self._accept(reason)) for place, reason in failures]
-        return np.delete(samples, [place for place, _ in failures]), bad
+        filled = self._readable(samples, epoch, self._known_bad)
+        places[: len(filled.samples)] = self._places(filled.samples, epoch)
+        return filled
 
     def _readable(
         self,
         samples: NDArray[np.int64],
+        epoch: int | None,
         write: Callable[[NDArray[np.int64], NDArray[np.int64]], list[tuple[int, BadImage]]],
-    ) -> tuple[NDArray[np.int64], list[tuple[int, str]]]:
-        """The samples that were written, and the bad ones among them; `write` says which places could not be."""
+    ) -> Filled:
+        """Let `write` write samples to places; it says which places it could not fill."""
         used, places = samples.copy(), np.arange(len(samples))
         bad: list[tuple[int, str]] = []
         for _ in range(len(self.source)):
             failures = write(places, used[places])
-            if not failures:
-                return used, bad
             bad.extend((int(used[place]), self._accept(reason)) for place, reason in failures)
-            places = np.array([place for place, _ in failures])
+            places = np.array([place for place, _ in failures], np.int64)
+            if epoch is None:
+                return Filled(np.delete(used, places), bad)
+            if not failures:
+                return Filled(used, bad)
             used[places] = (used[places] + 1) % len(self.source)
         raise ConvoyError(f"none of the {len(self.source)} training pictures can be read: {bad[0][1]}")
 
@@ -208,43 +223,50 @@ class BatchMaker:
         return images
 
     def _write(
-        self, images: NDArray[np.uint8], places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int
+        self, images: NDArray[np.uint8], epoch: int | None, places: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> list[tuple[int, BadImage]]:
         """Write the pictures of `samples` to `places` of `images`, and return the places that could not be filled."""
-        draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
-        failures = []
-        for place, sample, row, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):
+        draws: Iterable[NDArray[np.float64] | None] = repeat(None, len(samples))
+        flips = np.zeros(len(samples), np.bool_)
+        if epoch is not None:
+            draws, flips = self.geometry.draws(self.seed, epoch, samples), self._flips(samples, epoch)
+        failures: list[tuple[int, BadImage]] = []
+        for place, sample, numbers, flip in zip(places.tolist(), samples.tolist(), draws, flips.tolist(), strict=True):
+            row = place if epoch is not None else place - len(failures)  # in an evaluation the rest moves up
             try:
-                if self._turbo is not None and self.geometry.augment.crop != "pad":
-                    crop = partial(self.geometry.training_box, row)
-                    self._write_part(self._turbo, images[place], sample, crop, flip)
-                    if self.color.on:
-                        image = Image.fromarray(_pixels_of(images[place]))
-                        images[place] = _planes(self.color(image, epoch, sample), self.channels)
-                    continue
-                image = self.geometry.crop(self.source.open(sample), self.source.name(sample), row)
+                self._write_one(images[row], sample, epoch, numbers, flip)
             except BadImage as reason:
                 failures.append((place, reason))
-                continue
-            image = in_channels(image, self.channels)
-            if flip:
-                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            images[place] = _planes(self.color(image, epoch, sample), self.channels)
         return failures
 
-    def _write_center(self, planes: NDArray[np.uint8], sample: int) -> None:
-        if self._turbo is not None:
-            self._write_part(self._turbo, planes, sample, self.geometry.center_box, False)
-        else:
-            image, name = self.source.open(sample), self.source.name(sample)
-            planes[:] = evaluation_pixels(image, name, self.geometry, self.channels)
-
-    def _write_part(self, turbo: Turbo, planes: NDArray[np.uint8], sample: int, crop: Crop, mirror: bool) -> None:
-        if isinstance(self.source, EncodedSource):
-            turbo.write(self.source.read(sample), self.source.name(sample), crop, mirror, planes)
+    def _write_one(
+        self,
+        planes: NDArray[np.uint8],
+        sample: int,
+        epoch: int | None,
+        draws: NDArray[np.float64] | None,
+        mirror: bool,
+    ) -> None:
+        """Write a sample's picture; without an epoch as an evaluation shows it. Raises BadImage."""
+        name, geometry, channels = self.source.name(sample), self.geometry, self.channels
+        if self._turbo is not None and (draws is None or geometry.augment.crop != "pad"):
+            crop: Crop = geometry.center_box if draws is None else partial(geometry.training_box, draws)
+            if isinstance(self.source, EncodedSource):
+                self._turbo.write(self.source.read(sample), name, crop, mirror, planes)
+            else:
+                pixels = np.asarray(in_channels(self.source.load(sample), channels))
+                self._turbo.write_part(pixels, crop(pixels.shape[1], pixels.shape[0]), mirror, planes)
+            if epoch is None or not self.color.on:
+                return
+            image = Image.fromarray(planes[0] if channels == 1 else np.ascontiguousarray(planes.transpose(1, 2, 0)))
+        elif draws is None:
+            planes[:] = evaluation_pixels(self.source.open(sample), name, geometry, channels)
             return
-        pixels = np.asarray(in_channels(self.source.load(sample), self.channels))
-        turbo.write_part(pixels, crop(pixels.shape[1], pixels.shape[0]), mirror, planes)
+        else:
+            image = in_channels(geometry.crop(self.source.open(sample), name, draws), channels)
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image
+        assert epoch is not None
+        planes[:] = _planes(self.color(image, epoch, sample), channels)
 
     def _accept(self, bad: BadImage) -> str:
         if not self.skip_bad:
@@ -285,7 +307,3 @@ def evaluation_pixels(image: Image.Image, name: str, geometry: Geometry, channel
 def _planes(image: Image.Image, channels: int) -> NDArray[np.uint8]:
     pixels = np.asarray(in_channels(image, channels))
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
-
-
-def _pixels_of(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return planes[0] if len(planes) == 1 else np.ascontiguousarray(planes.transpose(1, 2, 0))

@@ -9,7 +9,7 @@ import pickle
 import pickletools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,37 +141,27 @@ _SIDE = 32
 _BYTES = 3 * _SIDE * _SIDE
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """The file names of one version. `label_bytes` is 0 for the python version; its label comes last."""
 
     name: str
+    num_classes: int
     folder: str
+    label_bytes: int
     train: tuple[str, ...]
     test: str
     names: str
-    names_key: str
-    label_key: str
-    label_bytes: int
-    num_classes: int
+    names_key: str = ""
+    label_key: str = ""
 
 
 _FIVE = tuple(f"data_batch_{i}" for i in range(1, 6))
+_FIVE_BIN = tuple(f"{name}.bin" for name in _FIVE)
 _LAYOUTS = (
-    _Layout("cifar10", "cifar-10-batches-py", _FIVE, "test_batch", "batches.meta", "label_names", "labels", 0, 10),
-    _Layout(
-        "cifar10",
-        "cifar-10-batches-bin",
-        tuple(f"{name}.bin" for name in _FIVE),
-        "test_batch.bin",
-        "batches.meta.txt",
-        "",
-        "",
-        1,
-        10,
-    ),
-    _Layout("cifar100", "cifar-100-python", ("train",), "test", "meta", "fine_label_names", "fine_labels", 0, 100),
-    _Layout("cifar100", "cifar-100-binary", ("train.bin",), "test.bin", "fine_label_names.txt", "", "", 2, 100),
+    _Layout("cifar10", 10, "cifar-10-batches-py", 0, _FIVE, "test_batch", "batches.meta", "label_names", "labels"),
+    _Layout("cifar10", 10, "cifar-10-batches-bin", 1, _FIVE_BIN, "test_batch.bin", "batches.meta.txt"),
+    _Layout("cifar100", 100, "cifar-100-python", 0, ("train",), "test", "meta", "fine_label_names", "fine_labels"),
+    _Layout("cifar100", 100, "cifar-100-binary", 2, ("train.bin",), "test.bin", "fine_label_names.txt"),
 )
 
 

@@ -15,7 +15,7 @@ from convoy.data.folder import find_folder, open_class, open_folder
 from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini
 from convoy.data.order import stratified_split
 from convoy.data.packed import Pack, is_pack
-from convoy.data.sources import EncodedSource, PixelSource, Progress, Source, common_format, decode_all
+from convoy.data.sources import EncodedSource, PixelSource, Progress, Source, in_memory
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
@@ -206,17 +206,10 @@ def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[
     if isinstance(opened.train, PixelSource):
         height, width, channels = opened.train.pixels.shape[1:]
         return height, width, channels
-    encoded = [source for source in (opened.train, opened.test) if isinstance(source, EncodedSource)]
-    shape = common_format(*encoded)
-    settled: list[Source] = []
-    for source, split in zip(encoded, ("training", "test"), strict=False):
-        pixels = decode_all(source, shape, split, skip_bad, progress) if shape is not None else None
-        if pixels is None:
-            shape = None
-            break
-        settled.append(pixels)
-    if shape is None:
-        settled = [source.settled(progress) for source in encoded]
+    pairs = zip(("training", "test"), (opened.train, opened.test), strict=True)
+    encoded = {split: source for split, source in pairs if isinstance(source, EncodedSource)}
+    shape, decoded = in_memory(encoded, skip_bad, progress) or (None, None)
+    settled: Sequence[Source] = decoded or [source.settled(progress) for source in encoded.values()]
     opened.train, opened.test = settled[0], settled[1] if len(settled) > 1 else None
     return shape
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, needs_package, suffixes
 from convoy.data.files import Opened, reading, relabel, shown, split_of
-from convoy.data.memory import Names
+from convoy.data.processes import SharedBytes
 from convoy.data.sources import NUM_SIZES, EncodedSource, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
@@ -27,19 +27,22 @@ class FolderSource(EncodedSource):
 
     def __init__(self, root: Path, files: list[str], labels: NDArray[np.int64]) -> None:
         self._root = str(root)
-        self._files = Names([file[len(self._root) :].lstrip(os.sep) for file in files])
+        self._files = SharedBytes(os.fsencode(file[len(self._root) :].lstrip(os.sep)) for file in files)
         self.labels = labels
 
     def name(self, sample: int) -> str:
-        return printable(self._files[sample])
+        return printable(os.fsdecode(self._files[sample]))
+
+    def _path(self, sample: int) -> str:
+        return os.path.join(self._root, os.fsdecode(self._files[sample]))  # noqa: PTH118 (for every picture)
 
     def _marks(self) -> dict[str, Any]:
-        paths = [os.path.join(self._root, self._files[i]) for i in spread(len(self), NUM_SIZES)]  # noqa: PTH118
         with reading(Path(self._root)):
-            return {"names": self._files.checksum(), "sizes": [os.stat(path).st_size for path in paths]}  # noqa: PTH116
+            sizes = [os.stat(self._path(sample)).st_size for sample in spread(len(self), NUM_SIZES)]  # noqa: PTH116
+        return {"names": self._files.checksum(), "sizes": sizes}
 
     def read(self, sample: int) -> bytes:
-        return picture_bytes(os.path.join(self._root, self._files[sample]), self.name(sample))  # noqa: PTH118 (hot path)
+        return picture_bytes(self._path(sample), self.name(sample))
 
 
 def picture_bytes(path: str, name: str) -> bytes:

@@ -1,7 +1,9 @@
 """Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 
@@ -11,19 +13,20 @@ from torch import Tensor
 
 from convoy.comm.memory import lack_of_memory
 from convoy.comm.position import current
-from convoy.data.batch import Batch, BatchMaker
+from convoy.data.batch import Batch, BatchMaker, Filled
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.order import Order
 from convoy.data.sources import PixelSource, Source
-from convoy.data.threads import batches_by_threads
 from convoy.data.transforms import Geometry
-from convoy.data.workers import Request, Workers
+from convoy.data.workers import Buffers, Request, Workers
 from convoy.errors import ConvoyError
 from convoy.resources import own_share
 from convoy.units import size
 
 _MAX_AUTOMATIC = 32
+_THREADS_AHEAD = 3  # batches that threads make before they are asked for
+_MOST_THREADS = 4
 _PART = 8  # the pictures of a data set take at most an eighth of a GPU's memory
 
 
@@ -153,7 +156,7 @@ def _run(
     resident = maker.source.resident if at_once else None
     workers = workers if largest else 0
     if resident is not None or (pin_memory and at_once and not workers):
-        stream = batches_by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
+        stream = _by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
     elif workers:
         pool = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told)
         stream = pool.batches()
@@ -170,3 +173,37 @@ def _run(
 
 def _reads(source: Source, request: Request) -> str:
     return f"this process reads {source.names(request.samples)}"
+
+
+def _by_threads(
+    maker: BatchMaker, requests: Iterator[Request], largest: int, *, pixels: Tensor | None, pin_memory: bool
+) -> Generator[Batch, None, None]:
+    """Batches in their order, made ahead by threads where that is copying alone, beside a GPU; closing the generator
+    ends the threads. With `pixels` on a device only the places of crops are made, and the device cuts them
+    out. Raises ConvoyError as `BatchMaker.fill` does."""
+    shape, dtype = (maker.shape, "uint8") if pixels is None else ((4,), "int64")
+    write = maker.fill if pixels is None else maker.fill_places
+    buffers = Buffers(_THREADS_AHEAD, largest, shape, dtype, pin_memory=pin_memory)
+
+    def make(request: Request, slot: int) -> Filled:
+        return write(buffers[slot][0][: len(request.samples)], request.samples, request.epoch)
+
+    def finished(request: Request, slot: int, filled: Filled) -> Batch:
+        # Not in the generator, whose frame would keep a buffer from being free while it waits.
+        rows, labels = buffers.hand_out(slot, copied=not buffers.free)
+        batch = maker.batch(rows, filled, request.epoch, labels, pixels)
+        return batch.pin_memory() if pin_memory and not buffers.pinned else batch
+
+    pool = ThreadPoolExecutor(max(1, min(_MOST_THREADS, int(own_share()) - 1)), "convoy-pictures")
+    pending = deque[tuple[Request, int, Future[Filled]]]()
+    try:
+        while True:
+            while len(pending) < _THREADS_AHEAD and buffers.free and (request := next(requests, None)) is not None:
+                slot = buffers.free.popleft()
+                pending.append((request, slot, pool.submit(make, request, slot)))
+            if not pending:
+                return
+            request, slot, future = pending.popleft()
+            yield finished(request, slot, future.result())
+    finally:
+        pool.shutdown(cancel_futures=True)

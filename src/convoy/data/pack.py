@@ -1,43 +1,31 @@
-"""Packs: a data set as WebDataset tars that read sequentially, with an index, for `convoy data pack`."""
+"""`convoy data pack`: a data set as WebDataset tars that read sequentially, with an index."""
 
 import io
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import tarfile
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import reduce
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.numpy import save
 
 from convoy.data.decode import BadImage, finish_picture, open_picture, suffix_of, upright_size
 from convoy.data.files import Opened, keep_others_out, shown, writing
-from convoy.data.pack_format import (
-    INDEX,
-    PER_SHARD,
-    SPLITS,
-    UNFINISHED,
-    VERSION,
-    Known,
-    PackOptions,
-    Statistics,
-    index_arrays,
-    index_file,
-    shard_name,
-)
+from convoy.data.packed import INDEX, PER_SHARD, SPLITS, UNFINISHED, VERSION, PackOptions, Statistics, shard_name
 from convoy.data.processes import follow_parent, forkserver
 from convoy.data.sources import EncodedSource, Progress, Source
 from convoy.data.webdataset import CLASS_NAMES
@@ -52,6 +40,16 @@ _FINISHED = ".packed-"
 class _Stored(NamedTuple):
     data: bytes
     suffix: str
+    statistics: Statistics
+
+
+class Known(NamedTuple):
+    """The notes on a complete shard: offset, size and CRC-32 of its pictures, and their statistics."""
+
+    number: int
+    offsets: list[int]
+    sizes: list[int]
+    crc32: list[int]
     statistics: Statistics
 
 
@@ -185,19 +183,21 @@ class _Shard:
         return slice(self.samples.start, self.samples.stop)
 
     def _notes(self, folder: Path) -> Path:
-        return folder / UNFINISHED / f"{self.name}.npz"
+        return folder / UNFINISHED / f"{self.name}.json"
 
     def known(self, folder: Path) -> Known | None:
         """The notes on a complete shard; None where it or its notes are incomplete or damaged."""
         if not (self._notes(folder).exists() and (folder / self.name).exists()):
             return None
         try:
-            with self._notes(folder).open("rb") as file, np.load(file) as notes:
-                statistics = json.loads(str(notes["statistics"]))
-                statistics |= {key: tuple(statistics[key]) for key in ("sums", "squares")}
-                return Known(self.number, notes["offsets"], notes["sizes"], notes["crc32"], Statistics(**statistics))
-        except (BadZipFile, EOFError, KeyError, TypeError, ValueError, zlib.error):
+            checksum, _, text = self._notes(folder).read_bytes().partition(b" ")
+            if int(checksum) != zlib.crc32(text):
+                return None
+            offsets, sizes, sums, statistics = json.loads(text)
+        except (TypeError, ValueError):
             return None
+        statistics |= {key: tuple(statistics[key]) for key in ("sums", "squares")}
+        return Known(self.number, offsets, sizes, sums, Statistics(**statistics))
 
     def write(self, folder: Path, source: Source, labels: NDArray[np.int64], options: PackOptions) -> Known:
         """Write the tar, and then the notes on it. Raises BadImage."""
@@ -217,14 +217,9 @@ class _Shard:
                     _add(tar, f"{sample:09d}.cls", str(label).encode())
 
         write_atomically(folder / self.name, fill)
-        places = np.array(offsets, np.int64), np.array(sizes, np.int64)
-        notes = Known(self.number, *places, np.array(sums, np.uint32), statistics)
-        with io.BytesIO() as file:
-            text = np.array(json.dumps(asdict(statistics)))
-            np.savez(file, offsets=notes.offsets, sizes=notes.sizes, crc32=notes.crc32, statistics=text)
-            content = file.getvalue()
-        write_atomically(self._notes(folder), lambda path: path.write_bytes(content))
-        return notes
+        text = json.dumps([offsets, sizes, sums, asdict(statistics)])
+        write_text(self._notes(folder), f"{zlib.crc32(text.encode())} {text}")
+        return Known(self.number, offsets, sizes, sums, statistics)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -243,32 +238,37 @@ def _write_shards(
     tell: Callable[[str], object],
 ) -> dict[_Shard, Known]:
     notes = {shard: note for shard in shards if (note := shard.known(folder)) is not None}
-    queue = [shard for shard in shards if shard not in notes]
     total = sum(len(source) for source in splits.values())
-    done = total - sum(len(shard.samples) for shard in queue)
+    done = sum(len(shard.samples) for shard in notes)
     if done:
         tell(f"going on after {done:,} of {total:,} pictures")
     if progress:
         progress("packing", done, total)
-    if not queue:
-        return notes
-    siblings = set(multiprocessing.active_children())
+    # A process for each shard, forked in milliseconds: a pool's queues have semaphores, which lie in /dev/shm.
+    context, queue = forkserver(__name__), deque(shard for shard in shards if shard not in notes)
+    writers: dict[connection.Connection, tuple[_Shard, BaseProcess]] = {}
     try:
-        pool = ProcessPoolExecutor(min(processes, len(queue)), forkserver(__name__), _enter, (splits, options))
-    except OSError as error:  # from the semaphores of its queues
-        raise MachineError(
-            f"processes that pack cannot be started ({error.strerror}): /dev/shm may be full; in a container, raise "
-            "--shm-size"
-        ) from error
-    try:
-        labels = {split: source.labels for split, source in splits.items()}
-        futures = {pool.submit(_write, shard, folder, labels[shard.split][shard.places]): shard for shard in queue}
-        for future in as_completed(futures):
-            shard = futures[future]
-            notes[shard] = future.result()
-            done += len(shard.samples)
-            if progress:
-                progress("packing", done, total)
+        while queue or writers:
+            while queue and len(writers) < processes:
+                shard = queue.popleft()
+                receiver, sender = context.Pipe(duplex=False)
+                source = splits[shard.split]
+                arguments = sender, shard, folder, source, source.labels[shard.places], options
+                writer = context.Process(target=_write, args=arguments, daemon=True)
+                writer.start()
+                sender.close()
+                writers[receiver] = shard, writer
+            for result in connection.wait(list(writers)):
+                assert isinstance(result, connection.Connection)
+                answer: Known | Exception = result.recv()
+                if isinstance(answer, Exception):
+                    raise answer
+                shard, process = writers.pop(result)
+                process.join()
+                notes[shard] = answer
+                done += len(shard.samples)
+                if progress:
+                    progress("packing", done, total)
     except BadImage as bad:
         raise ConvoyError(
             f"{bad}: mend it, and pack again to go on; or remove it, and pack into a new folder (convoy data PATH "
@@ -277,31 +277,32 @@ def _write_shards(
     except KeyboardInterrupt:
         tell(f"the same command goes on after {done:,} of {total:,} pictures")
         raise
-    except BrokenProcessPool as error:
+    except EOFError as error:
         raise MachineError(
             f"a process that packs died, perhaps for lack of memory: run the same again to go on in {shown(folder)}"
         ) from error
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - siblings:
-            process.terminate()  # at once, not after the shard that it writes
-        pool.shutdown()
+        for _, process in writers.values():
+            process.kill()  # at once, not after the shard that it writes
+            process.join()
     return notes
 
 
-_splits: dict[str, Source] = {}
-_options = PackOptions()
-
-
-def _enter(splits: dict[str, Source], options: PackOptions) -> None:
-    global _options
+def _write(
+    sender: connection.Connection,
+    shard: _Shard,
+    folder: Path,
+    source: Source,
+    labels: NDArray[np.int64],
+    options: PackOptions,
+) -> None:
     follow_parent()
-    _splits.update(splits)
-    _options = options
-
-
-def _write(shard: _Shard, folder: Path, labels: NDArray[np.int64]) -> Known:
-    return shard.write(folder, _splits[shard.split], labels, _options)
+    answer: Known | Exception
+    try:
+        answer = shard.write(folder, source, labels, options)
+    except Exception as error:
+        answer = error
+    sender.send(answer)
 
 
 def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored:
@@ -351,3 +352,24 @@ def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     with io.BytesIO() as file:
         image.save(file, kind, **options)
         return file.getvalue()
+
+
+def index_arrays(split: str, source: Source, notes: list[Known]) -> dict[str, NDArray[Any]]:
+    """The arrays of a split: where its pictures lie, their labels, checksums and names."""
+    names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
+    shards = np.repeat([shard.number for shard in notes], [len(shard.offsets) for shard in notes])
+    return {
+        f"{split}.shard": shards.astype(np.int32),
+        f"{split}.offset": np.concatenate([shard.offsets for shard in notes]).astype(np.int64),
+        f"{split}.size": np.concatenate([shard.sizes for shard in notes]).astype(np.int32),
+        f"{split}.crc32": np.concatenate([shard.crc32 for shard in notes]).astype(np.uint32),
+        f"{split}.label": source.labels.astype(np.int32),
+        f"{split}.name_end": np.cumsum([len(name) for name in names], dtype=np.int64),
+        f"{split}.names": np.frombuffer(b"".join(names), np.uint8),
+    }
+
+
+def index_file(arrays: dict[str, NDArray[Any]], document: dict[str, Any]) -> bytes:
+    """The content of an index: its arrays with their checksums, and a document on the whole."""
+    checksums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
+    return bytes(save(arrays, {"convoy.pack": json.dumps(document | {"index": checksums})}))

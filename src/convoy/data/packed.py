@@ -1,4 +1,13 @@
-"""Reading packs, which `convoy data pack` has written: as a data set, to verify them, to unpack them."""
+"""Packs, which `convoy data pack` writes: what they are on disk, and how they are read, verified and unpacked.
+
+A pack is a folder of `train-000000.tar`, …, and `test-000000.tar`, … (`data-000000.tar`, … where the data set has no
+split of its own), which any reader of WebDataset takes, `classes.txt`, and `index.safetensors`: where every picture
+lies, its label, checksum and name. Samples have the numbers that they have in the original, so a run sees them in the
+same order.
+
+The index is written last. Until then the folder `.packing` says what is being packed, and keeps what is known of the
+shards that are complete, so that a pack that was interrupted goes on where it stopped; nobody reads it before.
+"""
 
 import json
 import os
@@ -6,8 +15,10 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,17 +30,83 @@ from safetensors import SafetensorError, safe_open
 from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
 from convoy.data.files import Opened, check_range, keep_others_out, reading, shown, writing
 from convoy.data.folder import MAX_PICTURE_BYTES
-from convoy.data.memory import Names, SharedBytes
-from convoy.data.pack_format import INDEX, SPLITS, UNFINISHED, VERSION, PackOptions, Statistics, shard_name
+from convoy.data.processes import SharedBytes
 from convoy.data.sources import Progress
 from convoy.data.webdataset import TarSource
 from convoy.errors import ConvoyError
 from convoy.files import unwritable
 from convoy.terminal import printable
 
-_EVERY = 2000
-_LONGEST = 200
+INDEX, UNFINISHED = "index.safetensors", ".packing"
+VERSION = 1
+# Names in shards and index. `data` is of an original without a split, so that readers see no split in the name.
+SPLITS = (["train", "test"], ["data"])
+PER_SHARD = 2048
+
+_EVERY = 2000  # pictures from one report of progress to the next
+_LONGEST = 200  # bytes of a name
 _UNPACKING, _MARK = ".unpacking-", ".convoy"
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """How pictures are stored."""
+
+    short_side: int | None = None  # larger pictures are resized to it, in pixels; None leaves all as they are
+    raw: bool = False  # pixels (PPM) instead of picture files
+    quality: int = 90  # of JPEG, 1 to 95, for pictures that were resized
+
+    def __str__(self) -> str:
+        side = f"short side at most {self.short_side}" if self.short_side else "size as in the original"
+        if self.raw:
+            return f"raw pixels, {side}"
+        return f"{side}, JPEG of quality {self.quality} where resized" if self.short_side else f"files and {side}"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Sums over the pictures of a split, or of a part of one."""
+
+    images: int = 0
+    original_bytes: int = 0  # of the original's files; 0 where it keeps pixels
+    stored_bytes: int = 0  # of the pictures in the pack
+    smallest: int = 2**31  # short side of the smallest picture of the original
+    largest: int = 0  # long side of the largest picture of the original
+    pixels: int = 0  # of all stored pictures
+    # of the stored pixels, 0 to 255: red, green, blue, which are equal for grey
+    sums: tuple[int, int, int] = (0, 0, 0)
+    squares: tuple[int, int, int] = (0, 0, 0)  # of the same, squared
+
+    def __add__(self, other: "Statistics") -> "Statistics":
+        combine: dict[str, Callable[..., Any]] = {"smallest": min, "largest": max, "sums": _added, "squares": _added}
+        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
+        return Statistics(**{name: combine.get(name, add)(*pair) for name, pair in pairs.items()})
+
+    @property
+    def channels(self) -> int:
+        """1 where all pictures are grey, else 3."""
+        return 1 if len(set(self.sums)) == len(set(self.squares)) == 1 else 3
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Mean of each channel, pixels from 0 to 1."""
+        return tuple(round(total / max(self.pixels, 1) / 255, 4) for total in self.sums[: self.channels])
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Standard deviation of each channel, pixels from 0 to 1."""
+        means = [total / max(self.pixels, 1) for total in self.sums[: self.channels]]
+        pairs = zip(self.squares, means, strict=False)
+        return tuple(round(max(total / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for total, mean in pairs)
+
+
+def _added(colors: tuple[int, ...], other_colors: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(add, colors, other_colors))
+
+
+def shard_name(split: str, number: int) -> str:
+    """The file name of a shard."""
+    return f"{split}-{number:06d}.tar"
 
 
 class PackedSource(TarSource):
@@ -40,7 +117,7 @@ class PackedSource(TarSource):
     contents = 0  # the index's checksum of the checksums of all pictures
 
     def name(self, sample: int) -> str:
-        return printable(self._names[sample])
+        return printable(self._name(sample))
 
     def _marks(self) -> dict[str, Any]:
         return {"names": self._names.checksum(), "contents": self.contents}
@@ -132,8 +209,7 @@ class Pack(BaseModel, frozen=True):
         ):
             raise _damaged(self.path / INDEX)
         files = [self.path / shard_name(split, number) for number in range(len(self.shards))]
-        pieces = SharedBytes.at(names.tobytes(), ends)
-        source = PackedSource(files, Names.of(pieces), places, label.astype(np.int64))
+        source = PackedSource(files, SharedBytes([names.tobytes()], ends), places, label.astype(np.int64))
         source.contents = self.index.get(f"{split}.crc32", 0)
         return source
 

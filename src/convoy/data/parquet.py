@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
-from convoy.data.memory import SharedBytes
+from convoy.data.processes import SharedBytes
 from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
 from convoy.resources import host_memory

@@ -1,16 +1,23 @@
-"""Worker processes: where they come from, and how they end."""
+"""Worker processes: where they come from, how they end, and memory that they share: pictures and names that are read,
+buffers that batches are written to."""
 
+import mmap
 import multiprocessing
 import os
 import tempfile
 import threading
+import weakref
+import zlib
+from collections.abc import Iterable
 from contextlib import suppress
-from multiprocessing import resource_tracker, util
+from multiprocessing import reduction, util
 from multiprocessing.context import ForkServerContext
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from convoy.launch.rank import end_with_parent
-
-_NO_WARNING = "ignore:resource_tracker:UserWarning"
 
 
 def forkserver(module: str) -> ForkServerContext:
@@ -24,7 +31,6 @@ def forkserver(module: str) -> ForkServerContext:
         tempfile.tempdir = directory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["convoy.data.worker_server", module])
-    _start_tracker()
     return context
 
 
@@ -44,15 +50,88 @@ def follow_parent() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-def _start_tracker() -> None:
-    """Start Python's process that removes what this one leaves when it is killed: the named semaphores of a pool's
-    queues. Its warning is silenced: it would stand among the messages on the killed process."""
-    old_filters = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = f"{old_filters},{_NO_WARNING}" if old_filters else _NO_WARNING
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        if old_filters is None:
-            del os.environ["PYTHONWARNINGS"]
-        else:
-            os.environ["PYTHONWARNINGS"] = old_filters
+class SharedMemory:
+    """A block of memory, zero to begin with; handing it to a worker process hands over the memory itself. It lies in an
+    anonymous file (memfd): it has no name, ends with its last process, takes up only what was written to, and is not
+    bound by the size of /dev/shm, which containers keep small."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._own(_anonymous_file())
+        os.ftruncate(self._fd, num_bytes)
+        self._map()
+
+    @classmethod
+    def of(cls, pieces: Iterable[Any]) -> "SharedMemory":
+        """A block of these pieces, one after the other."""
+        block = cls.__new__(cls)
+        block._own(_anonymous_file())  # first, as reading the pieces may fail
+        with os.fdopen(os.dup(block._fd), "wb", buffering=2**20) as file:
+            file.writelines(pieces)
+        block._map()
+        return block
+
+    def _own(self, fd: int) -> None:
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+
+    def _map(self) -> None:
+        size = os.fstat(self._fd).st_size
+        self.bytes: mmap.mmap | bytearray = mmap.mmap(self._fd, size) if size else bytearray()
+
+    def __getstate__(self) -> Any:
+        return reduction.DupFd(self._fd)
+
+    def __setstate__(self, state: Any) -> None:
+        self._own(state.detach())
+        self._map()
+
+
+class SharedBytes:
+    """Pieces of bytes; handing them to a worker process hands over the memory itself. So a million names take no memory
+    of a worker."""
+
+    def __init__(self, pieces: Iterable[bytes], ends: NDArray[np.int64] | None = None) -> None:
+        """`ends` [n] are those of the pieces where they come in one block."""
+        lengths = [0]
+
+        def counted() -> Iterable[bytes]:
+            for piece in pieces:
+                lengths.append(len(piece))
+                yield piece
+
+        self._memory = SharedMemory.of(counted())
+        self._ends = SharedNumbers(np.cumsum(lengths) if ends is None else np.append(0, ends))
+
+    def checksum(self) -> int:
+        return zlib.crc32(self._ends.array.data, zlib.crc32(self._memory.bytes))
+
+    def __len__(self) -> int:
+        return len(self._ends.array) - 1
+
+    def __getitem__(self, place: int) -> bytes:
+        start, end = self._ends.array[place : place + 2].tolist()
+        return bytes(self._memory.bytes[start:end])
+
+
+class SharedNumbers:
+    """An array; handing it to a worker process hands over the memory itself."""
+
+    def __init__(self, numbers: NDArray[Any]) -> None:
+        self._memory = SharedMemory.of([np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)])
+        self._form = numbers.dtype, numbers.shape
+        self.array: NDArray[Any] = np.frombuffer(self._memory.bytes, numbers.dtype).reshape(numbers.shape)
+
+    def __getstate__(self) -> Any:
+        return self._memory, self._form
+
+    def __setstate__(self, state: Any) -> None:
+        self._memory, self._form = state
+        dtype, shape = self._form
+        self.array = np.frombuffer(self._memory.bytes, dtype).reshape(shape)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("convoy-pictures")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,8 +1,10 @@
 """Sources of single pictures: the interface, and its two kinds, pixels in memory and encoded files."""
 
+import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from convoy.data.decode import BadImage, finish_picture, in_channels, open_picture
-from convoy.data.memory import SharedNumbers
+from convoy.data.processes import SharedNumbers
 from convoy.errors import ConvoyError
 
 if TYPE_CHECKING:
@@ -170,51 +172,51 @@ _NUM_PROBES = 16
 _PROGRESS_EVERY = 2000
 
 
-def common_format(*sources: EncodedSource) -> tuple[int, int, int] | None:
-    """Height, width and channels of the pictures if they are small, of one size and few enough to keep in memory. Looks
-    at some pictures of each source; None where they differ, have a side of more than 64 pixels, or take more than 1
-    GiB."""
-    sizes, modes, readable = set(), set(), 0
+def in_memory(
+    sources: dict[str, EncodedSource], skip_bad: bool, progress: Progress | None
+) -> tuple[tuple[int, int, int], list[PixelSource]] | None:
+    """Height, width and channels of the pictures of all splits, and the decoded splits, if the pictures are small, of
+    one size and few enough to keep in memory; else None. With `skip_bad` those that cannot be read are kept as bad
+    ones; without it they raise ConvoyError."""
+    form = _common_form(sources.values())
+    if form is None:
+        return None
+    decoded = []
+    for split, source in sources.items():
+        pixels, bad = np.zeros((len(source), *form), np.uint8), dict[int, str]()
+        for sample in range(len(source)):
+            try:
+                image = source.load(sample)
+            except BadImage as reason:
+                if not skip_bad:
+                    raise refusal(reason, source) from None
+                bad[sample] = reason.reason
+                continue
+            if image.size != (form[1], form[0]):
+                return None
+            pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
+            if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
+                progress(f"decoding the {split} pictures", sample + 1, len(source))
+        decoded.append(PixelSource(pixels, source.labels, source.name, bad))
+    return form, decoded
+
+
+def _common_form(sources: Collection[EncodedSource]) -> tuple[int, int, int] | None:
+    """Height, width and channels by a few pictures of each source; None where they differ, have a side of more than 64
+    pixels, or all take more than 1 GiB."""
+    sizes, modes = set(), set()
     for source in sources:
         for sample in spread(len(source), _NUM_PROBES):
-            try:
+            with suppress(BadImage):
                 width, height = source.open(sample).size
                 if max(width, height) > _MAX_SIDE:
                     return None
                 modes.add(source.load(sample).mode)
-            except BadImage:
-                continue
-            sizes.add((height, width))
-            readable += 1
+                sizes.add((height, width))
     if len(sizes) != 1:
         return None
-    (height, width), channels = sizes.pop(), 1 if modes == {"L"} else 3
-    total = sum(len(source) for source in sources) * height * width * channels
-    return (height, width, channels) if total <= _MAX_BYTES else None
-
-
-def decode_all(
-    source: EncodedSource, form: tuple[int, int, int], what: str, skip_bad: bool, progress: Progress | None
-) -> PixelSource | None:
-    """All pictures of a split as pixels of this height, width and channels, or None if one has another size. With
-    `skip_bad` those that cannot be read are kept as bad ones; without it they raise ConvoyError."""
-    height, width, channels = form
-    pixels = np.zeros((len(source), height, width, channels), np.uint8)
-    bad = {}
-    for sample in range(len(source)):
-        try:
-            image = source.load(sample)
-        except BadImage as reason:
-            if not skip_bad:
-                raise refusal(reason, source) from None
-            bad[sample] = reason.reason
-            continue
-        if image.size != (width, height):
-            return None
-        pixels[sample] = np.asarray(in_channels(image, channels)).reshape(form)
-        if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
-            progress(f"decoding the {what} pictures", sample + 1, len(source))
-    return PixelSource(pixels, source.labels, source.name, bad)
+    form = *sizes.pop(), 1 if modes == {"L"} else 3
+    return form if sum(map(len, sources)) * math.prod(form) <= _MAX_BYTES else None
 
 
 def refusal(bad: BadImage, source: Source) -> ConvoyError:

@@ -41,25 +41,12 @@ class Turbo:
                 f"data.decoder=turbo needs {' and '.join(lacking)}, which {'are' if lacking[1:] else 'is'} not "
                 "installed: pip install 'convoy-nn[fast]', or set data.decoder=pillow, whose pixels differ a little"
             )
-        self._form = image_size, channels, interpolation
-        self._prepare()
-
-    def _prepare(self) -> None:
         import cv2
-        import simplejpeg
 
-        self._cv2, self._jpeg = cv2, simplejpeg
-        size, channels, interpolation = self._form
         methods = {"nearest": "NEAREST", "bilinear": "LINEAR", "bicubic": "CUBIC", "lanczos": "LANCZOS4"}
+        self._size, self._grey = image_size, channels == 1
         self._method = getattr(cv2, f"INTER_{methods[interpolation]}")
-        self._own = _Buffers((size, size, 3) if channels == 3 else (size, size))
-
-    def __getstate__(self) -> Any:
-        return self._form
-
-    def __setstate__(self, state: Any) -> None:
-        self._form = state
-        self._prepare()
+        self._buffers = _Buffers((image_size, image_size) if self._grey else (image_size, image_size, 3))
 
     def write(self, data: bytes, name: str, crop: Crop, mirror: bool, planes: Pixels) -> None:
         """Decode a picture file, resize a part of it, and write that to uint8 [channels, image_size, image_size].
@@ -68,14 +55,16 @@ class Turbo:
 
     def write_part(self, pixels: Pixels, box: CropBox, mirror: bool, planes: Pixels) -> None:
         """The same from pixels: uint8 [height, width, 3] or [height, width]."""
-        cv2, size, buffers = self._cv2, self._form[0], self._own
+        import cv2
+
+        size, buffers = self._size, self._buffers
         left, top = round(box[0]), round(box[1])
         right, bottom = max(round(box[2]), left + 1), max(round(box[3]), top + 1)
         smaller = max(right - left, bottom - top) / size
         method = cv2.INTER_AREA if smaller >= _AREA_FROM and self._method != cv2.INTER_NEAREST else self._method
         cv2.resize(pixels[top:bottom, left:right], (size, size), dst=buffers.square, interpolation=method)
         square = cv2.flip(buffers.square, 1, dst=buffers.mirrored) if mirror else buffers.square
-        if self._form[1] == 1:
+        if self._grey:
             planes[0] = square
         else:
             cv2.split(square, list(planes))
@@ -93,47 +82,46 @@ class Turbo:
         width, height = upright_size(image)
         box = crop(width, height)
         image = finish_picture(image, name, self._needed(width, height, box))
-        pixels = np.asarray(in_channels(image, self._form[1]))
+        pixels = np.asarray(in_channels(image, 1 if self._grey else 3))
         return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
 
     def _plain(self, data: bytes) -> Pixels | None:
         """Pixels as they lie in a PPM or PGM file, where it is one with the wanted channels."""
-        grey = self._form[1] == 1
         header = _PLAIN.match(data)
-        if header is None or (header[1] == b"5") != grey:
+        if header is None or (header[1] == b"5") != self._grey:
             return None
         width, height = int(header[2]), int(header[3])
-        shape = (height, width) if grey else (height, width, 3)
+        shape = (height, width) if self._grey else (height, width, 3)
         if 0 < math.prod(shape) == len(data) - header.end() and not too_large(width, height):
             return np.frombuffer(data, np.uint8, offset=header.end()).reshape(shape)
         return None
 
     def _jpeg_decoded(self, data: bytes, crop: Crop) -> tuple[Pixels, CropBox]:
-        height, width, space, _ = self._jpeg.decode_jpeg_header(data)
+        import simplejpeg
+
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
         if too_large(width, height) or space in ("CMYK", "YCCK"):
             raise ValueError
         box = crop(width, height)
         wide, high = self._needed(width, height, box)
         # By 2, 4 or 8: libjpeg-turbo also scales by 7/8 and the like, but slower than it decodes the whole picture.
         factor = next((divisor for divisor in (8, 4, 2) if min(width / wide, height / high) >= divisor), 1)
-        grey = self._form[1] == 1
-        num_bytes = width * height * (1 if grey else 3)
-        buffers = self._own
+        num_bytes, buffers = width * height * (1 if self._grey else 3), self._buffers
         if len(buffers.scratch) < num_bytes <= _LARGEST_SCRATCH:
             buffers.scratch = np.empty(num_bytes, np.uint8)
-        pixels = self._jpeg.decode_jpeg(
+        pixels = simplejpeg.decode_jpeg(
             data,
-            "GRAY" if grey else "RGB",
+            "GRAY" if self._grey else "RGB",
             min_width=-(-width // factor),
             min_height=-(-height // factor),
             buffer=buffers.scratch if num_bytes <= len(buffers.scratch) else None,
         )
-        pixels = pixels[:, :, 0] if grey else pixels
+        pixels = pixels[:, :, 0] if self._grey else pixels
         return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
 
     def _needed(self, width: int, height: int, box: CropBox) -> tuple[int, int]:
         """Width and height of the picture from which on the short side of the box has image_size pixels."""
-        factor = self._form[0] / min(box[2] - box[0], box[3] - box[1])
+        factor = self._size / min(box[2] - box[0], box[3] - box[1])
         return math.ceil(width * factor), math.ceil(height * factor)
 
 
@@ -143,6 +131,9 @@ class _Buffers(threading.local):
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.square, self.mirrored = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
         self.scratch = np.empty(0, np.uint8)
+
+    def __reduce__(self) -> Any:
+        return _Buffers, (self.square.shape,)
 
 
 def _scaled(box: CropBox, across: float, down: float) -> CropBox:

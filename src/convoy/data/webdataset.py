@@ -23,7 +23,7 @@ from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, suffixes
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
-from convoy.data.memory import Names, SharedNumbers
+from convoy.data.processes import SharedBytes, SharedNumbers
 from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
@@ -36,7 +36,9 @@ CLASS_NAMES = "classes.txt"
 class TarSource(EncodedSource):
     """Members of tar files; `places` are int64 [n, 3]: number of the file, offset and size of the member's content."""
 
-    def __init__(self, files: list[Path], names: Names, places: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
+    def __init__(
+        self, files: list[Path], names: SharedBytes, places: NDArray[np.int64], labels: NDArray[np.int64]
+    ) -> None:
         self._files = [str(file) for file in files]
         self._names = names
         self._places = SharedNumbers(places)
@@ -51,7 +53,10 @@ class TarSource(EncodedSource):
 
     def place(self, sample: int) -> str:
         shard = Path(self._files[self._places.array[sample, 0]]).name
-        return f"{printable(shard)}/{printable(self._names[sample])}"
+        return f"{printable(shard)}/{printable(self._name(sample))}"
+
+    def _name(self, sample: int) -> str:
+        return os.fsdecode(self._names[sample])
 
     def _marks(self) -> dict[str, Any]:
         shards, _, sizes = self._places.array.T
@@ -114,7 +119,7 @@ def _open_split(files: list[Path], progress: Progress | None, leftovers: Counter
         raise ConvoyError(f"{shown(files[0])} holds no samples: a sample is a picture and its .cls, with equal names")
     return TarSource(
         files,
-        Names([name for name, *_ in samples]),
+        SharedBytes(os.fsencode(name) for name, *_ in samples),
         np.array([place for _, *place, _ in samples], np.int64),
         np.array([label for *_, label in samples], np.int64),
     )

@@ -15,7 +15,7 @@ from convoy.data.dataset import DataSet
 from convoy.data.decode import BadImage
 from convoy.data.loader import batch_maker
 from convoy.data.pack import packed_picture
-from convoy.data.pack_format import PackOptions
+from convoy.data.packed import PackOptions
 from convoy.data.sources import EncodedSource
 from convoy.data.turbo import missing
 from convoy.doctor.facts import Pictures
