@@ -2,6 +2,7 @@
 
     python benchmarks/stages.py --cases resnet50 --devices 2 --link 200mbit
     python benchmarks/stages.py --cases unet --speeds 1,0.5 --link 1gbit       unequal devices
+    python benchmarks/stages.py exact                                          how far from one device, in float64
 
 Every device is in a host of its own and has one thread; two have a core each, four half a core. One device is the first
 of them by itself, in plain PyTorch. The planner predicts before anything is measured; trials, which do not count,
@@ -17,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pytest
 from measuring import harness
 from measuring.cases import STAGED, Case
 from measuring.ranks import Limits, bits_per_second, run_ranks
@@ -25,6 +27,7 @@ from measuring.sides import AUTO, Arrangement, Predicted, Side, Timing, predict,
 
 from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulate
 
+EXACT = Path(__file__).parents[1] / "tests" / "engine" / "test_exact.py"
 SPEEDS = {2: 1.0, 4: 0.5}
 """The share of a core of each device, by their number: two cores suffice."""
 WARM_UP = 4
@@ -45,7 +48,10 @@ def main() -> None:
     )
     parser.add_argument("--link", metavar="RATE", default="1gbit", help="of every host, e.g. 200mbit")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a side is given up")
+    parser.add_argument("what", nargs="?", choices=("times", "exact"), default="times")
     options = parser.parse_args()
+    if options.what == "exact":  # a table of the suite, with the bound that each network keeps to
+        raise SystemExit(pytest.main(["-v", "-m", "matrix", "-k", "stage", str(EXACT)]))
     speeds = options.speeds or [SPEEDS[options.devices]] * options.devices
     devices = tuple(ClusterDevice(speed, f"host{number}") for number, speed in enumerate(speeds))
     cluster = Cluster(devices, options.link)

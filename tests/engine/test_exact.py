@@ -272,8 +272,13 @@ def test_every_network_is_exact_under_every_plan(net: str, plan: str) -> None:
         pytest.param("resnet18", MIXED["resnet18"], marks=pytest.mark.slow),
         pytest.param("resnet18", "stage=2,sample=2", marks=pytest.mark.matrix),
         pytest.param("alexnet", MIXED["alexnet"], marks=pytest.mark.matrix),
+        *(
+            pytest.param(net, f"stage=2{beside}", marks=pytest.mark.matrix)
+            for net in ("resnet50", "densenet121", "googlenet", "unet")
+            for beside in (",sample=2", ",filter=2")
+        ),
     ],
-    ids=["mixed", "stages", "alexnet"],
+    ids=str,
 )
 @pytest.mark.usefixtures("processes_of_its_own")
 def test_a_larger_network_is_exact(net: str, plan: Any) -> None:

@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from convoy import resources
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, MachineError
 
 PINNED = """
 import os, threading
@@ -104,3 +105,18 @@ def test_control_groups_and_those_around_them_limit_memory_and_files_count_as_fr
         monkeypatch.setattr(resources, "memory_limits", lambda numbers=of_groups: numbers)
         monkeypatch.setattr(resources, "memory_left", lambda numbers=of_groups: numbers)
         assert (resources.host_memory(), resources.free_memory()) == (host, free)
+
+
+def test_a_rank_that_could_start_no_more_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == 5:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(MachineError, match=r"no 8 more threads .* raise the limit .* \(ulimit -u\) or .* \(pids\)"):
+        resources.check_threads()
+    assert not any(thread.is_alive() for thread in started)
