@@ -1,6 +1,5 @@
 """Learning rates at points of the papers' formulae; when a checkpoint is due; averages of weights; the loss."""
 
-import copy
 import math
 
 import pytest
@@ -161,19 +160,6 @@ def test_averages_are_the_formula_and_buffers_those_of_the_network() -> None:
     assert all(torch.equal(tensor, trained[name]) for name, tensor in net.state_dict().items())
     decays = {1: 2 / 11, 10: 11 / 20, 8_990: 0.999, 10**6: 0.999}
     assert {number: effective_decay(0.999, number) for number in decays} == pytest.approx(decays)
-
-
-def test_averages_resume_exactly() -> None:
-    net = network()
-    whole, half = AveragedWeights(net, 0.9), AveragedWeights(net, 0.9)
-    for step in range(6):
-        walk(net, step)
-        whole.update(net)
-        half.update(net)
-        if step == 2:
-            saved, half = copy.deepcopy(half.averages), AveragedWeights(network(), 0.9)
-            half.load(saved, 3)
-    assert all(torch.equal(average, half.averages[name]) for name, average in whole.averages.items())
 
 
 # The loss over one or several heads
