@@ -245,9 +245,9 @@ def test_of_updates_waits_and_own_work_are_told_apart(data: Path) -> None:
 
 # A run says what holds it back: once, after its first hundred updates, and in a file; and is not changed by that
 
-FIRST = 30
+FIRST = 70
 """Updates after which these runs say it, where others take a hundred."""
-LONG = {"epochs": "50ba", "log_every": "20ba", "evaluate_every": "2ba", "checkpoint.every": "40ba"}
+LONG = {"epochs": "110ba", "log_every": "50ba", "evaluate_every": "2ba", "checkpoint.every": "90ba"}
 
 
 def diagnosed(data: Path, out: Path, settings: dict[str, str], fails: bool = False) -> Ended:
