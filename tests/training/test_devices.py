@@ -273,13 +273,16 @@ def distance(one: Path, other: Path) -> float:
     return max(float((have[n] - want[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)) for n in want)
 
 
-def test_zero_bubble_trains_and_goes_on_as_one_device_does(data: Path, tmp_path: Path) -> None:
+def test_uneven_shares_and_zero_bubble_train_and_go_on_as_one_device_does(data: Path, tmp_path: Path) -> None:
     settings = DOUBLE | ALL | {"microbatch": "2", "checkpoint.every": "2ba"}
     (want,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    uneven = settings | {"parallel.plan": "sample=2", "parallel.shares": "[11,1]"}
+    run_ranks(train_here, 2, data, tmp_path / "uneven", uneven)
+    assert distance(tmp_path / "uneven", tmp_path / "serial") < 1e-9
     settings |= {"parallel.plan": "stage=2", "parallel.schedule": "zero-bubble"}
     assert run_ranks(train_until, 2, data, tmp_path / "run", settings, 5) == [None] * 2
-    for found in run_ranks(train_until, 2, data, tmp_path / "run", settings, None):
-        assert found.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
+    for ended in run_ranks(train_until, 2, data, tmp_path / "run", settings, None):
+        assert ended.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
     assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
     assert any("zero-bubble, stages wait about" in note for note in summary(tmp_path / "run")["notes"])
 

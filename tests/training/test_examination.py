@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from convoy.data import Batch
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.facts import Facts, Trial
 from convoy.engine import profiling
@@ -24,7 +22,6 @@ from convoy.training.checkpoints import Saver
 from convoy.training.evaluate import EvaluationTally
 from convoy.training.examination import examine
 from convoy.training.set_up import set_up
-from convoy.training.step import random_batch
 from convoy.training.trials import Budget, Change, changes, try_changes
 from made_time import made_time
 from ranks import run_ranks
@@ -95,53 +92,6 @@ def test_without_a_place_for_checkpoints_they_are_left_out(data: Path, tmp_path:
     for facts, *_ in run_ranks(examined, 2, data, tmp_path, EACH, False, True):
         assert facts.checkpoint_s is None and facts.evaluation_s is not None
     assert not list(tmp_path.iterdir())
-
-
-def test_small_batches_of_pictures_are_timed(photos: Path, tmp_path: Path) -> None:
-    settings = ("batch=2", "microbatch=1", "data.image_size=28", "data.workers=0")
-    facts, *_ = run_ranks(examined, 2, photos, tmp_path, settings, False)[0]
-    assert facts.pictures is not None and facts.pictures.cpu_s > 0 and facts.pictures.read_s >= 0
-
-
-PACES: dict[str, tuple[Callable[[int], float], Callable[[int], float], int, float, float]] = {
-    # seconds to make a batch, to compute an update, when workers grow, and what an update takes and waits in the end
-    "a first update of seconds": (lambda _: 0.01, lambda n: 0.02 if n else 5.0, -1, 0.02, 0.0),
-    "first updates of seconds": (lambda _: 0.05, lambda n: 0.02 if n > 7 else 0.5, -1, 0.05, 0.03),
-    "other workers that start": (lambda n: 0.1 if n < 20 else 0.01, lambda _: 0.02, 6, 0.02, 0.0),
-    "one update after the other": (lambda n: 0.2 - 0.008 * min(n, 20), lambda _: 0.02, -1, 0.04, 0.02),
-}
-
-
-def at_its_pace(data: Path, case: str) -> tuple[Facts, float]:
-    """Updates as they are timed, and how long that takes; workers make six batches ahead of who asks, by the clock."""
-    made_s, computed_s, grows, *_ = PACES[case]
-    trained, number = session(data, "data.workers=2", "batch=96", "microbatch=96"), itertools.count()
-
-    def batches(first: int, updates: int, told: Callable[[int], None]) -> Iterator[Batch]:
-        ready, taken = clock.now, list[float]()
-        for place in range(updates):
-            ready = max(ready, taken[place - 6] if place >= 6 else 0.0) + made_s(place)
-            clock.sleep(max(0.0, ready - clock.now))
-            taken.append(clock.now)
-            if place == grows:
-                told(4)
-            yield batch
-
-    with made_time(*CLOCKS) as clock, patch.object(trained, "batches", batches):
-        batch = random_batch(trained.step(), trained.image_shape, trained.device)
-        trained.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(computed_s(next(number))))
-        return examination._measure_updates(trained, Budget(trained.ranks, 30.0)), clock.now
-
-
-def paces(data: Path) -> dict[str, tuple[Facts, float]]:
-    return {case: at_its_pace(data, case) for case in PACES}
-
-
-def test_a_training_is_timed_at_its_pace(data: Path) -> None:
-    for case, (facts, taken) in run_ranks(paces, 1, data)[0].items():
-        *_, update_s, wait_s = PACES[case]
-        assert facts.update_s == pytest.approx(update_s, rel=0.05) and facts.wait_s == pytest.approx(wait_s, abs=0.002)
-        assert taken < 0.4 * 30 + 2 and not facts.notes
 
 
 # Changes that are tried

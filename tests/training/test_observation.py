@@ -19,7 +19,6 @@ from convoy.comm import collectives
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.facts import Facts, Pictures
 from convoy.engine.watched import DeviceClock
-from convoy.launch.host import HostWatch
 from convoy.planner import Scored, score
 from convoy.planner.comparison import GRADIENTS, Comparison
 from convoy.planner.cost.costs import Costs, Roofline
@@ -290,10 +289,3 @@ def test_a_diagnosis_is_said_once_and_changes_nothing(data: Path, tmp_path: Path
     for name, settings in (("little", {"evaluate_every": "1000ba"}), ("short", {"epochs": "8ba"})):
         assert not closer(diagnosed(data, tmp_path / name, settings))
         assert (tmp_path / name / "diagnosis.json").exists() == (name == "little")
-
-
-def test_a_machine_that_cannot_be_looked_at_ends_nothing(data: Path) -> None:
-    watch = Observation(session(data))
-    with patch.object(HostWatch, "_count", side_effect=ValueError("no number")):
-        watch.begin()
-        assert watch.look() is None
