@@ -208,8 +208,8 @@ def test_an_approximate_run_is_called_so_and_is_near(data: Path, tmp_path: Path)
 @slow
 def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path, tmp_path: Path) -> None:
     settings = {"parallel.local_sgd": "2", "optimizer.lr": "0.02", "epochs": "7ba"}
-    settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9", "parallel.plan": "sample=2,filter=2"}
-    ended = {"whole": run_ranks(train_here, 4, data, tmp_path / "whole", settings, timeout=120)[0]}
+    settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9"}
+    ended = {"whole": run_ranks(train_here, 2, data, tmp_path / "whole", settings, timeout=120)[0]}
     for name in ("parts", "control"):
         drop_checkpoints(shutil.copytree(tmp_path / "whole", tmp_path / name), 3)
         if name == "control":
@@ -219,7 +219,7 @@ def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path
             for key in second:
                 del checkpoint.tensors[key]
             put(store_of(tmp_path / name), checkpoint)
-        ended[name] = run_ranks(train_here, 4, data, tmp_path / name, settings, True, timeout=120)[0]
+        ended[name] = run_ranks(train_here, 2, data, tmp_path / name, settings, True, timeout=120)[0]
     assert ended["parts"] == Ended(ended["whole"].digest, ended["whole"].curve, ended["parts"].said)
     assert ended["control"].digest != ended["whole"].digest
 

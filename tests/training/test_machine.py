@@ -10,7 +10,6 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from convoy.errors import ConvoyError
 from convoy.training import Recipe, choose_device, defaults, environment, load_recipe
 from convoy.training.defaults import Settled, has_bf16, settle
 from convoy.training.environment import join_ranks
-from convoy.training.interrupt import Interrupt, Stop
+from convoy.training.interrupt import Interrupt
 from convoy.training.metrics import MetricsWriter
 from convoy.training.precision import Scaler, check_precision
 from ranks import run_ranks
@@ -51,12 +50,9 @@ GPU_SAYS = [
 SETTLED: list[tuple[list[tuple[str, str, bool]], str, tuple[object, ...], list[str]]] = [
     ([H100] * 4, "precision=auto", ("bf16", True, True), GPU_SAYS),
     ([H100], "precision=fp32", ("fp32", False, None), []),
-    ([H100], "channels_last=false", ("bf16", False, True), [GPU_SAYS[0], GPU_SAYS[2]]),
-    ([H100], "optimizer.fused=false", ("bf16", True, False), GPU_SAYS[:2]),
+    ([H100], "channels_last=false optimizer.fused=false", ("bf16", False, False), GPU_SAYS[:1]),
     ([H100], "optimizer.name=lars optimizer.lr=1", ("bf16", True, "none"), GPU_SAYS[:2]),
     ([H100], "reproducible=true", ("fp32", False, None), ["precision fp32: a reproducible run does not follow"]),
-    ([H100], "reproducible=true precision=bf16", ("bf16", True, True), GPU_SAYS[1:]),
-    ([V100], "", ("fp32", False, None), ["precision fp32: Tesla V100 has no bf16 in hardware"]),
     ([H100, V100], "", ("fp32", False, None), ["precision fp32: Tesla V100, the device of rank 1, has no bf16"]),
     ([H100, NEW], "", ("fp32", False, None), []),
     ([NEW], "precision=bf16 channels_last=true", ("bf16", True, None), []),
@@ -243,12 +239,9 @@ def test_gpus_that_torch_cannot_use_are_a_sentence(
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_noted_once_and_a_second_one_acts_as_usual(number: signal.Signals) -> None:
     came, before = [], signal.signal(number, lambda number, frame: came.append(number))
-    here, there = os.pipe()
-    os.set_blocking(there, False)
-    wakeup = signal.set_wakeup_fd(there)
     try:
         with Interrupt() as interrupt:
             assert interrupt.signal is None
@@ -256,20 +249,12 @@ def test_a_signal_is_noted_once_and_a_second_one_acts_as_usual(number: signal.Si
             assert (interrupt.signal, came) == (number.name, [])
             os.kill(os.getpid(), number)
             assert came == [number]
-            assert os.read(here, 8) == bytes([number])  # only the first is kept from those who listened before
-        assert signal.set_wakeup_fd(there) == there
         with Interrupt() as interrupt:
             interrupt.is_due = True  # the other ranks had it before, and it may come late
         os.kill(os.getpid(), number)
         assert (interrupt.signal, came) == (number.name, [number])
     finally:
-        signal.set_wakeup_fd(wakeup)
         signal.signal(number, before)
-        for end in (here, there):
-            os.close(end)
-    other = Interrupt()
-    assert Stop(Mock(num=2, rank=1, largest=lambda number, wait: (3, 1)), other).after_update()
-    assert other.is_due and other.signal is None  # what stops another rank is due here
 
 
 def test_it_is_told_while_the_main_thread_computes() -> None:

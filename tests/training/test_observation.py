@@ -65,7 +65,6 @@ def run(trained: Session, updates: int, watch: Observation | None = None) -> dic
 UNCHANGED = (
     ("parallel.plan=sample=2", "reproducible=true"),
     ("parallel.plan=filter=2", "compile=false", "clip_norm=1.0"),
-    ("parallel.plan=sample=2", "parallel.gradient_compression=bf16"),
     ("parallel.plan=sample=2", "parallel.local_sgd=2"),
 )
 

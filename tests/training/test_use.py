@@ -340,26 +340,15 @@ class Remembering(nn.Module):
         return logits
 
 
-class Alone(Remembering):
-    """Cannot be copied."""
-
-    def __deepcopy__(self, memo: object) -> None:
-        raise RuntimeError("there is only one of me")
-
-
-@pytest.mark.parametrize("kind", [Remembering, Alone])
 def test_threads_do_not_meet_in_a_network_that_keeps_things_in_itself(
-    run: Path, kind: type[Remembering], monkeypatch: pytest.MonkeyPatch
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, loaded = pictures(run.parent / "data"), load_run(run)
     want = answers(run, names, 4)
     monkeypatch.setattr("convoy.training.use.num_cores", lambda: 8)
     with as_before():
-        classifier = Classifier(replace(loaded, network=kind(loaded.network).eval()), CPU, 3)
-        assert classifier._networks.qsize() == (8 if kind is Remembering else 1)
+        classifier = Classifier(replace(loaded, network=Remembering(loaded.network).eval()), CPU, 3)
         assert [answer for some in classify(classifier, names, 4) for answer in some] == want
-    weights = [next(classifier._networks.get().parameters()) for _ in range(classifier._networks.qsize())]
-    assert all(weight is weights[0] for weight in weights)
 
 
 # What an evaluation counts, and in which order a GPU gets it
