@@ -21,7 +21,7 @@ from ranks import run_ranks
 from script.saved import alike, refused
 
 State = dict[str, Any]
-PLANS = {"serial": 1, "sample=2": 2, "filter=2": 2, "owt=2": 2, "channel=2": 2, "sample=3": 3, "sample=2,filter=2": 4}
+PLANS = {"serial": 1, "sample=2": 2, "filter=2": 2, "owt=2": 2, "channel=2": 2, "sample=2,filter=2": 4}
 QUICK = ("sample=2", "owt=2")
 BATCH = 12
 
@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 
 def kinds_of(plan: str) -> list[str]:
     """The optimizers that a plan can have."""
-    return [kind for kind in OPTIMIZERS if kind != "factors" or plan in ("serial", "sample=2", "sample=3")]
+    return [kind for kind in OPTIMIZERS if kind != "factors" or plan in ("serial", "sample=2")]
 
 
 class Loop:
