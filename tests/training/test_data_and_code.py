@@ -25,7 +25,6 @@ from convoy.training import load_recipe
 from convoy.training.code import code_of, difference
 from convoy.training.environment import machine
 from convoy.training.restore import load_run
-from data.made import tar_members, write_tar
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
 from training.scenarios import change_json, drop_checkpoints, files, put, refusals, store_of, summary, trained
@@ -98,11 +97,6 @@ def pack_it(folder: Path) -> None:
         file.rename(folder / file.name)
 
 
-def pack_others(folder: Path) -> None:
-    repaint(folder)
-    pack_it(folder)
-
-
 def mnist(folder: Path, changed: str = "") -> None:
     shutil.rmtree(folder)
     write_mnist(folder, 96)
@@ -110,11 +104,6 @@ def mnist(folder: Path, changed: str = "") -> None:
         content = bytearray((folder / changed).read_bytes())
         content[-1] ^= 1
         (folder / changed).write_bytes(content)
-
-
-def tars(folder: Path, size: int) -> None:
-    shutil.rmtree(folder)
-    write_tar(folder / "train.tar", tar_members(40, width=size))
 
 
 Change = Callable[[Path], object]
@@ -138,13 +127,11 @@ HOSTS: dict[str, tuple[Change, Change, str | None]] = {
     ),
     "renamed": (nothing, rename, "names or the order"),
     "packed": (nothing, pack_it, "the format is pack for rank 1"),
-    "packed from others": (pack_it, pack_others, "the contents of the training samples"),
     "other pixels": (
         mnist,
         lambda data: mnist(data, "train-images-idx3-ubyte"),
         "the contents of the training samples differ between rank 1",
     ),
-    "tars": (lambda data: tars(data, 40), lambda data: tars(data, 41), "the sizes of the training files"),
 }
 
 

@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from convoy.cli import main
 from convoy.errors import ConvoyError, GoneError
 from convoy.training import RunDirectory
-from convoy.training.run_directory import LOCK, Witness, disk_explained, is_locked
+from convoy.training.run_directory import LOCK, disk_explained, is_locked
 from ranks import run_ranks
-from training.scenarios import files, summary, trained
+from training.scenarios import files, trained
 from whole_runs import BASE, as_before
 
 running = sys.modules["convoy.training.run"]
@@ -184,32 +183,6 @@ def test_what_is_wrong_with_a_disk_is_said_of_its_own_folder_only(tmp_path: Path
         with pytest.raises((ConvoyError, OSError)) as raised, disk_explained(tmp_path):
             raise error
         assert str(raised.value).startswith(f"cannot write to {tmp_path} ") if explained else raised.value is error
-
-
-def test_who_looks_on_notes_what_killed_ranks_cannot(tmp_path: Path) -> None:
-    run, sentence = RunDirectory(tmp_path), "rank 0 failed: it was killed"
-
-    def write(status: str, steps: int) -> None:
-        (tmp_path / "new").write_text(json.dumps({"status": status, "error": None, "steps": steps}))
-        (tmp_path / "new").replace(run.summary_file)
-
-    def stands() -> list[Any]:
-        return list(summary(tmp_path).values())
-
-    write("running", 3)
-    witness = Witness(run)
-    witness.note(sentence)  # before they have begun
-    assert stands() == ["running", None, 3]
-    write("running", 7)
-    with run.lock():
-        witness.note(sentence)  # another process goes on already
-    assert stands() == ["running", None, 7]
-    witness.note(sentence)
-    assert stands() == ["failed", sentence, 7]
-    for status in ("stopped", "finished"):  # all is saved by then
-        write(status, 8)
-        witness.note(sentence)
-        assert stands() == [status, None, 8]
 
 
 # Two starts
