@@ -119,6 +119,14 @@ def stepped(net: nn.Module, kind: str) -> Callable[[Tensor, Tensor], Tensor]:
         number = next(calls)
         for _ in range(1 + (number // 3 if kind == "passes" else 0)):
             logits = net(images + torch.rand_like(images) if kind == "random" else images)
+            if kind == "counter":
+                logits = logits * (1 + 0.1 * number)
+            elif kind == "constant":
+                logits = logits + torch.tensor([float(number)])
+            elif kind == "read":
+                logits = logits * float(logits.detach().mean())
+            elif kind == "branch" and number % 2:
+                logits = logits + 0
             loss = F.cross_entropy(head(logits) if kind == "module" else logits, labels)
             loss.backward()
         if kind == "optimizer":
@@ -133,6 +141,10 @@ NAMED = {
     "module": "a parameter is used that is none of the network's",
     "random": "draws random numbers from torch's generator",
     "passes": "two updates after each other|takes another tensor",
+    "counter": r"mul changes from update to update, by a number of Python's \(test_recorded\.py:",
+    "constant": r"takes another tensor in each update \(test_recorded\.py:",
+    "read": r"the host reads a number or a size back from the device \(test_recorded\.py:",
+    "branch": "operations",
 }
 
 

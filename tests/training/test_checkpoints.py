@@ -2,7 +2,6 @@
 
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,28 +118,6 @@ def _changed_after(folder: Path) -> None:
 def test_training_goes_on_while_the_copy_of_before_is_written(tmp_path: Path) -> None:
     run_ranks(_changed_after, 2, tmp_path)
     assert is_whole(tmp_path, 1)
-
-
-def _slowly(folder: Path) -> tuple[list[int | None], bool, bool]:
-    run, newest = Run(folder), list[int | None]()
-    with adding(lambda: time.sleep(0.3 * run.ranks.rank)), run.saver.open(run.seen):
-        for step in (1, 2):
-            run.save(step)
-            newest.append(run.saver.newest)
-            assert run.saver.has(step)
-        for done in range(3, 10_000):  # that it is written is noticed while training goes on
-            run.saver.due(done)
-            if run.saver.newest == 2:
-                break
-            time.sleep(0.002)
-        newest.append(run.saver.newest)
-        run.saver.finish()
-    tally = run.saver.tally
-    return newest, tally.waited_s > 0.2, tally.longest_wait_s <= tally.waited_s
-
-
-def test_a_new_one_waits_for_the_one_before(tmp_path: Path) -> None:
-    assert run_ranks(_slowly, 2, tmp_path) == [([None, 1, 2], True, True)] * 2
 
 
 @contextmanager

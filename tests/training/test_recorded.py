@@ -17,7 +17,6 @@ from convoy.training.recipe import load_recipe
 from convoy.training.workloads import workload_of_recipe
 from ranks import run_ranks
 from replayed import ReplayedGraph, recording
-from tiny import TinyNet
 from training.scenarios import session as session_of
 
 Bits = tuple[dict[str, Tensor], list[float], list[str]]
@@ -68,45 +67,6 @@ def test_replayed_updates_have_the_bits_of_updates_that_run(data: Path, plan: st
         for alike, (sentence,) in found:
             assert alike and sentence.startswith("updates are replayed as a CUDA graph"), sentence
             assert "has the same bits" in sentence
-
-
-class Frozen(TinyNet):
-    """Does what a recording would freeze or cannot hold."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1, kind: str = "") -> None:
-        super().__init__(num_classes, in_channels)
-        self.kind, self.count = kind, 0
-
-    def forward(self, x: Tensor) -> Any:
-        self.count += 1
-        found: Any = super().forward(x)
-        if not self.training:
-            return found
-        logits, aux = found
-        if self.kind == "counter":
-            logits = logits * (1 + 0.1 * self.count)
-        elif self.kind == "constant":
-            logits = logits + torch.tensor([float(self.count)])
-        elif self.kind == "read":
-            logits = logits * float(aux.detach().mean())
-        elif self.kind == "branch":
-            logits = logits + 0 if self.count % 2 else logits
-        return logits, aux
-
-
-NAMED = {
-    "counter": "mul changes from update to update, by a number of Python's (test_recorded.py:",
-    "constant": "takes another tensor in each update (test_recorded.py:",
-    "read": "the host reads a number or a size back from the device (test_recorded.py:",
-    "branch": "operations",
-}
-
-
-def test_what_a_replay_would_freeze_is_named(data: Path) -> None:
-    for kind, words in NAMED.items():
-        network = ("model.name=training.test_recorded:Frozen", f"model.options={{kind: {kind}}}")
-        _, _, (sentence,) = train(data, ReplayedGraph, "parallel.plan=serial", *network)
-        assert words in sentence
 
 
 def test_a_plan_is_chosen_for_updates_as_they_will_run() -> None:
