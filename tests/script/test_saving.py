@@ -16,12 +16,13 @@ from torch.optim import lr_scheduler
 
 import convoy
 from convoy.checkpoint import store
-from convoy.checkpoint.files import write_record
+from convoy.checkpoint.files import Checkpoint, write_record
 from convoy.checkpoint.store import Draft
 from convoy.script.checkpoint import load, save
 from convoy.script.state import optimizer_state_dict, state_dict
 from ranks import run_ranks
 from script.saved import alike, refused
+from training.scenarios import put
 
 
 def plain(width: int = 4) -> nn.Sequential:
@@ -178,7 +179,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "link", net, epoch=2)
     assert (tmp_path / "link").is_symlink() and load(tmp_path / "empty", net) == {"epoch": 2}
     kept = store.CheckpointStore(tmp_path / "run")
-    place = kept.save(store.Checkpoint(3, "a run", {"model.x": torch.zeros(1)}, {}))
+    place = put(kept, Checkpoint(3, "a run", {"model.x": torch.zeros(1)}, {}))
     assert "is a checkpoint of convoy train: give convoy.save another path" in refused(save, place, net)
     assert "not of convoy.save: go on with its run by --resume" in refused(load, place, net)
     assert kept.load(3).identity == "a run"
