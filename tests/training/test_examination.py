@@ -103,8 +103,6 @@ OFFERED: dict[tuple[tuple[str, ...], int, bool], set[str]] = {
     ((), 2, True): {"--set threads=2", "--precision bf16"} | LAYOUT | BATCHES,
     (("threads=3",), 2, False): {"--set threads=2"},
     (("precision=bf16",), 1, True): {"--precision fp32"} | LAYOUT | BATCHES,
-    (("channels_last=true",), 1, False): {"--channels-first"} | BATCHES,
-    (("reproducible=true",), 2, True): {"--set threads=2"} | BATCHES,
     (("batch=96",), 1, False): LAYOUT,
     (("batch=4", "microbatch=4"), 1, False): LAYOUT | {"--batch 8", "--batch 16", "--batch 64"},
     (("batch=48", "microbatches=3"), 1, False): LAYOUT | {"--batch 96 --microbatches 6"},
@@ -117,7 +115,7 @@ def offered(data: Path, cases: list[tuple[tuple[str, ...], int, bool]], taken: f
     for settings, cores, bf16 in cases:
         machine = {"own_cores": lambda n=cores: list(range(n)), "cores_allowed": lambda n=cores: float(n)}
         with (
-            patch.multiple(trials.cores, **machine),
+            patch.multiple(trials.resources, **machine),
             patch.object(trials, "has_bf16", lambda device, has=bf16: has),
             cores_as_before(),
         ):
@@ -140,7 +138,7 @@ BATCH, THREADS = Change("batch", (), {"batch": 32}, 2), Change("threads", ("--se
 
 
 def switches() -> list[Any]:
-    numbers = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_rng_state().tolist()]
+    numbers = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]
     return [*numbers, own_cores(), os.environ.get("CONVOY_CORES")]
 
 
