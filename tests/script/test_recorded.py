@@ -56,6 +56,8 @@ def updates(
             number = 7 if update in unlike else 8
             if "changes" in choices and update in (8, 12):  # and back
                 net[1].momentum, net[3].p = (0.5, 0.1) if update == 8 else (0.1, 0.3)
+                net[0].bias.requires_grad_(update == 12)
+                net[5].weight.data, net[1].running_mean = net[5].weight.data.clone(), net[1].running_mean.clone()
             for _ in range(1 + ("twice" in choices)):
                 images = torch.randn(number, 3, 8, 8, generator=generator)
                 labels = torch.randint(4, (number,), generator=generator)

@@ -1,17 +1,13 @@
 """What a run has trained, in the hands of its user: loaded, evaluated and asked, without the data and on any ranks."""
 
-import gc
 import json
 import queue
 import shutil
 import threading
 import time
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +23,6 @@ from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
 from convoy.models import load_weights
 from convoy.plans.plan import Plan
-from convoy.training.classification import InputPipeline
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
@@ -351,7 +346,7 @@ def test_threads_do_not_meet_in_a_network_that_keeps_things_in_itself(
         assert [answer for some in classify(classifier, names, 4) for answer in some] == want
 
 
-# What an evaluation counts, and in which order a GPU gets it
+# What an evaluation counts
 
 
 def batches(logits: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Batch, Tensor]]:
@@ -387,60 +382,3 @@ def test_the_same_is_counted_as_sample_by_sample_with_ties_too(levels: int) -> N
         for one in found.mistakes:
             assert one.picture.flatten().view(torch.int32).item() == one.sample
             assert (one.label, one.predicted) == (labels[one.sample], predicted[one.sample])
-
-
-class Pixels(SimpleNamespace):
-    """A tensor that notes which stream it was sent to the GPU on."""
-
-    def __getitem__(self, part: slice) -> "Pixels":
-        return self
-
-    def to(self, device: object, non_blocking: bool) -> "Pixels":
-        self.calls.append(f"copied on {self.stream[-1]}" + " at once" * (not non_blocking))
-        return self
-
-    def record_stream(self, stream: str) -> None:
-        self.calls.append(f"kept for {stream}")
-
-
-def test_pictures_go_to_a_gpu_beside_what_computes_and_no_more_than_two_updates_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls, stream, is_done = list[str](), ["computing"], [False]
-
-    @contextmanager
-    def on(other: str) -> Iterator[None]:
-        stream.append(other)
-        yield
-        stream.pop()
-
-    class Stream(str):
-        def wait_stream(self, other: str) -> None:
-            calls.append(f"{self} waits for {other}")
-
-    def event() -> Any:
-        return SimpleNamespace(
-            record=lambda: None, query=lambda: is_done[0], synchronize=lambda: calls.append("waited")
-        )
-
-    fakes = {"Stream": lambda _: Stream("side"), "stream": on, "current_stream": lambda _: Stream(stream[-1])}
-    for name, fake in (fakes | {"Event": event}).items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr("convoy.training.classification.Normalize", lambda *options: lambda pixels: pixels)
-    data: Any = SimpleNamespace(mean=(0.5,), std=(0.5,))
-    pipeline = InputPipeline(data, torch.device("cuda"), torch.channels_last)
-    pixels: list[Any] = [Pixels(calls=calls, stream=stream) for _ in range(4)]
-    kept = [weakref.ref(each) for each in pixels]
-    for number in range(4):
-        is_done[0] = number == 3
-        pipeline(SimpleNamespace(images=pixels.pop(0)))  # type: ignore[arg-type]
-        gc.collect()  # workers write other pictures to their memory once nobody has them any more
-        assert [each() is not None for each in kept] == ([True] * 4 if number < 3 else [False] * 3 + [True])
-    assert calls == 4 * ["copied on side", "computing waits for side", "kept for computing"]
-    waits = []  # or pictures of many updates would fill its memory
-    for number in range(5):
-        is_done[0] = number == 4
-        calls.clear()
-        pipeline.labels(SimpleNamespace(labels=Pixels(calls=calls, stream=stream)))  # type: ignore[arg-type]
-        waits.append(calls.count("waited"))
-    assert waits == [0, 0, 1, 1, 0]
