@@ -142,6 +142,8 @@ def test_no_checkpoint_holds_what_is_not_finite(data: Path, tmp_path: Path, monk
         return result
 
     monkeypatch.setattr(running, "trace_back", lambda session, store, name, error, s: str(error))
+    with pytest.raises(ConvoyError, match="the loss became nan by update 2"):  # before the weights are looked at
+        train_here(data, tmp_path / "untraced", diverging | {"epochs": "4ba"})
     monkeypatch.setattr(TrainingStep, "__call__", spoil)
     with pytest.raises(ConvoyError, match=r"weights became infinite .* by update 4: .*update 2"):
         train_here(data, tmp_path / "run", {"checkpoint.every": "2ba", "epochs": "8ba"})

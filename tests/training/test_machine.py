@@ -188,7 +188,7 @@ def test_gpus_that_torch_cannot_use_are_a_sentence(
         backend.gpus.cache_clear()
         environment._say_once.cache_clear()
         monkeypatch.setattr(
-            torch.cuda, "is_available", lambda: warning and warnings.warn(warning, stacklevel=2) or number > 0
+            torch.cuda, "is_available", lambda: (warning and warnings.warn(warning, stacklevel=2)) or number > 0
         )
         monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
 
