@@ -220,7 +220,8 @@ def test_the_first_layer_that_differs_is_named() -> None:
 def test_what_computes_the_same_is_the_same_and_a_call_more_or_less_is_named() -> None:
     one = written(more=[F.relu, lambda x: x + x, torch.square])
     assert difference(one, written(more=[lambda x: x.relu_(), lambda x: torch.add(x, x), lambda x: x.square()])) == ""
-    assert difference(code := written(), code[:-1]) == "linear of layer head is gone"
+    code = written()
+    assert difference(code, code[:-1]) == "linear of layer head is gone"
     assert difference(code[:-1], code) == "linear of layer head is new"
 
 
