@@ -86,7 +86,6 @@ def each_alone(net: nn.Module | None, outputs: Any, data: Data) -> Tensor:
 Penalty = Callable[[Data], Tensor]
 PENALTIES: dict[str, Penalty] = {
     "squares": lambda weights: 1e-1 * sum(weight.square().sum() for weight in weights.values()),
-    "absolute": lambda weights: 1e-1 * sum(weight.abs().sum() for weight in weights.values()),
     # no sums over elements
     "norms": lambda weights: sum(weight.norm() for weight in weights.values()) * weights["classes.weight"].norm(),
     "spectral": lambda ws: sum(torch.linalg.matrix_norm(w.flatten(1), 2) for w in ws.values() if w.dim() > 1),
