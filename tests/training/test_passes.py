@@ -151,23 +151,17 @@ def test_no_network_of_the_registry_is_taken_for_coupled_and_those_that_are_are_
 # Which rank is called slow, and when
 
 
-def stretches(
-    monkeypatch: pytest.MonkeyPatch, parts: list[int], division: Division, *seconds: list[float]
-) -> list[int]:
-    """The stretches in which somebody is named, where ranks have these parts of the batch."""
-    ranks = Ranks()
-    monkeypatch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
-    judge = SlowRanks(ranks)
-    said = [judge.look(each, 20, 2.5 * max(each), division) for each in seconds]
-    assert all(" is slow: its part of an update takes it " in sentence for sentence in said if sentence)
-    return [number for number, sentence in enumerate(said, 1) if sentence]
-
-
 def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     even, one, more = divide((1,) * 6, 3), [1.0, 2.0, 1.0], divide((1,) * 6, 3, (1, 4, 1))
 
     def named(parts: list[int], division: Division, *seconds: list[float]) -> list[int]:
-        return stretches(monkeypatch, parts, division, *seconds)
+        """The stretches in which somebody is named, where ranks have these parts of the batch."""
+        ranks = Ranks()
+        monkeypatch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
+        judge = SlowRanks(ranks)
+        said = [judge.look(each, 20, 2.5 * max(each), division) for each in seconds]
+        assert all(" is slow: its part of an update takes it " in sentence for sentence in said if sentence)
+        return [number for number, sentence in enumerate(said, 1) if sentence]
 
     assert named([0, 1, 2], even, *[one] * 13) == [3, 6, 12]
     for wolf in ([one, one, [1.0] * 3], [one, [2.0, 1.0, 1.0]], [[0.001, 0.003, 0.001]]):

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -77,9 +76,6 @@ def test_a_plan_is_chosen_for_updates_as_they_will_run() -> None:
         assert job.recorded == recorded
 
 
-# One recorded function by itself
-
-
 class Forgetful:
     """Keeps nothing alive, as a CUDA graph does not; what it recorded has run already."""
 
@@ -90,31 +86,19 @@ class Forgetful:
         pass
 
 
-def calls(
-    net: nn.Module, runs: list[int], factor: Callable[[int], Any] = lambda step: 1
-) -> tuple[Recorded, Callable[[int], None]]:
-    """A recorded function of a network, whose runs are noted; and a call of it."""
+def test_a_recording_keeps_what_it_reads_until_it_is_forgotten() -> None:
+    constants, runs, net = [torch.ones(3)], list[int](), nn.Linear(3, 1)
 
     def function(step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         runs.append(step)
-        loss = net(inputs[0] * factor(len(runs))).sum()
+        loss = net(inputs[0] * constants[0]).sum()
         loss.backward()
         return [loss.detach()]
 
     recorded = Recorded(function, net, StepContext(), Forgetful, tell=str)
-
-    def call(step: int) -> None:
+    for step in range(6):
         net.zero_grad()
         recorded(step, [torch.ones(2, 3)])
-
-    return recorded, call
-
-
-def test_a_recording_keeps_what_it_reads_until_it_is_forgotten() -> None:
-    constants, runs = [torch.ones(3)], list[int]()
-    recorded, call = calls(nn.Linear(3, 1), runs, lambda step: constants[0])
-    for step in range(6):
-        call(step)
     assert recorded.is_recorded and runs == [0, 1, 2, 3, 4, 4, 3]
     constant = weakref.ref(constants.pop())
     assert constant() is not None
