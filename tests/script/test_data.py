@@ -163,7 +163,6 @@ def evaluated(plan: str, shares: tuple[int, ...] | None) -> tuple[dict[str, floa
         ("serial", None, 1),
         ("sample=2", (3, 1), 2),
         ("filter=2", None, 2),
-        pytest.param("sample=2,filter=2", (3, 1), 4, marks=pytest.mark.slow),
     ],
 )
 def test_evaluation_is_that_of_one_device(plan: str, shares: tuple[int, ...] | None, world: int) -> None:

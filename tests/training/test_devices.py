@@ -5,22 +5,18 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-from convoy.comm.collectives import Group
-from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharded
-from convoy.engine.gradients.buckets import own_piece
+from convoy.engine.gradients import ShardedOptimizer, sharded
 from convoy.plans.plan import Plan
-from convoy.training import RunDirectory, division, set_up
+from convoy.training import RunDirectory, division
 from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
-from convoy.training.parallel import Method
 from ranks import run_ranks
 from tiny import TinyDouble
 from training.scenarios import Settings, drop_checkpoints, put, refusals, store_of, summary
@@ -50,13 +46,9 @@ def on_plan(data: Path, out: Path, plan: str, settings: Settings) -> list[Ended]
 @pytest.mark.parametrize(
     ("plan", "more"),
     [
-        ("serial", {"recompute": "true"}),
         ("sample=2", {"recompute": "true"}),
         ("sample=3", {"parallel.shares": "[1,6,1]"}),
-        pytest.param("sample=8", {}, marks=slow),
-        ("stage=2", {"recompute": "true"}),
-        pytest.param("stage=2", {"parallel.schedule": "gpipe"}, marks=slow),
-        pytest.param("stage=3", {}, marks=slow),
+        pytest.param("stage=2", {"parallel.schedule": "gpipe", "recompute": "true"}, marks=slow),
         ("stage=2,sample=2", {"parallel.shares": "[3,1]"}),
         ("sample=2,filter=2", {"parallel.shares": "[3,1]"}),
     ],
@@ -67,13 +59,6 @@ def test_reproducible_weights_are_those_of_one_device_bit_for_bit(
     want = divided if "filter" in plan else serial
     for found in on_plan(data, tmp_path / "run", plan, BITS | more):
         assert (found.digest, found.curve) == (want.digest, want.curve)
-
-
-def _without_the_tree(data: Path, out: Path) -> Ended:
-    """Each microbatch by itself, but the gradients in the order of the backend's all-reduce."""
-    with as_before() as patch:
-        patch.setattr(set_up, "method_of", lambda recipe: Method())
-        return train_here(data, out, BITS)
 
 
 def _from_even_places(data: Path, out: Path) -> Ended:
@@ -88,11 +73,8 @@ def _from_even_places(data: Path, out: Path) -> Ended:
         return train_here(data, out, BITS | {"parallel.shares": "[3,1]"})
 
 
-@pytest.mark.parametrize("sabotage", [_without_the_tree, _from_even_places])
-def test_other_additions_and_other_parts_would_be_noticed(
-    data: Path, tmp_path: Path, serial: Ended, sabotage: Any
-) -> None:
-    assert run_ranks(sabotage, 2, data, tmp_path / "run")[0].digest != serial.digest
+def test_other_parts_would_be_noticed(data: Path, tmp_path: Path, serial: Ended) -> None:
+    assert run_ranks(_from_even_places, 2, data, tmp_path / "run")[0].digest != serial.digest
 
 
 COUPLED = "mean in the network itself computes with several samples at once"
@@ -118,13 +100,10 @@ def test_what_samples_cannot_divide_exactly_is_refused_by_name(data: Path, tmp_p
         ("TinyStatless", ["sample=2", "stage=2"], BITS),
         ("TinyByHand", ["sample=2"], BITS),
         ("TinyFrozen", ["sample=2"], BITS),
-        ("TinyByHand", ["stage=2"], {}),
-        ("TinyLazy", ["sample=2", "stage=2"], {}),
-        ("TinyWeighed", ["sample=2", "stage=2"], {}),
-        ("tiny_wrapped", ["sample=2"], {}),
-        pytest.param("tiny_wrapped", ["stage=2"], {}, marks=slow),
-        pytest.param("TinyDepth", ["sample=2"], {}, marks=slow),
-        *[pytest.param(f"Tiny{n}", ["filter=2"], {}, marks=slow) for n in ("Tracking", "Coupled", "Drawing")],
+        ("TinyLazy", ["stage=2"], {}),
+        ("TinyWeighed", ["sample=2"], {}),
+        ("tiny_wrapped", ["stage=2"], {}),
+        pytest.param("TinyDrawing", ["filter=2"], {}, marks=slow),
     ],
 )
 def test_networks_as_people_have_them_train_as_on_one_device(
@@ -152,9 +131,7 @@ CRASHES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "bits"), [("stages", "true"), pytest.param("ranks", "true", marks=slow), ("ranks", "false")]
-)
+@pytest.mark.parametrize(("kind", "bits"), [("stages", "true"), ("ranks", "false")])
 def test_devices_come_and_go_after_crashes_between_checkpoints(
     data: Path, tmp_path: Path, kind: str, bits: str
 ) -> None:
@@ -177,23 +154,6 @@ def test_devices_come_and_go_after_crashes_between_checkpoints(
         assert [one["layer"] for one in found["stages"]] == [found["stages"][0]["layer"], begins]
         assert any(f", stage 2 from {begins}; " in note and "1f1b, stages wait" in note for note in found["notes"])
         assert any((one["name"], one["value"]) == ("schedule", "1f1b") for one in found["derived"])
-
-
-def test_optimizers_see_whole_tensors_of_other_stages(data: Path, tmp_path: Path) -> None:
-    settings = BITS | {"optimizer.name": "lamb", "optimizer.lr": "0.01", "ema.decay": "0.9"}
-    (want,) = on_plan(data, tmp_path / "serial", "serial", settings)
-    found = on_plan(data, tmp_path / "run", "stage=2,sample=2", settings)[0]
-    assert (found.digest, found.curve) == (want.digest, want.curve)
-
-
-def test_one_device_goes_on_from_what_four_wrote_each_a_share(data: Path, tmp_path: Path) -> None:
-    settings = {"epochs": "8ba", "reproducible": "true", "checkpoint.every": "3ba", "checkpoint.keep": "9"}
-    whole = run_ranks(train_here, 4, data, tmp_path / "whole", settings, timeout=120)[0]
-    parts = shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    drop_checkpoints(parts, 3)
-    resumed = run_ranks(train_here, 1, data, parts, settings, True)[0]
-    assert (resumed.digest, resumed.curve) == (whole.digest, whole.curve)
-    assert [len(list((store_of(parts).place(step) / "state").iterdir())) for step in (3, 6)] == [4, 1]
 
 
 OFTEN = {"checkpoint.every": "auto", "checkpoint.mtbf": "0.01s", "checkpoint.keep": "99"}
@@ -223,44 +183,32 @@ def apart(a: Ended, b: Ended) -> float:
     return max(abs(x - y) / y for x, y in zip(a.curve, b.curve, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("settings", "words", "least"),
-    [
-        ({"parallel.gradient_compression": "bf16"}, "gradients are sent in bf16", 1e-5),
-        pytest.param({"parallel.local_sgd": "3"}, "local SGD averages the weights every 3 updates", 1e-3, marks=slow),
-    ],
-    ids=["bf16", "local-sgd"],
-)
-def test_an_approximate_run_is_called_so_and_is_near(
-    data: Path, tmp_path: Path, settings: Settings, words: str, least: float
-) -> None:
+APPROXIMATE = {
+    "gradient_compression=bf16": ("gradients are sent in bf16", 1e-5),
+    "local_sgd=3": ("local SGD averages the weights every 3 updates", 1e-3),
+}
+
+
+def test_an_approximate_run_is_called_so_and_is_near(data: Path, tmp_path: Path) -> None:
     shared = {"epochs": "6ba", "optimizer.lr": "0.02"}
     serial, exact = (on_plan(data, tmp_path / plan, plan, shared)[0] for plan in ("serial", "sample=2"))
-    found = on_plan(data, tmp_path / "run", "sample=2", shared | settings)
-    assert found[0].digest == found[1].digest
-    assert f"approximate: {words}, so the result differs from that of one device" in found[0].said
-    assert summary(tmp_path / "run")["approximate"] == words
-    assert not any("approximate" in sentence for sentence in exact.said)
-    assert apart(exact, serial) < 1e-5
-    assert least < apart(found[0], serial) < 0.2
-
-
-@pytest.mark.parametrize(
-    ("plan", "where"), [("serial", "on one device"), ("stage=2", "with a device for each stage")], ids=["one", "stages"]
-)
-def test_where_nothing_is_exchanged_nothing_is_approximate(data: Path, tmp_path: Path, plan: str, where: str) -> None:
-    exact = on_plan(data, tmp_path / "exact", plan, {"epochs": "3ba"})[0]
-    found = on_plan(data, tmp_path / "run", plan, {"epochs": "3ba", "parallel.local_sgd": "2"})[0]
-    assert found.digest == exact.digest
-    assert f"no approximation {where}, although the recipe says: local SGD" in "\n".join(found.said)
-    assert summary(tmp_path / "run")["approximate"] is None
+    assert not any("approximate" in sentence for sentence in exact.said) and apart(exact, serial) < 1e-5
+    for setting, (words, least) in APPROXIMATE.items():
+        key, value = setting.split("=")
+        first, second = on_plan(data, tmp_path / key, "sample=2", shared | {f"parallel.{key}": value})
+        assert first.digest == second.digest and least < apart(first, serial) < 0.2
+        assert f"approximate: {words}, so the result differs from that of one device" in first.said
+        assert summary(tmp_path / key)["approximate"] == words
+    alone = on_plan(data, tmp_path / "alone", "stage=2", shared | {"parallel.local_sgd": "3"})[0]  # nothing to average
+    assert "no approximation with a device for each stage, although the recipe says: local SGD" in "\n".join(alone.said)
+    assert apart(alone, serial) < 1e-5 and summary(tmp_path / "alone")["approximate"] is None
 
 
 @slow
 def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path, tmp_path: Path) -> None:
     settings = {"parallel.local_sgd": "2", "optimizer.lr": "0.02", "epochs": "7ba"}
-    settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9", "parallel.plan": "sample=2,filter=2"}
-    ended = {"whole": run_ranks(train_here, 4, data, tmp_path / "whole", settings, timeout=120)[0]}
+    settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9"}
+    ended = {"whole": run_ranks(train_here, 2, data, tmp_path / "whole", settings, timeout=120)[0]}
     for name in ("parts", "control"):
         drop_checkpoints(shutil.copytree(tmp_path / "whole", tmp_path / name), 3)
         if name == "control":
@@ -270,7 +218,7 @@ def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path
             for key in second:
                 del checkpoint.tensors[key]
             put(store_of(tmp_path / name), checkpoint)
-        ended[name] = run_ranks(train_here, 4, data, tmp_path / name, settings, True, timeout=120)[0]
+        ended[name] = run_ranks(train_here, 2, data, tmp_path / name, settings, True, timeout=120)[0]
     assert ended["parts"] == Ended(ended["whole"].digest, ended["whole"].curve, ended["parts"].said)
     assert ended["control"].digest != ended["whole"].digest
 
@@ -298,9 +246,8 @@ def test_a_slow_rank_is_named_in_the_log(data: Path, tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize("reproducible", ["true", "false"])
-def test_measured_shares_change_no_number(data: Path, tmp_path: Path, reproducible: str) -> None:
-    settings = {"epochs": "10ba", "reproducible": reproducible}
+def test_measured_shares_change_no_number(data: Path, tmp_path: Path) -> None:
+    settings = {"epochs": "10ba", "reproducible": "true"}
     (serial,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
     settings |= {"parallel.shares": "auto"}
     found, _ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", settings, 0.1, timeout=120)
@@ -308,8 +255,7 @@ def test_measured_shares_change_no_number(data: Path, tmp_path: Path, reproducib
     assert "of 8 microbatches from update 8 on, by measured times of" in sentence
     assert int(sentence.split()[1].partition(",")[0]) > 4, sentence
     assert not any("approximate" in each for each in found.said)
-    assert apart(found, serial) < 1e-4
-    assert (found.digest == serial.digest) == (reproducible == "true")
+    assert (found.digest, found.curve) == (serial.digest, serial.curve)
 
 
 # The schedule zero-bubble, in float64
@@ -326,13 +272,16 @@ def distance(one: Path, other: Path) -> float:
     return max(float((have[n] - want[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)) for n in want)
 
 
-def test_zero_bubble_trains_and_goes_on_as_one_device_does(data: Path, tmp_path: Path) -> None:
+def test_uneven_shares_and_zero_bubble_train_and_go_on_as_one_device_does(data: Path, tmp_path: Path) -> None:
     settings = DOUBLE | ALL | {"microbatch": "2", "checkpoint.every": "2ba"}
     (want,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
+    uneven = settings | {"parallel.plan": "sample=2", "parallel.shares": "[11,1]"}
+    run_ranks(train_here, 2, data, tmp_path / "uneven", uneven)
+    assert distance(tmp_path / "uneven", tmp_path / "serial") < 1e-9
     settings |= {"parallel.plan": "stage=2", "parallel.schedule": "zero-bubble"}
     assert run_ranks(train_until, 2, data, tmp_path / "run", settings, 5) == [None] * 2
-    for found in run_ranks(train_until, 2, data, tmp_path / "run", settings, None):
-        assert found.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
+    for ended in run_ranks(train_until, 2, data, tmp_path / "run", settings, None):
+        assert ended.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
     assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
     assert any("zero-bubble, stages wait about" in note for note in summary(tmp_path / "run")["notes"])
 
@@ -345,43 +294,29 @@ class Wide(TinyDouble):
         self.head = nn.Sequential(nn.Linear(8 * 49, 300), nn.ReLU(), nn.Linear(300, num_classes)).double()
 
 
-def _gather_nothing(elements: Tensor, group: Group) -> Mock:
-    """Zeros where other ranks' elements would come: memory that nobody has filled may hold anything."""
-    own = own_piece(elements, group).clone()
-    own_piece(elements.zero_(), group).copy_(own)
-    return Mock()
-
-
-SABOTAGES: dict[str, tuple[Any, str, Any]] = {
-    "nobody gets what others have updated": (sharded, "start_gather", _gather_nothing),
-    "a checkpoint's state is not taken over": (ShardedOptimizer, "load_state_dict", lambda self, state: None),
-    "the norm is of whatever lies in .grad": (GradientReducer, "own_gradients", lambda self: {}),
-}
-
-
-def _sharing(data: Path, out: Path, settings: Settings, after: int | None, sabotage: str) -> list[float] | None:
-    """A run whose optimizer's state is divided over the ranks, however small it is."""
+def _sharing(data: Path, out: Path, settings: Settings, after: int | None, forgets: bool) -> None:
+    """A run whose optimizer's state is divided over the ranks, however small it is, and may not be taken over."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "_WORTH", 1)
         steps, step = [], ShardedOptimizer.step
         patch.setattr(ShardedOptimizer, "step", lambda self: (steps.append(1), step(self))[1])
-        if sabotage:
-            patch.setattr(*SABOTAGES[sabotage])
-        ended = train_until(data, out, settings, after)
+        if forgets:
+            patch.setattr(ShardedOptimizer, "load_state_dict", lambda self, state: None)
+        train_until(data, out, settings, after)
     assert steps
-    return ended and ended.curve
 
 
 def test_an_optimizer_that_is_divided_trains_and_goes_on_as_a_whole_one(data: Path, tmp_path: Path) -> None:
     settings = {"model.name": "training.test_devices:Wide", "epochs": "6ba", "checkpoint.every": "2ba"}
     settings |= {"optimizer.name": "adamw", "optimizer.lr": "0.01", "clip_norm": "0.05"}
-    run_ranks(train_here, 1, data, tmp_path / "serial", settings)
-    for sabotage in ("", *SABOTAGES):
-        out = tmp_path / (sabotage or "run")
-        for after in (5, None):
-            run_ranks(_sharing, 2, data, out, settings, after, sabotage)
-        assert distance(out, tmp_path / "serial") > 1e-6 if sabotage else distance(out, tmp_path / "serial") < 1e-9
-    drop_checkpoints(tmp_path / "run", 4)  # its state goes on as a whole one
-    (tmp_path / "run" / "weights.safetensors").unlink()
-    run_ranks(train_here, 1, data, tmp_path / "run", settings, True)
-    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
+    serial, out, control = (tmp_path / name for name in ("serial", "run", "control"))
+    run_ranks(train_here, 1, data, serial, settings)
+    run_ranks(_sharing, 2, data, out, settings, 5, False)
+    shutil.copytree(out, control)
+    for forgets, folder in ((False, out), (True, control)):
+        run_ranks(_sharing, 2, data, folder, settings, None, forgets)
+    assert distance(out, serial) < 1e-9 and distance(control, serial) > 1e-6
+    drop_checkpoints(out, 4)  # its state goes on as a whole one
+    (out / "weights.safetensors").unlink()
+    run_ranks(train_here, 1, data, out, settings, True)
+    assert distance(out, serial) < 1e-9

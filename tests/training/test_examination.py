@@ -4,9 +4,7 @@ import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,24 +13,20 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from convoy.data import Batch
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.facts import Facts, Trial
 from convoy.engine import profiling
-from convoy.errors import ConvoyError
 from convoy.resources import own_cores, pin
 from convoy.training import Session, examination, observation, step, trials
 from convoy.training.checkpoints import Saver
 from convoy.training.evaluate import EvaluationTally
 from convoy.training.examination import examine
 from convoy.training.set_up import set_up
-from convoy.training.step import random_batch
 from convoy.training.trials import Budget, Change, changes, try_changes
 from made_time import made_time
 from ranks import run_ranks
 from training.scenarios import cores_as_before, session
 
-slow = pytest.mark.slow
 EACH = ("checkpoint.every=1ba",)
 CLOCKS = (examination, observation, step, trials, profiling)
 
@@ -43,19 +37,8 @@ def refuse(*args: Any, **options: Any) -> Any:
     raise PermissionError(13, "Permission denied")
 
 
-def break_off(*args: Any, **options: Any) -> Any:
-    raise ConvoyError("the checkpoint could not be written")
-
-
-BROKEN: dict[str, Any] = {
-    "": nullcontext(),
-    "folder": patch.object(tempfile, "TemporaryDirectory", refuse),
-    "save": patch.object(Saver, "save", break_off),
-}
-
-
 def examined(
-    data: Path, folder: Path, settings: tuple[str, ...], tries: bool, broken: str = "", update_s: float = 0.1
+    data: Path, folder: Path, settings: tuple[str, ...], tries: bool, no_folder: bool = False, update_s: float = 0.1
 ) -> tuple[Facts, list[str], int, float]:
     """An update takes 0.1 s, a batch of an evaluation as long, on rank 1 both twice that, and a checkpoint a second.
 
@@ -65,15 +48,16 @@ def examined(
     folder.mkdir(exist_ok=True)
     found, said, batches = session(data, *settings), list[str](), itertools.count()
     limits = Budget(found.ranks, 40.0, began=0.0, say=lambda what, *_: said.append(what.split(",")[0]))
-    with made_time(*CLOCKS) as clock, cores_as_before(), BROKEN[broken], ExitStack() as stack:
+    with made_time(*CLOCKS) as clock, cores_as_before(), ExitStack() as stack:
         each_s = update_s * (1 + found.ranks.rank)
         stack.enter_context(contextlib.chdir(folder))
         hook = register_optimizer_step_pre_hook(lambda *_: clock.sleep(each_s))  # in sessions of trials too
         stack.callback(hook.remove)
         add = clock.before(EvaluationTally.add, lambda: each_s + 0 * next(batches))
         stack.enter_context(patch.object(EvaluationTally, "add", add))
-        if not broken:
-            stack.enter_context(patch.object(Saver, "save", clock.before(Saver.save, lambda: 1.0)))
+        stack.enter_context(patch.object(Saver, "save", clock.before(Saver.save, lambda: 1.0)))
+        if no_folder:
+            stack.enter_context(patch.object(tempfile, "TemporaryDirectory", refuse))
         facts = examine(found, limits, trials=tries, folder=folder / "runs" / "x")
         return facts, list(dict.fromkeys(said)), next(batches), clock.now
 
@@ -89,17 +73,13 @@ def test_one_device_is_examined(data: Path, tmp_path: Path) -> None:
     seldom = ("checkpoint.every=1000000000ba", "evaluate_every=100000ba")
     ((facts, said, *_),) = run_ranks(examined, 1, data, tmp_path, seldom, False)
     assert facts.checkpoint_s is None and "timing checkpoints" not in said
-    ((facts, _, _, taken),) = run_ranks(examined, 1, data, tmp_path, EACH, False, "", 8.0)
+    ((facts, _, _, taken),) = run_ranks(examined, 1, data, tmp_path, EACH, False, False, 8.0)
     assert facts.update_s == pytest.approx(8.0) and taken <= 40 and "--seconds 80 leaves more." in facts.notes[-1]
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [("parallel.shares=auto", "batch=32"), pytest.param(("parallel.plan=stage=2", "ema.decay=0.9"), marks=slow)],
-)
-def test_two_devices_know_the_same(data: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
-    (facts, *_), (other, *_) = run_ranks(examined, 2, data, tmp_path, (*settings, *EACH), True)
+def test_two_devices_know_the_same(data: Path, tmp_path: Path) -> None:
+    (facts, *_), (other, *_) = run_ranks(examined, 2, data, tmp_path, ("parallel.shares=auto", "batch=32", *EACH), True)
     assert facts == other and facts.devices == len(facts.ranks) == 2
     assert facts.link_bits_per_s is not None and facts.link_bits_per_s > 1e6 and len(facts.hosts) == 1
     assert facts.trials and facts.compute_s and facts.evaluation_s and facts.pictures and facts.checkpoint_s
@@ -108,55 +88,10 @@ def test_two_devices_know_the_same(data: Path, tmp_path: Path, settings: tuple[s
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("broken", "world"), [("folder", 2), ("save", 1)])
-def test_without_a_place_for_checkpoints_they_are_left_out(data: Path, tmp_path: Path, world: int, broken: str) -> None:
-    for facts, *_ in run_ranks(examined, world, data, tmp_path, EACH, False, broken):
+def test_without_a_place_for_checkpoints_they_are_left_out(data: Path, tmp_path: Path) -> None:
+    for facts, *_ in run_ranks(examined, 2, data, tmp_path, EACH, False, True):
         assert facts.checkpoint_s is None and facts.evaluation_s is not None
     assert not list(tmp_path.iterdir())
-
-
-def test_small_batches_of_pictures_are_timed(photos: Path, tmp_path: Path) -> None:
-    settings = ("batch=2", "microbatch=1", "data.image_size=28", "data.workers=0")
-    facts, *_ = run_ranks(examined, 2, photos, tmp_path, settings, False)[0]
-    assert facts.pictures is not None and facts.pictures.cpu_s > 0 and facts.pictures.read_s >= 0
-
-
-PACES: dict[str, tuple[Callable[[int], float], Callable[[int], float], int, float, float]] = {
-    # seconds to make a batch, to compute an update, when workers grow, and what an update takes and waits in the end
-    "a first update of seconds": (lambda _: 0.01, lambda n: 0.02 if n else 5.0, -1, 0.02, 0.0),
-    "first updates of seconds": (lambda _: 0.05, lambda n: 0.02 if n > 7 else 0.5, -1, 0.05, 0.03),
-    "other workers that start": (lambda n: 0.1 if n < 20 else 0.01, lambda _: 0.02, 6, 0.02, 0.0),
-    "one update after the other": (lambda n: 0.2 - 0.008 * min(n, 20), lambda _: 0.02, -1, 0.04, 0.02),
-}
-
-
-def at_its_pace(data: Path, case: str) -> tuple[Facts, float]:
-    """Updates as they are timed, and how long that takes; workers make six batches ahead of who asks, by the clock."""
-    made_s, computed_s, grows, *_ = PACES[case]
-    found, number = session(data, "data.workers=2", "batch=96", "microbatch=96"), itertools.count()
-
-    def batches(first: int, updates: int, told: Callable[[int], None]) -> Iterator[Batch]:
-        ready, taken = clock.now, list[float]()
-        for place in range(updates):
-            ready = max(ready, taken[place - 6] if place >= 6 else 0.0) + made_s(place)
-            clock.sleep(max(0.0, ready - clock.now))
-            taken.append(clock.now)
-            if place == grows:
-                told(4)
-            yield batch
-
-    with made_time(*CLOCKS) as clock, patch.object(found, "batches", batches):
-        batch = random_batch(found.step(), found.image_shape, found.device)
-        found.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(computed_s(next(number))))
-        return examination._measure_updates(found, Budget(found.ranks, 30.0)), clock.now
-
-
-@pytest.mark.parametrize("case", PACES)
-def test_a_training_is_timed_at_its_pace(data: Path, case: str) -> None:
-    ((facts, taken),) = run_ranks(at_its_pace, 1, data, case)
-    *_, update_s, wait_s = PACES[case]
-    assert facts.update_s == pytest.approx(update_s, rel=0.05) and facts.wait_s == pytest.approx(wait_s, abs=0.002)
-    assert taken < 0.4 * 30 + 2 and not facts.notes
 
 
 # Changes that are tried
@@ -168,8 +103,6 @@ OFFERED: dict[tuple[tuple[str, ...], int, bool], set[str]] = {
     ((), 2, True): {"--set threads=2", "--precision bf16"} | LAYOUT | BATCHES,
     (("threads=3",), 2, False): {"--set threads=2"},
     (("precision=bf16",), 1, True): {"--precision fp32"} | LAYOUT | BATCHES,
-    (("channels_last=true",), 1, False): {"--channels-first"} | BATCHES,
-    (("reproducible=true",), 2, True): {"--set threads=2"} | BATCHES,
     (("batch=96",), 1, False): LAYOUT,
     (("batch=4", "microbatch=4"), 1, False): LAYOUT | {"--batch 8", "--batch 16", "--batch 64"},
     (("batch=48", "microbatches=3"), 1, False): LAYOUT | {"--batch 96 --microbatches 6"},
@@ -182,7 +115,7 @@ def offered(data: Path, cases: list[tuple[tuple[str, ...], int, bool]], taken: f
     for settings, cores, bf16 in cases:
         machine = {"own_cores": lambda n=cores: list(range(n)), "cores_allowed": lambda n=cores: float(n)}
         with (
-            patch.multiple(trials.cores, **machine),
+            patch.multiple(trials.resources, **machine),
             patch.object(trials, "has_bf16", lambda device, has=bf16: has),
             cores_as_before(),
         ):
@@ -209,25 +142,13 @@ def switches() -> list[Any]:
     return [*numbers, own_cores(), os.environ.get("CONVOY_CORES")]
 
 
-def some(data: Path, folder: Path, failing: str, how: str) -> tuple[tuple[Trial, ...], float | None, bool, list[bool]]:
-    """Trials of which one fails: on rank 1 alone, on rank 0 alone, or on both, by a mistake or otherwise.
-
-    Returns:
-        The trials, an update as it is, whether all is as before, and whether random numbers go on as if nobody had
-        tried anything, after each kind of trial.
-    """
-    trained, same = session(data), []
+def some(data: Path, folder: Path, fails: bool) -> tuple[tuple[Trial, ...], float | None, bool]:
+    """Trials, of which that on one device may fail on rank 0; an update as it is; and whether all is as before."""
+    trained = session(data)
 
     def set_up_or_fail(recipe: Any, device: Any, say: Any, ranks: Any, data: Any) -> Session:
         """Each update of what is tried takes 2 s, of what is there a second."""
-        changed = {
-            "memory_format": recipe.channels_last != trained.recipe.channels_last,
-            "devices": ranks.num < trained.ranks.num or recipe.parallel.devices == 1 != trained.recipe.parallel.devices,
-            "batch": recipe.batch == 32,
-        }.get(failing, False)
-        if changed and how == "mistake":
-            raise ConvoyError("it does not go with this network")
-        if changed and how == f"rank {trained.ranks.rank}":
+        if fails and ranks.num < trained.ranks.num and trained.ranks.rank == 0:
             raise RuntimeError("the network cannot do this")
         other = set_up(recipe, device, say, ranks, data)
         other.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(2.0))
@@ -244,34 +165,16 @@ def some(data: Path, folder: Path, failing: str, how: str) -> tuple[tuple[Trial,
         pin([cores[trained.ranks.rank % len(cores)]])  # as ranks of a run are
         before = switches()
         as_it_is, tried = try_changes(trained, set_up_or_fail, Budget(trained.ranks, 1000.0))
-        is_as_before = before == switches()
-    for change, work in ((LAST, trials._by_all), (ALONE, trials._by_one)) if not failing else ():
-        drawn = torch.get_rng_state()
-        with cores_as_before():
-            trained.ranks.trying("trying", partial(work, trained, set_up, change, Budget(trained.ranks)))
-        same.append(torch.equal(drawn, torch.get_rng_state()))
-    return tried, as_it_is, is_as_before, same
+        return tried, as_it_is, before == switches()
 
 
-@pytest.mark.parametrize(
-    ("failing", "how"),
-    [
-        ("", ""),
-        ("devices", "rank 0"),
-        pytest.param("memory_format", "rank 1", marks=slow),
-        pytest.param("batch", "mistake", marks=slow),
-    ],
-)
-def test_a_change_that_fails_is_left_out_and_nothing_is_left_of_any(
-    data: Path, tmp_path: Path, failing: str, how: str
-) -> None:
-    first, second = run_ranks(some, 2, data, tmp_path, failing, how)
-    assert first == second  # all ranks know the same
-    tried, as_it_is, is_as_before, same = first
-    assert [trial.cause for trial in tried] == [
-        c for c in ("memory_format", "devices", "batch", "threads") if c != failing
-    ]
-    assert as_it_is == 1.0 and is_as_before and all(same) and len(same) == 2 * (not failing)
-    assert all((trial.seconds, trial.before_s) == (2.0, 1.0) for trial in tried)
-    assert {trial.cause: trial.samples for trial in tried}.get("batch", 2) == 2
-    assert not list(tmp_path.iterdir())
+def test_a_change_that_fails_is_left_out_and_nothing_is_left_of_any(data: Path, tmp_path: Path) -> None:
+    for fails in (False, True):
+        first, second = run_ranks(some, 2, data, tmp_path, fails)
+        assert first == second  # all ranks know the same
+        tried, as_it_is, is_as_before = first
+        causes = ["memory_format", "devices", "batch", "threads"]
+        assert [trial.cause for trial in tried] == [cause for cause in causes if not (fails and cause == "devices")]
+        assert as_it_is == 1.0 and is_as_before and not list(tmp_path.iterdir())
+        assert all((trial.seconds, trial.before_s) == (2.0, 1.0) for trial in tried)
+        assert {trial.cause: trial.samples for trial in tried}["batch"] == 2

@@ -21,7 +21,6 @@ from convoy.training import finite
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import EvaluationTally
 from convoy.training.finite import Origin
-from convoy.training.loop import Loop
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
@@ -76,20 +75,10 @@ def test_an_error_is_in_the_summary_as_it_is_printed_and_the_run_goes_on(data: P
     assert stands(damaged)[0] == "failed" and "can be used" in stands(damaged)[1]
 
 
-def test_a_run_without_a_checkpoint_begins_anew_and_one_that_cannot_go_on_says_why(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_checkpoint_begins_anew(data: Path, tmp_path: Path) -> None:
     out, settings = tmp_path / "run", {"epochs": "8ba", "checkpoint.every": "7ba", "evaluate_every": "8ba"}
     with pytest.raises(KeyError):
         trained(data, out, settings, fails=KeyError("odd"))
-
-    def fail(self: Loop) -> None:
-        raise RuntimeError("odd tensors")
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="odd tensors"):
-        patch.setattr(Loop, "resume", fail)
-        trained(data, out, settings, resume=True)
-    assert stands(out)[0] == "failed" and stands(out)[1].startswith("RuntimeError: odd tensors (test_failures.py")
     said = trained(data, out, settings, resume=True).said
     assert "going on after 0 of 8 updates: no checkpoint was written before" in said
     assert stands(out) == ("finished", None, 8)
@@ -122,9 +111,9 @@ def test_what_is_not_finite_is_left_out_alike_on_several_devices(data: Path, tmp
     assert run_ranks(without_putting_back, 1, data, tmp_path / "kept")[0].digest != serial.digest
     # Averages and merged microbatches leave it out too.
     merged = SKIP | {"ema.decay": "0.9", "reproducible": "false"}
-    curves = [run_ranks(train_here, num, data, tmp_path / f"merged{num}", merged)[0].curve for num in (1, 3)]
-    one, three = ([loss for loss in curve if loss is not None] for curve in curves)
-    assert three == pytest.approx(one, rel=1e-4) and len(one) == len(curves[0]) - 2
+    run_ranks(train_here, 2, data, tmp_path / "merged", merged)
+    one, two = ([x for (x,) in lines(tmp_path / run, "loss", split="train") if x] for run in ("serial", "merged"))
+    assert two == pytest.approx(one, rel=1e-4) and len(one) == 14
 
 
 @pytest.mark.parametrize(("num", "plan"), [(1, "serial"), (2, "filter=2")])
@@ -161,19 +150,11 @@ def test_no_checkpoint_holds_what_is_not_finite(data: Path, tmp_path: Path, monk
     assert store_of(tmp_path / "run").steps() == [2]
 
 
-class _Spoilt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * float("inf")
-
-
 class Middle(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return _Spoilt.apply(x)
+        inside = x.clone()
+        inside.register_hook(lambda gradient: gradient * float("inf"))
+        return inside.clone()
 
 
 def test_a_gradient_that_is_not_finite_is_named_by_its_layer() -> None:
@@ -184,7 +165,7 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_layer() -> None:
 
 
 def test_a_run_whose_every_update_is_left_out_ends(data: Path, tmp_path: Path) -> None:
-    settings = SKIP | {"model.name": "tiny:TinyNet", "optimizer.lr": "1e30", "epochs": "60ba"}
+    settings = SKIP | {"model.name": "tiny:TinyNet", "optimizer.lr": "1e30", "epochs": "30ba"}
     assert "the 20th in a row to be left out: lower optimizer.lr" in refusals(data, tmp_path / "run", [settings])[0]
 
 
@@ -201,7 +182,6 @@ NEEDED = (
     ("allowed", "least", "where", "kind"),
     [
         (0, 1, "before the first update, layer head", TooLargeError),  # of a network that is tried beforehand
-        (0, 20, "update 1, forward pass of layer head", TooLargeError),
         (5, 20, "update 3, forward pass of layer aux", MachineError),  # it may go well again
     ],
 )
@@ -299,34 +279,23 @@ def signalled(data: Path, out: Path, stops: list[int | None]) -> list[tuple[str 
     return found
 
 
-@pytest.mark.parametrize("num", [1, 2])
-def test_an_evaluation_that_a_signal_breaks_off_is_done_anew(data: Path, tmp_path: Path, num: int) -> None:
-    whole, parts, each = tmp_path / "whole", tmp_path / "parts", NUM_TEST // 5 // num
-    assert run_ranks(signalled, num, data, whole, [None]) == [[(None, 6, 3 * each)]] * num
-
-    for found in run_ranks(signalled, num, data, parts, [1, 1, each + 1]):
-        for (name, done, count), (stop_at, steps) in zip(found, [(1, 2), (1, 2), (each + 1, 4)], strict=True):
+def test_an_evaluation_that_a_signal_breaks_off_is_done_anew(data: Path, tmp_path: Path) -> None:
+    whole, parts, each = tmp_path / "whole", tmp_path / "parts", NUM_TEST // 5 // 2
+    assert run_ranks(signalled, 2, data, whole, [None]) == [[(None, 6, 3 * each)]] * 2
+    for stopped in run_ranks(signalled, 2, data, parts, [1, 1, each + 1]):
+        for (name, done, count), (stop_at, steps) in zip(stopped, [(1, 2), (1, 2), (each + 1, 4)], strict=True):
             assert (name, done) == ("SIGTERM", steps) and stop_at <= count < stop_at + each - 1
     assert 4 not in [step for (step,) in lines(parts, "step", split="test")]
     assert not (parts / "weights.safetensors").exists()
-    run_ranks(signalled, num, data, parts, [None])
+    unnoted, crashed = (shutil.copytree(parts, tmp_path / name) for name in ("unnoted", "crashed"))
+    run_ranks(signalled, 2, data, parts, [None])
     assert lines(parts) == lines(whole) and digest(parts) == digest(whole)
-
-
-def test_without_the_note_in_the_checkpoint_it_would_be_missing(data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    assert signalled(data, out, [1])[0][:2] == ("SIGTERM", 2)
-    checkpoint = store_of(out).load(2)
+    # Without the note in the checkpoint it would be missing.
+    checkpoint = store_of(unnoted).load(4)
     assert checkpoint.values["loop"]["progress"]["to_evaluate"] is True
     checkpoint.values["loop"]["progress"]["to_evaluate"] = False
-    put(store_of(out), checkpoint)
-    signalled(data, out, [None])
-    assert [step for (step,) in lines(out, "step", split="test")] == [4, 6]
-
-
-def test_a_run_that_crashes_after_it_has_one_line_of_it(data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    signalled(data, out, [1, NUM_TEST // 5 + 1])  # done anew, written, and broken off at the next one
-    shutil.rmtree(store_of(out).place(4))
-    signalled(data, out, [None])
-    assert [step for (step,) in lines(out, "step", split="test")] == [2, 4, 6]
+    put(store_of(unnoted), checkpoint)
+    shutil.rmtree(store_of(crashed).place(4))  # the line of update 2 is written already, and is not written twice
+    for out, steps in ((unnoted, [2, 6]), (crashed, [2, 4, 6])):
+        run_ranks(signalled, 2, data, out, [None])
+        assert [step for (step,) in lines(out, "step", split="test")] == steps

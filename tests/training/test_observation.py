@@ -19,7 +19,6 @@ from convoy.comm import collectives
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.facts import Facts, Pictures
 from convoy.engine.watched import DeviceClock
-from convoy.launch.host import HostWatch
 from convoy.planner import Scored, score
 from convoy.planner.comparison import GRADIENTS, Comparison
 from convoy.planner.cost.costs import Costs, Roofline
@@ -66,7 +65,6 @@ def run(trained: Session, updates: int, watch: Observation | None = None) -> dic
 UNCHANGED = (
     ("parallel.plan=sample=2", "reproducible=true"),
     ("parallel.plan=filter=2", "compile=false", "clip_norm=1.0"),
-    ("parallel.plan=sample=2", "parallel.gradient_compression=bf16"),
     ("parallel.plan=sample=2", "parallel.local_sgd=2"),
 )
 
@@ -143,9 +141,8 @@ def test_the_store_learns_what_the_calls_took_but_not_beside_other_processes(dat
     assert any(note.startswith("other processes kept") for note in comparison.notes)
 
 
-@pytest.mark.parametrize("plan", ["stage=2", "sample=2"])
-def test_one_of_the_watched_updates_is_kept_beside_the_predicted_one(data: Path, tmp_path: Path, plan: str) -> None:
-    ranks = run_ranks(observed, 2, data, tmp_path, plan, 9, True, True)
+def test_one_of_the_watched_updates_is_kept_beside_the_predicted_one(data: Path, tmp_path: Path) -> None:
+    ranks = run_ranks(observed, 2, data, tmp_path, "stage=2", 9, True, True)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"measured rank 0", "measured rank 1", "predicted rank 0"} <= set(names.values())
@@ -159,25 +156,15 @@ def test_one_of_the_watched_updates_is_kept_beside_the_predicted_one(data: Path,
         else:
             assert last <= seconds + 1e-9  # rounded to nanoseconds
     kinds = {name: {e["cat"] for e in events if e["ph"] == "X" and e["pid"] == pid} for pid, name in names.items()}
-    wanted = {"forward", "backward", "gradient" if plan == "sample=2" else "transfer"}
-    assert wanted <= kinds["measured rank 0"] & kinds["predicted rank 0"]
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    between = [e for e in events if e["ph"] == "X" and threads[e["pid"], e["tid"]] == "stages"]
-    assert all(e["args"]["layer"] for e in between if e["name"] != "what was sent")
-    assert {names[e["pid"]] for e in between} == (set(names.values()) if plan == "stage=2" else set())
-    if plan == "sample=2":
-        return
+    assert {"forward", "backward", "transfer"} <= kinds["measured rank 0"] & kinds["predicted rank 0"]
     comparison = ranks[0][0]  # stages have the layers of all of them, each its weights for itself
     assert comparison.parts["stages"].measured_s and comparison.parts["stages"].predicted_s
-    groups = {group.name: group for group in comparison.groups}
-    assert {"conv", "head"} <= set(groups) and GRADIENTS not in groups
-    assert all(group.computes.measured_s and group.computes.predicted_s for group in groups.values())
+    assert all(group.computes.measured_s and group.computes.predicted_s for group in comparison.groups)
     assert comparison.notes[-1].endswith("the layers are those of ranks 0 and 1")
     assert [group.stages for group in comparison.groups] == sorted(group.stages for group in comparison.groups)
     assert comparison.groups[0].title == "conv (stage 1)" and comparison.groups[-1].stages == (2,)
-    for one in comparison.stages:
-        assert one.computes.measured_s and one.waits.measured_s and one.computes.predicted_s
     assert len(comparison.stages) == 2
+    assert all(one.computes.measured_s and one.waits.measured_s for one in comparison.stages)
 
 
 def test_one_device_is_watched_too_and_a_short_run_is_said_to_be_short(data: Path, tmp_path: Path) -> None:
@@ -250,29 +237,19 @@ FIRST = 70
 LONG = {"epochs": "110ba", "log_every": "50ba", "evaluate_every": "2ba", "checkpoint.every": "90ba"}
 
 
-def diagnosed(data: Path, out: Path, settings: dict[str, str], how: str = "") -> Ended:
-    """A run in which an update takes a tenth of a second, and so does each batch of an evaluation. There may be no
-    diagnosis, or no room for it."""
-    write, of = loop.write_json, Diagnosis.of
+def diagnosed(data: Path, out: Path, settings: dict[str, str], fails: bool = False) -> Ended:
+    """A run in which an update takes a tenth of a second, and so does each batch of an evaluation."""
 
-    def write_or_fail(path: Path, document: Any) -> None:
-        if how == "full" and path.name == "diagnosis.json":
-            raise OSError(28, "No space left on device")
-        write(path, document)
-
-    def diagnosis(*facts: Any) -> Diagnosis:
-        if how == "fails":
-            raise ZeroDivisionError("division by zero")
-        return of(*facts)
+    def no_diagnosis(*facts: Any) -> Diagnosis:
+        raise ZeroDivisionError("division by zero")
 
     with made_time(observation, evaluate, step) as clock, ExitStack() as stack:
         update, batch = (clock.before(work, lambda: 0.1) for work in (TrainingStep.__call__, EvaluationTally.add))
         for owner, name, value in (
             (loop, "UPDATES", FIRST),
-            (loop, "write_json", write_or_fail),
             (TrainingStep, "__call__", update),
             (EvaluationTally, "add", batch),
-            (Diagnosis, "of", staticmethod(diagnosis)),
+            (Diagnosis, "of", staticmethod(no_diagnosis if fails else Diagnosis.of)),
             (Observation, "look", lambda self: None),  # what else the machine does
         ):
             stack.enter_context(patch.object(owner, name, value))
@@ -285,7 +262,7 @@ def closer(ended: Ended) -> list[str]:
 
 def test_a_diagnosis_is_said_once_and_changes_nothing(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    ended = run_ranks(diagnosed, 2, data, out, {})[0]
+    ended = run_ranks(diagnosed, 2, data, out, {"reproducible": "true"})[0]
     (sentence,) = set(closer(ended))  # said, and among the notes
     words = r"An evaluation takes .* What would help most: --set evaluate_every=\S+: [\d.]+ × .* \(predicted\)"
     assert re.fullmatch(rf"In updates 6 to {FIRST}: {words}\. convoy doctor {out} looks closer", sentence)
@@ -293,18 +270,10 @@ def test_a_diagnosis_is_said_once_and_changes_nothing(data: Path, tmp_path: Path
     kept = Diagnosis.from_document(json.loads((out / "diagnosis.json").read_text()))
     assert (kept.batch, kept.devices, kept.model) == (24, 2, "tiny:TinyNet") and kept.images_per_s > 0
     assert kept.advice[0].cause == "evaluation" and kept.advice[0].gain > 1.3
-    for how, rate in (("fails", "0.05"), ("full", "0.05"), ("", "0.0501")):
-        other = run_ranks(diagnosed, 2, data, tmp_path / f"other {how}", {"optimizer.lr": rate}, how)[0]
-        assert (other.digest == ended.digest) == (how != "")  # another rate would be noticed
-        assert (tmp_path / f"other {how}" / "diagnosis.json").exists() == (how == "")
-        assert any("not known (ZeroDivisionError: division" in said for said in other.said) == (how == "fails")
+    (other,) = run_ranks(diagnosed, 1, data, tmp_path / "fails", {"reproducible": "true"}, True)
+    assert not (tmp_path / "fails" / "diagnosis.json").exists()
+    assert any("not known (ZeroDivisionError: division" in sentence for sentence in other.said)
+    assert other.digest == ended.digest
     for name, settings in (("little", {"evaluate_every": "1000ba"}), ("short", {"epochs": "8ba"})):
         assert not closer(diagnosed(data, tmp_path / name, settings))
         assert (tmp_path / name / "diagnosis.json").exists() == (name == "little")
-
-
-def test_a_machine_that_cannot_be_looked_at_ends_nothing(data: Path) -> None:
-    watch = Observation(session(data))
-    with patch.object(HostWatch, "_count", side_effect=ValueError("no number")):
-        watch.begin()
-        assert watch.look() is None

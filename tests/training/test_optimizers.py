@@ -127,13 +127,11 @@ CASES = {
     "lars": (LarsConfig(name="lars", lr=1, weight_decay=0.01), lars(0.9, 0.01, 0.001)),
     "lars, nesterov": (LarsConfig(name="lars", lr=1, weight_decay=0.01, nesterov=True), lars(0.9, 0.01, 0.001, True)),
     "lars, no decay": (LarsConfig(name="lars", lr=1, trust_coefficient=0.02), lars(0.9, 0.0, 0.02)),
-    "lars, no momentum": (LarsConfig(name="lars", lr=1, momentum=0, weight_decay=0.01), lars(0.0, 0.01, 0.001)),
     "lamb": (LambConfig(name="lamb", lr=1, weight_decay=0.01), lamb(0.9, 0.999, 1e-6, 0.01)),
     "lamb, all decay": (
         LambConfig(name="lamb", lr=1, weight_decay=0.01, decay_norm_and_bias=True),
         lamb(0.9, 0.999, 1e-6, 0.01, all_adapt=True),
     ),
-    "lamb, no decay": (LambConfig(name="lamb", lr=1, weight_decay=0), lamb(0.9, 0.999, 1e-6, 0.0)),
 }
 
 

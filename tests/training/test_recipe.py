@@ -1,8 +1,6 @@
 """Recipes: what they say and leave open, what follows from them, and mistakes in them, one sentence each."""
 
-import hashlib
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from convoy import models
 from convoy.errors import ConvoyError
-from convoy.training import resume
 from convoy.training.config import Duration, TimeSpan, in_words
 from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.parallel_config import ParallelConfig, fitted
@@ -51,15 +48,6 @@ def test_the_default_recipe_says_the_defaults_and_clips_and_a_short_one_says_no_
     assert (mine.model.name, mine.optimizer.lr) == ("lenet", 0.4)
 
 
-def test_alexnet_2012_is_that_of_the_paper() -> None:
-    recipe = default("data.path=photos", name="alexnet-2012")
-    assert (recipe.batch, str(recipe.epochs)) == (256, "100ep")
-    assert recipe.optimizer.model_dump(include={"name", "lr", "momentum", "nesterov", "weight_decay"}) == {
-        "name": "sgd", "lr": 0.01, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0005
-    }  # fmt: skip
-    assert (recipe.data.resize, recipe.data.image_size, recipe.data.augment.pca_noise) == (256, 224, 0.1)
-
-
 def test_what_has_no_effect_is_noted() -> None:
     changes = ["data.path=x", "model.weights=w.pth", "epochs=70ep", "checkpoint.every=80ep", "batch=16"]
     changes += ["microbatch=64", "checkpoint.mtbf=30min"]
@@ -79,15 +67,6 @@ def test_mixing_without_partners_is_noted_and_refused_where_it_is_asked_for(tmp_
     with pytest.raises(ConvoyError, match=words):
         default("data.mix.mixup=0.2", *alone)
     default("data.mix.mixup=0", *alone)
-
-
-def test_checkpoints_of_before_the_decoder_are_still_those_of_their_recipe() -> None:
-    """A recipe that names none has the checksum that it had when there was no such key."""
-    document = default().model_dump(mode="json")
-    del document["data"]["decoder"], document["extends"]
-    leaves = {key: value for key, value in resume._leaves(document) if not resume._is_below(key, resume.FREE)}
-    expected = hashlib.sha256(json.dumps([leaves, 7, 3], sort_keys=True).encode()).hexdigest()
-    assert resume.identity(default(), 7, 3) == expected != resume.identity(default("data.decoder=turbo"), 7, 3)
 
 
 # What is set
@@ -127,61 +106,40 @@ def test_a_whole_section_comes_before_its_keys() -> None:
 
 # Changes to the default recipe with a model, and what the sentence must say: the key, the problem, the way out.
 WRONG = [
-    ("optimizer.momntum=0.9", "optimizer.momntum is unknown|optimizer.momentum?"),
-    ("lr=0.1", "lr is unknown|optimizer.lr?"),
     ("foo.bar=3", "foo is unknown|a recipe has model, data"),
     ("optimizer.name=adam", "must be sgd, adamw, lars or lamb|did you mean adamw?"),
-    ("schedule.name=cosin", "must be constant, step, cosine or polynomial|cosine?"),
     ("batch=12.5", "batch is 12.5|a whole number"),
-    ("batch='12'", "batch is 12|a whole number"),
     ("seed=true", "seed is true|a whole number"),
-    ("optimizer.lr=true", "optimizer.lr is true|a number"),
-    ("data.augment.flip=1", "data.augment.flip is 1|true or false"),
     ("schedule=cosine", "schedule is cosine|a section"),
-    ("optimizer=null", "optimizer is null|a section"),
     ("schedule.warmup_from=high", "schedule.warmup_from is high|a number or base_lr"),
-    ("precision=16", "did you mean fp16?"),
-    ("batch_norm=synced", "microbatch, sync or local|did you mean sync?"),
     ("data.augment.scale=[0.5]", "data.augment.scale is [0.5]|longer list"),
     ("data.mean=[a]", "data.mean.0 is a|a number"),
-    ("seed=-1", "seed is -1|at least 0"),
     ("optimizer.lr=.nan", "optimizer.lr is nan|a finite number"),
     ("optimizer.momentum=1", "optimizer.momentum is 1|less than 1"),
     ("ema={}", "ema.decay is missing|--set ema.decay="),
     ("ema.decay=0", "ema.decay is 0|more than 0"),
-    ("checkpoint.keep=0", "checkpoint.keep is 0|at least 1"),
     ("checkpoint.every=often", "checkpoint.every|90ep or 0.5ep"),
     ("checkpoint.mtbf=6", "checkpoint.mtbf|90s, 30min, 6h or 2d"),
-    ("checkpoint.on_error=contineu", "checkpoint.on_error|did you mean continue"),
     ("epochs=0", "epochs: 0ep|more than 0"),
-    ("epochs=5%", "epochs: 5%|share of itself"),
     ("evaluate_every=1.5ba", "evaluate_every|whole number of weight updates"),
     ("optimizer.name=adamw optimizer.lr=1e-3 optimizer.nesterov=true", "optimizer.nesterov would be ignored|adamw"),
-    ("optimizer.trust_coefficient=0.01", "optimizer.trust_coefficient would be ignored|sgd"),
     ("optimizer.momentum=0", "optimizer.nesterov would be ignored without momentum"),
     ("optimizer.weight_decay=0 optimizer.decay_norm_and_bias=true", "decay_norm_and_bias would be ignored"),
-    ("optimizer.name=lars optimizer.lr=1 optimizer.decay_norm_and_bias=true", "lars|leave it out"),
     ("optimizer.name=lamb", "optimizer.lr and optimizer.base_lr are both missing|square root"),
-    ("optimizer.lr=1 optimizer.base_lr=1", "are both given|batch/256"),
-    ("schedule.name=step schedule.milestones=[]", "schedule.milestones is empty|constant"),
     ("schedule.name=step schedule.milestones=[3ep,2ep]", "2ep follows 3ep"),
     ("schedule.warmup=0ep schedule.warmup_from=0.1", "schedule.warmup_from=0.1 would be ignored"),
     ("optimizer.lr=1 schedule.warmup_from=base_lr", "schedule.warmup_from=base_lr needs optimizer.base_lr"),
     ("microbatch=4 microbatches=3", "microbatch and microbatches are both given"),
-    ("microbatch=null", "microbatch and microbatches are both null"),
     ("model.options.zero_init_residual=true", "model.zero_init_residual"),
     ("data.augment.pad=4", "data.augment: pad=4 would be ignored"),
     ("data.mean=[0.5]", "data: mean and std belong together"),
     ("reproducible=true precision=auto", "but precision=auto asks the device: set precision=fp32 or precision=bf16"),
-    ("=3", "not of the form key=value"),
-    ("batch=[1", "the value of batch"),
     ("batch=1 batch=2", "batch is set twice"),
     ("batch.size=3", "batch.size cannot be set|not a section"),
     ("batch=0 precision=fp8 optimizer.momntum=1", "optimizer.momntum is unknown|(also wrong: batch, precision)"),
 ]
 FILES = [
     ("model: [lenet]\ndata: {path: mnist-mini}", "model is [lenet], but must be a section"),
-    ("model: {name: lenet}\ndata: mnist-mini", "data.path is missing"),
     ("model: {name: lenet}\ndata: {path: x}\noptimizer: {lr: 1}", "optimizer.name is missing: it is one of sgd"),
     ("model: {name: lenet}\ndata: {path: x}\n1: 2", "1 is unknown"),
     ("model: {name: lenet}\ndata: {path: x}\nseed: !!binary aGVsbG8=", "write the value itself"),
@@ -191,9 +149,7 @@ FILES = [
 LATE = [
     ("batch=2000", "the batch of 2000 is larger than the 1000 training samples: lower --batch"),
     ("epochs=20ba schedule.warmup=3ep", "schedule.warmup=3ep is 21 weight updates, but the whole run has 20"),
-    ("epochs=7ba schedule.warmup=1ep", "train longer"),
     ("schedule.warmup_from=0.5", "schedule.warmup_from=0.5 lies above the peak learning rate 0.05"),
-    ("schedule.final_lr=0.5", "schedule.final_lr=0.5 lies above the peak"),
     ("schedule.name=step schedule.milestones=[700ba,1ep]", "do not rise"),
     ("schedule.name=step schedule.milestones=[1ep,5ep] schedule.warmup=2ep", "inside schedule.warmup=2ep"),
 ]
@@ -289,9 +245,7 @@ SHARES = [
     ("sample=2,filter=4", (3, 1), 6, True),  # sample=2,filter=3
     ("sample=2,filter=2", (3, 1), 2, False),  # sample=1,filter=2
     ("sample=2,filter=2", (3, 1, 1), 3, True),  # sample=3,filter=1: as if they had been for it
-    ("sample=2,filter=2", (3, 3, 2, 2), 4, False),
     ("filter=4", (3, 3, 2, 2), 4, False),
-    ("sample=4", (3, 3, 2, 2), 4, True),
     (None, (3, 1), 2, True),
     ("auto", (3, 1), 4, True),  # of the planner's choices those with two parts
     ("auto", (3, 2, 1), 4, False),

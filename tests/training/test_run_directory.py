@@ -1,7 +1,5 @@
 """The folder of a run: one process at a time trains in it, nothing of others is overwritten, and its end is noticed."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -13,16 +11,15 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from convoy.cli import main
 from convoy.errors import ConvoyError, GoneError
 from convoy.training import RunDirectory
-from convoy.training.run_directory import LOCK, Witness, briefly, disk_explained, is_locked
+from convoy.training.run_directory import LOCK, is_locked
 from ranks import run_ranks
-from training.scenarios import files, summary, trained
+from training.scenarios import files, trained
 from whole_runs import BASE, as_before
 
 running = sys.modules["convoy.training.run"]
@@ -76,9 +73,7 @@ def test_it_ends_with_a_process_that_is_killed_and_is_not_kept_by_what_it_forked
         os.waitpid(child, 0)
 
 
-def test_who_is_about_to_end_is_waited_for_and_where_there_are_no_locks_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     said, began, ended = list[str](), threading.Event(), threading.Event()
 
     def train() -> None:
@@ -97,14 +92,6 @@ def test_who_is_about_to_end_is_waited_for_and_where_there_are_no_locks_that_is_
         assert ended.is_set()
     thread.join()
     assert [sentence.partition(" that ")[0] for sentence in said] == ["waiting for the end of another process"]
-
-    def unknown(*_: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", unknown)
-    with RunDirectory(tmp_path).lock(tell=tell):
-        assert is_locked(tmp_path) is None
-    assert said[1:] == [f"the file system of {tmp_path} knows no locks: see to it that no other process trains there"]
 
 
 def _moved(run: Path) -> None:
@@ -184,52 +171,6 @@ def test_metrics_of_updates_to_be_done_again_and_damaged_lines_are_dropped(tmp_p
     assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_what_is_wrong_with_a_disk_is_said_of_its_own_folder_only(tmp_path: Path) -> None:
-    for error, explained in (
-        (OSError(errno.ENOSPC, "No space left on device"), True),
-        (PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "metrics.jsonl")), True),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), False),
-        (OSError("image file is truncated"), False),
-        (PermissionError(errno.EACCES, "Permission denied", "/elsewhere/picture"), False),
-    ):
-        with pytest.raises((ConvoyError, OSError)) as raised, disk_explained(tmp_path):
-            raise error
-        assert str(raised.value).startswith(f"cannot write to {tmp_path} ") if explained else raised.value is error
-
-
-def test_who_looks_on_notes_what_killed_ranks_cannot(tmp_path: Path) -> None:
-    run, sentence = RunDirectory(tmp_path), "rank 0 failed: it was killed"
-
-    def write(status: str, steps: int) -> None:
-        (tmp_path / "new").write_text(json.dumps({"status": status, "error": None, "steps": steps}))
-        (tmp_path / "new").replace(run.summary_file)
-
-    def stands() -> list[Any]:
-        return list(summary(tmp_path).values())
-
-    write("running", 3)
-    witness = Witness(run)
-    witness.note(sentence)  # before they have begun
-    assert stands() == ["running", None, 3]
-    write("running", 7)
-    with run.lock():
-        witness.note(sentence)  # another process goes on already
-    assert stands() == ["running", None, 7]
-    witness.note(sentence)
-    assert stands() == ["failed", sentence, 7]
-    for status in ("stopped", "finished"):  # all is saved by then
-        write(status, 8)
-        witness.note(sentence)
-        assert stands() == [status, None, 8]
-
-
-def test_what_cannot_be_written_does_not_keep_the_run_from_its_end() -> None:
-    never = threading.Event()
-    briefly(lambda: never.wait() and None, 0.05)
-    briefly(lambda: 1 / 0 and None)
-    never.set()
-
-
 # Two starts
 
 
@@ -263,35 +204,8 @@ def test_the_second_start_ends_with_a_sentence_before_anything_costly(
         assert files(out) == before
 
 
-def test_two_that_begin_at_once_do_not_share_a_folder(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, held = tmp_path / "run", RunDirectory.lock
-    out.mkdir()
+def test_two_that_begin_at_once_do_not_share_a_folder(data: Path, tmp_path: Path) -> None:
+    (out := tmp_path / "run").mkdir()
     with RunDirectory(out).lock(), pytest.raises(ConvoyError, match=ANOTHER):
         trained(data, out, TWO)
     assert [path.name for path in out.iterdir()] == [LOCK]
-
-    def later(self: RunDirectory, *rest: object, **more: object) -> object:
-        if not self.is_run():
-            self.create("seed: 0\n", {"device": "cpu"})  # by the other one, which then failed
-        return held(self)
-
-    monkeypatch.setattr(RunDirectory, "lock", later)
-    with pytest.raises(ConvoyError, match="already holds a run: add --resume to go on with it"):
-        trained(data, out, TWO)
-
-
-def test_ranks_that_are_started_again_wait_until_a_file_server_breaks_the_lock(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited, held = list[float](), RunDirectory.lock
-
-    def noted(self: RunDirectory, patience_s: float = 0.0, *rest: object, **more: object) -> object:
-        waited.append(patience_s)
-        return held(self, 0.0)
-
-    monkeypatch.setattr(RunDirectory, "lock", noted)
-    for jobs in (["job"], ["job"], ["another"]):
-        trained(data, tmp_path / "run", TWO, resume=True, jobs=jobs)
-    assert waited == [0.0, 150.0, 30.0]

@@ -1,17 +1,13 @@
 """What a run has trained, in the hands of its user: loaded, evaluated and asked, without the data and on any ranks."""
 
-import gc
 import json
 import queue
 import shutil
 import threading
 import time
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,17 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import convoy.training.evaluate as evaluation
 from convoy.cli import main
 from convoy.data import Batch, evaluation_batches
 from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
 from convoy.models import load_weights
 from convoy.plans.plan import Plan
-from convoy.training.classification import InputPipeline
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
@@ -143,29 +136,18 @@ def test_what_is_no_run_and_a_checkpoint_that_is_not_there_are_refused(
     refused(stopped, r"has no checkpoint best: .* an update that has one: none$", "best")
 
 
-WEIGHT = torch.randn(3, 4)
-ODD = {
-    "sparse_coo": lambda: WEIGHT.to_sparse(),
-    "sparse_csr": lambda: WEIGHT.to_sparse_csr(),
-    "quantized": lambda: torch.quantize_per_tensor(WEIGHT, 0.1, 0, torch.qint8),
-    "on the meta device": lambda: WEIGHT.to("meta"),
-    "nested": lambda: torch.nested.nested_tensor([WEIGHT[0], WEIGHT[1]]),
-}
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_odd_tensors_in_a_file_of_weights_are_named(tmp_path: Path) -> None:
-    net = nn.Linear(4, 3)
-    before = net.weight.clone()
-    for kind, made in ODD.items():
-        torch.save({"weight": made(), "bias": torch.zeros(3)}, tmp_path / "odd.pth")
+    weight, net, path = torch.randn(3, 4), nn.Linear(4, 3), tmp_path / "odd.pth"
+    for kind, odd in {
+        "sparse_csr": weight.to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
+        "on the meta device": weight.to("meta"),
+        "nested": torch.nested.nested_tensor([weight[0], weight[1]]),
+    }.items():
+        torch.save({"weight": odd, "bias": torch.zeros(3)}, path)
         with pytest.raises(ConvoyError, match=rf"weight in .*odd\.pth is {kind}, and weights are plain numbers: save "):
-            load_weights(net, tmp_path / "odd.pth")
-    for odd in (WEIGHT.to(torch.complex64), WEIGHT.to(torch.int8), WEIGHT > 0):
-        save_file({"weight": odd, "bias": torch.zeros(3)}, tmp_path / "odd.safetensors")
-        with pytest.raises(ConvoyError, match=r"weight is 3x4 of .* where the net has 3x4"):
-            load_weights(net, tmp_path / "odd.safetensors")
-    assert torch.equal(net.weight, before)
+            load_weights(net, path)
 
 
 def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
@@ -353,29 +335,18 @@ class Remembering(nn.Module):
         return logits
 
 
-class Alone(Remembering):
-    """Cannot be copied."""
-
-    def __deepcopy__(self, memo: object) -> None:
-        raise RuntimeError("there is only one of me")
-
-
-@pytest.mark.parametrize("kind", [Remembering, Alone])
 def test_threads_do_not_meet_in_a_network_that_keeps_things_in_itself(
-    run: Path, kind: type[Remembering], monkeypatch: pytest.MonkeyPatch
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, loaded = pictures(run.parent / "data"), load_run(run)
     want = answers(run, names, 4)
     monkeypatch.setattr("convoy.training.use.num_cores", lambda: 8)
     with as_before():
-        classifier = Classifier(replace(loaded, network=kind(loaded.network).eval()), CPU, 3)
-        assert classifier._networks.qsize() == (8 if kind is Remembering else 1)
+        classifier = Classifier(replace(loaded, network=Remembering(loaded.network).eval()), CPU, 3)
         assert [answer for some in classify(classifier, names, 4) for answer in some] == want
-    weights = [next(classifier._networks.get().parameters()) for _ in range(classifier._networks.qsize())]
-    assert all(weight is weights[0] for weight in weights)
 
 
-# What an evaluation counts, and in which order a GPU gets it
+# What an evaluation counts
 
 
 def batches(logits: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Batch, Tensor]]:
@@ -386,7 +357,7 @@ def batches(logits: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Batch, 
         yield Batch(samples.to(torch.int32).view(torch.uint8).view(-1, 1, 2, 2), labels[part], samples), logits[part]
 
 
-@pytest.mark.parametrize("levels", [1, 3, 0])
+@pytest.mark.parametrize("levels", [1, 0])
 def test_the_same_is_counted_as_sample_by_sample_with_ties_too(levels: int) -> None:
     """With few levels of confidence most of the mistakes are equally bad."""
     random = torch.Generator().manual_seed(levels)
@@ -411,83 +382,3 @@ def test_the_same_is_counted_as_sample_by_sample_with_ties_too(levels: int) -> N
         for one in found.mistakes:
             assert one.picture.flatten().view(torch.int32).item() == one.sample
             assert (one.label, one.predicted) == (labels[one.sample], predicted[one.sample])
-
-
-class Streams:
-    """Stands in for torch.cuda's streams and events: a list of what is asked of them, in order."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.now, self.done = "computing", False
-
-    def made(self, name: str) -> Any:
-        return SimpleNamespace(name=name, wait_stream=lambda other: self.calls.append(f"{name} waits for {other.name}"))
-
-    @contextmanager
-    def entered(self, stream: Any) -> Iterator[None]:
-        before, self.now = self.now, stream.name
-        yield
-        self.now = before
-
-    def event(self) -> Any:
-        return SimpleNamespace(
-            record=lambda: self.calls.append(f"event on {self.now}"),
-            synchronize=lambda: self.calls.append("event waited"),
-            query=lambda: self.done,
-        )
-
-
-class Pixels:
-    """A tensor that tells which stream it was worked on."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
-
-    def __getitem__(self, part: slice) -> "Pixels":
-        return self
-
-    def to(self, device: object, non_blocking: bool = False) -> "Pixels":
-        self.streams.calls.append(f"copy to {device} on {self.streams.now}{' at once' * (not non_blocking)}")
-        return self
-
-    def record_stream(self, stream: Any) -> None:
-        self.streams.calls.append(f"kept for {stream.name}")
-
-
-def test_pictures_go_to_a_gpu_beside_what_computes_and_no_more_than_two_updates_ahead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    streams = Streams()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.made("side"))
-    monkeypatch.setattr(torch.cuda, "stream", streams.entered)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.made(streams.now))
-    monkeypatch.setattr(torch.cuda, "Event", streams.event)
-    monkeypatch.setattr("convoy.training.classification.Normalize", lambda *options: lambda pixels: pixels)
-    data = SimpleNamespace(mean=(0.5,), std=(0.5,))
-
-    def pipeline() -> InputPipeline:
-        return InputPipeline(data, torch.device("cuda"), torch.channels_last)  # type: ignore[arg-type]
-
-    one, found = ["copy to cuda on side", "event on side", "computing waits for side", "kept for computing"], pipeline()
-    pixels = [Pixels(streams) for _ in range(4)]
-    kept = [weakref.ref(each) for each in pixels]
-    for number in range(4):
-        streams.done = number == 3
-        found(SimpleNamespace(images=pixels.pop(0)))  # type: ignore[arg-type]
-        gc.collect()  # workers write other pictures to their memory once nobody has them any more
-        assert [each() is not None for each in kept] == ([True] * 4 if number < 3 else [False] * 3 + [True])
-    assert streams.calls == 4 * one
-    found, waits = pipeline(), []  # or pictures of many updates would fill its memory
-    for number in range(5):
-        streams.done = number == 4
-        streams.calls.clear()
-        found.labels(SimpleNamespace(labels=Pixels(streams)))  # type: ignore[arg-type]
-        waits.append(streams.calls.count("event waited"))
-    assert waits == [0, 0, 1, 1, 0]
-    streams.calls.clear()
-    wait = evaluation._on_host(Pixels(streams))  # type: ignore[arg-type]
-    assert streams.calls == ["copy to cpu on computing", "event on computing"]
-    wait()
-    assert streams.calls[2:] == ["event waited"]

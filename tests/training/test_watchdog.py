@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import stuck
-from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.collectives import all_reduce
 from convoy.comm.groups import Groups
 from convoy.comm.joining import join, leave, meeting_store
@@ -103,8 +102,8 @@ def test_who_moves_waits_for_one_that_moves_or_is_being_set_up_is_left_alone() -
     assert works == [] and "(--timeout)" not in waits[0] and "waiting for other ranks" in waits[0]
 
 
-def held_up(data: Path, out: Path, where: str) -> str:
-    """Rank 0 does not come back from reading, or writing, until both have said so."""
+def held_up(data: Path, out: Path) -> str:
+    """Rank 0 does not come back from writing the weights until both have said so."""
     said: list[str] = []
     ranks, _ = join_ranks()
 
@@ -112,42 +111,27 @@ def held_up(data: Path, out: Path, where: str) -> str:
         said.append(sentence)
         (out.parent / f"said-{ranks.rank}").touch()
 
-    def sleep() -> None:
+    def write_late(*args: object) -> str:
         until = time.monotonic() + 40
         while time.monotonic() < until and not all((out.parent / f"said-{rank}").exists() for rank in range(2)):
             time.sleep(0.05)
-
-    class Sleeping(CheckpointStore):
-        def load_latest(self, identity: str) -> tuple:
-            sleep()
-            return super().load_latest(identity)
-
-    def write_late(*args: object) -> str:
-        sleep()
         return write(*args)
 
     running = sys.modules["convoy.training.run"]
     write = running.write_tensors
     with as_before() as patch, Watchdog(ranks, meeting_store(), say, 3.0, patient=True) as watchdog:
-        if ranks.rank == 0 and where == "reading":
-            patch.setattr(sys.modules["convoy.training.loop"], "CheckpointStore", Sleeping)
-        if ranks.rank == 0 and where == "weights":
+        if ranks.rank == 0:
             patch.setattr(running, "write_tensors", write_late)
-        train_here(data, out, {"epochs": "3ba"}, where == "reading", watchdog=watchdog)
+        train_here(data, out, {"epochs": "3ba"}, watchdog=watchdog)
     leave()
     return said[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "words"), [("reading", "reading a checkpoint"), ("weights", "writing the weights")])
-def test_a_rank_that_stays_away_before_or_after_the_updates_is_named(
-    data: Path, tmp_path: Path, where: str, words: str
-) -> None:
-    if where == "reading":
-        run_ranks(train_here, 2, data, tmp_path / "run", {"epochs": "3ba"})
-    held, waiting = run_ranks(held_up, 2, data, tmp_path / "run", where, timeout=100, join=False)
-    assert f"(--timeout): {words}, and the others wait for it" in held
-    assert f"{words}, waiting for other ranks" in waiting and "held up by rank 0 on host" in waiting
+def test_a_rank_that_stays_away_after_the_updates_is_named(data: Path, tmp_path: Path) -> None:
+    held, waiting = run_ranks(held_up, 2, data, tmp_path / "run", timeout=100, join=False)
+    assert "(--timeout): writing the weights, and the others wait for it" in held
+    assert "writing the weights, waiting for other ranks" in waiting and "held up by rank 0 on host" in waiting
     assert (tmp_path / "run" / "weights.safetensors").exists()
 
 
@@ -167,14 +151,13 @@ def test_alone_only_data_are_watched(late: Callable[[], str] | None) -> None:
 # GPUs, which hosts do not notice: whose fault it is follows from what each was given
 
 
-def stand_still(numbered: bool) -> list[str]:
+def stand_still() -> list[str]:
     """Rank 2 does not begin the all-reduce of the third layer; what this rank says when nothing has moved for long."""
     stuck.join(60)
     ranks, said = Ranks.here(), list[str]()
     groups = Groups(Mesh(("a", "b"), (2, 2)))
-    ledgers = {} if numbered else {"given": Ledger()}
     assert dist.group.WORLD is not None
-    with Watchdog(ranks, dist.group.WORLD.get_group_store(), said.append, 3.0, **ledgers):
+    with Watchdog(ranks, dist.group.WORLD.get_group_store(), said.append, 3.0):
         current.update = 6
         current.to("forward")
         for number in range(3):
@@ -193,16 +176,11 @@ def stand_still(numbered: bool) -> list[str]:
 
 
 def test_the_rank_that_has_not_begun_a_collective_is_named() -> None:
-    found = ["".join(said[:1]).partition("\n")[0] for said in run_ranks(stand_still, 4, True, join=False)]
+    firsts = ["".join(said[:1]).partition("\n")[0] for said in run_ranks(stand_still, 4, join=False)]
     missing = "which has not begun all reduce number 3 of layer conv2"
-    assert "waiting for other ranks (all reduce number 3 of layer conv2 on" in found[0]  # partner on the first axis
-    assert "held up by rank 2 on host" in found[0] and missing in found[0]
-    assert f"{missing}: the others wait for it" in found[2] and all("rank 2" in each for each in found)
-
-
-@pytest.mark.slow
-def test_without_numbers_nobody_knows() -> None:
-    assert not any("has not begun" in one for said in run_ranks(stand_still, 4, False, join=False) for one in said)
+    assert "waiting for other ranks (all reduce number 3 of layer conv2 on" in firsts[0]  # partner on the first axis
+    assert "held up by rank 2 on host" in firsts[0] and missing in firsts[0]
+    assert f"{missing}: the others wait for it" in firsts[2] and all("rank 2" in each for each in firsts)
 
 
 def on_gpu(count: int, *still: int, others: dict | None = None) -> RankState:
