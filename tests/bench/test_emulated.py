@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulate, network, quota
-from convoy.bench.emulated.emulation import cores_for
-from convoy.bench.emulated.quota import Hierarchy
+from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, cores_for, emulate, network
+from convoy.bench.emulated.network import Hierarchy
 from convoy.errors import ConvoyError
 from processes import alive, children
 from started import wait_for
@@ -106,8 +105,8 @@ def test_control_groups_of_both_versions_are_written(tmp_path: Path, monkeypatch
     def mounts(*lines: str) -> None:
         (tmp_path / "mountinfo").write_text("".join(f"32 31 0:29 / {line}\n" for line in lines))
 
-    monkeypatch.setattr(quota, "_MOUNTS", tmp_path / "mountinfo")
-    monkeypatch.setattr(quota, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(network, "_MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(network, "_OWN", tmp_path / "own")
     root = tmp_path / "cpu"
     (root / "mine").mkdir(parents=True)
     mounts(f"{tmp_path} rw - cgroup cgroup rw,memory", f"{root} rw - cgroup cgroup rw,cpu,cpuacct")
@@ -139,10 +138,9 @@ def test_only_what_dead_makers_left_is_swept(tmp_path: Path, monkeypatch: pytest
         (tmp_path / name).mkdir()
     monkeypatch.setattr(network, "_FOLDER", tmp_path)
     monkeypatch.setattr(network, "_delete", removed.append)
+    monkeypatch.setattr(Hierarchy, "find", staticmethod(lambda: Hierarchy(tmp_path, 1)))
     network.sweep()
     assert sorted(removed) == sorted(names[:3])
-    monkeypatch.setattr(Hierarchy, "find", staticmethod(lambda: Hierarchy(tmp_path, 1)))
-    quota.sweep()
     assert {path.name for path in tmp_path.iterdir()} == set(names[3:])
 
 

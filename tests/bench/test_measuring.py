@@ -19,13 +19,11 @@ from torch import nn
 
 from bench.made_study import study
 from convoy.bench import measurement, training_runs
-from convoy.bench.configuration import configurations, missing
-from convoy.bench.forecast import forecast
-from convoy.bench.measure import measure_rank, wrap
+from convoy.bench.ask import configurations, missing
+from convoy.bench.measure import forecast, measure_rank, wrap
 from convoy.bench.measurement import MeasurementTask, Stopwatch
 from convoy.bench.processes import RankFailed, RankSlot, Say, run_ranks
-from convoy.bench.records import COMMUNICATION, INPUT, OPTIMIZER, Forecast
-from convoy.bench.store import Store
+from convoy.bench.records import COMMUNICATION, INPUT, OPTIMIZER, Forecast, Store
 from convoy.bench.study import recipe_for
 from convoy.bench.training_runs import Heard
 from convoy.comm.collectives import waits

@@ -10,9 +10,9 @@ from PIL import Image
 from bench.made_study import document, write_study, write_trainings
 from convoy.bench.page import write_files
 from convoy.bench.plots import legend_room
+from convoy.bench.records import Store
 from convoy.bench.remarks import doubts, remarks
 from convoy.bench.results import Results
-from convoy.bench.store import Store
 from convoy.bench.table import latex_text, lines
 from convoy.report import axes as ax
 from report.pages import HOSTILE, harmless

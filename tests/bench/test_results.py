@@ -22,13 +22,11 @@ from bench.made_study import (
     write_study,
     write_trainings,
 )
-from convoy.bench.configuration import configurations
-from convoy.bench.curves import Convergence, convergence
+from convoy.bench.ask import configurations
 from convoy.bench.page import write_files
-from convoy.bench.records import Forecast, PlanPrediction, Training
+from convoy.bench.records import Forecast, PlanPrediction, Store, Training
 from convoy.bench.remarks import convergence_remarks, missing, remarks
-from convoy.bench.results import Results, repeatability
-from convoy.bench.store import Store
+from convoy.bench.results import Convergence, Results, convergence, repeatability
 from convoy.bench.study import plain_recipe
 from convoy.bench.table import (
     convergence_latex,

@@ -8,11 +8,10 @@ import pytest
 
 from bench.made_study import MACHINE, MADE, RECIPE, document, new_store, ranks, study, write_study, write_trainings
 from convoy.bench import command
-from convoy.bench.configuration import configurations
+from convoy.bench.ask import configurations
 from convoy.bench.processes import RankFailed, RankSlots
-from convoy.bench.records import Forecast, Made
+from convoy.bench.records import Forecast, Made, Store
 from convoy.bench.results import Results
-from convoy.bench.store import Store
 from convoy.bench.study import assumed, best_reach, plain_recipe, reach, recipe_for, too_coarse
 from convoy.errors import ConvoyError
 from convoy.training import load_recipe

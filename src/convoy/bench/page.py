@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from convoy import units
-from convoy.bench.curves import Convergence, convergence
 from convoy.bench.plots import convergence_panels, panels
-from convoy.bench.records import COMMUNICATION, CONVOY, INPUT, OPTIMIZER
+from convoy.bench.records import COMMUNICATION, CONVOY, INPUT, NAME, OPTIMIZER, Store
 from convoy.bench.remarks import convergence_remarks, doubts, missing, remarks
-from convoy.bench.results import Results, StudyRow
-from convoy.bench.store import NAME, Store
+from convoy.bench.results import Convergence, Results, StudyRow, convergence
 from convoy.bench.table import (
     CONVERGENCE_NUMBERS,
     convergence_latex,
