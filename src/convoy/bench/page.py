@@ -28,8 +28,7 @@ from convoy.documents import dump
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.report import axes, pages
-from convoy.report.pages import KINDS, Download, Panel, data_uri
-from convoy.report.tiles import Tile
+from convoy.report.pages import KINDS, Download, Panel, Tile, data_uri
 from convoy.units import seconds as time_of
 from convoy.units import size
 

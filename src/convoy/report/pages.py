@@ -113,6 +113,16 @@ class Panel:
         return Markup(inline_svg(self.figure, self.name, self.title, self.description))  # markup of our own making
 
 
+@dataclass(frozen=True)
+class Tile:
+    """A label, a value, and a line of small print."""
+
+    label: str
+    value: str
+    note: str = ""
+    main: bool = False
+
+
 _FILTERS = ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten")
 _OPTION = re.compile(r"(?<![\w-])--[a-z]\w*(?:-\w+)*")
 

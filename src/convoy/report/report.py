@@ -1,7 +1,7 @@
 """Writes the report of a run: one HTML file that holds everything, opens from disk and asks nothing of a network."""
 
-import os
 import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path, PurePath
 from typing import Any
@@ -11,16 +11,15 @@ from markupsafe import Markup
 import convoy
 from convoy import units
 from convoy.errors import ConvoyError
-from convoy.planner.comparison import shown
+from convoy.files import write_atomically
+from convoy.planner.comparison import WORDS, Both, Comparison, apart, difference, shown
 from convoy.plans.explain import listed, some_ranks
 from convoy.report import pages
 from convoy.report.confusion import LARGEST_MATRIX, Confusion
 from convoy.report.pages import Download, read_picture
 from convoy.report.plots import draw_panels
-from convoy.report.prediction import compared
-from convoy.report.remarks import about, bench_command, remarks, status
+from convoy.report.remarks import about, bench_command, num_test_images, remarks, result_tiles, status
 from convoy.report.run_directory import Run, column, read_run
-from convoy.report.tiles import num_test_images, result_tiles
 from convoy.terminal import printable
 from convoy.training.records import EvaluationFile
 
@@ -39,16 +38,12 @@ def write_report(run: Path) -> Path:
     """
     content = render(read_run(run)).encode("utf-8", errors="replace")
     report = Path(run) / "report.html"
-    partial = report.with_name(f".report.html.{os.getpid()}")
     try:
-        partial.write_bytes(content)
-        partial.replace(report)
+        write_atomically(report, lambda path: path.write_bytes(content))
     except OSError as error:
         raise ConvoyError(
             f"{report} cannot be written ({error.strerror}); free space there or make the directory writable."
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
     return report
 
 
@@ -194,3 +189,76 @@ def _highlighted(text: str) -> Markup:
         else:
             lines.append(Markup("{}").format(line))
     return Markup("\n").join(lines)
+
+
+_COLORS = {
+    "input": "input",
+    "forward": "forward",
+    "backward": "backward",
+    "rest": "around",
+    "packing": "packing",
+    "waiting": "transfer",
+    "stages": "idle",
+    "optimizer": "update",
+}
+
+
+def compared(comparison: Comparison | None) -> dict[str, Any] | None:
+    """The section on an update, predicted beside measured; None where nothing was measured."""
+    if comparison is None or comparison.update.measured_s is None:
+        return None
+    update = comparison.update
+    parts = {name: both for name, both in comparison.parts.items() if name in WORDS and both.longest > 0}
+    predicted = sum(both.predicted_s or 0.0 for both in parts.values()) or None
+    whole = Both(predicted, sum(both.measured_s or 0.0 for both in parts.values()))
+    sentence = f"An update took {shown(update.measured_s)}, the median of {comparison.timed}"
+    if off := _difference(update):
+        sentence += f"; {shown(update.predicted_s)} were predicted ({off})"
+    groups = [(one, _sum([one.computes, one.waits])) for one in comparison.groups]
+    longest = max((total.longest for _, total in groups), default=0.0) or 1.0
+    return {
+        "comparison": comparison,
+        "sentence": f"{sentence}.",
+        "both": update.predicted_s is not None,  # there is a prediction
+        "whole": _row("All parts", whole, tracks=_tracks(parts, max(whole.longest, 1e-12))),
+        "parts": [_row(WORDS[name], both, _COLORS[name]) for name, both in parts.items()],
+        "groups": [
+            _row(one.title, total, tracks=_tracks({"forward": one.computes, "waiting": one.waits}, longest))
+            for one, total in groups
+        ],
+        # what the measured parts add up to, and why that is not what an update takes
+        "sum": f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, update.measured_s or 0.0)}",
+    }
+
+
+def _row(name: str, both: Both, color: str = "", tracks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Predicted beside measured, drawn and in numbers; empty where there is nothing."""
+    sides = {"predicted": shown(both.predicted_s), "measured": shown(both.measured_s)}
+    return {"name": name, "color": color, "tracks": tracks, **sides, "difference": _difference(both)}
+
+
+def _difference(both: Both) -> str:
+    if not both.predicted_s or both.error is None:
+        return ""
+    return difference(both.error) if both.error < 9.995 else f"{both.error + 1:.0f} ×"
+
+
+def _tracks(parts: Mapping[str, Both], longest: float) -> list[dict[str, Any]]:
+    """A bar of what was predicted and one of what was measured: parts as color, share of the longest bar, and text."""
+    tracks = []
+    for side in ("predicted", "measured"):
+        seconds = {name: getattr(both, f"{side}_s") for name, both in parts.items()}
+        drawn = [
+            (_COLORS[name], 100 * number / longest, f"{WORDS[name]}, {side}: {shown(number)}")
+            for name, number in seconds.items()
+            if number
+        ]
+        if any(number is not None for number in seconds.values()):
+            tracks.append({"name": side, "parts": drawn})
+    return tracks
+
+
+def _sum(several: Sequence[Both]) -> Both:
+    predicted = [one.predicted_s for one in several if one.predicted_s is not None]
+    measured = [one.measured_s for one in several if one.measured_s is not None]
+    return Both(sum(predicted) if predicted else None, sum(measured) if measured else None)
