@@ -99,13 +99,14 @@ def test_bars_are_shares_of_the_longest_and_sums_say_what_is_missing() -> None:
 def test_stages_have_a_table_with_what_was_measured(tmp_path: Path) -> None:
     groups = [Group(f"stage {number}", Both(None, 0.012), Both(None, number * 1e-3), (number,)) for number in (1, 2)]
     facts = {"forward": 8192, "backward": 4096, "parameters": 12_345, "gradients": 12_345, "activations": 10**6}
-    first = {"layer": "conv1", "ranks": [0], "takes": [], **facts}
-    stages = [first, {"layer": "fc<b>", "ranks": [1, 2], "takes": ["pool"], **facts}]
-    shown = harmless(render(predicted_run(tmp_path, comparison(stages=tuple(groups)), stages=stages))).words
-    assert "fc<b>" in shown and "12.0 ms" in shown and "2.00 ms" in shown and "Computes" in shown
-    unmeasured = harmless(render(predicted_run(tmp_path / "unmeasured", comparison(), stages=stages))).words
-    assert "fc<b>" in unmeasured and "Takes the output of" in unmeasured and "Computes" not in unmeasured
-    assert "Takes the output of" not in render(predicted_run(tmp_path / "none", comparison()))
+    takes = {"conv1": [], "fc<b>": ["pool"]}
+    stages = [{"layer": layer, "ranks": [0], "takes": names, **facts} for layer, names in takes.items()]
+    for name, measured, words in (
+        ("measured", tuple(groups), {"fc<b>", "12.0 ms", "2.00 ms", "Computes"}),
+        ("unmeasured", (), {"fc<b>", "Takes the output of"}),
+    ):
+        shown = harmless(render(predicted_run(tmp_path / name, comparison(stages=measured), stages=stages))).words
+        assert all(word in shown for word in words) and ("Computes" in shown) == bool(measured)
 
 
 def test_it_is_said_whether_several_devices_were_faster_and_how_to_find_out(tmp_path: Path) -> None:
