@@ -123,7 +123,10 @@ class Tile:
     main: bool = False
 
 
-_FILTERS = ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten")
+_FILTERS = (
+    *("count", "decimal", "significant", "percent", "rough_percent", "duration", "seconds"),
+    *("size", "shape", "extra", "value", "plural", "shorten"),
+)
 _OPTION = re.compile(r"(?<![\w-])--[a-z]\w*(?:-\w+)*")
 
 

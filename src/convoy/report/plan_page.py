@@ -9,20 +9,18 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from convoy import units
 from convoy.files import to_json
 from convoy.planner.cost.prediction import Scored
-from convoy.planner.layers import Layer, Stage
 from convoy.planner.machines import Prediction
 from convoy.planner.planner import Planned
 from convoy.planner.text import document
 from convoy.planner.verdict import Explained, parts_of
 from convoy.plans.explain import listed, some_ranks
-from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES
 from convoy.report import axes as ax
 from convoy.report import pages
 from convoy.report.network_drawing import NetworkDrawing, shown_height
 from convoy.report.pages import Tile, data_uri
 from convoy.report.timeline_drawing import KINDS, PARTS, draw_timeline, kinds_in, num_left_out
-from convoy.units import extra, per_second, rough_percent, seconds, shape, size
+from convoy.units import per_second, rough_percent, seconds, shape, size
 
 _VERDICTS = {
     "compute": "compute-bound",
@@ -50,7 +48,7 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
     bars = _bars(planned, scored)
     mesh, drawing = scored.placement.mesh, NetworkDrawing(explained)
     used = {strategy for layer in explained.layers for strategy in mesh.beside_stages(layer.strategy)}
-    stages = [_stage(number, stage, total) for number, stage in enumerate(explained.stages, 1)]
+    stages = list(enumerate(explained.stages, 1))
     return {
         "name": "plan",
         "title": workload.name,
@@ -67,8 +65,14 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
         "bars": bars,
         "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
         "parts": [
-            (name, PARTS[name], seconds(part.seconds), rough_percent(part.seconds / total), seconds(part.ideal))
-            for name, part in ((part.name, part) for part in explained.parts)
+            (
+                part.name,
+                PARTS[part.name],
+                seconds(part.seconds),
+                rough_percent(part.seconds / total),
+                seconds(part.ideal),
+            )
+            for part in explained.parts
         ],
         "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in explained.changes],
         "network": drawing.svg(),
@@ -82,7 +86,9 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
         "timeline": draw_timeline(scored.timeline, mesh),
         "kinds": kinds_in(scored.timeline),
         "left_out": num_left_out(scored.timeline),
-        "layers": [_layer(layer, mesh) for layer in explained.layers],
+        "layers": explained.layers,
+        "total": total,
+        "words": {"ranks": some_ranks, "takes": listed, "strategy": mesh.beside_stages},
         "yaml": scored.plan.to_yaml().rstrip(),
         "command": command,
         "notes": list(explained.notes),
@@ -162,39 +168,6 @@ _BAR_WORDS = {
 }
 
 
-def _stage(number: int, stage: Stage, total: float) -> dict[str, Any]:
-    return {
-        "number": number,
-        "layer": stage.layer or "the network itself",
-        "ranks": some_ranks(stage.ranks),
-        "takes": listed(stage.takes),
-        "forward": size(stage.received.forward),
-        "backward": size(stage.received.backward),
-        "computes": seconds(stage.computes),
-        "waits": f"{seconds(stage.waits)} ({rough_percent(stage.waits / total)})",
-        "parameters": size(stage.memory.parameters),
-        "memory": size(stage.memory.total),
-    }
-
-
-def _layer(layer: Layer, mesh: Mesh) -> dict[str, Any]:
-    other = layer.other
-    return {
-        "name": layer.name or "the network itself",
-        "stage": "" if layer.stage is None else str(layer.stage + 1),
-        "work": ", ".join(dict.fromkeys(layer.ops)),
-        "strategy": mesh.beside_stages(layer.strategy),
-        "follows": not layer.strategy,
-        "gives": shape(layer.gives),
-        "computes": seconds(layer.forward + layer.backward + layer.copies),
-        "waits": seconds(layer.exposed),
-        "sends": size(layer.sent),
-        "holds": size(layer.parameters),
-        "other": ",".join(mesh.beside_stages(other.strategy)) if other is not None else "",
-        "extra": extra(other.seconds) if other is not None else "",
-    }
-
-
 _COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE)
 
 
@@ -203,27 +176,6 @@ def machines_page(
 ) -> str:
     """The page as HTML. `images` are those of the whole training, `what` is that in words; `prices` are of an hour of
     one device of each machine, or empty."""
-    rows = []
-    for number, one in enumerate(predictions):
-        rows.append(
-            {
-                "machine": one.machine.label,
-                "precision": one.precision,
-                "devices": len(one.machine.devices),
-                "images": f"{one.best:,.0f}",
-                "range": f"{one.best / one.within:,.0f} to {one.best * one.within:,.0f}",
-                "speedup": f"{one.speedup:.2f}",
-                "efficiency": f"{one.efficiency:.0%}",
-                "days": f"{one.days(images):.3g}",
-                "price": f"{one.price(images, prices[number]):,.2f}" if prices else "",
-                "held": one.held_back_by,
-                "plan": str(one.plan),
-                "gain": f"{one.gain:.2f}" if one.gain > 1.005 else "",
-                "bends": _bends(one),
-                "changes": [(change.text, f"{change.gain:.2f}") for change in one.changes],
-                "notes": one.notes,
-            }
-        )
     first = predictions[0]
     return pages.render(
         "machines.html.jinja",
@@ -235,7 +187,8 @@ def machines_page(
         facts=[f"batch {first.batch}", what],
         status="predicted, not measured",
         status_kind="warn",
-        rows=rows,
+        rows=[(one, one.price(images, prices[number]) if prices else 0) for number, one in enumerate(predictions)],
+        images=images,
         prices=bool(prices),
         picture=Markup(_picture(predictions)),
         command=command,
