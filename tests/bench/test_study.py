@@ -157,21 +157,15 @@ def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
 def test_the_planners_shares_are_those_of_its_own_row_alone(tmp_path: Path) -> None:
     store = new_store(tmp_path)
     rows = store.add(configurations([4], ["sample", "auto"], [], ["", "auto", "3,1"]))
-    labels = ["sample=4 on 4", "sample=4 on 4, shares auto", "auto on 4", "auto on 4, shares auto"]
-    assert [row.key for row in rows] == [*labels, "auto on 4, shares 3,1"]
-
-    def runs() -> list[tuple[str | None, str]]:
-        return [(store.plan_of(row), store.shares_of(row)) for row in rows]
-
     even = [("sample=4", ""), ("sample=4", "auto")]
-    assert runs() == [*even, *even, ("sample=4", "3,1")]
-    store.put_forecast(4, Forecast(auto="sample=4", auto_shares=[3, 2, 2, 1], bound={"3,1": "sample=2,filter=2"}))
-    store.put_forecast(4, Forecast(notes=["another call, which chose nothing"]))
-    assert runs() == [*even, ("sample=4", "3,2,2,1"), ("sample=4", "auto"), ("sample=2,filter=2", "3,1")]
-    recipes = [recipe_for(RECIPE, study(), row, *run) for row, run in zip(rows, runs(), strict=True)]
+    nothing = Forecast(notes=["another call, which chose nothing"])
+    bound = Forecast(auto="sample=4", auto_shares=[3, 2, 2, 1], bound={"3,1": "sample=2,filter=2"})
+    chosen = [("sample=4", "3,2,2,1"), ("sample=4", "auto"), ("sample=2,filter=2", "3,1")]
+    for forecast, runs in ((nothing, [*even, ("sample=4", "3,1")]), (bound, chosen), (nothing, chosen)):
+        store.put_forecast(4, forecast)
+        assert [(store.plan_of(row), store.shares_of(row)) for row in rows] == [*even, *runs]
+    recipes = [recipe_for(RECIPE, study(), row, *run) for row, run in zip(rows, [*even, *chosen], strict=True)]
     assert [recipe.parallel.shares for recipe in recipes] == [None, "auto", (3, 2, 2, 1), "auto", (3, 1)]
-    store.put_forecast(4, Forecast(auto="owt=4"))
-    assert runs()[2] == ("owt=4", "")
 
 
 WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": RankFailed("rank 0 failed: full\nmore")}

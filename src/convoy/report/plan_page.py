@@ -64,17 +64,8 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
         "tiles": _tiles(explained),
         "bars": bars,
         "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
-        "parts": [
-            (
-                part.name,
-                PARTS[part.name],
-                seconds(part.seconds),
-                rough_percent(part.seconds / total),
-                seconds(part.ideal),
-            )
-            for part in explained.parts
-        ],
-        "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in explained.changes],
+        "parts": explained.parts,
+        "changes": explained.changes,
         "network": drawing.svg(),
         "canvas": shown_height(drawing.tops),
         "network_legend": [
@@ -88,7 +79,7 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
         "left_out": num_left_out(scored.timeline),
         "layers": explained.layers,
         "total": total,
-        "words": {"ranks": some_ranks, "takes": listed, "strategy": mesh.beside_stages},
+        "words": {"colors": PARTS, "ranks": some_ranks, "takes": listed, "strategy": mesh.beside_stages},
         "yaml": scored.plan.to_yaml().rstrip(),
         "command": command,
         "notes": list(explained.notes),

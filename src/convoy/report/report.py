@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import count
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -12,7 +13,7 @@ import convoy
 from convoy import units
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
-from convoy.planner.comparison import WORDS, Both, Comparison, apart, difference, shown
+from convoy.planner.comparison import WORDS, Both, Comparison, Group, apart, difference, shown
 from convoy.plans.explain import listed, some_ranks
 from convoy.report import pages
 from convoy.report.confusion import LARGEST_MATRIX, Confusion
@@ -21,7 +22,7 @@ from convoy.report.plots import draw_panels
 from convoy.report.remarks import about, bench_command, num_test_images, remarks, result_tiles, status
 from convoy.report.run_directory import Run, column, read_run
 from convoy.terminal import printable
-from convoy.training.records import EvaluationFile
+from convoy.training.records import EvaluationFile, StageRecord
 
 MOST_BAD_IMAGES = 200
 
@@ -80,6 +81,7 @@ def _content(run: Run) -> dict[str, Any]:
         "places": units.percent_places(num_test_images(run)),
         "compared": compared(run.prediction),
         "stages": _stages(run),
+        "words": {"ranks": some_ranks, "takes": listed, "time": shown},
         "evaluation": evaluation,
         "matrix": table.matrix(),
         "pairs": table.pairs(12 if many else 8),
@@ -141,26 +143,11 @@ def _tests(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def _stages(run: Run) -> list[dict[str, Any]]:
-    """The rows of the table of stages; what each computes and waits for is measured, and missing in short runs."""
+def _stages(run: Run) -> list[tuple[int, StageRecord, Group | None]]:
+    """The stages, numbered; what each computes and waits for is measured, and missing in short runs."""
     stages = run.summary.stages if run.summary is not None else []
     seen = run.prediction.stages if run.prediction is not None else ()
-    times = seen if len(seen) == len(stages) else [None] * len(stages)
-    return [
-        {
-            "number": number,
-            "layer": stage.layer or "the network itself",
-            "ranks": some_ranks(stage.ranks),
-            "takes": listed(stage.takes) if stage.takes else "",
-            "forward": units.size(stage.forward),
-            "backward": units.size(stage.backward),
-            "computes": shown(time.computes.measured_s) if time is not None else "",
-            "waits": shown(time.waits.measured_s) if time is not None else "",
-            "parameters": units.size(stage.parameters),
-            "activations": units.size(stage.activations),
-        }
-        for number, (stage, time) in enumerate(zip(stages, times, strict=True), 1)
-    ]
+    return list(zip(count(1), stages, seen if len(seen) == len(stages) else [None] * len(stages)))
 
 
 def _mistakes(run: Path, evaluation: EvaluationFile) -> list[dict[str, Any]]:
