@@ -16,9 +16,9 @@ from PIL import Image
 
 from convoy.errors import ConvoyError
 from convoy.report import axes
-from convoy.report.confusion import Confusion
 from convoy.report.pages import LARGEST, inline_svg, read_picture
 from convoy.report.plots import data_wait_shares, draw_panels, in_pieces
+from convoy.report.report import Confusion
 from convoy.report.run_directory import read_run
 from convoy.training.records import EvaluationFile
 from report.made_runs import CONFIG, complete_run, metrics, write_run
