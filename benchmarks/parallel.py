@@ -23,7 +23,7 @@ from measuring.ranks import Limits, bits_per_second, run_ranks
 from measuring.runs import SERIAL, Results, Runs
 from measuring.sides import Arrangement, Side, Timing, train
 
-from convoy.bench.configuration import missing
+from convoy.bench.ask import missing
 from convoy.bench.emulated import Cluster, EmulatedDevice, emulate
 from convoy.bench.records import PEERS
 from convoy.errors import ConvoyError

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from convoy.bench import records
-from convoy.bench.configuration import configurations
-from convoy.bench.records import Configuration, Evaluation, Forecast, Made, RankTimes, StudyFacts, TableOptions
-from convoy.bench.store import Store
+from convoy.bench.ask import configurations
+from convoy.bench.records import Configuration, Evaluation, Forecast, Made, RankTimes, Store, StudyFacts, TableOptions
 from convoy.bench.study import plain_recipe
 from convoy.training import Recipe, load_recipe
 

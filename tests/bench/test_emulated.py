@@ -4,24 +4,22 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulate, network, quota
-from convoy.bench.emulated.emulation import cores_for
-from convoy.bench.emulated.quota import Hierarchy
+from convoy.bench.emulated import Cluster, ClusterDevice, cores_for, emulate, network
+from convoy.bench.emulated.network import Hierarchy
+from convoy.bench.processes import RankSlot, Say, run_ranks
+from convoy.comm.joining import join
 from convoy.errors import ConvoyError
 from processes import alive, children
 from started import wait_for
-
-PORT = 29_600
 
 
 def read(folder: Path, text: str) -> Cluster:
@@ -106,8 +104,8 @@ def test_control_groups_of_both_versions_are_written(tmp_path: Path, monkeypatch
     def mounts(*lines: str) -> None:
         (tmp_path / "mountinfo").write_text("".join(f"32 31 0:29 / {line}\n" for line in lines))
 
-    monkeypatch.setattr(quota, "_MOUNTS", tmp_path / "mountinfo")
-    monkeypatch.setattr(quota, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(network, "_MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(network, "_OWN", tmp_path / "own")
     root = tmp_path / "cpu"
     (root / "mine").mkdir(parents=True)
     mounts(f"{tmp_path} rw - cgroup cgroup rw,memory", f"{root} rw - cgroup cgroup rw,cpu,cpuacct")
@@ -128,22 +126,6 @@ def test_control_groups_of_both_versions_are_written(tmp_path: Path, monkeypatch
         Hierarchy.find()
     with pytest.raises(ConvoyError, match="cannot have a share of a core here"):
         Hierarchy(tmp_path / "none", 1).make("half", 0.5)
-
-
-def test_only_what_dead_makers_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = f"convoy-{2**22 + 1}-5-0-"  # no process has so large a number
-    reused = f"convoy-{os.getpid()}-1-0-"  # the number of this process, from before it started
-    names = [f"{dead}host0", f"{dead}switch", f"{reused}host1", f"{network.prefix()}host0", "convoy-other"]
-    removed: list[str] = []
-    for name in names:
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(network, "_FOLDER", tmp_path)
-    monkeypatch.setattr(network, "_delete", removed.append)
-    network.sweep()
-    assert sorted(removed) == sorted(names[:3])
-    monkeypatch.setattr(Hierarchy, "find", staticmethod(lambda: Hierarchy(tmp_path, 1)))
-    quota.sweep()
-    assert {path.name for path in tmp_path.iterdir()} == set(names[3:])
 
 
 # Clusters as they are.
@@ -221,6 +203,7 @@ def test_what_an_interrupted_or_killed_process_has_made_is_removed() -> None:
         assert left_of(interrupted.pid) == []
         with emulate(Cluster.alike(1)):
             assert len(left_of(killed.pid)) == 5  # its maker lives
+        assert network.is_left(f"convoy-{os.getpid()}-1-0-host1")  # of a process of this number that ended long ago
         pulses = children(killed.pid)
         killed.kill()
         killed.wait()
@@ -234,85 +217,24 @@ def test_what_an_interrupted_or_killed_process_has_made_is_removed() -> None:
             maker.communicate()
 
 
-def on(place: EmulatedDevice, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Start a function on a device; what is returned waits for its result."""
-    code = (
-        "import pickle, sys; sys.path[:0] = sys.argv[1:]; import test_emulated as tests\n"
-        "place, name, args = pickle.load(sys.stdin.buffer)\n"
-        "place.enter()\n"
-        "sys.stdout.buffer.write(pickle.dumps(getattr(tests, name)(*args)))"
-    )
-    command = (sys.executable, "-c", code, *map(str, Path(__file__).parents[:2]))
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(pickle.dumps((place, function.__name__, args)))
-    process.stdin.close()
-    process.stdin = None
-
-    def result() -> Any:
-        answer, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        return pickle.loads(answer)
-
-    return result
-
-
-def busy(seconds: float) -> tuple[float, set[int]]:
-    """The share of the time that this process runs while it wants to, and on which cores."""
+def talk(say: Say) -> tuple[float, set[int], list[float]]:
+    """The share of the time that this rank runs while it wants to, its cores, and bits a second to it from others."""
+    join(device="cpu")
+    rank = dist.get_rank()
     start, before = time.perf_counter(), time.process_time()
-    while time.perf_counter() - start < seconds:
+    while time.perf_counter() - start < 1.0:
         pass
-    return (time.process_time() - before) / (time.perf_counter() - start), os.sched_getaffinity(0)
-
-
-def connected(address: str) -> socket.socket:
-    """A connection to a device that begins to listen some time."""
-    for _ in range(100):
-        try:
-            return socket.create_connection((address, PORT), timeout=30)
-        except ConnectionRefusedError:
-            time.sleep(0.1)
-    raise TimeoutError(address)
-
-
-def send(address: str, num_bytes: int) -> float:
-    """Bits a second to another device."""
-    with connected(address) as connection:
+    share, rates = (time.process_time() - before) / (time.perf_counter() - start), []
+    for source, target, size in ((0, 2, 2**21), (2, 0, 2**21), (0, 1, 2**24)):
+        data = torch.empty(size, dtype=torch.uint8)
+        dist.barrier()
         start = time.perf_counter()
-        connection.sendall(bytes(num_bytes))
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(1) == b"x"
-        return 8 * num_bytes / (time.perf_counter() - start)
-
-
-def receive(address: str) -> None:
-    """All that one connection brings."""
-    with socket.create_server((address, PORT)) as server:
-        server.settimeout(30)
-        connection, _ = server.accept()
-        with connection:
-            while connection.recv(1 << 20):
-                pass
-            connection.sendall(b"x")
-
-
-def between(source: EmulatedDevice, target: EmulatedDevice, num_bytes: int) -> float:
-    receiving = on(target, receive, target.host.address)
-    rate: float = on(source, send, target.host.address, num_bytes)()
-    receiving()
-    return rate
-
-
-def join(place: EmulatedDevice, num: int) -> int:
-    """Join the other ranks, and count them."""
-    import torch.distributed as dist
-
-    os.environ |= {**place.environment, "RANK": str(place.rank), "WORLD_SIZE": str(num)}
-    dist.init_process_group("gloo")
-    num = dist.get_world_size()
-    dist.barrier()
-    dist.destroy_process_group()
-    return num
+        if rank == source:
+            dist.send(data, target)
+        elif rank == target:
+            dist.recv(data, source)
+            rates.append(8 * size / (time.perf_counter() - start))
+    return share, os.sched_getaffinity(0), rates
 
 
 @pytest.mark.slow
@@ -320,15 +242,12 @@ def join(place: EmulatedDevice, num: int) -> int:
 def test_a_device_has_its_share_and_a_link_its_rate() -> None:
     devices = (ClusterDevice(0.3, "a"), ClusterDevice(0.3, "a"), ClusterDevice(0.5, "b"))
     with emulate(Cluster(devices, rates={"a": "1gbit", "b": "100mbit"})) as places:
-        first, beside, other = places
-        for place in (first, other):
-            share, cores = on(place, busy, 1.0)()
-            assert share < 0.4 if place is first else share < 0.6  # less is what others on this machine leave
-            assert cores == {place.core}
-        assert 5e6 < between(first, other, 2**21) < 120e6
-        assert 5e6 < between(other, first, 2**21) < 120e6
-        assert between(first, beside, 2**24) > 130e6  # in one host nothing is on the link
-        assert [rank() for rank in [on(place, join, place, 3) for place in places]] == [3] * 3
+        slots = [RankSlot(rank, 3, location=place) for rank, place in enumerate(places)]
+        (first, _, (slow_in,)), (beside, _, (fast,)), (other, _, (slow_out,)) = results = run_ranks(talk, slots)
+    assert max(first, beside) < 0.4 and other < 0.6  # less is what others on this machine leave
+    assert [cores for _, cores, _ in results] == [{place.core} for place in places]
+    assert 5e6 < slow_in < 120e6 and 5e6 < slow_out < 120e6
+    assert fast > 130e6  # in one host nothing is on the link
 
 
 def test_without_root_or_tools_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

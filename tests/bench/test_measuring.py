@@ -19,13 +19,11 @@ from torch import nn
 
 from bench.made_study import study
 from convoy.bench import measurement, training_runs
-from convoy.bench.configuration import configurations, missing
-from convoy.bench.forecast import forecast
-from convoy.bench.measure import measure_rank, wrap
+from convoy.bench.ask import configurations, missing
+from convoy.bench.measure import forecast, measure_rank, wrap
 from convoy.bench.measurement import MeasurementTask, Stopwatch
 from convoy.bench.processes import RankFailed, RankSlot, Say, run_ranks
-from convoy.bench.records import COMMUNICATION, INPUT, OPTIMIZER, Forecast
-from convoy.bench.store import Store
+from convoy.bench.records import COMMUNICATION, INPUT, OPTIMIZER, Forecast, Store
 from convoy.bench.study import recipe_for
 from convoy.bench.training_runs import Heard
 from convoy.comm.collectives import waits
@@ -71,25 +69,16 @@ def test_what_lies_inside_counts_once_and_collectives_and_optimizers_are_seen(mo
         take(7)
         watch.lap()
         assert watch.times() == {"seconds": [31, 7], INPUT: [1, 0], OPTIMIZER: [8, 0], COMMUNICATION: [12, 0]}
-
-        collective = waits(lambda: take(3))
-        layer = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(lambda *_: take(5))
-        layer(torch.ones(1)).sum().backward()
-        watch.clear()
-        for watching in (watch.watch(), nullcontext()):
-            with watching:
-                if not isinstance(watching, nullcontext):
-                    watch.lap()
-                collective()
-                optimizer.step()
-                if not isinstance(watching, nullcontext):
-                    watch.lap()
-        times = watch.times()
-        assert (times[COMMUNICATION], times["seconds"]) == ([3], [8])
-        assert times[OPTIMIZER] in ([0], [5])  # torch may call an optimizer's own hook before or after
     assert 0 < watch.overhead < 1
+    layer = nn.Linear(1, 1)
+    layer(torch.ones(1)).sum().backward()
+    watch.clear()
+    with watch.watch():
+        watch.lap()
+        waits(lambda: time.sleep(0.01))()
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+        watch.lap()
+    assert watch.times()[COMMUNICATION][0] >= 0.01 and watch.times()[OPTIMIZER][0] > 0
 
 
 def test_a_training_that_moves_is_heard_of_while_it_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

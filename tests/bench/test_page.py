@@ -10,10 +10,9 @@ from PIL import Image
 from bench.made_study import document, write_study, write_trainings
 from convoy.bench.page import write_files
 from convoy.bench.plots import legend_room
+from convoy.bench.records import Store
 from convoy.bench.remarks import doubts, remarks
 from convoy.bench.results import Results
-from convoy.bench.store import Store
-from convoy.bench.table import latex_text, lines
 from convoy.report import axes as ax
 from report.pages import HOSTILE, harmless
 
@@ -55,18 +54,6 @@ def test_names_of_others_are_text(tmp_path: Path) -> None:
     assert harmless(write_files(folder).report.read_text(encoding="utf-8")).all("b") == []
     first, begin = (folder / "table.tex").read_bytes().decode("utf-8", "replace").splitlines()[:2]
     assert first.startswith("% ") and begin == r"\begin{tabular}{lrrrrrrr}"
-
-
-def test_days_are_said_only_when_asked_for(tmp_path: Path) -> None:
-    for epochs in (None, 5.0):
-        store = Store.read(write_study(tmp_path / str(epochs), epochs=epochs))
-        results = Results(store)
-        shown = [
-            all(row.days is not None for row in results.rows),
-            "days" in latex_text(results, store),
-            "days" in lines(results)[0],
-        ]
-        assert shown == [epochs is not None] * 3
 
 
 @pytest.mark.slow

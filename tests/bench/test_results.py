@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,11 @@ from bench.made_study import (
     write_study,
     write_trainings,
 )
-from convoy.bench.configuration import configurations
-from convoy.bench.curves import Convergence, convergence
+from convoy.bench.ask import configurations
 from convoy.bench.page import write_files
-from convoy.bench.records import Forecast, PlanPrediction, Training
+from convoy.bench.records import Forecast, PlanPrediction, Store, Training
 from convoy.bench.remarks import convergence_remarks, missing, remarks
-from convoy.bench.results import Results, repeatability
-from convoy.bench.store import Store
+from convoy.bench.results import Convergence, Results, convergence, repeatability
 from convoy.bench.study import plain_recipe
 from convoy.bench.table import (
     convergence_latex,
@@ -132,31 +129,27 @@ def predicted_in(seconds: float) -> PlanPrediction:
 
 
 def test_predictions_are_of_the_parts_that_ran(tmp_path: Path) -> None:
-    for shares, seconds in ((None, 0.05), ("auto", None)):
-        parallel = RECIPE.parallel.model_copy(update={"shares": shares})
-        recipe = plain_recipe(RECIPE.model_copy(update={"parallel": parallel}), MADE)
-        store = new_store(tmp_path / str(shares), recipe=recipe)
-        for row in store.add(configurations([1, 2], ["sample"], [], ["", "auto"], alone=2)):
+    parallel = RECIPE.parallel.model_copy(update={"shares": "auto"})
+    by_speed = {"recipe": plain_recipe(RECIPE.model_copy(update={"parallel": parallel}), MADE)}
+    planned = Forecast(auto="sample=2", auto_shares=[3, 1], predictions={"auto": predicted_in(0.05)})
+    without, own = (
+        "not predicted: sample=2, shares auto on 2",
+        "that of auto of the planner's own; not predicted: sample",
+    )
+    for number, (changes, plans, forecast, predicted, words) in enumerate((
+        ({}, ["sample"], Forecast(), [None, 0.06, None], f"of even parts of the batch; {without}"),
+        (by_speed, ["sample"], Forecast(), [None, None, None], without),
+        ({}, ["sample", "auto"], planned, [None, 0.06, None, 0.05, None], f"of even parts of the batch, {own}"),
+    )):  # fmt: skip
+        store = new_store(tmp_path / str(number), **changes)
+        for row in store.add(configurations([1, 2], plans, [], ["", "auto"], alone=2)):
             add_measurement(row, 1, ranks(0.1, row.devices))
         store.put_forecast(1, Forecast(predictions={"serial": predicted_in(0.1)}))
-        store.put_forecast(2, Forecast(predictions={"sample=2": predicted_in(0.05)}))
+        store.put_forecast(2, Forecast(predictions={"sample=2": predicted_in(0.06)}) | forecast)
         results = Results(store)
-        assert [row.predicted for row in results.rows] == [0.1, None, seconds, None]
-        words = "Predictions are of even parts of the batch; not predicted: sample=2, shares auto on 2."
-        assert shares or words in " ".join(remarks(store, results))
-    store = new_store(tmp_path / "planner")
-    for row in store.add(configurations([1, 2], ["sample", "auto"], [], ["", "auto"], alone=2)):
-        add_measurement(row, 1, ranks(0.1, row.devices))
-    predictions = {"sample=2": predicted_in(0.06), "auto": predicted_in(0.05)}
-    store.put_forecast(2, Forecast(auto="sample=2", auto_shares=[3, 1], predictions=predictions))
-    results = Results(store)
-    assert [(row.label, row.predicted, row.uneven) for row in results.rows[2:]] == [
-        ("sample=2", 0.06, False), ("sample=2, shares auto", None, True),
-        ("auto", 0.05, True), ("auto, shares auto", None, True),
-    ]  # fmt: skip
-    sentences = " ".join(remarks(store, results))
-    assert "of even parts of the batch, that of auto of the planner's own; not predicted: sample" in sentences
-    assert "sample=2, shares auto is" in sentences and "auto: sample=2 is" not in sentences
+        assert [row.predicted for row in results.rows] == [0.1, *predicted]
+        assert [row.uneven for row in results.rows[2:]] == [False, True, True, True][: len(predicted) - 1]
+        assert words in " ".join(remarks(store, results))
 
 
 @pytest.fixture(scope="module")
@@ -165,24 +158,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_study(tmp_path_factory.mktemp("study"), waiting=["sample=4 on 4"], failed=["filter=4 on 4"])
 
 
-def test_tables_have_every_measured_row_with_its_plan_and_prediction(folder: Path) -> None:
+def test_tables_and_sentences_have_every_row(folder: Path) -> None:
     store = Store.read(folder)
     results = Results(store)
     rows = {row.key: row for row in results.rows}
     auto = rows["auto on 4"]
-    assert (auto.plan, auto.predicted) == (AUTO, pytest.approx(0.095 / 4))
+    assert (auto.plan, auto.predicted, rows["ddp on 4"].predicted) == (AUTO, pytest.approx(0.095 / 4), None)
     assert auto.error == pytest.approx(0.095 / 4 / auto.seconds - 1)
-    assert rows["ddp on 4"].predicted is None
     read = list(csv.DictReader(io.StringIO(csv_of(records(results)))))
     assert len(read) == len(results.rows) == 10 and float(read[0]["step_s"]) == results.rows[0].seconds
     latex = latex_text(results, store)
-    assert latex.count(r"\\") == 11 and r"100\,\%" in latex and r"$\pm$" in latex
-    assert all(isinstance(cell, str) for line in lines(results) for cell in line.values())
+    assert latex.count(r"\\") == 11 and r"100\,\%" in latex and r"$\pm$" in latex and "days" in latex
     times = [(0.0123, 0.0004), (1.5, 0.05), (2e-5, None)]
     assert [plus_minus(*time) for time in times] == ["12.3 ± 0.4 ms", "1.50 ± 0.05 s", "20.0 µs"]
-
-
-def test_what_a_study_says_of_itself(folder: Path) -> None:
     sentences = " ".join(write_files(folder).remarks).replace(SPACE, " ")
     for words in (
         "1 core of A processor", "the machine has 4, and 4 devices at most", "medians over 5 rounds",
@@ -190,6 +178,8 @@ def test_what_a_study_says_of_itself(folder: Path) -> None:
         "filter=4 on 4 devices was not measured: a layer cannot be divided", "Not measured yet: sample=4 on 4 devices",
     ):  # fmt: skip
         assert words in sentences, sentences
+    store.table.epochs = None  # days are said only when asked for
+    assert "days" not in latex_text(Results(store), store) and "days" not in lines(Results(store))[0]
 
 
 def test_spreadsheets_find_no_formula_and_latex_no_command() -> None:
@@ -209,17 +199,11 @@ def test_spreadsheets_find_no_formula_and_latex_no_command() -> None:
 
 
 def test_the_same_measured_twice_differs_by_less_in_95_of_100_cases() -> None:
-    for rounds in (3, 5, 9, 20):
-        random, within = np.random.default_rng(rounds), 0
-        for _ in range(1000):
-            one, other = random.normal(100, 3, (2, rounds))
-            spread = repeatability(one)
-            assert spread is not None
-            within += abs(statistics.median(one) - statistics.median(other)) < spread
-        assert 0.90 < within / 1000 < 0.99
-    random = np.random.default_rng(0)
-    pairs = [(random.normal(100, 1, 5), random.normal(105, 1, 5)) for _ in range(500)]
-    assert sum(abs(statistics.median(a) - statistics.median(b)) > (repeatability(a) or 0) for a, b in pairs) > 400
+    for rounds in (3, 5, 20):
+        random = np.random.default_rng(rounds)
+        pairs = random.normal(100, 3, (1000, 2, rounds))
+        within = [abs(np.diff(np.median(pair, 1))[0]) < (repeatability(list(pair[0])) or 0) for pair in pairs]
+        assert 0.90 < np.mean(within) < 0.99
     assert repeatability([1.0]) is None and repeatability([2.0, 2.0]) == 0
 
 
@@ -258,26 +242,21 @@ def test_the_largest_distance_is_over_all_evaluations_and_rows(tmp_path: Path) -
 
 
 def test_bits_are_said_as_such(tmp_path: Path) -> None:
-    def weights(curves: Convergence) -> list[str]:
-        return [line["final weights"] for line in convergence_lines(curves)]
-
-    same = curves_of(tmp_path / "same", same=["sample=2 on 2", "filter=2 on 2"])
-    words = " ".join(convergence_remarks(same))
-    assert "distance 0" in words and "to the last bit" in words and "To compare" not in words
-    assert f"The final weights of all 3 configurations are the same bit for bit: SHA-256 {0:064x}" in words
-    one = curves_of(tmp_path / "one", same=["sample=2 on 2"])
-    words = " ".join(convergence_remarks(one))
-    assert "The final weights of sample=2 are the reference's bit for bit" in words
-    assert "those of filter=2 are not" in words
-    assert weights(one) == ["the reference", "the same bits", "other bits"]
-
     def same_curves(trainings: list[dict[str, Any]]) -> None:
         for training in trainings:
             training["evaluations"] = trainings[0]["evaluations"]
 
+    same = curves_of(tmp_path / "same", same=["sample=2 on 2", "filter=2 on 2"])
+    one = curves_of(tmp_path / "one", same=["sample=2 on 2"])
     alike = curves_of(tmp_path / "alike", same_curves, apart=1e-15)
-    assert "are the same bit for bit" not in " ".join(convergence_remarks(alike))
-    assert weights(alike) == ["the reference", "other bits", "other bits"]
+    for curves, weights, sentences in (
+        (same, ["the same bits"] * 2, ("to the last bit, distance 0", f"are the same bit for bit: SHA-256 {0:064x}")),
+        (one, ["the same bits", "other bits"], ("weights of sample=2 are the ref", "those of filter=2 are not")),
+        (alike, ["other bits"] * 2, ("No final weights are the reference's",)),
+    ):  # fmt: skip
+        assert [line["final weights"] for line in convergence_lines(curves)] == ["the reference", *weights]
+        words = " ".join(convergence_remarks(curves))
+        assert all(sentence in words for sentence in sentences), words
 
 
 def test_only_curves_that_share_evaluations_are_compared(tmp_path: Path) -> None:
@@ -288,18 +267,13 @@ def test_only_curves_that_share_evaluations_are_compared(tmp_path: Path) -> None
     def fewer(trainings: list[dict[str, Any]]) -> None:
         trainings[2]["evaluations"] = trainings[1]["evaluations"][:4]
 
-    def infinite(trainings: list[dict[str, Any]]) -> None:
-        for evaluation in trainings[2]["evaluations"]:
-            evaluation["loss"] = None
-
-    curves = curves_of(tmp_path / "study", between, same=["sample=2 on 2", "filter=2 on 2"])
-    words = " ".join(convergence_remarks(curves))
+    words = " ".join(
+        convergence_remarks(curves_of(tmp_path / "study", between, same=["sample=2 on 2", "filter=2 on 2"]))
+    )
     assert "in all 10 evaluations of 2 configurations" in words
     assert "Not compared, as no evaluation was after as many updates: filter=2." in words
     words = " ".join(convergence_remarks(curves_of(tmp_path / "study", fewer)))
     assert "in all 4 to 10 evaluations of all 3 configurations" in words
-    curves = curves_of(tmp_path / "study", infinite)
-    assert len(convergence_lines(curves)) == len(curves.curves) == 2
     unfinished = curves_of(tmp_path / "other", finished=False, failed=["filter=2 on 2"])
     first, second = missing(unfinished)
     assert first == "filter=2 on 2 devices was not trained: a layer is odd: use another."

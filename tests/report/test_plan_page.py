@@ -1,7 +1,5 @@
 """The page of a plan: the network as boxes on a grid, the times on the axis of an update, and its stages."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -48,16 +46,8 @@ def test_what_follows_a_layer_joins_its_box_unless_a_cut_is_between() -> None:
     assert [box.calls[0].layer for box in whole.boxes] == layers.split()
     assert [(box.depth, box.lane, box.stage) for box in whole.boxes] == [(depth, 0, 0) for depth in range(7)]
 
-    def boxes(stages: Sequence[int]) -> list[tuple[int, list[str]]]:
-        return [(box.stage, [call.layer for call in box.calls]) for box in grid_of(graph, tuple(stages)).boxes]
-
-    cut = boxes([int(call.layer not in ("features.0", "features.1")) for call in graph.calls])
-    assert [stage for stage, _ in cut] == sorted(stage for stage, _ in cut) and cut[0] == (
-        0,
-        ["features.0", "features.1"],
-    )
-    relu = boxes([int(place > 0) for place in range(len(graph.calls))])
-    assert relu[0] == (0, ["features.0"]) and relu[1][0] == 1
+    relu = grid_of(graph, tuple(int(place > 0) for place in range(len(graph.calls)))).boxes
+    assert [(box.stage, box.calls[0].layer) for box in relu[:2]] == [(0, "features.0"), (1, "features.1")]
 
 
 def test_branches_stand_side_by_side_and_skips_pass_beside() -> None:
@@ -94,7 +84,7 @@ def test_the_page_shows_stages_and_what_crosses_cuts() -> None:
 
 
 def test_few_round_times_whole_rows_and_the_end_of_names() -> None:
-    for total in (3e-6, 8.6e-3, 0.0127, 1.0, 3.26, 47.0):
+    for total in (3e-6, 0.0127, 3.26, 47.0):
         times = ticks(total)
         assert times[0] == 0 and 4 <= len(times) <= 10 and times[-1] <= total * 1.001
     assert shown_height([10, 86, 162, 212]) is None

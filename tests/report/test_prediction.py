@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from convoy.planner.comparison import GRADIENTS, Both, Comparison, Group
-from convoy.report.prediction import Compared, compared
 from convoy.report.remarks import about, bench_command
-from convoy.report.report import render
+from convoy.report.report import compared, render
 from convoy.report.run_directory import Run, read_run
 from report.made_runs import ENVIRONMENT, summary, write_run
 from report.pages import harmless
@@ -51,9 +50,9 @@ def predicted_run(folder: Path, found: Comparison | None, **results: Any) -> Run
     return read_run(run)
 
 
-def section(folder: Path, found: Comparison) -> Compared:
+def section(**changes: Any) -> dict[str, Any]:
     """The page's section on an update."""
-    result = compared(predicted_run(folder, found).prediction)
+    result = compared(comparison(**changes))
     assert result is not None
     return result
 
@@ -75,41 +74,39 @@ def test_all_of_it_is_on_the_page(tmp_path: Path) -> None:
         assert 'id="update"' not in render(predicted_run(tmp_path / name, found))
 
 
-def test_bars_are_shares_of_the_longest_and_sums_say_what_is_missing(tmp_path: Path) -> None:
-    whole = section(tmp_path / "whole", comparison())
-    first, second = whole.whole.tracks
-    assert [sum(width for _, width, _ in track.parts) for track in (first, second)] == pytest.approx([100, 50])
-    longest = whole.groups[0]
-    assert [(key, width) for key, width, _ in longest.tracks[0].parts] == [
-        ("forward", pytest.approx(100 * 18 / 22)),
-        ("transfer", pytest.approx(100 * 4 / 22)),
-    ]
-    assert (longest.predicted, longest.measured, longest.difference) == ("22.0 ms", "11.0 ms", "+100 %")
-    parts = {"input": Both(0.0, 9e-3), "forward": Both(1e-3, 2e-3), "backward": Both(None, 6e-3)}
-    some = section(tmp_path / "some", comparison(parts=parts))
-    assert (some.sum, some.whole.measured) == ("17.0 ms", "17.0 ms")
-    assert [row.difference for row in some.parts] == ["", "-50 %", ""]  # what was not predicted is off by nothing
-    measured = section(tmp_path / "measured", comparison(predicted=False))
-    assert not measured.both and [track.name for track in measured.whole.tracks] == ["measured"]
+def test_bars_are_shares_of_the_longest_and_sums_say_what_is_missing() -> None:
+    whole = section()
+    first, second = whole["whole"]["tracks"]
+    assert [sum(width for _, width, _ in track["parts"]) for track in (first, second)] == pytest.approx([100, 50])
+    longest = whole["groups"][0]
+    assert [part[:2] for part in longest["tracks"][0]["parts"]] == [
+        ("forward", pytest.approx(100 * 18 / 22)), ("transfer", pytest.approx(100 * 4 / 22)),
+    ]  # fmt: skip
+    assert (longest["predicted"], longest["measured"], longest["difference"]) == ("22.0 ms", "11.0 ms", "+100 %")
+    some = section(parts={"input": Both(0.0, 9e-3), "forward": Both(1e-3, 2e-3), "backward": Both(None, 6e-3)})
+    assert [row["difference"] for row in some["parts"]] == ["", "-50 %", ""]  # what was not predicted is off by nothing
+    measured = section(predicted=False)
+    assert not measured["both"] and [track["name"] for track in measured["whole"]["tracks"]] == ["measured"]
     for update, why in (
         (13e-3, ", as watching takes time too"),
         (17.1e-3, ""),
         (20e-3, ", as no two updates are alike"),
     ):
-        total = section(tmp_path / str(update), comparison(update=Both(None, update)))
-        assert (total.whole.name, total.whole.measured, total.sum) == ("All parts", "17.0 ms", f"17.0 ms{why}")
+        total = section(update=Both(None, update))
+        assert (total["whole"]["measured"], total["sum"]) == ("17.0 ms", f"17.0 ms{why}")
 
 
 def test_stages_have_a_table_with_what_was_measured(tmp_path: Path) -> None:
     groups = [Group(f"stage {number}", Both(None, 0.012), Both(None, number * 1e-3), (number,)) for number in (1, 2)]
     facts = {"forward": 8192, "backward": 4096, "parameters": 12_345, "gradients": 12_345, "activations": 10**6}
-    first = {"layer": "conv1", "ranks": [0], "takes": [], **facts}
-    stages = [first, {"layer": "fc<b>", "ranks": [1, 2], "takes": ["pool"], **facts}]
-    shown = harmless(render(predicted_run(tmp_path, comparison(stages=tuple(groups)), stages=stages))).words
-    assert "fc<b>" in shown and "12.0 ms" in shown and "2.00 ms" in shown and "Computes" in shown
-    unmeasured = harmless(render(predicted_run(tmp_path / "unmeasured", comparison(), stages=stages))).words
-    assert "fc<b>" in unmeasured and "Takes the output of" in unmeasured and "Computes" not in unmeasured
-    assert "Takes the output of" not in render(predicted_run(tmp_path / "none", comparison()))
+    takes = {"conv1": [], "fc<b>": ["pool"]}
+    stages = [{"layer": layer, "ranks": [0], "takes": names, **facts} for layer, names in takes.items()]
+    for name, measured, words in (
+        ("measured", tuple(groups), {"fc<b>", "12.0 ms", "2.00 ms", "Computes"}),
+        ("unmeasured", (), {"fc<b>", "Takes the output of"}),
+    ):
+        shown = harmless(render(predicted_run(tmp_path / name, comparison(stages=measured), stages=stages))).words
+        assert all(word in shown for word in words) and ("Computes" in shown) == bool(measured)
 
 
 def test_it_is_said_whether_several_devices_were_faster_and_how_to_find_out(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from convoy.doctor.diagnosis import Advice, Diagnosis
 from convoy.errors import ConvoyError
-from convoy.report import pages
-from convoy.report.pages import running
+from convoy.report.pages import COMPRESS_FROM, Download, running
 from convoy.report.remarks import about, remarks
 from convoy.report.report import render, write_report
 from convoy.report.run_directory import read_run
@@ -80,58 +79,53 @@ def test_a_run_of_nothing_but_a_configuration_or_one_line_has_a_page(tmp_path: P
     for sentence in ("No metrics have been recorded yet", "There is no final evaluation yet.", "was not recorded."):
         assert sentence in alone.words
     assert alone.all("svg") == []
-    tests = [line for line in metrics() if line["split"] == "test"]
-    for number, lines in enumerate((metrics()[:1], tests)):
-        assert page(write_run(tmp_path / str(number), lines=lines)).all("svg")
+    assert page(write_run(tmp_path / "one", lines=metrics()[:1])).all("svg")
     cat = evaluation(["cat"], mistakes=0)
     assert "Every class in numbers (1)" in words_of(tmp_path / "cat", final=cat)
 
 
+GOES_ON = "--resume goes on from its last checkpoint"
+LOST = dict.fromkeys(("top1", "top5", "loss", "best_top1", "best_step"))
+STATES: list[tuple[dict[str, Any], bool | None, str, str]] = [
+    ({"status": "stopped", "steps": 28, **LOST}, False, "Stopped early", "stopped after 28 of 124 updates (23 %)"),
+    (
+        {"status": "failed", "steps": 31, "error": "<b>"},
+        False,
+        "Failed",
+        f"31 of 124 updates (25 %): <b>; {GOES_ON}",
+    ),
+    ({"status": "failed", "error": "killed; --resume goes on"}, False, "Failed", ": killed; --resume goes on. "),
+    ({"status": "running"}, True, "Running", "The run was still going on when this page was written."),
+    ({"status": "running"}, False, "Broken off", f"as one does that is killed; {GOES_ON}."),
+    ({"status": "running"}, None, "Running", f"or had been killed: then {GOES_ON}."),
+]
+
+
 def test_a_run_that_did_not_end_well_says_how_to_go_on_once(tmp_path: Path) -> None:
-    stopped = summary(status="stopped", steps=28, top1=None, top5=None, loss=None, best_top1=None, best_step=None)
-    words = words_of(tmp_path / "stopped", results=stopped)
-    assert "Stopped early" in words and "stopped after 28 of 124 updates (23 %)" in words and "not tested yet" in words
-    for error, ends in (
-        ("KeyError: <b>", "KeyError: <b>; --resume goes on from its last checkpoint."),
-        ("ended by SIGKILL; --resume goes on from the newest", "ended by SIGKILL; --resume goes on from the newest."),
-    ):
-        words = words_of(tmp_path / error[:3], results=summary(status="failed", error=error, steps=31))
-        assert "report Failed" in words and f"The run failed after 31 of 124 updates (25 %): {ends}" in words
-
-
-@pytest.mark.parametrize(
-    ("state", "word", "sentence"),
-    [
-        ("training", "Running", "The run was still going on when this page was written."),
-        ("killed", "Broken off", "as one does that is killed; --resume goes on from its last checkpoint."),
-        ("unknown", "Running", "or had been killed: then --resume goes on from its last checkpoint."),
-    ],
-)
-def test_a_run_that_was_killed_is_not_called_running(tmp_path: Path, state: str, word: str, sentence: str) -> None:
-    run = write_run(tmp_path, results=summary(status="running", steps=31))
-    with contextlib.ExitStack() as stack:
-        if state != "unknown":
-            stack.enter_context(RunDirectory(run).lock())
-        if state == "killed":
-            stack.close()
-        words = page(run).words
-    assert f"report {word}" in words and sentence in words
+    for number, (results, training, word, sentence) in enumerate(STATES):
+        run = write_run(tmp_path / str(number), results=summary(**results))
+        with contextlib.ExitStack() as stack:
+            if training is not None:  # the lock tells
+                stack.enter_context(RunDirectory(run).lock())
+            if training is False:
+                stack.close()
+            words = page(run).words
+        assert f"report {word}" in words and sentence in words
+        assert ("not tested yet" in words) is (number == 0)
 
 
 def test_restarts_are_named(tmp_path: Path) -> None:
     first = {"started": "2026-03-01T10:05:00+00:00", "after": 1200, "devices": 2, "plan": "sample=2"}
-    second = {"started": "2026-03-01T10:09:00+00:00", "after": 1340, "devices": 3, "plan": "<b>"}
-    words = words_of(tmp_path / "two", environment={**ENVIRONMENT, "restarts": [first, second]})
-    joined = words.replace(" ", "")
-    assert "Startedagain(2)WhenAfterupdatesDevicesPlan2026-03-0110:05UTC1,2002sample=2" in joined
-    assert "2026-03-0110:09UTC1,3403<b>" in joined
-    assert words.count("sample=2") == 1  # not among the facts on the machine once more
-    moved = {**ENVIRONMENT, "restarts": [first, {**first, "data": "/mnt/<b>"}]}
-    joined = words_of(tmp_path / "moved", environment=moved).replace(" ", "")
-    assert "DevicesPlanData2026" in joined and "sample=2/mnt/<b>" in joined
-    for name, damaged in (("none", []), ("word", "often"), ("words", ["once", None]), ("empty", [{}])):
-        words = words_of(tmp_path / name, environment={**ENVIRONMENT, "restarts": damaged})
-        assert ("Started again" in words) is (name == "empty")
+    moved = {"started": "2026-03-01T10:09:00+00:00", "after": 1340, "devices": 3, "plan": "<b>", "data": "/mnt/<b>"}
+    for restarts, part in (
+        ([first], "Startedagain(1)WhenAfterupdatesDevicesPlan2026-03-0110:05UTC1,2002sample=2"),
+        ([first, moved], "DevicesPlanData2026-03-0110:05UTC1,2002sample=22026-03-0110:09UTC1,3403<b>/mnt/<b>"),
+        ([{}], "Startedagain(1)"),
+    ):
+        words = words_of(tmp_path / str(len(part)), environment={**ENVIRONMENT, "restarts": restarts})
+        assert part in words.replace(" ", "") and words.count("sample=2") <= 1  # not among the machine's facts as well
+    for name, damaged in (("none", []), ("word", "often"), ("words", ["once", None])):
+        assert "Started again" not in words_of(tmp_path / name, environment={**ENVIRONMENT, "restarts": damaged})
 
 
 def test_what_was_odd_is_remarked(tmp_path: Path) -> None:
@@ -167,18 +161,13 @@ def test_long_lists_are_cut_folded_or_replaced(tmp_path: Path) -> None:
     assert "dog, taken for class 2" in page(write_run(tmp_path / "unnamed", final=unnamed)).html
 
 
-def test_the_raw_metrics_can_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = complete_run(tmp_path, lines=metrics()[:1])
+def test_the_raw_metrics_can_be_downloaded(tmp_path: Path) -> None:
+    run = write_run(tmp_path, lines=metrics()[:1])
     raw = (run / "metrics.jsonl").read_bytes()
-
-    def download() -> tuple[str | None, bytes]:
-        (link,) = page(run).all("a")
-        return link["download"], base64.b64decode((link["href"] or "").partition(",")[2])
-
-    assert download() == ("metrics.jsonl", raw)
-    monkeypatch.setattr(pages, "COMPRESS_FROM", 100)
-    name, packed = download()
-    assert (name, gzip.decompress(packed)) == ("metrics.jsonl.gz", raw)
+    (link,) = page(run).all("a")
+    assert (link["download"], base64.b64decode((link["href"] or "").partition(",")[2])) == ("metrics.jsonl", raw)
+    packed = Download.of("metrics.jsonl", many := raw * (1 + COMPRESS_FROM // len(raw)))
+    assert packed.name == "metrics.jsonl.gz" and gzip.decompress(base64.b64decode(packed.uri.partition(",")[2])) == many
 
 
 def test_a_report_that_cannot_be_made_leaves_the_old_one_and_no_rest(
@@ -226,14 +215,10 @@ def test_what_held_the_run_back_is_said_after_the_result(tmp_path: Path) -> None
     run = write_run(tmp_path, results=summary(data_wait_share=0.4))
     assert any("waited for data" in line for line in remarks(read_run(run)))
     first = f"{WAITS} What would help most: --workers 2: 1.62 × as many samples a second (predicted)."
+    hostile = "<script>x</script> has the cores."
     for diagnosis, sentence in (
-        (DIAGNOSIS, first),
-        (replace(DIAGNOSIS, sentence="None of the changes helps.", advice=()), "None of the changes helps."),
         (replace(DIAGNOSIS, updates=(406, 1500)), f"In updates 406 to 1,500: {first}"),
-        (
-            replace(DIAGNOSIS, sentence="<script>x</script> has the cores.", advice=()),
-            "<script>x</script> has the cores.",
-        ),
+        (replace(DIAGNOSIS, sentence=hostile, advice=()), hostile),
     ):
         (run / "diagnosis.json").write_text(json.dumps(diagnosis.to_document()), encoding="utf-8")
         assert about(read_run(run))[1] == sentence

@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 
-from convoy.bench.ask import Ask
-from convoy.bench.configuration import parts_of
+from convoy.bench.ask import Ask, parts_of
 from convoy.bench.emulated import Cluster, emulate
-from convoy.bench.forecast import forecast
-from convoy.bench.measure import measure_rank
+from convoy.bench.measure import forecast, measure_rank
 from convoy.bench.measurement import MeasurementTask
 from convoy.bench.processes import Location, RankFailed, RankSlots, Say, reason_of, run_ranks
-from convoy.bench.records import AUTO, CONVOY, Configuration, Forecast, Measurement, RankTimes, TableOptions, Training
-from convoy.bench.store import Store
+from convoy.bench.records import (
+    AUTO,
+    CONVOY,
+    Configuration,
+    Forecast,
+    Measurement,
+    RankTimes,
+    Store,
+    TableOptions,
+    Training,
+)
 from convoy.bench.study import Prepared, assumed, prepare, recipe_for, too_coarse
 from convoy.bench.training_runs import add_evaluations, recipe_for_training, train_run
 from convoy.data import open_data

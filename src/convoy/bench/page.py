@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from convoy import units
-from convoy.bench.curves import Convergence, convergence
 from convoy.bench.plots import convergence_panels, panels
-from convoy.bench.records import COMMUNICATION, CONVOY, INPUT, OPTIMIZER
+from convoy.bench.records import COMMUNICATION, CONVOY, INPUT, NAME, OPTIMIZER, Store
 from convoy.bench.remarks import convergence_remarks, doubts, missing, remarks
-from convoy.bench.results import Results, StudyRow
-from convoy.bench.store import NAME, Store
+from convoy.bench.results import Convergence, Results, StudyRow, convergence
 from convoy.bench.table import (
     CONVERGENCE_NUMBERS,
     convergence_latex,
@@ -30,10 +28,8 @@ from convoy.documents import dump
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.report import axes, pages
-from convoy.report.pages import KINDS, Download, Panel, data_uri
-from convoy.report.tiles import Tile
+from convoy.report.pages import KINDS, Download, Panel, Tile, data_uri
 from convoy.units import seconds as time_of
-from convoy.units import size
 
 DPI = 300
 _SHOWN_PARTS = (COMMUNICATION, INPUT, OPTIMIZER)
@@ -125,7 +121,7 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
         "facts": _facts(store),
         "tiles": [*_tiles(results), *(_convergence_tiles(trained) if trained else ())],
         "reference": _reference(results),
-        "rows": [_cells(row, results) for row in results.rows],
+        "rows": [(row, _cells(row, results)) for row in results.rows],
         "epochs": None if table.epochs is None else units.value(table.epochs),
         "dataset_size": table.dataset_size,
         "timed": timed,
@@ -206,18 +202,9 @@ def _cells(row: StudyRow, results: Results) -> dict[str, Any]:
     looks = {"best": row is best, "peer": row.kind != CONVOY, "group": before.devices != row.devices}
     return {
         "look": " ".join(look for look, holds in looks.items() if holds),
-        "label": row.name,
         "plan": "layer by layer, below" if "\n" in row.found_plan else row.found_plan,
-        "devices": row.devices,
         "step": step,
         "spread": spread.partition(" ")[0],
-        "images": units.significant(row.images_per_s),
-        "speedup": f"{row.speedup:.2f}",
-        "speedup_spread": "" if row.speedup_spread is None else f"{row.speedup_spread:.2f}",
-        "efficiency": units.percent(row.efficiency, 0),
-        "days": None if row.days is None else units.significant(row.days),
-        **{name: time_of(row.parts[name]) if row.parts[name] > 0 else units.UNKNOWN for name in _SHOWN_PARTS},
-        "memory": size(row.memory),
-        "predicted": units.UNKNOWN if row.predicted is None else time_of(row.predicted),
+        "parts": [time_of(row.parts[name]) if row.parts[name] > 0 else units.UNKNOWN for name in _SHOWN_PARTS],
         "error": "" if row.error is None else signed(row.error),
     }

@@ -16,9 +16,8 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from convoy import units
-from convoy.bench.curves import Convergence, ErrorCurve
 from convoy.bench.records import COMMUNICATION, COMPUTE, CONVOY, INPUT, OPTIMIZER, TORCH, short
-from convoy.bench.results import Results, StudyRow
+from convoy.bench.results import Convergence, ErrorCurve, Results, StudyRow
 from convoy.bench.table import signed
 from convoy.report import axes as ax
 from convoy.report.pages import Panel

@@ -5,11 +5,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from convoy import units
-from convoy.bench.configuration import parts_of
-from convoy.bench.curves import Convergence, ErrorCurve
-from convoy.bench.records import CONVOY, StudyFacts
-from convoy.bench.results import Results, StudyRow
-from convoy.bench.store import Store
+from convoy.bench.ask import parts_of
+from convoy.bench.records import CONVOY, Store, StudyFacts
+from convoy.bench.results import Convergence, ErrorCurve, Results, StudyRow
 from convoy.bench.study import too_coarse
 from convoy.bench.table import points
 

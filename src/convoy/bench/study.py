@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from convoy import models, units
-from convoy.bench.ask import Ask
-from convoy.bench.configuration import check_recipe, configurations
+from convoy.bench.ask import Ask, check_recipe, configurations
 from convoy.bench.emulated import Cluster
 from convoy.bench.records import Configuration, Made, StudyFacts
 from convoy.data import DataSet

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from convoy import units
-from convoy.bench.curves import Convergence, ErrorCurve
-from convoy.bench.records import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER
-from convoy.bench.results import Results
-from convoy.bench.store import Store
+from convoy.bench.records import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, Store
+from convoy.bench.results import Convergence, ErrorCurve, Results
 from convoy.terminal import printable
 from convoy.units import seconds as time_of
 from convoy.units import size

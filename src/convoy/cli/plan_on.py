@@ -16,7 +16,7 @@ from convoy.planner.machines import PRECISIONS, Prediction, predict, usual_preci
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
-from convoy.report.machines_page import machines_page
+from convoy.report.plan_page import machines_page
 from convoy.training.recipe import Recipe
 from convoy.training.workloads import schedules_of
 from convoy.units import plural, table

@@ -113,7 +113,20 @@ class Panel:
         return Markup(inline_svg(self.figure, self.name, self.title, self.description))  # markup of our own making
 
 
-_FILTERS = ("count", "decimal", "significant", "percent", "duration", "value", "plural", "shorten")
+@dataclass(frozen=True)
+class Tile:
+    """A label, a value, and a line of small print."""
+
+    label: str
+    value: str
+    note: str = ""
+    main: bool = False
+
+
+_FILTERS = (
+    *("count", "decimal", "significant", "percent", "rough_percent", "duration", "seconds"),
+    *("size", "shape", "extra", "value", "plural", "shorten"),
+)
 _OPTION = re.compile(r"(?<![\w-])--[a-z]\w*(?:-\w+)*")
 
 

@@ -1,23 +1,26 @@
-"""The planner's page: one HTML file that says why a plan is the fastest, opens from disk and loads nothing."""
+"""The planner's pages: why a plan is the fastest, and what machines that are not at hand would do (`--on`)."""
 
+from collections.abc import Sequence
 from typing import Any
+
+from markupsafe import Markup
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from convoy import units
 from convoy.files import to_json
 from convoy.planner.cost.prediction import Scored
-from convoy.planner.layers import Layer, Stage
+from convoy.planner.machines import Prediction
 from convoy.planner.planner import Planned
 from convoy.planner.text import document
 from convoy.planner.verdict import Explained, parts_of
 from convoy.plans.explain import listed, some_ranks
-from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES
+from convoy.report import axes as ax
 from convoy.report import pages
 from convoy.report.network_drawing import NetworkDrawing, shown_height
-from convoy.report.pages import data_uri
-from convoy.report.tiles import Tile
+from convoy.report.pages import Tile, data_uri
 from convoy.report.timeline_drawing import KINDS, PARTS, draw_timeline, kinds_in, num_left_out
-from convoy.units import extra, per_second, rough_percent, seconds, shape, size
+from convoy.units import per_second, rough_percent, seconds, shape, size
 
 _VERDICTS = {
     "compute": "compute-bound",
@@ -45,7 +48,7 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
     bars = _bars(planned, scored)
     mesh, drawing = scored.placement.mesh, NetworkDrawing(explained)
     used = {strategy for layer in explained.layers for strategy in mesh.beside_stages(layer.strategy)}
-    stages = [_stage(number, stage, total) for number, stage in enumerate(explained.stages, 1)]
+    stages = list(enumerate(explained.stages, 1))
     return {
         "name": "plan",
         "title": workload.name,
@@ -61,11 +64,8 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
         "tiles": _tiles(explained),
         "bars": bars,
         "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
-        "parts": [
-            (name, PARTS[name], seconds(part.seconds), rough_percent(part.seconds / total), seconds(part.ideal))
-            for name, part in ((part.name, part) for part in explained.parts)
-        ],
-        "changes": [(change.text, f"{change.gain:.2f}", seconds(change.seconds)) for change in explained.changes],
+        "parts": explained.parts,
+        "changes": explained.changes,
         "network": drawing.svg(),
         "canvas": shown_height(drawing.tops),
         "network_legend": [
@@ -77,7 +77,9 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
         "timeline": draw_timeline(scored.timeline, mesh),
         "kinds": kinds_in(scored.timeline),
         "left_out": num_left_out(scored.timeline),
-        "layers": [_layer(layer, mesh) for layer in explained.layers],
+        "layers": explained.layers,
+        "total": total,
+        "words": {"colors": PARTS, "ranks": some_ranks, "takes": listed, "strategy": mesh.beside_stages},
         "yaml": scored.plan.to_yaml().rstrip(),
         "command": command,
         "notes": list(explained.notes),
@@ -157,34 +159,61 @@ _BAR_WORDS = {
 }
 
 
-def _stage(number: int, stage: Stage, total: float) -> dict[str, Any]:
-    return {
-        "number": number,
-        "layer": stage.layer or "the network itself",
-        "ranks": some_ranks(stage.ranks),
-        "takes": listed(stage.takes),
-        "forward": size(stage.received.forward),
-        "backward": size(stage.received.backward),
-        "computes": seconds(stage.computes),
-        "waits": f"{seconds(stage.waits)} ({rough_percent(stage.waits / total)})",
-        "parameters": size(stage.memory.parameters),
-        "memory": size(stage.memory.total),
-    }
+_COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE)
 
 
-def _layer(layer: Layer, mesh: Mesh) -> dict[str, Any]:
-    other = layer.other
-    return {
-        "name": layer.name or "the network itself",
-        "stage": "" if layer.stage is None else str(layer.stage + 1),
-        "work": ", ".join(dict.fromkeys(layer.ops)),
-        "strategy": mesh.beside_stages(layer.strategy),
-        "follows": not layer.strategy,
-        "gives": shape(layer.gives),
-        "computes": seconds(layer.forward + layer.backward + layer.copies),
-        "waits": seconds(layer.exposed),
-        "sends": size(layer.sent),
-        "holds": size(layer.parameters),
-        "other": ",".join(mesh.beside_stages(other.strategy)) if other is not None else "",
-        "extra": extra(other.seconds) if other is not None else "",
-    }
+def machines_page(
+    network: str, predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str, command: str
+) -> str:
+    """The page as HTML. `images` are those of the whole training, `what` is that in words; `prices` are of an hour of
+    one device of each machine, or empty."""
+    first = predictions[0]
+    return pages.render(
+        "machines.html.jinja",
+        ("report.css", "plan.css"),
+        ("copy.js",),
+        name="plan",
+        title=network,
+        subject=first.machine.text,
+        facts=[f"batch {first.batch}", what],
+        status="predicted, not measured",
+        status_kind="warn",
+        rows=[(one, one.price(images, prices[number]) if prices else 0) for number, one in enumerate(predictions)],
+        images=images,
+        prices=bool(prices),
+        picture=Markup(_picture(predictions)),
+        command=command,
+    )
+
+
+def _bends(one: Prediction) -> int | None:
+    """The number of devices from which on twice as many are less than 1.7 times as fast; None where none is."""
+    for (count, rate), (_, more) in zip(one.curve, one.curve[1:], strict=False):
+        if more < 1.7 * rate:
+            return count
+    return None
+
+
+def _picture(predictions: Sequence[Prediction]) -> str:
+    with ax.house_style():
+        figure = ax.new_figure()
+        axes = ax.add_axes(figure, "Images a second by data parallelism", "devices")
+        for number, one in enumerate(predictions):
+            color = _COLORS[number % len(_COLORS)]
+            counts = [count for count, _ in one.curve]
+            rates = [rate for _, rate in one.curve]
+            axes.fill_between(
+                counts, [r / one.within for r in rates], [r * one.within for r in rates], color=color, alpha=0.18, lw=0
+            )
+            axes.plot(counts, rates, color=color, label=one.machine.label, marker="o", markersize=3.4)
+            if (bend := _bends(one)) is not None:
+                axes.plot([bend], [dict(one.curve)[bend]], color=color, marker="D", markersize=7, fillstyle="none")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6g}"))
+            axis.set_minor_locator(NullLocator())
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, len(predictions)), **ax.LEGEND)
+    described = "Each line is a machine, the band is where nine in ten published values lie around such predictions."
+    return pages.inline_svg(figure, "curve", "Images a second over devices", described)

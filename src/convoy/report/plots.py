@@ -1,5 +1,6 @@
 """The curves of a run as matplotlib figures: loss and error over updates and over time, learning rate, speed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,14 +64,13 @@ def draw_panels(run: Run) -> list[Panel]:
     """The plots of a run in the order of the report, with title and description."""
     train, test = run.metrics.train, run.metrics.test
     tested = "test, averaged weights" if run.setting("ema.decay") else "test"
-    loss = [
-        PlotLine("train", train, column(train, "loss"), ax.TRAIN, width=1.1),
-        PlotLine(tested, test, column(test, "loss"), ax.TEST, DASHED, "o"),
-    ]
-    error = [
-        PlotLine("train", train, 100 * (1 - column(train, "top1")), ax.TRAIN, width=1.1),
-        PlotLine(tested, test, 100 * (1 - column(test, "top1")), ax.TEST, DASHED, "o"),
-    ]
+
+    def curves(values: Callable[[list[MetricsLine]], np.ndarray]) -> list[PlotLine]:
+        learnt = PlotLine("train", train, values(train), ax.TRAIN, width=1.1)
+        return [learnt, PlotLine(tested, test, values(test), ax.TEST, DASHED, "o")]
+
+    loss = curves(lambda lines: column(lines, "loss"))
+    error = curves(lambda lines: 100 * (1 - column(lines, "top1")))
     with ax.house_style():
         return [
             _compare(run, "loss", "Loss", loss, "updates"),

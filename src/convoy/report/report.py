@@ -1,30 +1,31 @@
 """Writes the report of a run: one HTML file that holds everything, opens from disk and asks nothing of a network."""
 
-import os
 import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import count
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
 import convoy
 from convoy import units
 from convoy.errors import ConvoyError
-from convoy.planner.comparison import shown
+from convoy.files import write_atomically
+from convoy.planner.comparison import WORDS, Both, Comparison, Group, apart, difference, shown
 from convoy.plans.explain import listed, some_ranks
 from convoy.report import pages
-from convoy.report.confusion import LARGEST_MATRIX, Confusion
 from convoy.report.pages import Download, read_picture
 from convoy.report.plots import draw_panels
-from convoy.report.prediction import compared
-from convoy.report.remarks import about, bench_command, remarks, status
+from convoy.report.remarks import about, bench_command, num_test_images, remarks, result_tiles, status
 from convoy.report.run_directory import Run, column, read_run
-from convoy.report.tiles import num_test_images, result_tiles
 from convoy.terminal import printable
-from convoy.training.records import EvaluationFile
+from convoy.training.records import EvaluationFile, StageRecord
 
 MOST_BAD_IMAGES = 200
+LARGEST_MATRIX = 20  # more classes than this are not readable as a table on a page
 
 
 def write_report(run: Path) -> Path:
@@ -39,16 +40,12 @@ def write_report(run: Path) -> Path:
     """
     content = render(read_run(run)).encode("utf-8", errors="replace")
     report = Path(run) / "report.html"
-    partial = report.with_name(f".report.html.{os.getpid()}")
     try:
-        partial.write_bytes(content)
-        partial.replace(report)
+        write_atomically(report, lambda path: path.write_bytes(content))
     except OSError as error:
         raise ConvoyError(
             f"{report} cannot be written ({error.strerror}); free space there or make the directory writable."
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)
     return report
 
 
@@ -85,6 +82,7 @@ def _content(run: Run) -> dict[str, Any]:
         "places": units.percent_places(num_test_images(run)),
         "compared": compared(run.prediction),
         "stages": _stages(run),
+        "words": {"ranks": some_ranks, "takes": listed, "time": shown},
         "evaluation": evaluation,
         "matrix": table.matrix(),
         "pairs": table.pairs(12 if many else 8),
@@ -146,26 +144,11 @@ def _tests(run: Run) -> list[dict[str, Any]]:
     return rows
 
 
-def _stages(run: Run) -> list[dict[str, Any]]:
-    """The rows of the table of stages; what each computes and waits for is measured, and missing in short runs."""
+def _stages(run: Run) -> list[tuple[int, StageRecord, Group | None]]:
+    """The stages, numbered; what each computes and waits for is measured, and missing in short runs."""
     stages = run.summary.stages if run.summary is not None else []
     seen = run.prediction.stages if run.prediction is not None else ()
-    times = seen if len(seen) == len(stages) else [None] * len(stages)
-    return [
-        {
-            "number": number,
-            "layer": stage.layer or "the network itself",
-            "ranks": some_ranks(stage.ranks),
-            "takes": listed(stage.takes) if stage.takes else "",
-            "forward": units.size(stage.forward),
-            "backward": units.size(stage.backward),
-            "computes": shown(time.computes.measured_s) if time is not None else "",
-            "waits": shown(time.waits.measured_s) if time is not None else "",
-            "parameters": units.size(stage.parameters),
-            "activations": units.size(stage.activations),
-        }
-        for number, (stage, time) in enumerate(zip(stages, times, strict=True), 1)
-    ]
+    return list(zip(count(1), stages, seen if len(seen) == len(stages) else [None] * len(stages)))
 
 
 def _mistakes(run: Path, evaluation: EvaluationFile) -> list[dict[str, Any]]:
@@ -194,3 +177,146 @@ def _highlighted(text: str) -> Markup:
         else:
             lines.append(Markup("{}").format(line))
     return Markup("\n").join(lines)
+
+
+_COLORS = {
+    "input": "input",
+    "forward": "forward",
+    "backward": "backward",
+    "rest": "around",
+    "packing": "packing",
+    "waiting": "transfer",
+    "stages": "idle",
+    "optimizer": "update",
+}
+
+
+def compared(comparison: Comparison | None) -> dict[str, Any] | None:
+    """The section on an update, predicted beside measured; None where nothing was measured."""
+    if comparison is None or comparison.update.measured_s is None:
+        return None
+    update = comparison.update
+    parts = {name: both for name, both in comparison.parts.items() if name in WORDS and both.longest > 0}
+    predicted = sum(both.predicted_s or 0.0 for both in parts.values()) or None
+    whole = Both(predicted, sum(both.measured_s or 0.0 for both in parts.values()))
+    sentence = f"An update took {shown(update.measured_s)}, the median of {comparison.timed}"
+    if off := _difference(update):
+        sentence += f"; {shown(update.predicted_s)} were predicted ({off})"
+    groups = [(one, _sum([one.computes, one.waits])) for one in comparison.groups]
+    longest = max((total.longest for _, total in groups), default=0.0) or 1.0
+    return {
+        "comparison": comparison,
+        "sentence": f"{sentence}.",
+        "both": update.predicted_s is not None,  # there is a prediction
+        "whole": _row("All parts", whole, tracks=_tracks(parts, max(whole.longest, 1e-12))),
+        "parts": [_row(WORDS[name], both, _COLORS[name]) for name, both in parts.items()],
+        "groups": [
+            _row(one.title, total, tracks=_tracks({"forward": one.computes, "waiting": one.waits}, longest))
+            for one, total in groups
+        ],
+        # what the measured parts add up to, and why that is not what an update takes
+        "sum": f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, update.measured_s or 0.0)}",
+    }
+
+
+def _row(name: str, both: Both, color: str = "", tracks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Predicted beside measured, drawn and in numbers; empty where there is nothing."""
+    sides = {"predicted": shown(both.predicted_s), "measured": shown(both.measured_s)}
+    return {"name": name, "color": color, "tracks": tracks, **sides, "difference": _difference(both)}
+
+
+def _difference(both: Both) -> str:
+    if not both.predicted_s or both.error is None:
+        return ""
+    return difference(both.error) if both.error < 9.995 else f"{both.error + 1:.0f} ×"
+
+
+def _tracks(parts: Mapping[str, Both], longest: float) -> list[dict[str, Any]]:
+    """A bar of what was predicted and one of what was measured: parts as color, share of the longest bar, and text."""
+    tracks = []
+    for side in ("predicted", "measured"):
+        seconds = {name: getattr(both, f"{side}_s") for name, both in parts.items()}
+        drawn = [
+            (_COLORS[name], 100 * number / longest, f"{WORDS[name]}, {side}: {shown(number)}")
+            for name, number in seconds.items()
+            if number
+        ]
+        if any(number is not None for number in seconds.values()):
+            tracks.append({"name": side, "parts": drawn})
+    return tracks
+
+
+def _sum(several: Sequence[Both]) -> Both:
+    predicted = [one.predicted_s for one in several if one.predicted_s is not None]
+    measured = [one.measured_s for one in several if one.measured_s is not None]
+    return Both(sum(predicted) if predicted else None, sum(measured) if measured else None)
+
+
+class Confusion:
+    """The counts of an evaluation, int64 [true class, predicted class], ready to be shown."""
+
+    def __init__(self, evaluation: EvaluationFile) -> None:
+        self._names = evaluation.classes if evaluation.confusion else []
+        self._counts = np.array(evaluation.confusion, dtype=np.int64).reshape(len(self._names), len(self._names))
+        self._wrong = self._counts - np.diag(np.diag(self._counts))
+        self._shares = self._counts / np.maximum(self._counts.sum(1, keepdims=True), 1)
+
+    def matrix(self) -> list[dict[str, Any]] | None:
+        """For each true class its cells by predicted class, or None if there is none or too many for a table.
+
+        Right answers are shaded by recall, mistakes by the square root of their share relative to the worst, so that
+        rare ones are still seen.
+        """
+        if not 0 < len(self._names) <= LARGEST_MATRIX:
+            return None
+        right = np.diag(np.diag(self._shares))
+        mistakes = self._shares - right
+        shades = right + (np.sqrt(mistakes / mistakes.max()) if mistakes.max() > 0 else mistakes)
+
+        def cell(true: int, predicted: int) -> dict[str, Any]:
+            count, name, other = int(self._counts[true, predicted]), self._names[true], self._names[predicted]
+            text = f"{name}: {count} right" if true == predicted else f"{name} taken for {other}: {count}"
+            shade = round(float(shades[true, predicted]), 3)
+            return {"count": count, "right": true == predicted, "shade": shade, "text": text}
+
+        places = range(len(self._names))
+        return [{**one, "cells": [cell(true, place) for place in places]} for true, one in enumerate(self.classes())]
+
+    def pairs(self, most: int) -> list[dict[str, Any]]:
+        """The `most` pairs of different classes that were confused most often, the most frequent first."""
+        order = np.argsort(-self._wrong, axis=None, kind="stable")[:most]
+        return [
+            {
+                "true": self._names[true],
+                "predicted": self._names[other],
+                "count": int(self._wrong[true, other]),
+                "share": self._shares[true, other],  # of the images of the true class
+            }
+            for true, other in (divmod(int(place), len(self._names)) for place in order)
+            if self._wrong[true, other] > 0
+        ]
+
+    def classes(self) -> list[dict[str, Any]]:
+        """Every class in numbers, in the order of the data; a share is None where there is nothing that it is of."""
+        right, images, taken = np.diag(self._counts), self._counts.sum(1), self._counts.sum(0)
+        return [
+            {
+                "name": name,
+                "images": int(images[place]),
+                "recall": _share(right[place], images[place]),  # of its images
+                "precision": _share(right[place], taken[place]),  # of the images taken for it
+                # harmonic mean of both
+                "f1": _share(2 * right[place], images[place] + taken[place] if images[place] and taken[place] else 0),
+                "mostly": self._names[int(wrong.argmax())] if wrong.any() else "",  # what it is taken for most often
+            }
+            for place, (name, wrong) in enumerate(zip(self._names, self._wrong, strict=True))
+        ]
+
+    def hardest(self, most: int) -> list[dict[str, Any]]:
+        """The `most` classes of lowest recall, the hardest first; classes without images or mistakes are left out."""
+        mistaken = [one for one in self.classes() if one["recall"] is not None and one["recall"] < 1]
+        return sorted(mistaken, key=lambda one: float(one["recall"]))[:most]
+
+
+def _share(part: int, whole: int) -> float | None:
+    return float(part / whole) if whole else None
