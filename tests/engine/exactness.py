@@ -160,7 +160,7 @@ def distance(
         optimizer.step()
     got, want = convoy.state_dict(net), serial.net.state_dict()
     assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    floor = 1e-4 * max(float(p.detach().abs().max()) for p in serial.net.parameters())
+    floor = 1e-5 * max(float(p.detach().abs().max()) for p in serial.net.parameters())
     for key in want:
         compare(f"{key} at the end", got[key], want[key], floor, tolerance)
     network.samples = None
