@@ -160,6 +160,7 @@ class Instruction:
 def execute(instructions: Sequence[Instruction], slots: dict[int, Any] | list[Any], watch: "Watch | None") -> None:
     """Run instructions one after the other on what is in the slots."""
     for instruction in instructions:
+        give_back_where_scarce()
         tensors = [slots[slot] for slot in instruction.inputs]
         if isinstance(instruction.run, Stretch):
             results = instruction.run(*tensors, watch=watch)
@@ -212,7 +213,6 @@ class Stretch:
             nonlocal is_first
             context, watcher = (rerun.first(), watch) if is_first else (rerun.again(), None)
             is_first = False
-            give_back_where_scarce()
             with context:
                 return self._run({**buffers, **dict(zip(names, tensors, strict=True))}, watcher)
 
@@ -433,7 +433,6 @@ class Program:
 
     def __call__(self, tensors: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
         """This rank's part of every output, in order, from its part of every source; `watch` sees every instruction."""
-        give_back_where_scarce()
         slots: list[Any] = [None] * self._num_slots
         for slot, constant in self._constants.items():
             slots[slot] = constant
