@@ -216,7 +216,7 @@ def test_a_worker_that_lacks_memory_or_cannot_be_started_says_what_to_do(monkeyp
 
 
 def test_who_holds_a_batch_up_is_named_with_its_samples(photos: Path) -> None:
-    made, pids = started(photos, batch=40, num=9)
+    made, pids = started(photos, batch=40, num=40)  # more than they make ahead, so that both are asked for some
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     late: list[str] = []
@@ -231,7 +231,7 @@ def test_who_holds_a_batch_up_is_named_with_its_samples(photos: Path) -> None:
 
     thread = threading.Thread(target=look)
     thread.start()
-    assert len(list(made)) == 8
+    assert len(list(made)) == 39
     thread.join()
     assert current.late is None
     form = r"process (\d+), which is stopped, has not (?:delivered|taken) (?:train/\w/\d+\.jpg,? ){3}and \d+ more"
