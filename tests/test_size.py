@@ -15,7 +15,7 @@ LINES = {
     "src/convoy/comm": 2824,
     "src/convoy/data": 4565,
     "src/convoy/doctor": 825,
-    "src/convoy/engine": 6573,
+    "src/convoy/engine": 6572,
     "src/convoy/graph": 1617,
     "src/convoy/hardware": 933,
     "src/convoy/launch": 2029,

@@ -28,17 +28,11 @@ BASE = {
 
 @dataclass
 class Ended:
-    """A run that came to its end.
+    """A run that came to its end."""
 
-    Attributes:
-        digest: SHA-256 of the weights' file.
-        curve: loss of every update, and of the evaluation at the end.
-        said: what rank 0 said, and what stands in its summary's notes.
-    """
-
-    digest: str
-    curve: list[float]
-    said: list[str] = field(default_factory=list)
+    digest: str  # SHA-256 of the weights' file
+    curve: list[float]  # loss of every update, and of the evaluation at the end
+    said: list[str] = field(default_factory=list)  # what rank 0 said, and what stands in its summary's notes
 
 
 class Words(Reporter):

@@ -48,12 +48,7 @@ def maker(data: Source, side: int = 20, resize: int = 0, channels: int = 3, **op
     return BatchMaker(data, Geometry(side, resize or side, AugmentConfig(**options)), channels, **fixed)
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    write_folder(root / "train", ("a", "b", "c"), num=7)
-    write_folder(root / "val", ("a", "b", "c"), num=3)
-    return root
+PHOTOS = 7, 3
 
 
 def config(path: Path, **options: Any) -> DataConfig:

@@ -50,14 +50,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    write_folder(root / "train", ("a", "b", "c"), num=5)
-    write_folder(root / "val", ("a", "b", "c"), num=2)
-    return root
-
-
 def write_split(folder: Path) -> None:
     write_folder(folder / "train", ("a", "b"), num=8)
     write_folder(folder / "val", ("a", "b"), num=2)

@@ -19,15 +19,7 @@ from convoy.data.dataset import open_files
 from convoy.data.pack import index_file
 from convoy.data.packed import INDEX, Pack, PackedSource, PackOptions, damaged, unpack
 from convoy.errors import ConvoyError
-from data.made import encoded, opened, packed, picture, trained, write_folder, write_tar
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    write_folder(root / "train", ("a", "b", "c"), num=5)
-    write_folder(root / "val", ("a", "b", "c"), num=2)
-    return root
+from data.made import encoded, opened, packed, picture, trained, write_tar
 
 
 @pytest.fixture(scope="module")

@@ -30,13 +30,7 @@ from convoy.data.workers import Buffers, Request, Workers
 from convoy.errors import ConvoyError, MachineError
 from data.made import pixels, same, trained, write_folder
 
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    write_folder(root / "train", ("a", "b", "c"), num=30)
-    write_folder(root / "val", ("a", "b", "c"), num=1)
-    return root
+PHOTOS = 30, 1
 
 
 def section(path: Path, number: int = 2) -> DataConfig:

@@ -50,11 +50,11 @@ def relative(got: Tensor, want: Tensor, floor: float = 1e-300) -> float:
 def worst_gradient(net: nn.Module, plain: nn.Module) -> float:
     """The largest error of a gradient; infinite where one has a gradient that the other lacks.
 
-    Errors are parts of the gradient's largest element, and where that is next to zero of 1e-4 of the largest gradient:
+    Errors are parts of the gradient's largest element, and where that is next to zero of 1e-5 of the largest gradient:
     a bias before batch norm has nothing but rounding, in another order under a plan.
     """
     got, want = convoy.gradients(net), {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    floor = 1e-4 * max(float(gradient.abs().max()) for gradient in want.values())
+    floor = 1e-5 * max(float(gradient.abs().max()) for gradient in want.values())
     return max(relative(got[n], want[n], floor) if n in got and n in want else float("inf") for n in got | want)
 
 
@@ -93,8 +93,6 @@ def distance(
     """What differs from the serial run, which every rank makes for itself, and how much of itself; run on every rank.
 
     Args:
-        name: the network.
-        plan: the plan.
         batches: sizes of the global batch, one after the other; gradients and buffers are compared after each size.
         steps: weight updates; weights and outputs in evaluation are compared after them.
         sabotage: name in `SABOTAGES`; what follows a colon is its second argument.

@@ -237,7 +237,10 @@ REFUSED = {
     ("lenet", "channel=2"): "layer 'features.0' has only 1 input channel",
     ("alexnet-2012", "filter=3"): "in 2 groups, which cannot be divided over the 3 ranks",
 }
-SIZES = {(net, plan): 64 for net in ("resnet18", "resnet50") for plan in ("height=2", "width=2", "sample=2,height=2")}
+# At 32 px the last layers of ResNet-50 normalize 6 numbers each: weights that differ by 1e-15 give gradients
+# that differ by 3e-9 after one update.
+SIZES = {("resnet50", plan): 64 for plan in PLANS}
+SIZES |= {("resnet18", plan): 64 for plan in ("height=2", "width=2", "sample=2,height=2")}
 SIZES |= {(net, "height=3"): 96 for net in ("resnet18", "resnet50", "googlenet", "squeezenet1_1", "vgg11_bn")}
 
 
@@ -257,12 +260,9 @@ def test_every_network_is_exact_under_every_plan(net: str, plan: str) -> None:
     if (net, plan) in REFUSED:
         with pytest.raises(RankFailed, match=REFUSED[net, plan]):
             check(plan, [(net, {})])
-    else:  # rounding grows with the depth of ResNet-50
-        check(
-            plan,
-            [(net, {"size": SIZES.get((net, plan)), "tolerance": 1e-6 if net == "resnet50" else 1e-9})],
-            timeout=500,
-        )
+    else:
+        tolerance = 1e-8 if net == "resnet50" else 1e-9  # of weights after three updates: rounding grows with the depth
+        check(plan, [(net, {"size": SIZES.get((net, plan)), "tolerance": tolerance})], timeout=500)
 
 
 @pytest.mark.timeout(600)

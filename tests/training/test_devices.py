@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from convoy.engine.gradients import ShardedOptimizer, sharded
+from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import RunDirectory, division
 from convoy.training.classification import InputPipeline
@@ -272,12 +273,33 @@ def distance(one: Path, other: Path) -> float:
     return max(float((have[n] - want[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)) for n in want)
 
 
+def in_small_passes(forgets: bool, *arguments: Any) -> int:
+    """How often a rank leaves out a pass in which it has no samples; running statistics need to know of it."""
+    record, left_out = RunningStatistics.record_left_out, list[Any]()
+
+    def noted(self: RunningStatistics, *passes: Any) -> None:
+        left_out.append(passes)
+        if not forgets:
+            record(self, *passes)
+
+    with as_before() as patch:
+        patch.setattr("convoy.training.set_up.merged", lambda *_, **__: (4, "four at once"))
+        patch.setattr(RunningStatistics, "record_left_out", noted)
+        train_here(*arguments)
+    return len(left_out)
+
+
 def test_uneven_shares_and_zero_bubble_train_and_go_on_as_one_device_does(data: Path, tmp_path: Path) -> None:
     settings = DOUBLE | ALL | {"microbatch": "2", "checkpoint.every": "2ba"}
     (want,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
-    uneven = settings | {"parallel.plan": "sample=2", "parallel.shares": "[11,1]"}
-    run_ranks(train_here, 2, data, tmp_path / "uneven", uneven)
+    uneven = settings | {
+        "parallel.plan": "sample=2",
+        "parallel.shares": "[1,11]",
+    }  # rank 0, which saves, leaves out some
+    for name, forgets in (("uneven", False), ("control", True)):
+        assert any(run_ranks(in_small_passes, 2, forgets, data, tmp_path / name, uneven))
     assert distance(tmp_path / "uneven", tmp_path / "serial") < 1e-9
+    assert distance(tmp_path / "control", tmp_path / "serial") > 1e-6
     settings |= {"parallel.plan": "stage=2", "parallel.schedule": "zero-bubble"}
     assert run_ranks(train_until, 2, data, tmp_path / "run", settings, 5) == [None] * 2
     for ended in run_ranks(train_until, 2, data, tmp_path / "run", settings, None):
