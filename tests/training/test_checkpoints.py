@@ -17,7 +17,7 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.training import checkpoints
-from convoy.training.checkpoints import Every, Saver
+from convoy.training.checkpoints import Saver, Timetable
 from ranks import run_ranks
 
 BIG = 40_000
@@ -38,7 +38,9 @@ class Run:
         self.said: list[str] = []
         self.ranks = Ranks.here()
         self.store = CheckpointStore(folder / "checkpoints", 3)
-        self.saver = Saver(self.store, Every(1), self.ranks, self.said.append, goes_on=goes_on, timeout_s=timeout_s)
+        self.saver = Saver(
+            self.store, Timetable(1, self.ranks), self.ranks, self.said.append, goes_on=goes_on, timeout_s=timeout_s
+        )
         self.seen = folder / "plan.yaml"
         if self.ranks.rank == 0:
             folder.mkdir(exist_ok=True)

@@ -126,7 +126,7 @@ WRONG = [
     ("optimizer.momentum=0", "optimizer.nesterov would be ignored without momentum"),
     ("optimizer.weight_decay=0 optimizer.decay_norm_and_bias=true", "decay_norm_and_bias would be ignored"),
     ("optimizer.name=lamb", "optimizer.lr and optimizer.base_lr are both missing|square root"),
-    ("schedule.name=step schedule.milestones=[3ep,2ep]", "2ep follows 3ep"),
+    ("schedule.name=step schedule.milestones=[3ep,2ep]", "do not rise"),
     ("schedule.warmup=0ep schedule.warmup_from=0.1", "schedule.warmup_from=0.1 would be ignored"),
     ("optimizer.lr=1 schedule.warmup_from=base_lr", "schedule.warmup_from=base_lr needs optimizer.base_lr"),
     ("microbatch=4 microbatches=3", "microbatch and microbatches are both given"),

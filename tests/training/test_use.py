@@ -24,7 +24,7 @@ from convoy.errors import ConvoyError
 from convoy.models import load_weights
 from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
-from convoy.training.evaluate import NUM_MISTAKES, EvaluationTally
+from convoy.training.evaluate import NUM_MISTAKES, Evaluation
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
 from convoy.training.use import Classifier, FileClasses, classify
 from ranks import run_ranks
@@ -369,10 +369,10 @@ def test_the_same_is_counted_as_sample_by_sample_with_ties_too(levels: int) -> N
     wrong = [i for i in range(500) if predicted[i] != labels[i]]
     worst = sorted(wrong, key=lambda i: (-probability[i].item(), -i))[:NUM_MISTAKES]
     for size in (1, 64, 500):
-        tally = EvaluationTally(torch.zeros(8, 8, dtype=torch.int64))
+        tally = Evaluation(torch.zeros(8, 8, dtype=torch.int64))
         for batch, rows in batches(logits, labels, size):
             tally.add(batch, rows)
-        found = EvaluationTally.total([tally], 0.0)
+        found = Evaluation.total([tally])
         assert found.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
         assert found.top1 == pytest.approx(1 - len(wrong) / 500)
         five = (logits.topk(5).indices == labels[:, None]).any(1).double().mean().item()

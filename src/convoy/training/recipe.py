@@ -18,7 +18,7 @@ from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration,
 from convoy.training.optimizers import OptimizerConfig, SgdConfig
 from convoy.training.parallel_config import ParallelConfig
 from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
-from convoy.training.schema import all_keys, is_text, sentence
+from convoy.training.schema import fields_of, is_text, sentence
 
 DEFAULT_MICROBATCH = 32
 _BUILT_IN = resources.files("convoy.training") / "recipes"
@@ -181,11 +181,6 @@ class Recipe(Section):
                 "schedule.warmup_from=base_lr needs optimizer.base_lr: give that instead of optimizer.lr, or a number "
                 "to start from"
             )
-        if schedule.warmup.longer_than(self.epochs):
-            yield (
-                f"schedule.warmup={schedule.warmup} is longer than the training, epochs={self.epochs}: train longer or "
-                "shorten the warm-up, e.g. --set schedule.warmup=5%"
-            )
 
     def notes(self) -> list[str]:
         """A sentence for each option that has no effect here and does no harm."""
@@ -256,7 +251,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[st
     each group of the recipe's options that an override puts out of force.
     """
     document = _read(name_or_path)
-    annotations = all_keys(Recipe)
+    annotations = {key: field.annotation for key, _, field in fields_of(Recipe)}
     changes = parse_overrides(overrides, lambda key: is_text(annotations.get(key)))
     for section in ("optimizer", "schedule"):
         document.setdefault(section, Recipe.model_fields[section].default.model_dump(mode="json"))
