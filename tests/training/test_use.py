@@ -1,9 +1,7 @@
 """What a run has trained, in the hands of its user: loaded, evaluated and asked, without the data and on any ranks."""
 
 import json
-import queue
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +19,6 @@ from convoy.cli import main
 from convoy.data import Batch, evaluation_batches
 from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
-from convoy.models import load_weights
 from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import NUM_MISTAKES, Evaluation
@@ -103,9 +100,8 @@ def test_pictures_are_turned_upright_once_and_what_is_none_is_refused(run: Path,
     wrong: list[tuple[Any, str]] = [
         (str(tmp_path / "none.png"), r"none\.png cannot be read \(No such file or directory\): mend"),
         (str(tmp_path / "x.png"), "is no picture in a known format"),
-        ("\0", "cannot be read"),
         (np.zeros((4, 4, 3)), "is no picture: give uint8"),
-        *((np.zeros(shape, np.uint8), "is no picture: give uint8") for shape in ((4, 4, 4), (2, 4, 4, 3), (0, 4, 3))),
+        (np.zeros((4, 4, 4), np.uint8), "is no picture: give uint8"),
         (torch.zeros(3, 4, 4), "a Tensor is no picture"),
     ]
     for picture, words in wrong:
@@ -125,33 +121,13 @@ def test_what_is_no_run_and_a_checkpoint_that_is_not_there_are_refused(
     refused(tmp_path, "is no run directory")
     change_json(out / "environment.json", lambda begun: begun.update(input={"classes": ["a"]}))
     refused(out, "does not say how pictures were prepared")
-    change_json(out / "environment.json", lambda begun: begun.pop("input"))  # as the first versions wrote it
-    assert load_run(out).given == load_run(run).given
-    (out / "weights.safetensors").unlink()
-    refused(out, r"has no weights.safetensors yet: finish the run with")
     (stopped / "weights.safetensors").unlink()
     refused(stopped, r"--resume, or use its newest checkpoint \(--checkpoint last\)")
     refused(stopped, r"has no checkpoint 11: .* an update that has one: .*, 12$", 11)
-    shutil.rmtree(stopped / "checkpoints")
-    refused(stopped, r"has no checkpoint best: .* an update that has one: none$", "best")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_odd_tensors_in_a_file_of_weights_are_named(tmp_path: Path) -> None:
-    weight, net, path = torch.randn(3, 4), nn.Linear(4, 3), tmp_path / "odd.pth"
-    for kind, odd in {
-        "sparse_csr": weight.to_sparse_csr(),
-        "quantized": torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
-        "on the meta device": weight.to("meta"),
-        "nested": torch.nested.nested_tensor([weight[0], weight[1]]),
-    }.items():
-        torch.save({"weight": odd, "bias": torch.zeros(3)}, path)
-        with pytest.raises(ConvoyError, match=rf"weight in .*odd\.pth is {kind}, and weights are plain numbers: save "):
-            load_weights(net, path)
 
 
 def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
-    checkpointed: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpointed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     final, summed = load_run(checkpointed).network.state_dict(), summary(checkpointed)
     measured = {step: (top1, loss) for step, top1, loss in lines(checkpointed, "step", "top1", "loss", split="test")}
@@ -168,18 +144,12 @@ def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
     last = load_run(stopped, "last").network.state_dict()
     assert all(torch.equal(last[name], tensor) for name, tensor in final.items())
     assert not (stopped / "evaluation.json").exists()  # that is of the final weights
-    assert main(["export", str(stopped), "--checkpoint", "best", "--torch-export"]) == 0
-    assert (stopped / "model-best.pt2").exists()
-    assert main(["predict", str(stopped), "--checkpoint", "last", str(run.parent / "data" / "val")]) == 0
 
 
 FORGED: dict[str, Any] = {
     "nothing": {},
-    "a list": {"loop": [1]},
-    "no scalars": {"optimizer": {"groups": []}},
     "words for groups": {"optimizer": {"scalars": {}, "groups": ["lr"]}},
     "a foreign count": {"loop": {"progress": {"nobody": 1}, "window": {}}},
-    "a foreign cost": {"loop": {"progress": {"checkpoints": {"nobody": 1}}, "window": {}}},
     "other code": {"loop": {"progress": {}, "window": {}, "code": [1]}},
 }
 
@@ -192,14 +162,10 @@ def test_other_values_with_checksums_that_fit_are_refused(
     last = store.load(store.steps()[-1])
     for forged, change in FORGED.items():
         put(store, replace(last, values=last.values | change if change else {}))
-        capsys.readouterr()
         assert main(["train", str(out), "--resume"]) == 2, forged
         said = capsys.readouterr().err
         assert said.startswith(f"convoy: the checkpoint of update {last.step} holds other values than Convoy writes")
         assert said.count("\n") == 1
-        best = main(["eval", str(out), "--checkpoint", "best"])
-        assert best == (0 if "optimizer" in change else 2)
-        assert best == 0 or "holds other values" in capsys.readouterr().err
 
 
 # On other data
@@ -224,11 +190,8 @@ def test_data_with_some_of_the_classes_and_with_others(run: Path, tmp_path: Path
     opened, _ = evaluation_data(trained, str(some))
     assert opened.classes == ["a", "c"] and opened.test.labels.tolist() == [0] * 8 + [2] * 4  # the run's labels
     shutil.copytree(own / "val" / "a", tmp_path / "odd" / "dog")
-    for place in (tmp_path / "odd", tmp_path / "odd" / "dog"):
-        with pytest.raises(ConvoyError, match=f"has the class 'dog', which .* knows a, b, c.*convoy predict {run}"):
-            evaluation_data(trained, str(place))
-    with pytest.raises(ConvoyError, match=r"0\.png is one picture, without a class to compare with: convoy predict"):
-        evaluation_data(trained, str(tmp_path / "odd" / "dog" / "0.png"))
+    with pytest.raises(ConvoyError, match=f"has the class 'dog', which .* knows a, b, c.*convoy predict {run}"):
+        evaluation_data(trained, str(tmp_path / "odd" / "dog"))
 
 
 def test_the_runs_data_in_another_place_keep_their_split(
@@ -255,13 +218,8 @@ def answers(run: Path, names: list[str], batch: int, top: int = 3) -> list[FileC
         return [answer for some in classify(classifier, names, batch) for answer in some]
 
 
-def on_ranks(run: Path, names: list[str], batch: int) -> tuple[list[FileClasses], list[list[int]], float, str]:
-    """Answers; the evaluation's matrix and loss; and what is said of a list of names that breaks off."""
-
-    def broken() -> Iterator[str]:
-        yield names[0]
-        raise ConvoyError("the list ends here")
-
+def on_ranks(run: Path, names: list[str], batch: int) -> tuple[list[FileClasses], list[list[int]], float]:
+    """Answers; the evaluation's matrix and loss."""
     ranks, _ = join_ranks()
     ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
     with pytest.MonkeyPatch.context() as patch, as_before():
@@ -271,9 +229,7 @@ def on_ranks(run: Path, names: list[str], batch: int) -> tuple[list[FileClasses]
         classifier.num_threads += ranks.rank  # they agree on it
         turns = list(classify(classifier, names if ranks.rank == 0 else None, batch, ranks))
         result = evaluate_run(loaded, evaluation_data(loaded)[0], CPU, ranks)
-        with pytest.raises(ConvoyError) as caught:
-            list(classify(classifier, broken() if ranks.rank == 0 else None, batch, ranks))
-    return [answer for turn in turns for answer in turn], result.confusion.tolist(), result.loss, str(caught.value)
+    return [answer for turn in turns for answer in turn], result.confusion.tolist(), result.loss
 
 
 def test_any_number_of_ranks_and_threads_gives_the_classes_that_the_evaluation_counts(
@@ -293,32 +249,9 @@ def test_any_number_of_ranks_and_threads_gives_the_classes_that_the_evaluation_c
         assert [p for _, p in best] == sorted((p for _, p in best), reverse=True)
         assert sum(p for _, p in best) == pytest.approx(1, abs=1e-6) and sorted(c for c, _ in best) == [0, 1, 2]
     assert torch.equal(confusion, alone.confusion)
-    assert {len(answer.best) for answer in answers(run, names[:4], 2, top=1)} == {1}
-    for classified, on_all, loss, said in run_ranks(on_ranks, 3, run, names, 4):
-        assert classified == want and said == "the list ends here"
+    for classified, on_all, loss in run_ranks(on_ranks, 3, run, names, 4):
+        assert classified == want
         assert on_all == confusion.tolist() and loss == pytest.approx(alone.loss, rel=1e-6)
-
-
-def test_what_is_known_is_said_before_the_next_names_come(run: Path) -> None:
-    names: queue.Queue[str] = queue.Queue()
-    files, answered, ended = pictures(run.parent / "data")[:6], list[FileClasses](), threading.Event()
-
-    def consume() -> None:
-        for some in classify(Classifier(load_run(run), CPU), iter(names.get, ""), 2):
-            answered.extend(some)
-        ended.set()
-
-    with as_before():
-        threading.Thread(target=consume, daemon=True).start()
-        for part in (files[:4], files[4:]):  # nothing follows, and nobody has said that nothing will
-            for file in part:
-                names.put(file)
-            began, wanted = time.monotonic(), files[: files.index(part[-1]) + 1]
-            while len(answered) < len(wanted) and time.monotonic() - began < 30:
-                time.sleep(0.01)
-            assert [answer.name for answer in answered] == wanted
-        names.put("")
-        assert ended.wait(30)
 
 
 class Remembering(nn.Module):
@@ -368,7 +301,7 @@ def test_the_same_is_counted_as_sample_by_sample_with_ties_too(levels: int) -> N
     probability, predicted = logits.softmax(1).max(1)
     wrong = [i for i in range(500) if predicted[i] != labels[i]]
     worst = sorted(wrong, key=lambda i: (-probability[i].item(), -i))[:NUM_MISTAKES]
-    for size in (1, 64, 500):
+    for size in (1, 64):
         tally = Evaluation(torch.zeros(8, 8, dtype=torch.int64))
         for batch, rows in batches(logits, labels, size):
             tally.add(batch, rows)

@@ -40,9 +40,9 @@ class Timetable:
     first one soon, to measure that. All ranks follow the clock of rank 0.
 
     Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
-    mean time M between failures (`mtbf_s`), the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly, 2006,
-    adds terms that matter where C is not far below M.) Shorter than the time in which a checkpoint is written it cannot
-    be. Such checkpoints come after a `multiple` of so many updates.
+    mean time M between failures, `mtbf_s`, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly,
+    2006, adds terms that matter where C is not far below M.) Shorter than the time in which a checkpoint is written it
+    cannot be. Such checkpoints come after a `multiple` of so many updates.
     """
 
     def __init__(self, every: int | None, ranks: Ranks, mtbf_s: float = 6 * 3600.0, multiple: int = 1) -> None:
