@@ -3,18 +3,15 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.ops import statistics
 from convoy.training import load_recipe
 from ranks import run_ranks
-from tiny import NUM_TEST, TinyAgain, TinyNet, write_mnist
+from tiny import NUM_TEST, TinyNet, write_mnist
 from training.scenarios import (
     Settings,
     change_json,
@@ -112,41 +109,20 @@ def test_the_newest_whole_checkpoint_of_the_run_is_used_and_others_are_named(dat
     assert f"8 of {TOTAL}" in trained(data, run, one, resume=True).said  # new ones stay where damaged newer ones lie
 
 
-class Again(TinyAgain):
-    """Calls its batch norm layer twice, and computes in float64."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__(num_classes, in_channels)
-        self.double()
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x.double())
-
-
 def test_merged_and_single_microbatches_train_alike_and_other_statistics_do_not(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = SHORT | {"microbatch": "8", "model.name": "training.test_runs:Again"}
+    settings = SHORT | {"microbatch": "8", "model.name": "tiny:TinyDouble"}
     trained(data, tmp_path / "merged", settings)
     trained(data, tmp_path / "sync", settings | {"batch_norm": "sync"})
-
-    def by_calls(passes: statistics.Passes) -> tuple[tuple[int, int], ...]:
-        return tuple((0, i) for i in range(sum(len(starts) for starts, _ in passes)))
-
-    with monkeypatch.context() as patch:
-        statistics._own_rows.cache_clear()
-        patch.setattr(statistics, "_order", by_calls)  # all microbatches of one call before those of the next
-        trained(data, tmp_path / "by calls", settings)
-        statistics._own_rows.cache_clear()
     monkeypatch.setattr("convoy.engine.coupling.CPU_BUDGET", 0)
     trained(data, tmp_path / "single", settings)
-    merged, single, sync, by_call = (weights(tmp_path / name) for name in ("merged", "single", "sync", "by calls"))
+    merged, single, sync = (weights(tmp_path / name) for name in ("merged", "single", "sync"))
     for name, number in (("merged", 3), ("single", 1)):
         derived = summary(tmp_path / name)["derived"]
         assert number in [row["value"] for row in derived if row["name"] == "microbatches in one pass"]
     torch.testing.assert_close(merged, single, rtol=1e-9, atol=1e-12)
-    for other in (sync, by_call):
-        assert not torch.allclose(merged["norm.running_var"], other["norm.running_var"], rtol=1e-6)
+    assert not torch.allclose(merged["norm.running_var"], sync["norm.running_var"], rtol=1e-6)
 
 
 # Longer runs

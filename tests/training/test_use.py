@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from convoy.cli import main
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch, evaluation_batches
 from convoy.data.folder import pictures
 from convoy.errors import ConvoyError
@@ -212,48 +214,6 @@ def test_the_runs_data_in_another_place_keep_their_split(
 # Classes of files
 
 
-def answers(run: Path, names: list[str], batch: int, top: int = 3) -> list[FileClasses]:
-    with as_before():
-        classifier = Classifier(load_run(run), CPU, top)
-        return [answer for some in classify(classifier, names, batch) for answer in some]
-
-
-def on_ranks(run: Path, names: list[str], batch: int) -> tuple[list[FileClasses], list[list[int]], float]:
-    """Answers; the evaluation's matrix and loss."""
-    ranks, _ = join_ranks()
-    ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
-    with pytest.MonkeyPatch.context() as patch, as_before():
-        patch.setattr("convoy.training.restore.EVALUATION_BATCH", 5)
-        loaded = load_run(run)
-        classifier = Classifier(loaded, CPU)
-        classifier.num_threads += ranks.rank  # they agree on it
-        turns = list(classify(classifier, names if ranks.rank == 0 else None, batch, ranks))
-        result = evaluate_run(loaded, evaluation_data(loaded)[0], CPU, ranks)
-    return [answer for turn in turns for answer in turn], result.confusion.tolist(), result.loss
-
-
-def test_any_number_of_ranks_and_threads_gives_the_classes_that_the_evaluation_counts(
-    run: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "bad.png").write_text("x")
-    names = pictures(run.parent / "data")
-    names = [*names[:7], str(tmp_path / "bad.png"), *names[7:], str(tmp_path / "none.png")]
-    want, loaded = answers(run, names, 4), load_run(run)
-    assert [answer.name for answer in want] == names and [answer.bad is None for answer in want].count(False) == 2
-    data, _ = evaluation_data(loaded)
-    alone, confusion = evaluate_run(loaded, data, CPU), torch.zeros(3, 3, dtype=torch.int64)
-    of_name = {answer.name: answer for answer in want}
-    for number, label in enumerate(data.test.labels.tolist()):
-        best = of_name[str(run.parent / "data" / data.test.name(number))].best
-        confusion[label, best[0][0]] += 1
-        assert [p for _, p in best] == sorted((p for _, p in best), reverse=True)
-        assert sum(p for _, p in best) == pytest.approx(1, abs=1e-6) and sorted(c for c, _ in best) == [0, 1, 2]
-    assert torch.equal(confusion, alone.confusion)
-    for classified, on_all, loss in run_ranks(on_ranks, 3, run, names, 4):
-        assert classified == want
-        assert on_all == confusion.tolist() and loss == pytest.approx(alone.loss, rel=1e-6)
-
-
 class Remembering(nn.Module):
     """Keeps its input in itself while it computes."""
 
@@ -268,15 +228,41 @@ class Remembering(nn.Module):
         return logits
 
 
-def test_threads_do_not_meet_in_a_network_that_keeps_things_in_itself(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names, loaded = pictures(run.parent / "data"), load_run(run)
-    want = answers(run, names, 4)
-    monkeypatch.setattr("convoy.training.use.num_cores", lambda: 8)
-    with as_before():
+def answers(run: Path, names: list[str], ranks: Ranks | None = None) -> list[FileClasses]:
+    """By several threads, which do not meet in a network that keeps things in itself."""
+    with as_before(), patch("convoy.training.use.own_cores", lambda: range(8 if ranks is None else 2)):
+        loaded = load_run(run)
         classifier = Classifier(replace(loaded, network=Remembering(loaded.network).eval()), CPU, 3)
-        assert [answer for some in classify(classifier, names, 4) for answer in some] == want
+        read = names if ranks is None or ranks.rank == 0 else None
+        return [answer for some in classify(classifier, read, 4, ranks) for answer in some]
+
+
+def on_ranks(run: Path, names: list[str]) -> tuple[list[FileClasses], list[list[int]], float]:
+    """Answers; the evaluation's matrix and loss."""
+    ranks, _ = join_ranks()
+    ranks.follow(Plan.parse(f"sample={ranks.num}").mesh, (0,))
+    with patch("convoy.training.restore.EVALUATION_BATCH", 5), as_before():
+        loaded = load_run(run)
+        result = evaluate_run(loaded, evaluation_data(loaded)[0], CPU, ranks)
+    return answers(run, names, ranks), result.confusion.tolist(), result.loss
+
+
+def test_any_number_of_ranks_and_threads_gives_the_classes_that_the_evaluation_counts(
+    run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.png").write_text("x")
+    names = pictures(run.parent / "data")
+    names = [*names[:7], str(tmp_path / "bad.png"), *names[7:], str(tmp_path / "none.png")]
+    want, loaded = answers(run, names), load_run(run)
+    assert [answer.name for answer in want] == names and [answer.bad is None for answer in want].count(False) == 2
+    data, _ = evaluation_data(loaded)
+    alone, confusion = evaluate_run(loaded, data, CPU), torch.zeros(3, 3, dtype=torch.int64)
+    best = {answer.name: answer.best for answer in want}
+    for number, label in enumerate(data.test.labels.tolist()):
+        confusion[label, best[str(run.parent / "data" / data.test.name(number))][0][0]] += 1
+    assert torch.equal(confusion, alone.confusion)
+    for classified, on_all, loss in run_ranks(on_ranks, 3, run, names):
+        assert classified == want and on_all == confusion.tolist() and loss == pytest.approx(alone.loss, rel=1e-6)
 
 
 # What an evaluation counts
