@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn, optim
-from torch.optim import lr_scheduler
 
 import convoy
 from convoy.checkpoint import store
@@ -84,28 +82,6 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     for words, values in UNSAVED.items():
         assert words in refused(save, tmp_path / "x", net, **values)
     assert not any(tmp_path.iterdir())
-
-
-def test_schedules_go_on(tmp_path: Path) -> None:
-    def made(optimizer: optim.Optimizer) -> Any:
-        parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-        return lr_scheduler.SequentialLR(optimizer, parts, [3])
-
-    def run(scheduler: Any, optimizer: optim.Optimizer, epochs: int) -> list[float]:
-        rates = []
-        for _ in range(epochs):
-            optimizer.step()
-            scheduler.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-        return rates
-
-    net = small()
-    optimizer, fresh = (optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
-    scheduler, again = made(optimizer), made(fresh)
-    run(scheduler, optimizer, 2)
-    save(tmp_path / "x", net, optimizer, scheduler=scheduler)
-    rest = run(scheduler, optimizer, 6)
-    assert load(tmp_path / "x", net, fresh, scheduler=again) == {} and run(again, fresh, 6) == rest
 
 
 class Touchy:
@@ -190,15 +166,10 @@ def test_damage_and_other_values_are_noticed_and_the_next_one_takes_their_place(
     net, place = small(), tmp_path / "x"
     save(place, net, epoch=1)
     record = json.loads((place / "checkpoint.json").read_text())
-    tensor = {"$": "tensor", "name": "nobody"}
-    for values in (
-        {},
-        {"about": {}, "state": {}},
-        {"about": [], "state": {"net": 1}},
-        {"about": {"net": {}}, "state": {"net": tensor}},
-    ):
+    forged = {"about": {"net": {}}, "state": {"net": {"$": "tensor", "name": "nobody"}}}
+    for values in ({}, forged):
         write_record(place, record["step"], record["identity"], values, record["sha256"])
-        assert re.search("holds other values|no net|damaged", refused(load, place, net))
+        assert "holds other values" in refused(load, place, net)
     (place / "checkpoint.json").write_text("{")
     assert "damaged" in refused(load, place, net)
     save(place, net, epoch=2)

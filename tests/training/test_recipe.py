@@ -1,6 +1,5 @@
 """Recipes: what they say and leave open, what follows from them, and mistakes in them, one sentence each."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -167,26 +166,19 @@ def test_every_quantity_says_how_and_why() -> None:
 
 
 def test_lines_of_metrics_come_often_enough_and_the_last_is_not_of_a_few_updates() -> None:
-    every = {1: 1, 49: 1, 186: 3, 187: 3, 203: 4, 620: 12, 999: 19, 1000: 20, 450_000: 20}
-    for log_every, (total, interval) in itertools.product(("auto", "20ba", "7ba"), every.items()):
-        found = resolve(default("data.path=x", f"epochs={total}ba", f"log_every={log_every}"), 60_000)
-        assert log_every != "auto" or found.log_every == interval
-        made = [done for done in range(1, min(total, 5000) + 1) if found.logged(done)]
-        assert log_every != "auto" or len(made) >= min(total, 50)
-        if 1 < total < 5000:
-            assert (made[0], made[-1]) == (1, total) and 2 * (made[-1] - made[-2]) >= found.log_every
-            assert all(done % found.log_every == 0 for done in made[1:-1])
+    for total, interval in {1: 1, 49: 1, 187: 3, 999: 19, 450_000: 20}.items():
+        numbers = resolve(default("data.path=x", f"epochs={total}ba"), 60_000)
+        made = [done for done in range(1, total + 1) if numbers.logged(done)]
+        assert numbers.log_every == interval and len(made) >= min(total, 50) and (made[0], made[-1]) == (1, total)
+        assert total == 1 or 2 * (made[-1] - made[-2]) >= interval
 
 
 # On another number of devices
 
 SHARES = [
-    ("sample=2,filter=2", (3, 1), 4, True),
     ("sample=2,filter=4", (3, 1), 6, True),  # sample=2,filter=3
     ("sample=2,filter=2", (3, 1), 2, False),  # sample=1,filter=2
-    ("sample=2,filter=2", (3, 1, 1), 3, True),  # sample=3,filter=1: as if they had been for it
     ("filter=4", (3, 3, 2, 2), 4, False),
-    (None, (3, 1), 2, True),
     ("auto", (3, 1), 4, True),  # of the planner's choices those with two parts
     ("auto", (3, 2, 1), 4, False),
 ]
