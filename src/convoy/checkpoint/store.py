@@ -104,12 +104,12 @@ def read_checkpoint(place: Path, step: int | None = None) -> Checkpoint:
     return Checkpoint(record["step"], record["identity"], tensors, record["values"])
 
 
+@dataclass(frozen=True)
 class CheckpointStore:
     """The checkpoints of one run directory: the last `keep` of them and the best."""
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
-        self.folder = folder
-        self.keep = keep
+    folder: Path
+    keep: int = 3
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, in rising order; damaged ones included."""

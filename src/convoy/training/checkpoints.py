@@ -9,7 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -139,6 +139,7 @@ class Report:
     kept_s: float  # that the run has now waited for it in one go
 
 
+@dataclass
 class Saver:
     """Writes the checkpoints of a run.
 
@@ -149,34 +150,24 @@ class Saver:
     `check(updates done)` refuses to write where the run directory has gone.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        when: Timetable,
-        ranks: Ranks,
-        tell: Callable[[str], None],
-        *,
-        goes_on: bool = False,
-        on_processor: bool = True,
-        timeout_s: float = TIMEOUT_S,
-        check: Callable[[int], None] = lambda done: None,
-    ) -> None:
+    store: CheckpointStore
+    when: Timetable
+    ranks: Ranks
+    tell: Callable[[str], None]
+    _: KW_ONLY
+    goes_on: bool = False
+    on_processor: bool = True
+    timeout_s: float = TIMEOUT_S
+    check: Callable[[int], None] = lambda done: None
+
+    def __post_init__(self) -> None:
         self.newest: int | None = None  # step of the newest checkpoint on disk
         self.tally = CheckpointTally()
         self._wait_s = 0.0
-        self._store = store
-        self._when = when
-        self._ranks = ranks
-        self._tell = tell
-        self._goes_on = goes_on
-        self._on_processor = on_processor
-        self._timeout_s = timeout_s
-        self._check = check
         self._writing: Writing | None = None
         self._writers: list[int] = [0]
         self._token = ""
-        self._count = 0
-        self._look_at = 0
+        self._count = self._look_at = 0
         self._failed = False
 
     @contextmanager
@@ -184,10 +175,10 @@ class Saver:
         """While entered, checkpoints are written. All ranks enter it; `seen` is a file of the run directory that rank 0
         has just written.
         """
-        if self._ranks.rank == 0:
-            self._store.sweep()
+        if self.ranks.rank == 0:
+            self.store.sweep()
         here = stamp(seen)
-        stamps = self._ranks.gather((here, uuid.uuid4().hex))
+        stamps = self.ranks.gather((here, uuid.uuid4().hex))
         self._token = stamps[0][1]
         self._writers = [rank for rank, (stamp, _) in enumerate(stamps) if rank == 0 or stamp == stamps[0][0]]
         try:
@@ -202,7 +193,7 @@ class Saver:
 
     def due(self, done: int) -> bool:
         """Whether a checkpoint is due now. All ranks call it after every update."""
-        is_due = self._when.due(done)
+        is_due = self.when.due(done)
         if self._writing is not None and done >= self._look_at:
             reports = self._ask()
             update_s = reports[0].update_s
@@ -222,22 +213,22 @@ class Saver:
         """
         before_s = self.tally.waited_s
         self.finish()
-        self._ranks.first(lambda: self._check(step))
+        self.ranks.first(lambda: self.check(step))
         began = time.perf_counter()
         self._wait_s = 0.0
-        number = self._writers.index(self._ranks.rank) if self._ranks.rank in self._writers else None
+        number = self._writers.index(self.ranks.rank) if self.ranks.rank in self._writers else None
         shard = snapshot(tensors, number, len(self._writers))
         self._count += 1
-        draft = self._store.draft(step, len(self._writers), f"{self._token}-{self._count}")
+        draft = self.store.draft(step, len(self._writers), f"{self._token}-{self._count}")
         frozen = json.loads(to_json(values))
 
         def put() -> None:
-            draft.put(self._store.place(step), identity, frozen)
-            self._store.prune(step, best_step)
+            draft.put(self.store.place(step), identity, frozen)
+            self.store.prune(step, best_step)
 
-        self._writing = Writing(draft, number, shard, put if self._ranks.rank == 0 else None)
+        self._writing = Writing(draft, number, shard, put if self.ranks.rank == 0 else None)
         self._look_at = step + 1
-        self._when.saved(step)
+        self.when.saved(step)
         self._waited(began)
         self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
@@ -255,18 +246,18 @@ class Saver:
             self._waited(began)
             writing, reports = self._writing, self._ask(or_raise, time.perf_counter() - came)
             kept_s = reports[0].kept_s  # one clock for all
-            if self._writing is not None and kept_s > self._timeout_s:
+            if self._writing is not None and kept_s > self.timeout_s:
                 self._too_late(writing, reports)
             if not said and kept_s > LONG_S:
                 said = True
-                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
+                self.tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
         self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def _waited(self, since: float) -> None:
         seconds = time.perf_counter() - since
         self._wait_s += seconds
         self.tally.waited_s += seconds
-        self._when.waited(seconds)
+        self.when.waited(seconds)
 
     def _ask(self, or_raise: bool = False, kept_s: float = 0.0) -> list[Report]:
         """What every rank knows of the checkpoint on its way; when all have ended, what follows."""
@@ -276,9 +267,9 @@ class Saver:
         if state != "running" and failure is not None:
             named = isinstance(failure, OSError) and failure.strerror
             reason = named or f"{type(failure).__name__}: {failure}"
-        cost_s = self._wait_s + (writing.processor_s if self._on_processor else 0.0)
-        report = Report(state, reason, cost_s, writing.seconds, self._when.update_s, kept_s)
-        reports = self._ranks.gather(report)
+        cost_s = self._wait_s + (writing.processor_s if self.on_processor else 0.0)
+        report = Report(state, reason, cost_s, writing.seconds, self.when.update_s, kept_s)
+        reports = self.ranks.gather(report)
         states = [report.state for report in reports]
         if "failed" in states:
             writing.give_up()
@@ -295,37 +286,37 @@ class Saver:
         self.tally.written += 1
         if self._failed:
             self._failed = False
-            self._tell(f"the checkpoint of update {step:,} is written: a failure costs no more than that")
+            self.tell(f"the checkpoint of update {step:,} is written: a failure costs no more than that")
         cost_s, write_s = max(report.cost_s for report in reports), max(report.seconds for report in reports)
-        if (sentence := self._when.measured(cost_s, write_s, reports[0].update_s)) is not None:
-            self._tell(sentence)
+        if (sentence := self.when.measured(cost_s, write_s, reports[0].update_s)) is not None:
+            self.tell(sentence)
 
     def _failure(self, writing: Writing, reports: list[Report], or_raise: bool) -> None:
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             writing.draft.discard()
-        self._ranks.first(lambda: self._check(writing.draft.step))
+        self.ranks.first(lambda: self.check(writing.draft.step))
         if writing.failure is not None and not isinstance(writing.failure, OSError):
             raise writing.failure
         sentence = (
-            f"the checkpoint of update {writing.draft.step:,} could not be written to {self._store.folder} "
+            f"the checkpoint of update {writing.draft.step:,} could not be written to {self.store.folder} "
             f"({_first_failure(reports)}): {self._older()}"
         )
-        if or_raise or not self._goes_on:
+        if or_raise or not self.goes_on:
             raise ConvoyError(
                 f"{sentence}; free what is in its way and go on with --resume, or let runs train on without it: "
                 "--set checkpoint.on_error=continue"
             )
         self._failed = True
         self.tally.failed += 1
-        self._tell(f"{sentence}; the run goes on")
+        self.tell(f"{sentence}; the run goes on")
 
     def _too_late(self, writing: Writing, reports: list[Report]) -> None:
         """The file system may not answer: nothing more is asked of it, not even to remove the draft."""
         self._writing = None
         writing.give_up()
         raise MachineError(
-            f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self._timeout_s)} "
-            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self._store.folder} "
+            f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self.timeout_s)} "
+            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self.store.folder} "
             "answers, then go on with --resume"
         )
 
@@ -339,7 +330,7 @@ class Saver:
             return
         writing.wait(timeout_s)
         writing.give_up()
-        if self._ranks.rank == 0 and timeout_s and writing.state != "written":
+        if self.ranks.rank == 0 and timeout_s and writing.state != "written":
             writing.draft.discard()
 
 
