@@ -33,13 +33,6 @@ class TwoHeads(nn.Module):
         return self.classes(x), self.position(x)
 
 
-class Unforeseen(TwoHeads):
-    """Asks for the numbers, so that it cannot be captured."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x if x.sum() > -1e9 else -x)
-
-
 def mean(net: nn.Module | None, values: Tensor, count: Tensor | None = None) -> Tensor:
     """`global_mean`; of the plain network what it stands for."""
     if net is not None:
@@ -117,21 +110,19 @@ def difference(net: nn.Module, serial: nn.Module) -> float:
     return max((got[name] - want[name]).abs().max().item() for name in want) / largest
 
 
-def built(build: type[nn.Module], plan: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+def built(plan: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A plain network in float64, whose batch norm has a frozen bias, and its copy under a plan."""
     torch.manual_seed(0)
-    serial = build().double()
+    serial = TwoHeads().double()
     serial.norm.bias.requires_grad_(False)
     return serial, convoy.parallelize(copy.deepcopy(serial), plan, batch()["x"][:2], **options)
 
 
-def errors(
-    plan: str, sizes: tuple[int, ...], losses: list[Loss], kind: str = "mean", build: type[nn.Module] = TwoHeads
-) -> list[tuple[float, float]]:
+def errors(plan: str, sizes: tuple[int, ...], losses: list[Loss], kind: str = "mean") -> list[tuple[float, float]]:
     """Of each loss and of its gradients."""
     results = []
     for loss in losses:
-        serial, net = built(build, plan, loss=kind, checks=plan != "sample=2")
+        serial, net = built(plan, loss=kind, checks=plan != "sample=2")
         mine = own(net, batch(), sizes)
         weights = {name: p for name, p in serial.named_parameters() if p.requires_grad}
         want = loss(None, serial(batch()["x"]), batch(), weights)
@@ -160,7 +151,6 @@ def worst(plan: str, sizes: tuple[int, ...], *args: Any) -> float:
 def test_means_and_penalties_are_those_of_one_device(plan: str, sizes: tuple[int, ...]) -> None:
     assert worst(plan, sizes, [two_heads, dice, penalized, orthogonal]) < 1e-12
     if plan == "owt=2":
-        assert worst(plan, sizes, [two_heads, penalized], "mean", Unforeseen) < 1e-12
         assert worst(plan, sizes, [two_heads], "part") < 1e-12
 
 
@@ -171,7 +161,7 @@ def test_means_and_penalties_of_each_rank_alone_are_other_losses() -> None:
 
 def two_passes() -> float:
     """Two passes of different division, and one without gradients in between; means of means are refused."""
-    serial, net = built(TwoHeads, "sample=2")
+    serial, net = built("sample=2")
     data, losses = batch(), []
     for sizes in ((5, 3), (1, 7)):
         losses.append(net(own(net, data, sizes)["x"])[1].square().sum(1))

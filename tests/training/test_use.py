@@ -28,7 +28,7 @@ from convoy.training.restore import evaluate_run, evaluation_data, load_run
 from convoy.training.use import Classifier, FileClasses, classify
 from ranks import run_ranks
 from tiny import train_on_pictures, write_pictures
-from training.scenarios import change_json, lines, put, store_of, summary
+from training.scenarios import lines, put, store_of, summary
 from whole_runs import as_before, train_here
 
 CPU = torch.device("cpu")
@@ -89,42 +89,6 @@ def test_network_and_transform_give_the_evaluations_logits_without_the_data(
     with torch.inference_mode():
         right = loaded.network(images).argmax(1) == batch.labels
     assert right.float().mean().item() == pytest.approx(summary(out)["top1"])
-
-
-def test_pictures_are_turned_upright_once_and_what_is_none_is_refused(run: Path, tmp_path: Path) -> None:
-    loaded = load_run(run)
-    upright = Image.fromarray(np.random.default_rng(1).integers(0, 255, (30, 40, 3), dtype=np.uint8))
-    exif = Image.Exif()
-    exif[0x112] = 6  # to be turned by 90°
-    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=exif)
-    assert torch.equal(loaded.transform(tmp_path / "turned.png"), loaded.transform(upright))
-    (tmp_path / "x.png").write_text("x")
-    wrong: list[tuple[Any, str]] = [
-        (str(tmp_path / "none.png"), r"none\.png cannot be read \(No such file or directory\): mend"),
-        (str(tmp_path / "x.png"), "is no picture in a known format"),
-        (np.zeros((4, 4, 3)), "is no picture: give uint8"),
-        (torch.zeros(3, 4, 4), "a Tensor is no picture"),
-    ]
-    for picture, words in wrong:
-        with pytest.raises(ConvoyError, match=words):
-            loaded.transform(picture)
-
-
-def test_what_is_no_run_and_a_checkpoint_that_is_not_there_are_refused(
-    run: Path, checkpointed: Path, tmp_path: Path
-) -> None:
-    out, stopped = shutil.copytree(run, tmp_path / "run"), shutil.copytree(checkpointed, tmp_path / "stopped")
-
-    def refused(folder: Path, words: str, *checkpoint: Any) -> None:
-        with pytest.raises(ConvoyError, match=words):
-            load_run(folder, *checkpoint)
-
-    refused(tmp_path, "is no run directory")
-    change_json(out / "environment.json", lambda begun: begun.update(input={"classes": ["a"]}))
-    refused(out, "does not say how pictures were prepared")
-    (stopped / "weights.safetensors").unlink()
-    refused(stopped, r"--resume, or use its newest checkpoint \(--checkpoint last\)")
-    refused(stopped, r"has no checkpoint 11: .* an update that has one: .*, 12$", 11)
 
 
 def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
@@ -275,13 +239,10 @@ def batches(logits: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Batch, 
         yield Batch(samples.to(torch.int32).view(torch.uint8).view(-1, 1, 2, 2), labels[part], samples), logits[part]
 
 
-@pytest.mark.parametrize("levels", [1, 0])
-def test_the_same_is_counted_as_sample_by_sample_with_ties_too(levels: int) -> None:
+def test_the_same_is_counted_as_sample_by_sample_with_ties_too() -> None:
     """With few levels of confidence most of the mistakes are equally bad."""
-    random = torch.Generator().manual_seed(levels)
-    logits = torch.randn(500, 8, generator=random)
-    if levels:
-        logits = torch.randint(levels + 1, (500, 8), generator=random).float() * 20
+    random = torch.Generator().manual_seed(1)
+    logits = torch.randint(2, (500, 8), generator=random).float() * 20
     labels = torch.randint(8, (500,), generator=random)
     probability, predicted = logits.softmax(1).max(1)
     wrong = [i for i in range(500) if predicted[i] != labels[i]]
