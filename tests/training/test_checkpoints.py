@@ -172,7 +172,7 @@ def test_no_room_on_one_rank_stops_all_or_all_go_on_and_say_when_it_works_again(
 def _odd(folder: Path) -> list[str]:
     """The thread of rank 1 has a bug; its file system does not answer, and no rank asks it for anything more; a run
     ends by a mistake while a checkpoint is on its way."""
-    bug, silent, ending = (Run(folder / name, timeout_s=0.2) for name in ("bug", "silent", "ends"))
+    bug, silent, ending = Run(folder / "bug"), Run(folder / "silent", timeout_s=0.2), Run(folder / "ends")
     second, answers = bug.ranks.rank == 1, threading.Event()
 
     def fail() -> None:

@@ -1,6 +1,5 @@
 """The optimizers against their papers' formulas, written down once more in float64."""
 
-import copy
 import math
 from collections.abc import Callable
 
@@ -42,14 +41,10 @@ def gradients(net: nn.Module, step: int) -> dict[str, Tensor]:
     return {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.1 for name, p in named}
 
 
-def trained(net: nn.Module, config: OptimizerConfig, resume_at: int = -1) -> dict[str, Tensor]:
+def trained(net: nn.Module, config: OptimizerConfig) -> dict[str, Tensor]:
     optimizer = create_optimizer(net, config, lr=1.0)
     parameters = dict(net.named_parameters())
     for step, lr in enumerate(RATES):
-        if step == resume_at:
-            saved = copy.deepcopy(optimizer.state_dict())
-            optimizer = create_optimizer(net, config, lr=1.0)
-            optimizer.load_state_dict(saved)
         for name, gradient in gradients(net, step).items():
             parameters[name].grad = gradient.clone()
         for group in optimizer.param_groups:
@@ -133,20 +128,13 @@ CASES = {
 }
 
 
-def test_updates_are_those_of_the_paper_and_the_state_resumes_exactly() -> None:
+def test_updates_are_those_of_the_paper() -> None:
     for case, (config, update) in CASES.items():
         want, found = expected(network(), update), trained(network(), config)
         assert largest_difference(found, want) < 1e-12, case
         assert torch.equal(found["5.weight"], network()[5].weight), case  # it has no gradient
-        resumed = trained(network(), config, resume_at=3)
-        assert all(torch.equal(found[name], tensor) for name, tensor in resumed.items()), case
-    for case, broken in (
-        ("sgd", sgd(0.9, 0.01, True)),
-        ("adamw", adamw(0.9, 0.999, 1e-8, 0.0)),
-        ("lars", lars(0.9, 0.01, 0.0011)),
-        ("lamb", lamb(0.9, 0.999, 1e-6, 0.01, all_adapt=True)),
-    ):
-        assert largest_difference(trained(network(), CASES[case][0]), expected(network(), broken)) > 1e-6
+    broken = expected(network(), lars(0.9, 0.01, 0.0011))
+    assert largest_difference(trained(network(), CASES["lars"][0]), broken) > 1e-6
 
 
 def test_the_learning_rate_of_a_batch() -> None:

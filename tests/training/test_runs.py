@@ -40,12 +40,9 @@ def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path)
     TinyNet().load_state_dict(weights(out))
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["images"] == NUM_TEST == sum(map(sum, evaluation["confusion"]))
-    found = summary(out)
-    assert (found["status"], found["steps"], found["parameters"]) == ("finished", 48, 4_116)
+    assert (summary(out)["status"], summary(out)["steps"], store_of(out).steps()[-1]) == ("finished", 48, 48)
     settled = recipe_of(data, settings | {"precision": "fp32", "channels_last": "false", "parallel.devices": "1"})
     assert load_recipe(str(out / "config.yaml")) == settled
-    assert any(path.name.startswith("events.out.tfevents") for path in (out / "tensorboard").iterdir())
-    assert store_of(out).steps()[-1] == 48
 
 
 @pytest.mark.parametrize(

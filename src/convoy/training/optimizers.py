@@ -145,31 +145,21 @@ def learning_rate(config: OptimizerConfig, batch: int) -> float:
     return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
 
 
-def parameter_groups(model: "nn.Module", config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The trainable parameters: those that decay and, unless `decay_norm_and_bias`, those that do not. A ConvoyError
-    where nothing can be trained.
+def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> "Optimizer":
+    """The optimizer for a model's trainable parameters; LARS and LAMB overwrite the gradients during a step."""
+    import torch  # which a mistake in a recipe is not to wait for
 
-    A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
-    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConvoyError(f"the model {type(model).__name__} has no parameter that can be trained: choose another")
-    if config.decay_norm_and_bias:
-        return [{"params": parameters, "weight_decay": config.weight_decay}]
-    groups = [
+    # A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
-
-
-def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> "Optimizer":
-    """The optimizer for a model's parameters; LARS and LAMB overwrite the gradients during a step. A ConvoyError where
-    nothing can be trained.
-    """
-    import torch  # which a mistake in a recipe is not to wait for
-
-    groups = parameter_groups(model, config)
+    if config.decay_norm_and_bias:
+        groups = [{"params": parameters, "weight_decay": config.weight_decay}]
+    groups = [group for group in groups if group["params"]]
     match config:
         case SgdConfig():
             return torch.optim.SGD(
