@@ -122,6 +122,11 @@ def test_merged_and_single_microbatches_train_alike_and_other_statistics_do_not(
     assert not torch.allclose(merged["norm.running_var"], sync["norm.running_var"], rtol=1e-6)
 
 
+def test_a_reproducible_run_refuses_what_torch_computes_otherwise_each_time(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConvoyError, match="torch has no deterministic guess_backward_cuda"):
+        trained(data, tmp_path / "run", {"model.name": "failing:Undetermined", "reproducible": "true"})
+
+
 # Longer runs
 
 FLAT = {"schedule.name": "constant", "schedule.warmup": "0ep"}

@@ -181,6 +181,11 @@ class Recipe(Section):
                 "schedule.warmup_from=base_lr needs optimizer.base_lr: give that instead of optimizer.lr, or a number "
                 "to start from"
             )
+        if schedule.warmup.longer_than(self.epochs):
+            yield (
+                f"schedule.warmup={schedule.warmup} is longer than the training, epochs={self.epochs}: train longer or "
+                "shorten the warm-up, e.g. --set schedule.warmup=5%"
+            )
 
     def notes(self) -> list[str]:
         """A sentence for each option that has no effect here and does no harm."""
